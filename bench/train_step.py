@@ -8,14 +8,13 @@ import argparse
 import copy
 import gc
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,24 +27,21 @@ from bench.kit.roots import encoding_record
 from plan.measured import BenchFile, Measurement
 from shards.base.pool import configure_malloc
 from shards.format.buckets import Bucket
-from shards.format.mds import parse_index
 from shards.format.text import TextLatents
 from shards.format.towers import ONLY_TEXT
-from shards.open import open_store
-from train.assemble import assemble
-from train.config import TrainConfig
 from train.data.batch import Batch
-from train.data.spec import DataSpec, OpenStream
-from train.loop import Run, take_step
-from train.model.backbone import BackboneConfig
+from train.data.spec import DataSpec
+from train.model.config import AdamWConfig, EmaConfig, OptimizerConfig, ScheduleConfig
+from train.model.ema import make_averages
 from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
-from train.model.unet import build_unet
-from train.prepare import Prepared, take_run
+from train.model.optimizer import Optimizer, build_optimizer
+from train.model.unet import build_unet, compile_network
+from train.objective.config import ObjectiveConfig
+from train.objective.loss import DiffusionLoss
 from train.run.health.meter import peak_memory
-from train.run.launches import Launch
-from train.run.preflight import World
 from train.start import ACCELERATE_PRECISION
+from train.step import StepResult, TrainStep, place_network
 
 TEXT_LENGTH = 77
 DOWNSAMPLING = 8
@@ -151,7 +147,7 @@ def measure(
     device = accelerator.device
     release(device)
     try:
-        with trainer(setting, options, accelerator, unet) as (run, step):
+        with training(setting, options, accelerator, unet) as (train_step, step):
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             for _ in range(3):
@@ -165,8 +161,8 @@ def measure(
                     synchronize(device)
             synchronize(device)
             rate = steps * options.batch / (time.perf_counter() - start)
-            encoding = encoding_record(TEXT_LENGTH, run.unet.config.cross_attention_dim)
-            flops = training_flops(on_meta(run.unet, run.loss.backbone, encoding, latent_hw(setting.bucket))[1])
+            encoding = encoding_record(TEXT_LENGTH, unet.config.cross_attention_dim)
+            flops = training_flops(on_meta(unet, train_step.loss.backbone, encoding, latent_hw(setting.bucket))[1])
             return Result(setting, rate, peak_memory(device) / 2**30, rate * flops / 1e12)
     except RuntimeError as error:  # torch.OutOfMemoryError, and equivalent errors of cuDNN and cuBLAS
         if not any(said in str(error) for said in ("out of memory", "ALLOC_FAILED")):
@@ -183,52 +179,47 @@ def release(device: torch.device) -> None:
 
 
 @contextmanager
-def trainer(
+def training(
     setting: StepSetting,
     options: argparse.Namespace,
     accelerator: Accelerator,
     unet: UNet2DConditionModel,
-    **fields: Any,
-) -> Iterator[tuple[Run, Callable[[], None]]]:
-    """Set up a run on a batch in memory, and yield it with a function that takes one step as `train` does.
+    optimizer: OptimizerConfig | None = None,
+    schedule: ScheduleConfig | None = None,
+) -> Iterator[tuple[TrainStep, Callable[[], StepResult]]]:
+    """Yield the trainer's own step on a copy of `unet`, and a function that takes the next step on a batch in memory.
 
-    Args:
-        fields: further fields of the training config.
+    There is no run folder, launcher or log: this is all that a training step needs.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        config = TrainConfig.model_validate(
-            {
-                "run_dir": folder,
-                "max_steps": 10**9,
-                "global_batch_size": options.batch,
-                "microbatch_size": setting.microbatch_size,
-                "data": {"streams": [{"root": folder, "bucket": setting.bucket}], "num_canonical_nodes": 1},
-                "backbone": {"config": options.unet},
-                "precision": options.precision,
-                "channels_last": setting.channels_last,
-                "low_precision_norms": setting.low_precision_norms,
-                "compile": setting.compile,
-                "log": {"tracker": "none", "every": 50},
-                **fields,
-            }
-        )
-        # no checkpoint to resume from or to initialise from, and no validation
-        spec = data_spec(config, unet)
-        backbone = BackboneConfig().resolved(spec.texts)
-        prepared = Prepared(World(1, 1), spec, copy.deepcopy(unet), backbone, None, None, {}, None)
-        run = assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
-        batch = make_batch(setting.bucket, options.batch, unet, pin=accelerator.device.type == "cuda")
-        try:
-            yield run, lambda: take_step(run, batch)
-        finally:
-            accelerator.free_memory()
+    network = copy.deepcopy(unet)
+    norms, is_cuda = setting.low_precision_norms, accelerator.device.type == "cuda"
+    place_network(network, accelerator.device, channels_last=setting.channels_last, low_precision_norms=norms)
+    optimizer, schedule = optimizer or AdamWConfig(), schedule or ScheduleConfig()
+    torch_optimizer = build_optimizer(dict(network.named_parameters()), optimizer)
+    if setting.compile:
+        compile_network(network, num_shapes=1)
+    train_step = TrainStep(
+        accelerator=accelerator,
+        network=network,
+        loss=DiffusionLoss(ObjectiveConfig(), data_spec(unet), accelerator.device),
+        optimizer=Optimizer(torch_optimizer, accelerator, optimizer, schedule, max_steps=10**9),
+        microbatch_size=min(setting.microbatch_size, options.batch),
+        model=accelerator.prepare_model(network, device_placement=False),
+        averages=make_averages(EmaConfig()),
+        compiled=setting.compile,
+    )
+    batch, numbers = make_batch(setting.bucket, options.batch, unet, pin=is_cuda), count()
+    try:
+        yield train_step, lambda: train_step(batch, next(numbers))
+    finally:
+        accelerator.free_memory()
 
 
 def compare_with_bare_loop(options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel) -> Pair:
     """Time the trainer's step and a bare loop that trains the same model, in turn."""
     setting = StepSetting(options.buckets[0], options.microbatches[-1], channels_last=accelerator.device.type == "cuda")
     bare = bare_loop(setting, options, unet, accelerator.device)
-    with trainer(setting, options, accelerator, unet) as (_, step):
+    with training(setting, options, accelerator, unet) as (_, step):
 
         def trained() -> None:
             step()
@@ -270,29 +261,16 @@ def bare_loop(
     return step
 
 
-def data_spec(config: TrainConfig, unet: UNet2DConditionModel) -> DataSpec:
-    """Describe the data of a latents root with Stable Diffusion's VAE."""
-    stream = config.data.streams[0]
-    width, hw = unet.config.cross_attention_dim, latent_hw(stream.bucket)
-    size = config.global_batch_size
-    opened = OpenStream(
-        config=stream,
-        store=open_store(stream.root),
-        latent_hw=hw,
-        files=parse_index(b'{"shards": []}', "none"),
-        selection=None,
-        num_samples=size,
-        chosen=size,
-        index_sha256="",
-        encoding_id="",
-    )
+def data_spec(unet: UNet2DConditionModel) -> DataSpec:
+    """What a latents root with SD's VAE would say."""
+    width = unet.config.cross_attention_dim
     encoding = encoding_record(TEXT_LENGTH, width)
     return DataSpec(
         image=encoding.image,
         texts=encoding.texts,
         features={},
         uncond={ONLY_TEXT: TextLatents(torch.zeros(TEXT_LENGTH, width).half(), 2)},
-        streams=(opened,),
+        streams=(),
         steps_per_epoch=1,
     )
 
@@ -324,7 +302,7 @@ def make_batch(bucket: str, size: int, unet: UNet2DConditionModel, pin: bool = F
 def describe_pair(pair: Pair, options: argparse.Namespace) -> str:
     """Describe the comparison of the trainer with the bare loop in a sentence."""
     return (
-        f"The trainer's step (posterior and noise draws, caption dropout, skipping, log) runs at "
+        f"The trainer's step (posterior and noise draws, caption dropout, moving average, skipping) runs at "
         f"**{pair.ratio:.3f} ×** the rate of a bare loop over float32 tensors in memory (`torch.randn`, `add_noise`, "
         f"autocast, clip, fused AdamW): median of {options.rounds} rounds in turn, {pair.spread}; "
         f"{options.unet}, {options.buckets[0]}, "

@@ -17,7 +17,8 @@ WHOLE_CONFIG = {
         "train/start.py",
         "train/config.py",
         "train/prepare.py",
-        "train/assemble.py",
+        "train/setup.py",
+        "train/takeover.py",
         # a finished run's, read from its folder
         "train/export/pipeline.py",
         "train/export/card.py",

@@ -1,4 +1,4 @@
-"""Stage 2: a latents root → a U-Net. The same command again resumes.
+"""Stage 2: train a diffusion model on latents. The same command resumes an interrupted run.
 
 examples:
   python -m train --config configs/phase1.yaml
@@ -6,12 +6,12 @@ examples:
   python -m train.launch --multi_gpu --num_processes 8 -m train --config configs/phase1.yaml --num_processes 8
 
 further commands, each with a --help of its own:
-  python -m train check     check data, U-Net and earlier run; changes nothing in the run
+  python -m train check     check data, network and checkpoint without starting the run
   python -m train plot      draw RUN/loss.png from a run's metrics
-  python -m train export    a run → a diffusers pipeline
-  python -m train ema       a run's snapshots → an average of any width
-  python -m train tell      evaluations that came after a run's end → its tracker
-  python -m train.launch    several processes; accelerate's launcher and its flags
+  python -m train export    export a run as a diffusers pipeline
+  python -m train ema       rebuild a moving average of any width from a run's snapshots
+  python -m train tell      send evaluations made after a run's end to its tracker
+  python -m train.launch    start several processes (accelerate's launcher and its flags)
 """
 
 import argparse
@@ -26,11 +26,11 @@ from shards.base.errors import console
 if TYPE_CHECKING:
     from train.config import TrainConfig
 
-# Modules that import torch are imported inside the functions, after what can be checked without them.
+# Modules that import torch are imported inside functions, after the checks that do not need it.
 
 
 def run(arguments: list[str]) -> None:
-    """Dispatch on the first word."""
+    """Run the subcommand that the first argument names, or train."""
     if arguments[:1] and arguments[0] in COMMANDS:
         COMMANDS[arguments[0]](arguments[1:])
         return
@@ -45,19 +45,20 @@ def run(arguments: list[str]) -> None:
 
 
 def read_config(arguments: list[str], prog: str, about: str | None) -> "TrainConfig":
-    """Read the config that the arguments name."""
+    """Load the training config from the arguments."""
     from train.config import TrainConfig
 
     return load_from_args(TrainConfig, arguments, prog, about)
 
 
 def answer_early(config: "TrainConfig", arguments: list[str]) -> str | None:
-    """Check what needs no torch; return the message of a finished run.
+    """Check what needs no torch, and return the final message if the run has already finished.
 
-    Of several processes none looks, since the answer must be the same for all: their launcher has looked.
+    With several processes, only the number of processes is checked here, because all must come to the same answer.
+    Their launcher has made the other checks.
 
     Raises:
-        RequestError: the processes do not fit the request, or something that the config names is missing.
+        RequestError: the number of processes is wrong, or something that the config names is missing.
     """
     from train import early
     from train.run.preflight import World
@@ -68,9 +69,9 @@ def answer_early(config: "TrainConfig", arguments: list[str]) -> str | None:
 
 
 def check(arguments: list[str]) -> None:
-    """Check data, U-Net and earlier run, and say from which step a launch would resume. Changes nothing in the run.
+    """Check data, network and checkpoint, and print the step from which a launch would resume.
 
-    For a run at an address, a checkpoint that this machine lacks is downloaded, checked and removed again.
+    The run is not changed. If it is at an object-store URL, its checkpoint is downloaded, checked and deleted again.
 
     examples:
       python -m train check --config configs/phase1.yaml
@@ -78,7 +79,7 @@ def check(arguments: list[str]) -> None:
     """
     config = read_config(arguments, "train check", check.__doc__)
     if (answer := answer_early(config, arguments)) is not None:
-        print(answer.splitlines()[0])  # `make train` goes on to the trainer, which says the rest
+        print(answer.splitlines()[0])  # after this check, `make train` starts the trainer, which prints the rest
         return
     from train.finish import nothing_to_do
     from train.prepare import prepare
@@ -95,7 +96,7 @@ def check(arguments: list[str]) -> None:
 
 
 def plot(arguments: list[str]) -> None:
-    """Draw RUN/loss.png from its metrics."""
+    """Draw RUN/loss.png from the run's metrics."""
     from train.run.telling.plot import plot_run
 
     epilog = "example: python -m train plot runs/phase1"

@@ -1,5 +1,7 @@
-"""The config of stage 2. Each section's model stands beside the code that reads it, or in `config.py` of its folder:
-no module that a config is made of imports torch, so that a wrong request is refused at once."""
+"""The config of stage 2, assembled from sections that are defined next to the code that reads them.
+
+No module that defines a section may import torch, so that a wrong config is refused within a second.
+"""
 
 import math
 from pathlib import Path
@@ -21,36 +23,36 @@ from train.run.telling.config import LogConfig
 
 
 class RequestConfig(Config):
-    """What the run asks of `python -m evaluation watch`; the trainer itself evaluates nothing."""
+    """Requests to `python -m evaluation watch`. The trainer itself evaluates nothing."""
 
     every: int | None = Field(None, ge=1)
-    """Checkpoints of steps that this divides are to be evaluated, and the last; null: all."""
+    """Evaluate the checkpoints whose step is a multiple of this, and the last one; null: all checkpoints."""
 
 
 class TrainConfig(Config):
-    """Stage 2: train a U-Net on the latents of one or more buckets."""
+    """Stage 2: train a diffusion model on the latents of one or more buckets."""
 
     run_dir: Place
-    """The run folder, or its address (s3://…): config, metrics, checkpoints. A run that it holds is resumed."""
+    """Folder or object-store URL (s3://…) of the run's config, metrics and checkpoints. An existing run is resumed."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Of the first weights, the order of samples and every draw."""
+    """Seed of the first weights, the order of samples and all random draws."""
     max_steps: int = Field(ge=1)
-    """Optimizer steps of the whole run, those before a resume included."""
+    """Optimizer steps of the whole run, including those before a resume."""
     global_batch_size: int = Field(2048, ge=1)
     """Samples per optimizer step over all processes."""
     microbatch_size: int = Field(16, ge=1)
     """Samples per forward pass of one process, at most its share of the batch; gradients are accumulated over the
     rest of the share."""
     init_from: Place | None = None
-    """A run folder, or its address, whose newest checkpoint this run starts from, with a new optimizer."""
+    """Run folder or URL whose newest checkpoint provides the first weights; the optimizer state is new."""
     init_weights: Literal["auto", "raw", "ema"] = "auto"
-    """Which of its weights; auto: the moving average where it has one."""
+    """Which weights of `init_from` to use; `auto`: the moving average if it has one."""
     init_unet: str | None = None
-    """A folder of a pretrained diffusers U-Net, or its hub name (org/repo/unet), to start from. Its config must be that
-    of `backbone.config`."""
+    """Folder or hub name (org/repo/unet) of a pretrained diffusers network that provides the first weights. Its config
+    must match `backbone.config`."""
     train_only: list[str] | None = Field(None, min_length=1)
-    """Patterns such as `*.attn2.*`: only the network's parameters whose names match one are trained, and the others
-    keep the weights that the run starts with; null: all are trained."""
+    """Name patterns such as `*.attn2.*`: only parameters that match one are trained, and the others keep the weights
+    that the run starts with; null: all are trained."""
     data: DataConfig
     backbone: BackboneConfig = BackboneConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -64,77 +66,84 @@ class TrainConfig(Config):
     alarm: AlarmConfig = AlarmConfig()
     evaluate: RequestConfig = RequestConfig()
     device: DeviceOption = "auto"
-    """`auto` trains on the GPUs if torch can use them, and stops if there are GPUs that it cannot use; `cpu` trains on
-    the CPU in any case."""
+    """`auto` trains on the GPUs if torch can use them, and fails if there are GPUs that it cannot use; `cpu` always
+    trains on the CPU."""
     precision: PrecisionOption = "auto"
-    """Autocast type; weights and optimizer are float32. `auto` is bfloat16 where the hardware supports it and float32
-    elsewhere; a resumed run keeps what it began with. `float32` is without TF32, also in convolutions."""
+    """Autocast type; weights and optimizer are always float32. `auto` is bfloat16 if the hardware supports it and
+    float32 otherwise; a resumed run keeps its earlier precision. `float32` disables TF32, also in convolutions."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, more time."""
+    """Recompute activations in the backward pass, which takes less memory and more time."""
     compile: bool = False
-    """torch.compile the U-Net."""
+    """Compile the network with torch.compile."""
     sharding: Sharding = "none"
-    """Over several processes: each holds all (DDP), shares of gradients and optimizer state, or of the weights too."""
+    """What several processes shard: `none` (DDP, each holds everything), `grad_op` (gradients and optimizer state), or
+    `full` (the weights, too)."""
     ddp: DdpConfig = DdpConfig()
     collective_timeout: float = Field(600.0, gt=0)
-    """Seconds after which a process that does not answer the others ends the run; longer than writing a checkpoint.
-    Of several processes each waits for its storage at most 0.8 of it."""
+    """Seconds after which a process that does not join the others ends the run. It must be longer than writing a
+    checkpoint takes. With several processes, each waits at most 0.8 times as long for its storage."""
     takeover_after: float = Field(60.0, gt=0)
-    """Seconds without a sign of life after which a launch that may still hold the run folder counts as dead."""
+    """Seconds without a sign of life after which the launch that holds the run counts as dead, so that this one may
+    take over."""
     channels_last: bool | None = None
-    """Memory format of the convolutions; null: on GPUs, whose bfloat16 kernels want it."""
+    """Use the channels-last memory format for convolutions; null: on GPUs, whose bfloat16 kernels need it."""
     low_precision_norms: bool = False
-    """Run GroupNorm and LayerNorm in the autocast type, not in float32: less memory traffic, a little more rounding."""
+    """Run GroupNorm and LayerNorm in the autocast type instead of float32: less memory traffic, slightly more
+    rounding."""
     num_processes: int | None = Field(None, ge=1)
-    """How many processes the launcher was asked for; the run refuses to start on another number."""
+    """Number of processes that the launcher must have started; null: any. The run refuses to start on any other
+    number."""
 
     @model_validator(mode="after")
     def _check(self) -> "TrainConfig":
         if self.backbone.config is None:
-            raise ValueError("`backbone.config` is missing: give the diffusers config (JSON) of the network to train")
+            raise ValueError(
+                "`backbone.config` is missing: set it to the diffusers config (JSON) of the network to train"
+            )
         if self.global_batch_size % self.data.num_canonical_nodes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} is not a multiple of data.num_canonical_nodes "
-                f"{self.data.num_canonical_nodes}, whose spans share each global batch evenly; give a "
+                f"{self.data.num_canonical_nodes}, which must share each global batch evenly; use a "
                 f"multiple of it, or set data.num_canonical_nodes to "
                 f"{math.gcd(self.global_batch_size, self.data.num_canonical_nodes)}"
             )
         if self.validation.root is not None and self.validation.every % self.log.every:
             raise ValueError(
-                f"validation.every {self.validation.every} is not a multiple of log.every {self.log.every}, so there "
-                f"would be no line for its value"
+                f"validation.every {self.validation.every} is not a multiple of log.every {self.log.every}, so its "
+                f"values would have no line in metrics.jsonl; change one of them"
             )
         if self.validation.weights == "ema" and self.ema.start_step is None:
-            raise ValueError("validation.weights ema has no average to read: set ema.start_step")
+            raise ValueError("validation.weights ema has no average to validate: set ema.start_step")
         if self.evaluate.every is not None and self.evaluate.every % self.checkpoint.every:
             raise ValueError(
                 f"evaluate.every {self.evaluate.every} is not a multiple of checkpoint.every {self.checkpoint.every}, "
-                f"so there would be no checkpoint to evaluate"
+                f"so there would be no checkpoint to evaluate; change one of them"
             )
         if self.sharding != "none" and self.precision == "float16":
-            raise ValueError("sharding with precision float16 needs a loss scaler of its own; use bfloat16")
+            raise ValueError("sharding does not support precision float16; use bfloat16")
         if self.init_from is not None and self.init_unet is not None:
-            raise ValueError("init_from and init_unet are two starts; give one")
+            raise ValueError("init_from and init_unet both provide the first weights; set only one of them")
         if self.init_from is not None and work_folder(self.init_from).resolve() == self.work.resolve():
-            raise ValueError("init_from is the run's own run_dir; resuming needs no init_from")
+            raise ValueError("init_from is the run's own run_dir; remove it, because a run resumes without init_from")
         return self
 
     @property
     def start_timeout(self) -> float:
-        """Seconds that collectives may take in the first steps, whose batches may take `data.first_timeout`."""
+        """Timeout of collectives, in seconds, during the first steps, whose batches may take `data.first_timeout`."""
         return max(self.collective_timeout, self.data.first_timeout + self.data.timeout)
 
     def patience(self, seconds: float, num_processes: int) -> float:
-        """What a process waits for storage at most: less than the others wait for it, so that it can say why."""
+        """Limit the seconds that a process waits for storage, so that it can report the cause before the others give
+        up on it."""
         return seconds if num_processes == 1 else min(seconds, 0.8 * self.collective_timeout)
 
     @property
     def work(self) -> Path:
-        """Where this machine has the run: `run_dir`, or a temporary folder for one at an address."""
+        """Local folder of the run: `run_dir` itself, or a temporary folder if `run_dir` is a URL."""
         return work_folder(self.run_dir)
 
     @property
     def network(self) -> Path:
-        """The diffusers config of the network to train."""
+        """Diffusers config of the network to train."""
         assert self.backbone.config is not None
         return self.backbone.config

@@ -1,4 +1,4 @@
-"""Checks of a request that need no torch. `prepare` repeats them and makes the remaining ones."""
+"""Checks that need no torch, so that most wrong requests are refused in a second. `prepare` repeats them."""
 
 import argparse
 from pathlib import Path
@@ -14,13 +14,15 @@ from train.run.saving.checkpoint import list_checkpoints
 
 
 def answer_early(config: TrainConfig, file: Path | None) -> str | None:
-    """Return the message of a finished run; None: it is not finished. Of several processes only one may ask.
+    """Check the config, and return the final message if the run has already finished; None: there is work to do.
+
+    If several processes train, only one may call this, before the others start.
 
     Args:
-        file: where the config comes from.
+        file: file of the config.
 
     Raises:
-        RequestError: the run is not finished, and something that the config names is missing.
+        RequestError: something that the config names is missing, and the run has not finished.
     """
     check_run_dir(config.work)
     finished = describe_if_finished(config, file)
@@ -30,7 +32,7 @@ def answer_early(config: TrainConfig, file: Path | None) -> str | None:
 
 
 def config_file(arguments: list[str]) -> Path | None:
-    """The file that `--config` names."""
+    """Return the file that `--config` names."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     found: Path | None = parser.parse_known_args(arguments)[0].config
@@ -38,7 +40,7 @@ def config_file(arguments: list[str]) -> Path | None:
 
 
 def check_early(config: TrainConfig) -> None:
-    """Look for the roots and the run that the config names.
+    """Check that the roots and the run to start from exist.
 
     Raises:
         RequestError: a root is missing, or the run to start from has no checkpoint.
@@ -52,8 +54,8 @@ def check_early(config: TrainConfig) -> None:
 
 
 def no_checkpoint(run_dir: Place) -> RequestError:
-    """The error of a run to start from that has no checkpoint."""
+    """Build the error for a run to start from that has no checkpoint."""
     return RequestError(
         f"init_from: {run_dir} has no complete checkpoint. Train that phase first (`make train PHASE=1`), or set "
-        f"init_from to a run folder that has one."
+        f"init_from to a run that has one."
     )

@@ -1,6 +1,6 @@
-"""The end of a run: recognise that it has been reached, and say where the result is and what comes next.
+"""The end of a run: recognising that it has been reached, and the final message.
 
-Nothing here imports torch, so that a command that has nothing to do ends at once.
+This module must not import torch, so that a command without work to do ends within a second.
 """
 
 import shlex
@@ -16,18 +16,19 @@ from train.run.saving.checkpoint import list_checkpoints, step_folder, step_of, 
 from train.run.saving.local_copy import parse_folder, remote_folder, stored_checkpoints
 
 NOT_COMPARED = ("num_processes", "sharding")
-"""Fields that may differ between the launches of a run, and that a launcher may set."""
+"""Fields that a launcher may set, so they may differ between the launches of a run."""
 
 
 def describe_if_finished(config: TrainConfig, config_file: Path | None) -> str | None:
-    """Say that the run has done all its steps under this very config; None: it has not, or that takes a closer look.
+    """Return the final message if the run has done all its steps under this exact config.
 
-    Where several processes train, only one process may ask, before the others start.
+    None means that it has not, or that only `prepare` can tell. If several processes train, only one may call this,
+    before the others start.
     """
     found = open_store(config.run_dir).read_many(["config.yaml"])
     if not found or not _same(config, found["config.yaml"]):
         return None
-    newest = _newest_at_address(config.run_dir) if isinstance(config.run_dir, str) else _newest(config.run_dir)
+    newest = _newest_at_url(config.run_dir) if isinstance(config.run_dir, str) else _newest(config.run_dir)
     if newest is None:
         return None
     step, launch = newest
@@ -37,15 +38,15 @@ def describe_if_finished(config: TrainConfig, config_file: Path | None) -> str |
 
 
 def nothing_to_do(config: TrainConfig) -> str:
-    """The message for a run that has done all its steps."""
+    """Return the message for a run that has already done all its steps."""
     return f"{config.run_dir} has done its {config.max_steps} steps; there is nothing to do."
 
 
 def describe_finished(config: TrainConfig, step: int, launch: int | None, config_file: Path | None) -> str:
-    """The message at the end of a run: its last step, its last checkpoint, and the commands that may follow.
+    """Return the message at the end of a run: last step, last checkpoint, and the commands that may come next.
 
     Args:
-        launch: number of the launch that uploaded the checkpoint, of a run at an address.
+        launch: number of the launch that uploaded the checkpoint, if the run is at an object-store URL.
     """
     if isinstance(config.run_dir, Path):
         checkpoint = str(step_folder(config.run_dir, step))
@@ -57,9 +58,9 @@ def describe_finished(config: TrainConfig, step: int, launch: int | None, config
 
 
 def next_commands(config: TrainConfig, config_file: Path | None) -> list[str]:
-    """Commands that take the finished run further: evaluation, export, and phases that start from it."""
+    """Return commands that use the finished run: evaluation, export, and the phases that start from it."""
     run = shlex.quote(str(config.run_dir))
-    # an export is a folder, also where the run is at an address
+    # an export is always a local folder
     output = "" if isinstance(config.run_dir, Path) else f" --output runs/{Path(config.run_dir).name}/export"
     return [
         f"python -m evaluation score --config configs/evaluate.yaml --model {run}",
@@ -69,7 +70,7 @@ def next_commands(config: TrainConfig, config_file: Path | None) -> list[str]:
 
 
 def following_phases(config: TrainConfig, config_file: Path | None) -> list[Path]:
-    """Config files beside the run's own whose `init_from` names the run."""
+    """Return the config files in the same folder as the run's whose `init_from` is the run."""
     if config_file is None:
         return []
     return [path for path in sorted(config_file.parent.glob("*.yaml")) if _init_from(path) == config.run_dir]
@@ -78,7 +79,7 @@ def following_phases(config: TrainConfig, config_file: Path | None) -> list[Path
 def _init_from(path: Path) -> Place | None:
     try:
         values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # any file may be there; this one is no config of ours
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # not a config; the folder may contain any file
         return None
     named = values.get("init_from") if isinstance(values, dict) else None
     return parse_place(named) if isinstance(named, str) else None
@@ -88,27 +89,27 @@ def _same(config: TrainConfig, data: bytes) -> bool:
     """Return whether a run's config.yaml holds this config."""
     try:
         saved = yaml.safe_load(data)
-    except yaml.YAMLError:  # edited by hand, perhaps: the run writes it anew
+    except yaml.YAMLError:  # perhaps edited by hand; the next launch rewrites it
         return False
     asked = config.model_dump(mode="json")
-    ignored = [*NOT_COMPARED, *(["precision"] if config.precision == "auto" else [])]  # which it holds resolved
+    ignored = [*NOT_COMPARED, *(["precision"] if config.precision == "auto" else [])]  # a run saves the resolved one
     return isinstance(saved, dict) and all(
         saved.get(name) == value for name, value in asked.items() if name not in ignored
     )
 
 
 def _newest(run_dir: Path) -> tuple[int, None] | None:
-    """The step of a run folder's newest checkpoint, if every byte of it is as written."""
+    """Return the step of the newest checkpoint in a run folder, if all of its hashes match."""
     folders = list_checkpoints(run_dir)
     try:
         return (step_of(verify_checkpoint(folders[-1]).folder), None) if folders else None
-    except DamagedFile:  # an earlier one may be sound: that is for the training command to find out, and to say
+    except DamagedFile:  # an earlier one may be intact; the training command checks that and reports it
         return None
 
 
-def _newest_at_address(address: str) -> tuple[int, int] | None:
-    """The step of the newest checkpoint at an address, whose state.json is sound, and the launch that uploaded it."""
-    stored = stored_checkpoints(open_store(address))
+def _newest_at_url(url: str) -> tuple[int, int] | None:
+    """Return the step of the newest checkpoint at a URL with an intact state.json, and the launch that uploaded it."""
+    stored = stored_checkpoints(open_store(url))
     if not stored:
         return None
     name = max(stored, key=lambda name: step_of(Path(name)))

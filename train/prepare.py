@@ -1,6 +1,8 @@
-"""What a run is asked for, opened and held against each other; nothing is written before all of it is found to fit."""
+"""Everything that is found, opened and checked before a launch acquires the run.
 
-import shutil
+Nothing here changes the run, neither its folder nor its URL.
+"""
+
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -12,7 +14,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 from shards.base.device import Precision, resolve_precision
-from shards.base.durable import locked
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
 from shards.open import open_store
@@ -28,7 +29,7 @@ from train.model.unet import build_unet, load_pretrained
 from train.objective.alignment import Aligned, find_features, layer_shape, make_head
 from train.objective.validation import FoundValidation, Validation, find_validation, open_validation
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
-from train.run.launches import Launch, Sign, now, take, wait_until_free
+from train.run.launches import Sign, wait_until_free
 from train.run.preflight import World, check_launch, check_run_dir, check_tracker
 from train.run.saving import away, local_copy
 from train.run.saving.checkpoint import (
@@ -38,103 +39,101 @@ from train.run.saving.checkpoint import (
     load_head,
     load_weights,
     newest_checkpoint,
-    step_folder,
 )
 
 
 @dataclass(frozen=True)
 class Held:
-    """Which launch held the run until now, and the checkpoints as they were then."""
+    """The launch that held the run when this one was preparing, and the checkpoints that existed then."""
 
     sign: Sign = field(default_factory=Sign)
     seen: list[Seen] = field(default_factory=list)
     number: int = 0
-    """Of the launch at the run's address, where it lies at one; 0: there was none."""
+    """Number of the last launch at the run's URL; 0: there was none, or the run is a local folder."""
     found: dict[str, str] = field(default_factory=dict)
-    """Folders of the checkpoints at the address → SHA-256 of their state.json."""
+    """Folders of the checkpoints at the URL → SHA-256 of their state.json."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that a run is put together from, besides its config."""
+    """Everything from which a run is built, besides its config."""
 
     world: World
     spec: DataSpec
-    unet: Any
-    """The network to train, of a diffusers class, on the CPU, with the weights that the run begins with."""
+    network: Any
+    """The diffusers network to train, on the CPU, with its first weights or those of the checkpoint."""
     backbone: BackboneConfig
-    """How it is called, with its text towers named."""
+    """How to call the network, with its text towers resolved."""
     checkpoint: Checkpoint | None
-    """The run's own newest, from which it goes on."""
+    """The run's own newest checkpoint; None: the run is new."""
     start: str | None
-    """Where the weights come from that a new run begins with, in words; None: random."""
+    """Description of the weights with which a new run starts; None: random weights."""
     fingerprint: dict[str, Any]
     validation: Validation | None
     aligned: Aligned | None = None
-    """`unet` with its projection head, where a layer is aligned."""
+    """`network` with its projection head, if a layer is aligned (REPA)."""
     held: Held = field(default_factory=Held)
     start_seed: int | None = None
-    """The seed of the run that the weights come from; None: there is none."""
+    """Seed of the run that the weights come from, if there is one."""
 
     @property
     def ahead(self) -> list[Path]:
-        """The folder of `checkpoint`, where this machine has it and the run's address has not."""
+        """Folder of `checkpoint`, if it exists on this machine but was never uploaded to the run's URL."""
         if not self.held.number or self.checkpoint is None or self.checkpoint.folder.name in self.held.found:
             return []
         return [self.checkpoint.folder]
 
 
-def preflight(config: TrainConfig, accelerator: Accelerator | None) -> World:
-    """What can be said of the request before anything is opened.
+def prepare(
+    config: TrainConfig, accelerator: Accelerator | None = None, downloads: ExitStack | None = None
+) -> Prepared:
+    """Open the data, build the network, and load the weights with which training continues or starts.
+
+    The main process finds and hashes checkpoints and broadcasts the result. If the run or its start is at an
+    object-store URL, one process of each other node downloads and hashes its own copy.
+
+    Args:
+        accelerator: None: this is the only process.
+        downloads: closing it deletes the downloaded checkpoints. Required if `run_dir` or `init_from` is a URL. It
+            must stay open until `install` has moved the run's own checkpoint.
 
     Raises:
-        RequestError: what does not fit, and the remedy.
+        RequestError: something is missing or does not fit.
     """
+    assert downloads or not any(isinstance(place, str) for place in (config.run_dir, config.init_from))
+    downloads = downloads or ExitStack()
     world = World.launched()
     check_tracker(config.log.tracker)
     check_launch(accelerator, world)
     world.check(config.num_processes, config.global_batch_size)
-    return world
 
-
-def prepare(
-    config: TrainConfig, accelerator: Accelerator | None = None, downloads: ExitStack | None = None
-) -> Prepared:
-    """Open the data, build the U-Net, and load what it begins with. Changes nothing in the run, here or at its address.
-
-    The main process reads and hashes checkpoints, and tells the others what it found. Of a run at an address, one
-    process of each other node downloads and hashes its own copy.
-
-    Args:
-        downloads: closing it removes the checkpoints that were downloaded. Required for a `run_dir` or an `init_from`
-            at an address. It must stay open until `install` has moved the run's own checkpoint.
-
-    Raises:
-        RequestError: what does not fit, and the remedy.
-    """
-    assert downloads or not any(isinstance(place, str) for place in (config.run_dir, config.init_from))
-    world, downloads = preflight(config, accelerator), downloads or ExitStack()
+    # the run, the start, and the indexes: whatever may change with time is looked up once, by the main process
     held, checkpoint, start, found, held_out = on_main_process(accelerator, lambda: find_all(config, world, downloads))
     checkpoint = on_each_node(accelerator, config.run_dir, checkpoint, downloads)
     if config.init_from is not None:
         start = on_each_node(accelerator, config.init_from, start, downloads)
+
+    # data and network
     spec = open_data(config.data, config.global_batch_size, found)
+    encoding = found.streams[0].encoding
     backbone = config.backbone.resolved(spec.texts)
-    check_fit(network := build_unet(config.network, None), spec, backbone)
-    check_precision(network, config.precision)
-    unet = build_unet(config.network, config.seed)
-    freeze_except(unet, config.train_only)
-    aligned = make_aligned(config, spec, unet, backbone, sorted(found.streams[0].encoding.features))
-    repa = None if aligned is None else config.repa.model_dump(mode="json") | {"tower": aligned.features.name}
+    without_weights = build_unet(config.network, None)
+    check_fit(without_weights, spec, backbone)
+    check_precision(without_weights, config.precision)
+    network = build_unet(config.network, config.seed)
+    freeze_except(network, config.train_only)
+    aligned = make_aligned(config, spec, network, backbone, sorted(encoding.features))
+
+    # the run's fingerprint, which must be the same in all processes and in the checkpoint
     fingerprint = make_fingerprint(
         config.seed,
         config.global_batch_size,
         config.data,
         spec,
         config.objective,
-        unet,
+        network,
         config.backbone,
-        repa,
+        None if aligned is None else config.repa.model_dump(mode="json") | {"tower": aligned.features.name},
         None if held_out is None else held_out.pin,
         config.optimizer.kind,
         config.train_only,
@@ -143,63 +142,88 @@ def prepare(
     check_same_everywhere(accelerator, fingerprint, spec.size_check.problem if spec.size_check else None)
     if checkpoint is not None:
         check_resume(checkpoint.folder, checkpoint.fingerprint, fingerprint, config.data.index == "newest")
-    words, start_seed = None, None
-    if aligned is not None and (checkpoint or start) is not None:
-        load_head(aligned.head, (checkpoint or start).folder)
-    if checkpoint is not None:
-        load_weights(unet, checkpoint.folder / "unet")
-    elif start is not None:
-        weights = start.weights(config.init_weights)
-        load_weights(unet, weights)
-        start_seed = start.fingerprint["seed"]
-        shown = weights
-        if isinstance(config.init_from, str) and weights.is_relative_to(start.folder):  # and not the private folder
-            shown = weights.relative_to(start.folder.parents[1])
-        words = f"{start.tag} after step {start.state.step} ({shown})"
-    elif config.init_unet is not None:
-        load_pretrained(unet, config.init_unet)
+
+    # weights
+    words = load_first_weights(config, network, aligned, checkpoint, start)
     validation = None
     if held_out is not None:
-        training = keep_towers(found.streams[0].encoding, [f"texts.{name}" for name in spec.texts])
-        validation = open_validation(
-            config.validation,
-            training,
-            config.seed,
-            held_out,
-            accelerator.process_index if accelerator is not None else 0,
-            accelerator.num_processes if accelerator is not None else 1,
-        )
+        training = keep_towers(encoding, [f"texts.{name}" for name in spec.texts])
+        rank, ranks = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
+        validation = open_validation(config.validation, training, config.seed, held_out, rank, ranks)
     if accelerator is not None:
-        accelerator.wait_for_everyone()  # the process that downloaded the weights may remove them from here on
-    return Prepared(world, spec, unet, backbone, checkpoint, words, fingerprint, validation, aligned, held, start_seed)
+        accelerator.wait_for_everyone()  # from here on, the process that downloaded the weights may delete them
+    return Prepared(
+        world=world,
+        spec=spec,
+        network=network,
+        backbone=backbone,
+        checkpoint=checkpoint,
+        start=words,
+        fingerprint=fingerprint,
+        validation=validation,
+        aligned=aligned,
+        held=held,
+        start_seed=None if checkpoint is not None or start is None else start.fingerprint["seed"],
+    )
+
+
+def load_first_weights(
+    config: TrainConfig, network: Any, aligned: Aligned | None, checkpoint: Checkpoint | None, start: Checkpoint | None
+) -> str | None:
+    """Load the weights of the checkpoint to resume, of the run to start from, or of a pretrained network.
+
+    Returns:
+        A description of the run to start from; None: the weights are not from another run.
+
+    Raises:
+        RequestError: the weights belong to a different architecture.
+    """
+    source = checkpoint or start
+    if aligned is not None and source is not None:
+        load_head(aligned.head, source.folder)
+    if checkpoint is not None:
+        load_weights(network, checkpoint.folder / "unet")
+    elif start is not None:
+        weights = start.weights(config.init_weights)
+        load_weights(network, weights)
+        shown = weights
+        if isinstance(config.init_from, str) and weights.is_relative_to(start.folder):
+            shown = weights.relative_to(start.folder.parents[1])  # hides the folder of the download
+        return f"{start.tag} after step {start.state.step} ({shown})"
+    elif config.init_unet is not None:
+        load_pretrained(network, config.init_unet)
+    return None
 
 
 def make_aligned(
-    config: TrainConfig, spec: DataSpec, unet: Any, backbone: BackboneConfig, stored: list[str]
+    config: TrainConfig, spec: DataSpec, network: Any, backbone: BackboneConfig, stored: list[str]
 ) -> Aligned | None:
-    """The network with the projection head that the config asks for; None: it asks for none.
+    """Add the projection head that the config asks for to the network; None: no layer is aligned.
 
     Args:
-        stored: the feature towers that the root has.
+        stored: names of the feature towers that the root has.
 
     Raises:
-        RequestError: the tower, or the layer, is not there, is not read, or is not of tokens.
+        RequestError: the tower or the layer does not exist, is not read, or does not consist of tokens.
     """
     if config.repa.layer is None:
         return None
     features = find_features(config.repa, spec, stored)
-    calls = {hw: on_meta(unet, backbone, spec, hw) for hw in sorted({stream.latent_hw for stream in spec.streams})}
-    shapes = {hw: layer_shape(network, config.repa, call) for hw, (network, call) in calls.items()}
-    return Aligned(unet, make_head(config.repa, shapes, features.tower.width, config.seed), config.repa, features)
+    shapes = {}
+    for latent_hw in sorted({stream.latent_hw for stream in spec.streams}):
+        copy, call = on_meta(network, backbone, spec, latent_hw)
+        shapes[latent_hw] = layer_shape(copy, config.repa, call)
+    head = make_head(config.repa, shapes, features.tower.width, config.seed)
+    return Aligned(network, head, config.repa, features)
 
 
 def on_each_node(
     accelerator: Accelerator | None, place: Place, checkpoint: Checkpoint | None, downloads: ExitStack
 ) -> Checkpoint | None:
-    """The checkpoint that the main process found, in a folder of this process's node.
+    """Return the checkpoint that the main process found, in a folder of this process's node.
 
     Raises:
-        WorkError: it was damaged, replaced or removed since the main process found it.
+        WorkError: the checkpoint was damaged, replaced or deleted since the main process found it.
     """
     if accelerator is None or checkpoint is None or isinstance(place, Path):
         return checkpoint
@@ -212,9 +236,9 @@ def on_each_node(
 
 
 def precision_of_run(config: TrainConfig, device: str) -> Precision:
-    """Resolve the precision to train in: the one given, or for `auto` what the run began with, or what suits `device`.
+    """Return the precision to train in. `auto` becomes the run's earlier precision, or else the best for `device`.
 
-    Prints one line about what `auto` became, or a warning if the CPU emulates the given precision.
+    Prints one line about the choice of `auto`, or a warning if the CPU emulates the given precision.
     """
     asked = config.precision
     if asked == "auto" and (before := open_store(config.run_dir).read_many(["config.yaml"])):
@@ -225,9 +249,11 @@ def precision_of_run(config: TrainConfig, device: str) -> Precision:
 def find_all(
     config: TrainConfig, world: World, downloads: ExitStack
 ) -> tuple[Held, Checkpoint | None, Checkpoint | None, FoundData, FoundValidation | None]:
-    """Look up everything that changes with time, once per launch: the launch that held the run, its newest checkpoint,
-    or else the result of `find_start`, and the indexes of the training and validation data. The run's own checkpoint
-    pins those indexes.
+    """Look up everything that may change with time, once per launch.
+
+    Returns:
+        The launch that held the run; its newest checkpoint, or else the checkpoint of the run to start from; and the
+        indexes of the training and the validation data, which the run's own checkpoint pins.
 
     Raises:
         RequestError: another launch holds the run, or what `find_start`, `find_data` and `find_validation` raise.
@@ -245,7 +271,7 @@ def find_all(
     held = Held(sign, seen, number, there)
     start = find_start(config, downloads) if own is None else None
     found = find_data(config.data, own.fingerprint["streams"] if own else ())
-    check_pipeline(config, found.streams[0].encoding)  # now, and not when it was trained
+    check_pipeline(config, found.streams[0].encoding)  # refuse now what could not be exported after training
     held_out = None
     if config.validation.root is not None:
         pinned = own is not None and config.data.index == "pinned"
@@ -253,73 +279,11 @@ def find_all(
     return held, own, start, found, held_out
 
 
-def take_run(config: TrainConfig, prepared: Prepared) -> Path:
-    """Take the run over, for this launch alone; returns the launch's own folder. From here on it is written to.
-
-    Raises:
-        RequestError: another launch holds the run.
-        WorkError: one that slept went on while this one was being prepared.
-    """
-    held = prepared.held
-    folder = take(config.work, config.takeover_after, held.sign)
-    if checkpoints_seen(config.work) != held.seen:
-        raise WorkError(
-            f"The checkpoints of {config.run_dir} changed while this launch was starting: the one before it was not "
-            f"dead. It can write no more. The same command again goes on from its newest checkpoint."
-        )
-    return folder
-
-
-def take_everywhere(config: TrainConfig, prepared: Prepared) -> tuple[Path, away.Away | None]:
-    """Take the run over, first at its address, if it has one: a launch that is refused there changes nothing here.
-
-    Raises:
-        RequestError: another launch holds the run.
-        WorkError: one that slept went on while this one was being prepared.
-    """
-    if isinstance(config.run_dir, Path):
-        return take_run(config, prepared), None
-    held, patience = prepared.held, config.patience(away.PATIENCE, prepared.world.size)
-    ahead = {folder.name: local_copy.sha256_of_state(folder) or "" for folder in prepared.ahead}
-    there = away.take(config.run_dir, held.number, held.found, patience, ahead)
-    try:
-        return take_run(config, prepared), there
-    except BaseException:
-        there.sign(ended=now())
-        raise
-
-
-def install(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, launch: Launch) -> Prepared:
-    """Bring each machine's folder of a run at an address up to date, which only the launch that owns the run may do.
-
-    Returns:
-        `prepared`, with the checkpoint's new folder.
-    """
-    if isinstance(config.run_dir, Path):
-        return prepared
-    if accelerator.is_main_process:
-        local_copy.bring_tracker_id(open_store(config.run_dir), config.work, launch.folder)
-        local_copy.install(prepared.checkpoint, config.work, launch.folder)
-    accelerator.wait_for_everyone()  # nodes may share their temporary folders
-    if accelerator.is_local_main_process and not accelerator.is_main_process:
-        private = config.work / ".install"
-        with locked(config.work.with_name(".lock")):
-            shutil.rmtree(private, ignore_errors=True)  # what a killed process left
-            private.mkdir(parents=True)
-            local_copy.install(prepared.checkpoint, config.work, private)
-            shutil.rmtree(private)
-    accelerator.wait_for_everyone()
-    if prepared.checkpoint is None:
-        return prepared
-    folder = step_folder(config.work, prepared.checkpoint.state.step)
-    return replace(prepared, checkpoint=replace(prepared.checkpoint, folder=folder))
-
-
 def find_start(config: TrainConfig, downloads: ExitStack) -> Checkpoint | None:
-    """The newest checkpoint of the run to start from; None: `init_from` names none.
+    """Return the newest checkpoint of the run to start from; None if `init_from` is not set.
 
     Raises:
-        RequestError: there are no weights at `init_from`.
+        RequestError: `init_from` has no checkpoint, or not the weights that `init_weights` asks for.
     """
     if config.init_from is None:
         return None
@@ -335,7 +299,7 @@ def find_start(config: TrainConfig, downloads: ExitStack) -> Checkpoint | None:
 
 
 def on_main_process(accelerator: Accelerator | PartialState | None, decide: Callable[[], Any]) -> Any:
-    """What `decide` returns, or the error for people that it raises, on every process; only the main one calls it."""
+    """Call `decide` on the main process only, and return its result, or raise its RequestError or WorkError, on all."""
     answer: list[Any] = [None]
     if accelerator is None or accelerator.is_main_process:
         try:

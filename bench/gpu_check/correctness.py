@@ -1,5 +1,6 @@
 """Checks that training computes the same on this device as elsewhere: precisions, compilation, sharding, draws."""
 
+import math
 import tempfile
 from pathlib import Path
 from statistics import fmean
@@ -12,14 +13,14 @@ from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup
 from bench.train_step import DTYPES, StepSetting, make_batch
 from train.data.draws import Draws, Purpose
-from train.loop import Run
-from train.model.config import AdamWConfig
+from train.model.config import AdamWConfig, ScheduleConfig
 from train.model.sharding import shard_weights
 from train.model.unet import build_unet
+from train.step import TrainStep
 
 BUCKET, BATCH, MICROBATCH = "64x64", 16, 8
-FAST = {"optimizer": {"lr": 1e-3}, "schedule": {"warmup_steps": 5}}
-"""Makes a small network's losses fall within a few dozen steps."""
+FAST = {"optimizer": AdamWConfig(lr=1e-3), "schedule": ScheduleConfig(warmup_steps=5)}
+"""A small network's losses are to fall within some tens of steps."""
 LOWERED, ROUNDED = 0.02, 1e-3
 """Maximum difference of a curve relative to its first loss, for a lower precision and for a different summation
 order."""
@@ -54,12 +55,10 @@ def losses(setup: Setup, precision: str, compiled: bool = False, low_precision_n
     """Return the losses of `setup.steps` trainer steps on one batch, with new random draws in every step."""
     torch.compiler.reset()
     setting = StepSetting(BUCKET, MICROBATCH, setup.device.type == "cuda", low_precision_norms, compiled)
-    with setup.training(setting, precision, setup.curve_unet, BATCH, **FAST) as (run, step):
-        for _ in range(setup.steps):
-            step()
-        run.results.collect(run.state)
-        found = list(run.state.losses)
-    return found  # includes the steps that float16's scaler skips at the start
+    with setup.training(setting, precision, setup.curve_unet, BATCH, **FAST) as (_, step):
+        found = [step().sums.total / BATCH for _ in range(setup.steps)]
+    # includes the steps that float16's scaler skips until it has found its scale
+    return [loss for loss in found if math.isfinite(loss)]
 
 
 def apart(curve: list[float], reference: list[float]) -> float:
@@ -83,14 +82,14 @@ def splitting(setup: Setup, found: Findings) -> None:
 
 
 def plain_losses(setup: Setup, precision: Any, split: bool) -> list[float]:
-    """Return losses like `losses`, but without accelerate, which does not shard over one process."""
+    """As `losses`, without accelerate, which on one process splits nothing."""
     setting = StepSetting(BUCKET, MICROBATCH)
-    with setup.training(setting, "float32", setup.curve_unet, BATCH, **FAST) as (run, _):
-        return list(plain_steps(setup, run, precision, split))
+    with setup.training(setting, "float32", setup.curve_unet, BATCH, **FAST) as (train_step, _):
+        return list(plain_steps(setup, train_step, precision, split))
 
 
-def plain_steps(setup: Setup, run: Run, precision: Any, split: bool) -> list[float]:
-    """Train a new network with the run's loss function, and return its losses."""
+def plain_steps(setup: Setup, train_step: TrainStep, precision: Any, split: bool) -> list[float]:
+    """The step's loss over a network of its own."""
     unet = build_unet(setup.curve_unet, 0).to(setup.device)
     batch = make_batch(BUCKET, BATCH, unet).to(setup.device)
     if split:
@@ -99,7 +98,8 @@ def plain_steps(setup: Setup, run: Run, precision: Any, split: bool) -> list[flo
     found = []
     for step in range(setup.steps):
         with torch.autocast(setup.device.type, DTYPES[precision], enabled=precision != "float32"):
-            loss = run.loss(unet, run.loss.noised(batch, Draws(0, step, batch.slots))).total.mean()
+            noisy = train_step.loss.add_noise(batch, Draws(0, step, batch.slots))
+            loss = train_step.loss(unet, noisy).total.mean()
         loss.backward()
         adamw.step()
         adamw.zero_grad()

@@ -14,10 +14,10 @@ from accelerate.state import AcceleratorState
 
 from bench.encode import EncoderSizes, sizes_for
 from bench.kit.common import synchronize
-from bench.train_step import StepSetting, trainer
-from train.loop import Run
+from bench.train_step import StepSetting, training
 from train.model.unet import build_unet
 from train.start import ACCELERATE_PRECISION
+from train.step import TrainStep
 
 REHEARSED = Path(__file__).with_name("rehearsal_unet.json")
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -54,7 +54,7 @@ class Setup:
 
     @property
     def profiled(self) -> tuple[StepSetting, int]:
-        """Setting and number of images of the step that is profiled, at the larger size."""
+        """StepSetting and number of images of the step that is profiled, at the larger size."""
         bucket = self.buckets[1]
         setting = StepSetting(bucket, self.microbatches(bucket)[0], True, True, compile=not self.small)
         return setting, setting.microbatch_size * (1 if self.small else 2)
@@ -82,17 +82,12 @@ class Setup:
     @contextmanager
     def training(
         self, setting: StepSetting, precision: str, unet: Path, batch: int, **fields: Any
-    ) -> Iterator[tuple[Run, Any]]:
-        """Yield a run and a function that takes one trainer step on a batch in memory.
-
-        Args:
-            fields: further fields of the training config.
-        """
+    ) -> Iterator[tuple[TrainStep, Any]]:
+        """The trainer's own step, on a batch in memory. `fields`: its optimizer and schedule."""
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[precision], cpu=self.device.type == "cpu")
         options = Namespace(batch=batch, unet=unet, precision=precision)
-        fields.setdefault("log", {"tracker": "none", "every": 10**6})
-        with trainer(setting, options, accelerator, build_unet(unet, 0), **fields) as running:
+        with training(setting, options, accelerator, build_unet(unet, 0), **fields) as running:
             yield running
 
 

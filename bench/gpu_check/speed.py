@@ -115,7 +115,7 @@ def profile_step(setup: Setup, found: Findings, setting: StepSetting, batch: int
     """Profile a step after three steps of warm-up."""
     device = setup.device
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    with setup.training(setting, "bfloat16", setup.unet, batch) as (run, step):
+    with setup.training(setting, "bfloat16", setup.unet, batch) as (train_step, step):
         for _ in range(3):
             step()
         synchronize(device)
@@ -127,7 +127,7 @@ def profile_step(setup: Setup, found: Findings, setting: StepSetting, batch: int
             step()
             synchronize(device)
         found.figure("memory GiB", peak_memory(device) / 2**30)
-        found.figure("weights and optimizer GiB", 16 * sum(p.numel() for p in run.unet.parameters()) / 2**30)
+        found.figure("weights and optimizer GiB", 16 * sum(p.numel() for p in train_step.network.parameters()) / 2**30)
     describe_step(setup, found, profiler.events() or [], seconds, batch)
 
 

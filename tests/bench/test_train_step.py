@@ -38,7 +38,7 @@ def test_a_setting_that_runs_out_of_memory_is_listed(
     def run_out(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(bench, "trainer", run_out)
+    monkeypatch.setattr(bench, "training", run_out)
     accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
     out = bench.measure(bench.StepSetting("64x64", 16), options(), accelerator, build_unet(UNET, 0))
     good = [
@@ -58,7 +58,7 @@ def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("shapes do not fit")
 
-    monkeypatch.setattr(bench, "trainer", fail)
+    monkeypatch.setattr(bench, "training", fail)
     accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         bench.measure(bench.StepSetting("64x64", 16), options(), accelerator, build_unet(UNET, 0))

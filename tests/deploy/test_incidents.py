@@ -45,7 +45,7 @@ def test_the_product_says_so(quoted: str) -> None:
 
 KINDS = {"WorkError", "Outage", "UnfitNode", "Preempted", "Stuck"}
 PLACES = ["cluster", *(f"precompute/{name}" for name in ("job", "encode"))]
-PLACES += [f"train/{name}" for name in ("data", "run", "launch.py", "loop.py")]
+PLACES += [f"train/{name}" for name in ("data", "run", "launch.py", "trainer.py")]
 PAGES = ("incidents.md", "resume.md")
 
 

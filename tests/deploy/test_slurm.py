@@ -111,7 +111,7 @@ class Training:
 def test_variables_are_those_that_the_launcher_reads(slurm: Slurm) -> None:
     """Of the real Slurm: names, counts, and a master that the second node finds."""
     code = (
-        "import json, os, socket; from train.launch import slurm_variables; found = slurm_variables(os.environ); "
+        "import json, os, socket; from train.slurm import slurm_variables; found = slurm_variables(os.environ); "
         "print(json.dumps([socket.gethostname(), socket.gethostbyname(found['MASTER_ADDR']), found]))"
     )
     said = slurm.login.run("srun", "--nodes", "2", "--ntasks", "3", PYTHON[0], "-c", code).stdout

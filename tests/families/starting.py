@@ -5,11 +5,12 @@ from typing import Any
 from accelerate import Accelerator
 
 from tests.families.small import Small, stir
-from train.assemble import assemble
 from train.config import TrainConfig
-from train.loop import Run
-from train.prepare import prepare, take_run
+from train.prepare import prepare
 from train.run.launches import Launch
+from train.setup import build_trainer
+from train.takeover import take_run
+from train.trainer import Trainer
 
 
 def small_run(small: Small, run_dir: str, **changes: Any) -> dict[str, Any]:
@@ -17,10 +18,10 @@ def small_run(small: Small, run_dir: str, **changes: Any) -> dict[str, Any]:
     return small.train_fields(small.folder / run_dir, seed=3, checkpoint={"every": 3}, **changes)
 
 
-def started(config: TrainConfig) -> Run:
-    """A run of stirred weights, or one that goes on."""
+def started(config: TrainConfig) -> Trainer:
+    """Build the trainer of a new run with stirred weights, or of a run to resume."""
     accelerator = Accelerator(cpu=True)
     prepared = prepare(config, accelerator)
     if prepared.checkpoint is None:
-        stir(prepared.unet)
-    return assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
+        stir(prepared.network)
+    return build_trainer(config, prepared, accelerator, Launch(take_run(config, prepared)))

@@ -5,10 +5,9 @@ input, time and output are taken down, and the trainer predicts at the same plac
 """
 
 import tarfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -93,19 +92,19 @@ def make_case(made: Small) -> Case:
     changes = {"global_batch_size": batch_size, "data": {"shuffle": False, "num_canonical_nodes": 1}}
     config = TrainConfig.model_validate(made.train_fields(made.folder / "steps", **changes))
     prepared = prepare(config)
-    stir(prepared.unet)
+    stir(prepared.network)
     batch = next(iter(Loader(config.data, prepared.spec, batch_size, 0, 0, torch.arange(batch_size))))
     captions = captions_of(made)
     if name in TOLD:
         batch.columns["size"][:] = torch.tensor(TOLD[name])
     scheduler, recorder = scheduler_of(config.backbone.pipeline, config.objective), Recorder()
-    pipeline = made.pipeline(prepared.unet, scheduler)
+    pipeline = made.pipeline(prepared.network, scheduler)
     recorder.attach(scheduler)
-    recorder.watch(prepared.unet)
+    recorder.watch(prepared.network)
     pipeline(**arguments(name, [captions[key] for key in batch.keys], STEPS), output_type="latent")
-    prepared.unet._forward_hooks.clear()
+    prepared.network._forward_hooks.clear()
     loss = DiffusionLoss(config.objective, prepared.spec, CPU, prepared.backbone)
-    return Case(name, config, prepared.unet, loss, batch, recorder.steps)
+    return Case(name, config, prepared.network, loss, batch, recorder.steps)
 
 
 def captions_of(small: Small) -> dict[str, str]:
@@ -163,20 +162,21 @@ def check_steps(case: Case) -> None:
         assert max(errors) < 5e-3 * effect
 
 
-def check_loss(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_loss(case: Case) -> None:
     """At a step of the pipeline: noise is chosen so that the sample's own latents, noised, are the pipeline's."""
     step = case.steps[1]
     noisy, draws = latents_of(case, step), Draws(5, 0, case.batch.slots)
-    latents = case.loss.latents.sample(case.batch, Draws(5, 0, case.batch.slots))
+    random = case.loss.draw(case.batch, draws)
+    latents = case.loss.latents.sample(case.batch, random.posterior)
     is_flow = case.config.objective.prediction == "flow_matching"
     times = torch.full((len(noisy),), step.time if is_flow else int(step.time))
     zero, one = torch.zeros_like(latents), torch.ones_like(latents)
     path = noise_path(case.config.objective, CPU)
     noise = (noisy - path.add_noise(latents, zero, times)) / path.add_noise(zero, one, times)
-    monkeypatch.setattr(case.loss, "noise", lambda shape, draws: noise)
     with torch.no_grad():
         nobody = torch.zeros(len(noisy), dtype=torch.bool)
-        found = case.loss.squared_error(case.unet, case.loss.noised_at(case.batch, times, nobody, draws))
+        noised = case.loss.add_noise_at(case.batch, times, nobody, replace(random, noise=noise))
+        found = case.loss.squared_error(case.unet, noised)
     output, _ = halves(case, step)
     if case.config.backbone.pack > 1:
         side = case.config.backbone.pack

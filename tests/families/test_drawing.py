@@ -20,8 +20,8 @@ from tests.families.steps import STEPS, Case, Recorder, captions_of, check_steps
 from train.config import TrainConfig
 from train.data.loader import Loader
 from train.export.pipeline import ExportConfig, write_pipeline
-from train.loop import Run, save
 from train.prepare import prepare
+from train.trainer import Trainer
 
 LIMITS = ("max_sequence_length", "tokenizer_max_length", "complex_human_instruction", "skip_text_cleaning")
 """Arguments that fit the small text towers; evaluation leaves them at the pipelines' defaults."""
@@ -29,7 +29,7 @@ TRAINED = 2.5
 """Value of the guidance input in training, unlike any pipeline's default."""
 
 
-def begun(made: Small, run_dir: str, **network: Any) -> tuple[TrainConfig, Run]:
+def begun(made: Small, run_dir: str, **network: Any) -> tuple[TrainConfig, Trainer]:
     """A run with one checkpoint, of its first weights; `network` are fields of its JSON that differ."""
     fields = small_run(made, run_dir, data={"shuffle": False, "num_canonical_nodes": 1})
     path = made.folder / f"{run_dir}.json"
@@ -39,16 +39,16 @@ def begun(made: Small, run_dir: str, **network: Any) -> tuple[TrainConfig, Run]:
         if item["kind"] == "guidance":
             item["scale"] = TRAINED
     config = TrainConfig.model_validate(fields)
-    run = started(config)
-    stir(run.unet)
-    save(run, last=True)
-    return config, run
+    trainer = started(config)
+    stir(trainer.train_step.network)
+    trainer.save(is_last=True)
+    return config, trainer
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_networks_inputs_are_those_of_training(name: str, small: Callable[[str], Small]) -> None:
     made = small(name)
-    config, run = begun(made, "drawn")
+    config, trainer = begun(made, "drawn")
     folder = write_pipeline(config.work, ExportConfig(weights="raw"))
     pipeline = load_pipeline(folder, "cpu", "float32")
     encode, limits = pipeline.encode_prompt, {key: value for key, value in OWN[name].items() if key in LIMITS}
@@ -65,7 +65,7 @@ def test_the_networks_inputs_are_those_of_training(name: str, small: Callable[[s
     sampling = SamplingConfig(size="64x64", guidance=[2.0], steps=[STEPS])
     draw(pipeline, samples, describe_drawing(folder, [], sampling, sampling.grid[0]))
 
-    check_steps(Case(name, config, network, run.loss, batch, recorder.steps))
+    check_steps(Case(name, config, network, trainer.train_step.loss, batch, recorder.steps))
 
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     compile(code, "README.md", "exec")

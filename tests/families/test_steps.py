@@ -23,8 +23,8 @@ def test_each_step_is_the_pipelines(case: Case) -> None:
     check_steps(case)
 
 
-def test_the_loss_is_of_the_pipelines_prediction(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_loss(case, monkeypatch)
+def test_the_loss_is_of_the_pipelines_prediction(case: Case) -> None:
+    check_loss(case)
 
 
 def test_time_reversed_and_the_output_negated_are_lumina_2s_pipeline() -> None:

@@ -24,8 +24,8 @@ from tests.families.starting import small_run, started
 from tests.runs import compare, curve, last_step, run_module, write_config
 from train.config import TrainConfig
 from train.export.pipeline import ExportConfig, write_pipeline
-from train.loop import Run, save, train_step
 from train.run.saving.checkpoint import list_checkpoints
+from train.trainer import Trainer
 
 IN_MAKE_TEST = ("flux1",)
 """Families whose ranks `make test` compares; `make test-families` does so for all."""
@@ -58,17 +58,17 @@ def align(pipeline: Any) -> None:
                 weight.data = weight.data.clone()
 
 
-def trained(run: Run, steps: int) -> list[list[str]]:
-    """Train until `steps` are done; returns the keys of each."""
+def trained(trainer: Trainer, steps: int) -> list[list[str]]:
+    """Train until `steps` are done, without saving; return the keys of each step's batch."""
     keys = []
-    for batch in run.loader:
+    for batch in trainer.loader:
         keys.append(batch.keys)
-        train_step(run, batch)
-        run.state.step += 1
-        run.averages["ema"].update(run.unet.named_parameters(), run.state.step)
-        if run.state.step == steps:
+        result = trainer.train_step(batch, trainer.state.step)
+        trainer.state.step += 1
+        trainer.metrics.add(batch, result)
+        if trainer.state.step == steps:
             break
-    run.results.collect(run.state)
+    trainer.metrics.collect()
     return keys
 
 
@@ -97,7 +97,7 @@ def test_small_storage_keeps_its_bound(
     made.encode(**stored)
     config = config_of(made, f"small-{how}")
     run = started(config)
-    network = copy.deepcopy(run.unet)
+    network = copy.deepcopy(run.train_step.network)
     expected = Online(made, network, config).train(trained(run, STEPS), LR, WEIGHT_DECAY)
     differences = [abs(one - other) / other for one, other in zip(run.state.losses, expected, strict=True)]
     print(f"\n| {name}, {stored} | {max(differences):.1e} | {np.mean(differences):.1e} |")
@@ -109,19 +109,19 @@ def test_it_trains_as_online_and_is_exported(name: str, small: Callable[[str], S
     made = small(name)
     config = config_of(made, "run", ema={"start_step": None}, log={"every": 1000})
     run = started(config)
-    network = copy.deepcopy(run.unet)
+    network = copy.deepcopy(run.train_step.network)
     keys = trained(run, STEPS)
     losses = run.state.losses
     expected = Online(made, network, config).train(keys, LR, WEIGHT_DECAY)
     differences = [abs(one - other) / other for one, other in zip(losses, expected, strict=True)]
     print(f"\n| {name} | {max(differences):.1e} | {np.mean(differences):.1e} |")
     assert len(losses) == STEPS and max(differences) < 1e-4
-    save(run, last=True)
+    run.save(is_last=True)
     folder = write_pipeline(config.work, ExportConfig())
     class_name = config.backbone.pipeline.class_name
     exported = getattr(diffusers, class_name).from_pretrained(folder)
     assert type(exported).__name__ == class_name
-    in_memory = made.pipeline(run.unet.eval(), exported.scheduler)
+    in_memory = made.pipeline(run.train_step.network.eval(), exported.scheduler)
     for pipeline in (exported, in_memory):
         align(pipeline)
     one, other = (picture(name, pipeline) for pipeline in (exported, in_memory))
@@ -141,16 +141,17 @@ def test_a_run_that_stopped_goes_on_bit_by_bit(name: str, small: Callable[[str],
     config = TrainConfig.model_validate(small_run(made, "stopped"))
     first = started(config)
     trained(first, 3)
-    save(first, last=True)
+    first.save(is_last=True)
     second = started(config)
     assert second.state.step == 3
     trained(second, 6)
     assert first.state.losses[:3] + second.state.losses[-3:] == whole.state.losses
-    for name_of, tensor in whole.unet.state_dict().items():
-        assert torch.equal(tensor, second.unet.state_dict()[name_of]), name_of
-    assert whole.averages["ema"].average is not None and second.averages["ema"].average is not None
-    for name_of, tensor in whole.averages["ema"].average.items():
-        assert torch.equal(tensor, second.averages["ema"].average[name_of]), name_of
+    resumed, expected = second.train_step, whole.train_step
+    for name_of, tensor in expected.network.state_dict().items():
+        assert torch.equal(tensor, resumed.network.state_dict()[name_of]), name_of
+    assert expected.averages["ema"].average is not None and resumed.averages["ema"].average is not None
+    for name_of, tensor in expected.averages["ema"].average.items():
+        assert torch.equal(tensor, resumed.averages["ema"].average[name_of]), name_of
 
 
 @pytest.mark.slow
@@ -208,7 +209,7 @@ def test_it_trains_in_bfloat16_with_checkpointing(name: str, small: Callable[[st
             made, precision, precision=precision, gradient_checkpointing=lower, low_precision_norms=lower
         )
         run = started(TrainConfig.model_validate(fields))
-        run.casts = torch.autocast("cpu", torch.bfloat16, enabled=lower)
+        run.train_step.weight_casts = torch.autocast("cpu", torch.bfloat16, enabled=lower)
         trained(run, 2)
         losses.append(run.state.losses)
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.05)

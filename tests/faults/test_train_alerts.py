@@ -16,8 +16,8 @@ from moto.server import ThreadedMotoServer
 from tests import ranks
 from tests.faults.prometheus import STAGE_2, Prometheus, wait_until
 from tests.runs import environment, launcher, rank_processes, train_fields, write_config
-from train import loop
 from train.__main__ import run as command
+from train.step import StepResult, TrainStep
 
 pytestmark = [pytest.mark.slow, pytest.mark.prometheus]
 SHORTER = {r"\[(15|30)m\]": "[20s]", "offset 15m": "offset 20s", "(?m)> 60$": "> 8", "> 240 and": "> 8 and"}
@@ -107,19 +107,20 @@ def test_two_ranks_that_stop_wait_for_data_and_cannot_save(latents: Path, s3: st
 
 def ailing(arguments: list[str]) -> None:
     """The trainer, whose last weights are a thousand or infinite times as large in a step for which a file asks."""
-    folder, take_step = Path(arguments[0]), loop.take_step
+    folder, train_step = Path(arguments[0]), TrainStep.__call__
 
-    def ill(run: loop.Run, batch: Any) -> None:
+    def ill(self: TrainStep, batch: Any, step: int) -> StepResult:
         factor = next((float(path.name) for path in folder.iterdir()), 1.0)
-        weight = run.unet.conv_out.weight
+        weight = self.network.conv_out.weight
         whole = weight.data.clone()
         weight.data.mul_(factor)
-        take_step(run, batch)
+        result = train_step(self, batch, step)
         if factor != 1.0:
             weight.data.copy_(whole)
             (folder / f"{factor:g}").unlink()
+        return result
 
-    loop.take_step = ill
+    TrainStep.__call__ = ill  # type: ignore[method-assign]
     command(arguments[1:])
 
 

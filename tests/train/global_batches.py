@@ -1,4 +1,4 @@
-"""Whole global batches, from the loaders of all ranks of simulated machines."""
+"""Global batches, assembled from the loaders of all ranks of simulated machines."""
 
 from train.data.draws import global_slots
 from train.data.loader import Loader
@@ -8,7 +8,7 @@ from train.data.spec import DataConfig, DataSpec
 def keys_per_step(
     config: DataConfig, spec: DataSpec, first: int, steps: int, world: int = 1, ranks_per_node: int | None = None
 ) -> list[list[str]]:
-    """Keys of whole global batches of 8, each put together from what every rank's own loader delivers."""
+    """Return the keys of global batches of 8, assembled from what every rank's own loader yields."""
     whole = [[""] * 8 for _ in range(steps)]
     for rank in range(world):
         slots = global_slots(8 // world, rank, world, ranks_per_node or world)

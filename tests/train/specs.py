@@ -1,4 +1,4 @@
-"""What small data looks like to the loss."""
+"""Small data specs and batches for tests of the loss."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ CHANNELS, TOKENS, WIDTH = 4, 16, 12
 
 
 class Answer(tuple[Tensor]):
-    """What a diffusers network returns, as a tuple and with a name."""
+    """Output of a diffusers network: a tuple with a named field."""
 
     @property
     def sample(self) -> Tensor:
@@ -28,7 +28,7 @@ def spec(
     storage: TextStorage = "float16",
     **image: object,
 ) -> DataSpec:
-    """What a loss must know of the data; `image`: fields of its image tower that differ."""
+    """Return a data spec with one text tower. `image` overrides fields of the image tower."""
     uncond = torch.randn(TOKENS, WIDTH).half() if uncond is None else uncond
     encoding = encoding_record(*uncond.shape, trim=trim, storage=storage)
     scale = image.pop("scaling_factor", 0.7)
@@ -51,7 +51,7 @@ def make_batch(
     num_tokens: Tensor | None = None,
     num_captions: Tensor | None = None,
 ) -> Batch:
-    """A batch with the columns of one text tower."""
+    """Return a batch with the columns of one text tower."""
     columns = {
         "image_latents": image_latents,
         "size": torch.tensor([[8 * image_latents.shape[3], 8 * image_latents.shape[2], 0, 0]] * len(image_latents)),

@@ -1,8 +1,7 @@
-"""Training on stored latents is training online: the trainer's curve against a loop that encodes as it goes.
+"""Training on stored latents matches online training, which encodes images and captions at every step.
 
-The loop is plain diffusers and transformers: AutoencoderKL and CLIPTextModel on pixels and captions at every step, in
-float32. Of the product it takes the keyed draws, and the pixels that a picture gives. `pytest -s` prints the figures of
-docs/evidence/curves.md.
+The online loop is plain diffusers and transformers (AutoencoderKL and CLIPTextModel) in float32. It shares only the
+keyed draws and the image decoding with the product. `pytest -s` prints the figures of docs/evidence/curves.md.
 """
 
 import json
@@ -25,12 +24,10 @@ from shards.format.buckets import Bucket
 from tests.conftest import encode_all, precompute_config
 from tests.runs import UNET, train_fields
 from tests.tiny import make_samples, make_tar
-from train.assemble import assemble
 from train.config import TrainConfig
 from train.data.draws import Draws, Purpose
-from train.loop import train_step
-from train.prepare import prepare, take_run
-from train.run.launches import Launch
+from train.prepare import prepare
+from train.setup import build_step, make_loader
 
 STEPS, BATCH, SEED, SIDE = 50, 8, 5, 64
 LR, WEIGHT_DECAY, DROPOUT = 1e-3, 0.01, 0.1
@@ -39,14 +36,14 @@ FIELDS = ["txt", "json:blip", "json:human"]
 
 @dataclass(frozen=True)
 class Case:
-    """A way to store latents, what the online run must share with it, and how far the curves may be apart."""
+    """A way to store latents, the online settings that correspond to it, and how far the curves may differ."""
 
     name: str
     storage: str
     trim: bool
     fields: list[str]
     tolerance: float
-    """Of the largest relative difference over the curve; about four times what was seen."""
+    """Bound on the largest relative difference over the curve, about four times what was measured."""
     image: str = "float16"
 
 
@@ -62,7 +59,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tar of 40 pictures with one to three captions, short ones and some that are cut."""
+    """A tar of 40 images with one to three captions each, some short and some longer than the text tower allows."""
     folder = tmp_path_factory.mktemp("tars")
     samples = make_samples(0, 40, [(80, 64), (90, 120), (64, 64)])
     for i, (_, members) in enumerate(samples):
@@ -76,7 +73,7 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cached(case: Case, models: Path, tars: Path, folder: Path) -> tuple[list[float], list[list[str]]]:
-    """Stage 1, then the trainer: the loss and the keys of each step."""
+    """Run stage 1, then the training step; return the loss and the keys of each step."""
     changes: dict[str, Any] = {"captions": case.fields, "text": {"storage": case.storage, "trim": case.trim}}
     changes["image"] = {"storage": case.image}
     encode_all(precompute_config(models, tars, folder / "root", buckets=["64x64"], **changes), models)
@@ -92,20 +89,16 @@ def cached(case: Case, models: Path, tars: Path, folder: Path) -> tuple[list[flo
     )
     config, accelerator = TrainConfig.model_validate(fields), Accelerator(cpu=True)
     prepared = prepare(config, accelerator)
-    run = assemble(config, prepared, accelerator, Launch(take_run(config, prepared)))
-    keys = []
-    for batch in run.loader:
+    train_step, _ = build_step(config, prepared, accelerator)
+    losses, keys = [], []
+    for step, batch in zip(range(STEPS), make_loader(config, prepared, rank=0, step=0), strict=False):
         keys.append(batch.keys)
-        train_step(run, batch)
-        run.state.step += 1
-        if run.state.step == STEPS:
-            break
-    run.results.collect(run.state)
-    return run.state.losses, keys
+        losses.append(train_step(batch, step).sums.total / BATCH)
+    return losses, keys
 
 
 class Online:
-    """Pixels and captions, encoded at every step."""
+    """An online training loop that encodes pixels and captions at every step."""
 
     def __init__(self, models: Path, tars: Path):
         self.vae = AutoencoderKL.from_pretrained(models / "vae").eval()
@@ -114,7 +107,7 @@ class Online:
         self.members: dict[str, dict[str, bytes]] = read_tar(tars / "00000.tar")
 
     def train(self, keys: list[list[str]], trim: bool, fields: list[str]) -> list[float]:
-        """The loss of each step on the samples `keys`."""
+        """Return the loss of each step on the samples `keys`."""
         torch.manual_seed(SEED)
         unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
         optimizer = torch.optim.AdamW(unet.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
@@ -137,20 +130,20 @@ class Online:
 
     @torch.no_grad()
     def latents(self, keys: list[str], draws: Draws) -> Tensor:
-        """(N, C, h, w): `latent_dist.sample()` with keyed numbers, times the scaling factor."""
+        """Encode images to (N, C, h, w): `latent_dist.sample()` with keyed normals, times the scaling factor."""
         posterior = self.vae.encode(torch.stack([self.pixels(key) for key in keys])).latent_dist
         noise = draws.normal(Purpose.POSTERIOR, posterior.mean.shape[1:])
         return (posterior.mean + posterior.std * noise) * self.vae.config.scaling_factor
 
     def pixels(self, key: str) -> Tensor:
-        """(3, SIDE, SIDE) in [-1, 1], as stage 1 cuts and scales it (tests/precompute/pixels)."""
+        """Return (3, SIDE, SIDE) in [-1, 1], cropped and resized as in stage 1 (tests/precompute/pixels)."""
         picture = decode(self.members[key]["jpg"], [Bucket(SIDE, SIDE)], PixelsConfig(), LimitsConfig())
         image = picture.pixels[Bucket(SIDE, SIDE)]
         return torch.tensor(image).permute(2, 0, 1) / 127.5 - 1
 
     @torch.no_grad()
     def states(self, keys: list[str], fields: list[str], draws: Draws) -> tuple[Tensor, Tensor]:
-        """(N, tokens, width) last hidden states of one caption each, or of none, and which tokens are real."""
+        """Encode one caption per sample, or the empty one, to hidden states (N, tokens, width) and their token mask."""
         captions = [self.captions(key, fields) for key in keys]
         choice = draws.integers(Purpose.CAPTION_CHOICE, torch.tensor([len(texts) for texts in captions]))
         dropped = draws.bernoulli(Purpose.CAPTION_DROPOUT, DROPOUT, 1)[:, 0]
@@ -159,7 +152,7 @@ class Online:
         return self.text_encoder(tokens.input_ids).last_hidden_state, tokens.attention_mask.float()
 
     def captions(self, key: str, fields: list[str]) -> list[str]:
-        """Those of the sample's captions that it has."""
+        """Return those of the caption fields that the sample has."""
         members = self.members[key]
         found = {"txt": members["txt"].decode()}
         found |= {f"json:{name}": value for name, value in json.loads(members["json"]).items()}
@@ -167,7 +160,7 @@ class Online:
 
 
 def read_tar(path: Path) -> dict[str, dict[str, bytes]]:
-    """Key → suffix → bytes."""
+    """Read a tar as key → suffix → bytes."""
     members: dict[str, dict[str, bytes]] = {}
     with tarfile.open(path) as tar:
         for member in tar:
@@ -180,7 +173,7 @@ def read_tar(path: Path) -> dict[str, dict[str, bytes]]:
 
 @pytest.fixture(scope="module")
 def online(models: Path, tars: Path) -> dict[tuple[bool, int], list[float]]:
-    """Online curves that earlier cases were held against, by trim and number of caption fields."""
+    """Online curves computed so far, by trim and number of caption fields."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""The short way to say what is read; time limits that fit each other."""
+"""Shorthands for a single stream, and timeouts that must fit together."""
 
 from pathlib import Path
 
@@ -35,8 +35,8 @@ def test_one_stream(tmp_path: Path, streams: list | None, words: list[str], expe
     found = config(tmp_path, streams, *words)
     (stream,) = found.data.streams
     assert (str(stream.root), stream.bucket, stream.weight) == expected
-    assert found.data.num_canonical_nodes == 4  # the rest of the section stays
-    # and a run's own config is as if the stream had been written out
+    assert found.data.num_canonical_nodes == 4  # the rest of the section is kept
+    # a saved config spells the stream out
     save_config(found, tmp_path / "saved.yaml")
     saved = yaml.safe_load((tmp_path / "saved.yaml").read_text())["data"]
     assert "root" not in saved and "bucket" not in saved and len(saved["streams"]) == 1
@@ -69,8 +69,8 @@ def test_no_stream(tmp_path: Path, streams: list, words: list[str], message: str
     assert message in str(caught.value)
 
 
-def test_streams_take_the_place_of_what_was_short_for_them(tmp_path: Path) -> None:
-    """A short form in a file below stands for one stream; whoever lists streams above it means these."""
+def test_streams_replace_an_inherited_shorthand(tmp_path: Path) -> None:
+    """A base file's shorthand stands for one stream; a derived file that lists `streams` replaces it."""
     fields = train_fields(Path("a"), tmp_path / "run")
     (tmp_path / "below.yaml").write_text(yaml.safe_dump(fields))
     (tmp_path / "short.yaml").write_text("base: below.yaml\ndata: {bucket: 128x128}\n")
@@ -85,7 +85,8 @@ def test_streams_take_the_place_of_what_was_short_for_them(tmp_path: Path) -> No
 
 
 def test_nobody_waits_longer_for_storage_than_the_others_wait(tmp_path: Path) -> None:
-    """Alone it may; until a step is done, the others wait for as long as a first batch may take."""
+    """A single process may wait longer. Until the first steps are done, others wait as long as a first batch may
+    take."""
     usual = config(tmp_path, ONE)
     assert [usual.patience(seconds, 8) for seconds in (900.0, 300.0)] == [480.0, 300.0]
     assert usual.patience(900.0, 1) == 900.0 and usual.start_timeout == 2100.0

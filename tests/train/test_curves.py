@@ -1,4 +1,4 @@
-"""One curve for every number of processes, nodes and workers, and any microbatch, at one global batch of 32."""
+"""One loss curve for every number of processes, nodes and workers and every microbatch size."""
 
 import random
 import re
@@ -12,7 +12,7 @@ from tests.runs import curve, train_fields, write_config
 
 LAYOUTS = [
     # processes, nodes, workers, microbatch
-    (1, 1, 0, 32),  # what the others are held against
+    (1, 1, 0, 32),  # the reference
     (1, 1, 1, 32),
     (1, 1, 4, 32),
     (1, 1, 4, 4),
@@ -24,17 +24,17 @@ LAYOUTS = [
 ]
 SHORT = [0, 3, 4, 8]
 SIZES = [(1, 1), (2, 1), (3, 1), (3, 3), (4, 2), (6, 3), (6, 6), (12, 12)]
-"""Processes and machines that share a global batch of 12, of 4 canonical nodes."""
+"""Layouts of processes and machines that share a global batch of 12 with 4 canonical nodes."""
 
 
 BUCKETS = {
-    # samples of each part, and passes in an epoch, of which whole global batches count: 8, 3, 2 and 1
+    # samples per part and passes per epoch; they give 8, 3, 2 and 1 global batches
     "64x64": ([13, 29, 17, 23, 19, 11], 2.3),
     "128x64": ([7, 12, 9], 3.5),
     "64x192": ([15, 1, 6], 3.0),
     "192x128": ([5, 14], 2.0),
 }
-"""A square and three aspect buckets, one of odd sizes: latents of 8x8, 8x16, 24x8 and 16x24."""
+"""A square bucket and three aspect buckets, one of odd size: latents of 8x8, 8x16, 24x8 and 16x24."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, root: Path, layout: tuple[int, int, int, int], steps: int) -> Path:
-    """A run of that layout; its folder."""
+    """Train on that layout and return the run folder."""
     processes, nodes, workers, microbatch = layout
     name = f"{processes}-processes-{nodes}-nodes-{workers}-workers-{microbatch}"
     streams = [{"root": str(root), "bucket": name, "weight": weight} for name, (_, weight) in BUCKETS.items()]
@@ -62,7 +62,7 @@ def train(folder: Path, root: Path, layout: tuple[int, int, int, int], steps: in
 
 
 def largest_difference(found: list[float], expected: list[float]) -> float:
-    """Relative, over the steps of both."""
+    """Return the largest relative difference of losses over the steps of both runs."""
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
@@ -82,7 +82,7 @@ def test_one_curve(steps: int, layouts: list[int], root: Path, tmp_path: Path) -
         expected = expected or found
         assert found[1] == expected[1]  # the same samples at each step
         if layout[0] == 1 and layout[3] == 32:
-            assert found[0] == expected[0]  # only workers differ: bit by bit
+            assert found[0] == expected[0]  # only the number of workers differs, so the curve must be bit-exact
         first, all_of_them = (largest_difference(found[0][:n], expected[0][:n]) for n in (20, steps))
         print(
             f"{layout[0]} processes on {layout[1]} nodes, {layout[2]} workers, microbatch {layout[3]}: "
@@ -93,7 +93,8 @@ def test_one_curve(steps: int, layouts: list[int], root: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("launches", [4, pytest.param(24, marks=pytest.mark.slow)])
 def test_a_run_that_is_requeued_at_random_sizes_is_one_run(launches: int, root: Path, tmp_path: Path) -> None:
-    """Each launch has other processes and machines; 3 machines among them, which 4 canonical nodes do not divide by."""
+    """Every launch has a different number of processes and machines, including 3 machines, which do not divide 4
+    canonical nodes."""
     rng = random.Random(launches)
     sizes = [(3, 3), *(rng.choice(SIZES[:-2] if launches == 4 else SIZES) for _ in range(launches - 1))]
     if not ranks.nodes_can_be_simulated():
@@ -112,7 +113,7 @@ def test_a_run_that_is_requeued_at_random_sizes_is_one_run(launches: int, root: 
     ends = [steps * number // launches for number in range(1, launches)]
     begun = [int(step) for step in re.findall(r"resuming \S+ after step (\d+)", " ".join(said.split()))]
     done = sum(end - begin for begin, end in zip([0, *begun], [*ends, steps], strict=True))
-    assert done == steps  # a launch that ends by itself loses none
+    assert done == steps  # a launch that stops on request loses no step
     assert len(curves[0][0]) == steps and curves[0][1] == curves[1][1]
     difference = largest_difference(curves[1][0], curves[0][0])
     print(

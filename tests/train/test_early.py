@@ -1,4 +1,4 @@
-"""What is answered before torch is imported: refusals and finished runs. The message at a run's end."""
+"""Answers that need no torch: refusals, finished runs, and the message at the end of a run."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ HEAVY = ("torch", "accelerate", "diffusers", "transformers")
 
 
 def run_fresh(*arguments: str, module: str = "train.__main__:run") -> tuple[int, str, set[str]]:
-    """Call a command in a fresh interpreter; its exit code, what it printed, and which heavy modules it imported."""
+    """Call a command in a fresh interpreter; return its exit code, its output, and which heavy modules it imported."""
     module, _, function = module.partition(":")
     program = f"""
 import json, sys
@@ -31,7 +31,8 @@ print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
 
 @pytest.fixture(scope="module")
 def finished(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The config of a run that has done its two steps, with a second phase beside it; what the run printed."""
+    """Config of a run that has done its two steps, with a second phase in the same folder; and the output of the
+    run."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder, train_fields(latents, folder / "phase1", max_steps=2))
     write_config(folder, train_fields(latents, folder / "phase2", init_from=str(folder / "phase1")))
@@ -43,7 +44,7 @@ def finished(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 
 def check_message(folder: Path, printed: str) -> None:
-    """Step, place, and each next command on a line."""
+    """Check the last step, the checkpoint, and that each next command has a line of its own."""
     lines = printed.splitlines()
     run = folder / "phase1"
     assert lines.count(f"Finished at step 2. Checkpoint: {step_folder(run, 2)}") == 1
@@ -65,7 +66,7 @@ def test_two_processes_say_it_once(latents: Path, tmp_path: Path) -> None:
     result = run_module("train", "--config", str(config), num_processes=2)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Finished at step 1.") == 1
-    # all of them say it only once, too, where there is nothing to do
+    # the message of a finished run is printed only once, too
     result = run_module("train", "--config", str(config), num_processes=2)
     assert result.returncode == 0 and result.stdout.count("has done its 1 steps; there is nothing to do") == 1
 
@@ -76,7 +77,7 @@ def test_a_finished_run_is_recognised_without_torch(finished: tuple[Path, str], 
     code, printed, imported = run_fresh(*command, "--config", str(config))
     assert (code, imported) == (0, set())
     assert "has done its 2 steps; there is nothing to do." in printed
-    assert ("Finished at step 2." in printed) == (not command)  # `make train` checks, and then trains
+    assert ("Finished at step 2." in printed) == (not command)  # `make train` runs the check first and then the trainer
 
 
 def test_a_launcher_recognises_a_finished_run_before_it_starts_processes(finished: tuple[Path, str]) -> None:
@@ -96,7 +97,7 @@ def test_a_launcher_recognises_a_finished_run_before_it_starts_processes(finishe
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_finished_run_under_another_config_is_looked_at_closely(
+def test_a_finished_run_with_a_changed_config_is_fully_checked(
     finished: tuple[Path, str], options: list[str], message: str | None
 ) -> None:
     config, _ = finished
@@ -125,7 +126,7 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_called_finished(laten
         ({"data": {"streams": [{"root": "/absent", "bucket": "64x64"}]}}, "/absent is not a latents root"),
         ({"init_from": "/absent"}, "/absent has no complete checkpoint"),
         ({"run_dir": "/dev/null"}, "run_dir /dev/null cannot be used: /dev/null is a file"),
-        ({"num_processes": 2}, "2 processes were asked for, but 1 were started"),
+        ({"num_processes": 2}, "num_processes is 2, but 1 were started"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

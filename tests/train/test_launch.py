@@ -1,4 +1,4 @@
-"""Slurm's variables as the launcher reads them; without a launcher, several tasks are refused. Launchers by ssh."""
+"""The launchers: Slurm variables, launchers on several hosts by ssh, and signals."""
 
 import io
 import json
@@ -19,7 +19,8 @@ import pytest
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from tests import ranks
 from tests.runs import PYTHON, compare, environment, last_step, launcher, train_fields, write_config
-from train import launch
+from train import launch, slurm
+from train import ssh as ssh_launcher
 from train.__main__ import run
 from train.data.spec import DataConfig
 from train.run.preflight import World
@@ -34,12 +35,12 @@ STEP = {
     "SLURM_NODEID": "3",
     "SLURM_PROCID": "6",
     "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "64",  # of the whole job
+    "SLURM_NTASKS": "64",  # of the whole job, which must not be used
 }
 
 
-def test_a_task_of_srun_is_told_who_it_is() -> None:
-    assert launch.slurm_variables(STEP) == {
+def test_slurm_variables_become_those_of_torchs_launcher() -> None:
+    assert slurm.slurm_variables(STEP) == {
         "RANK": "6",
         "WORLD_SIZE": "7",
         "LOCAL_RANK": "0",
@@ -47,7 +48,7 @@ def test_a_task_of_srun_is_told_who_it_is() -> None:
         "MASTER_ADDR": "gpu003",
         "MASTER_PORT": str(15_000 + (31 * 1234567 + 2) % 15_000),
     }
-    second = launch.slurm_variables(STEP | {"SLURM_NODEID": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"})
+    second = slurm.slurm_variables(STEP | {"SLURM_NODEID": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"})
     assert second["LOCAL_WORLD_SIZE"] == "2"
     assert (second["MASTER_ADDR"], second["MASTER_PORT"]) == ("head", "29500")
 
@@ -64,23 +65,23 @@ def test_a_task_of_srun_is_told_who_it_is() -> None:
     ],
 )
 def test_the_master_is_the_first_node(nodes: str, first: str) -> None:
-    assert launch.first_host(nodes) == first
+    assert slurm.first_host(nodes) == first
 
 
 @pytest.mark.parametrize(("text", "counts"), [("8", [8]), ("8(x2)", [8, 8]), ("2(x3),1,4(x2)", [2, 2, 2, 1, 4, 4])])
 def test_tasks_per_node(text: str, counts: list[int]) -> None:
-    assert launch.tasks_per_node(text) == counts
+    assert slurm.tasks_per_node(text) == counts
 
 
 @pytest.mark.parametrize("missing", [name for name in STEP if name != "SLURM_NTASKS"])
-def test_what_is_no_task_of_srun_is_refused(missing: str) -> None:
+def test_a_process_outside_srun_is_refused(missing: str) -> None:
     rest = {name: value for name, value in STEP.items() if name != missing}
     with pytest.raises(RequestError, match=rf"{missing} is not set: .* Start it as srun python -m train"):
-        launch.slurm_variables(rest)
+        slurm.slurm_variables(rest)
 
 
 def test_a_task_becomes_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same process goes on as it, so that Slurm's signals reach it."""
+    """The process is replaced rather than forked, so that Slurm's signals reach the trainer."""
     monkeypatch.setattr(os, "environ", dict(STEP))
     became: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, arguments: became.append([path, *arguments[1:]]))
@@ -92,14 +93,17 @@ def test_a_task_becomes_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["RANK"] == "6" and os.environ["WORLD_SIZE"] == "7"
 
 
-def test_tasks_that_know_nothing_of_each_other_are_refused(
+def test_srun_without_the_launcher_is_refused(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "7")
     assert exit_code_of(lambda: run(["--config", str(config)])) == 2
     message = " ".join(capsys.readouterr().err.split())
-    assert "srun started 7 tasks, but WORLD_SIZE is not set: each would train alone, in one run folder" in message
+    assert (
+        "srun started 7 tasks, but WORLD_SIZE is not set, so each would train by itself in the same run folder"
+        in message
+    )
     assert "`srun python -m train.launch --slurm -m train --config" in message
     assert not (tmp_path / "run").exists()
 
@@ -141,7 +145,8 @@ if "wait" in sys.argv:
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with an ssh that stays here, a launcher that writes down what it is told, and files of hosts."""
+    """A folder with a fake ssh that runs commands locally, a fake launcher that records its arguments, and files of
+    hosts."""
     for name, text in (("ssh", SSH), ("python", LAUNCHER.format(python=sys.executable))):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -155,7 +160,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wait_for(*paths: Path) -> None:
-    """Until all are there, and not empty."""
+    """Wait until all files exist and are not empty."""
     end = time.monotonic() + 60
     while not all(path.exists() and path.read_text() for path in paths):
         assert time.monotonic() < end, paths
@@ -183,7 +188,7 @@ def test_each_host_gets_a_launcher_of_its_own(machines: Path) -> None:
 
 
 def test_signals_reach_the_launchers_and_one_that_fails_takes_the_others_along(machines: Path) -> None:
-    before = [signal.getsignal(number) for number in launch.TOLD]
+    before = [signal.getsignal(number) for number in ssh_launcher.FORWARDED]
 
     def signals() -> None:
         wait_for(machines / "words-0", machines / "words-1")
@@ -199,18 +204,18 @@ def test_signals_reach_the_launchers_and_one_that_fails_takes_the_others_along(m
     (machines / "told-0").unlink()
     assert launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait", "code-1"]) == 1
     assert (machines / "told-0").read_text() == "SIGTERM\n"
-    assert [signal.getsignal(number) for number in launch.TOLD] == before
-    with pytest.raises(WorkError, match=r"The launcher on gpu2 was ended by signal 9; where that is 9, by the kernel"):
+    assert [signal.getsignal(number) for number in ssh_launcher.FORWARDED] == before
+    with pytest.raises(WorkError, match=r"The launcher on gpu2 was killed by signal 9\. If that is 9, the machine"):
         launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait", "killed-1"])
 
 
-def test_a_launcher_hears_by_its_pipe_and_leaves_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_receives_signals_through_its_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr(sys, "stdin", io.StringIO("SIGUSR2\nSIGUSR1\n"))
-    launch.hear_launcher()
+    ssh_launcher.receive_signals()
     for thread in threading.enumerate():
-        if thread.name == "told":
+        if thread.name == "signals":
             thread.join()
     assert sent == [signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM]
 
@@ -221,28 +226,28 @@ def test_a_launcher_hears_by_its_pipe_and_leaves_at_its_end(monkeypatch: pytest.
         (
             "away",
             ["2", "1", "wait"],
-            "away was not reached, or lost, by ssh .* `ssh away true` must work without a pass",
+            "ssh could not reach away, or lost the connection .* `ssh away true` must work without a pass",
         ),
-        ("hosts", ["3", "1", "x"], "names 2 hosts, and 3 are asked for"),
+        ("hosts", ["3", "1", "x"], "names 2 hosts, but 3 were requested"),
         (
             "hosts",
             ["0", "1", "x"],
-            "--hosts needs a file of hosts, how many, processes on each: python -m train.launch",
+            "--hosts must be followed by a file of hosts, the number of hosts .*: python -m train.launch",
         ),
-        ("hosts", ["2", "1"], "--hosts needs a file of hosts"),
+        ("hosts", ["2", "1"], "--hosts must be followed by a file of hosts"),
         ("absent", ["2", "1", "x"], "absent cannot be read: No such file or directory"),
-        ("ssh", ["2", "1", "x"], "names 'test .*, which is no host"),
-        ("twice", ["2", "1", "x"], "names 'gpu1', which is no host, or twice"),
+        ("ssh", ["2", "1", "x"], "contains 'test .*, which is not a host name"),
+        ("twice", ["2", "1", "x"], "names the host 'gpu1' twice"),
     ],
 )
-def test_what_is_no_file_of_hosts_is_refused(machines: Path, file: str, words: list[str], message: str) -> None:
+def test_wrong_files_of_hosts_are_refused(machines: Path, file: str, words: list[str], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         launch.launch_on_hosts([str(machines / file), *words])
 
 
 @pytest.fixture(params=["here", pytest.param("sshd", marks=pytest.mark.slurm)])
 def ssh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder with an ssh that stays here, or with OpenSSH's and what it needs to reach a server of this test's."""
+    """A folder with a fake local ssh, or with OpenSSH's client configured for a server that this fixture starts."""
     program = tmp_path / "ssh"
     if request.param == "here":
         program.write_text(SSH)
@@ -259,7 +264,7 @@ def ssh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     )
     program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {tmp_path}/config "$@"\n')
     program.chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)  # where it locks itself in
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd's privilege separation directory
     flags = [f"HostKey={tmp_path}/server", f"AuthorizedKeysFile={tmp_path}/client.pub", "StrictModes=no"]
     flags += [f"Port={port}", f"PidFile={tmp_path}/pid", "ListenAddress=127.0.0.1", "ListenAddress=::1"]
     flags += ["PasswordAuthentication=no", "KbdInteractiveAuthentication=no"]
@@ -278,8 +283,9 @@ def ssh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_two_machines_of_a_file_of_hosts_train_leave_and_go_on(ssh: Path, latents: Path, tmp_path: Path) -> None:
-    """Real launchers. A signal to the first, a kill of it, and the curve is one."""
+def test_two_hosts_train_stop_and_resume(ssh: Path, latents: Path, tmp_path: Path) -> None:
+    """With real launchers: stop the first one by a signal, kill it the next time, and compare with an undisturbed
+    run."""
     (tmp_path / "hosts").write_text("localhost\n127.0.0.1\n")
     fields = train_fields(latents, tmp_path / "run", max_steps=300, checkpoint={"every": 20}, collective_timeout=60.0)
     command = [*PYTHON, "-m", "train.launch", "--hosts", str(tmp_path / "hosts"), "2", "1", "--mixed_precision", "no"]
@@ -323,7 +329,7 @@ time.sleep(600)
 
 
 def start_launcher(folder: Path, num_processes: int, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """A launcher in a process group of its own, as a shell starts it; its standard error is in `folder`/errors."""
+    """Start a launcher in a process group of its own, as a shell does. Its standard error goes to `folder`/errors."""
     with (folder / "errors").open("w") as errors:
         return subprocess.Popen(
             [*launcher(num_processes), *words],
@@ -336,7 +342,7 @@ def start_launcher(folder: Path, num_processes: int, *words: str, **variables: s
 
 
 def wait_until(folder: Path, pattern: str, count: int, process: subprocess.Popen[str]) -> None:
-    """Until so many files of this name exist."""
+    """Wait until `count` files match the pattern."""
     end = time.monotonic() + 120
     while len(list(folder.glob(pattern))) < count:
         assert process.poll() is None and time.monotonic() < end, (folder / "errors").read_text()
@@ -344,12 +350,12 @@ def wait_until(folder: Path, pattern: str, count: int, process: subprocess.Popen
 
 
 def signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """What a terminal does at Ctrl-C: every process of the group gets the signal."""
+    """Signal every process of the group, as a terminal does for Ctrl-C."""
     os.killpg(process.pid, number)
 
 
 def signal_launcher(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """What a scheduler may do: the launcher alone gets the signal."""
+    """Signal the launcher alone, as a scheduler may."""
     process.send_signal(number)
 
 
@@ -377,7 +383,7 @@ def test_a_single_process_under_the_launcher_saves_before_both_leave(
     errors = " ".join((tmp_path / "errors").read_text().split())
     assert "Traceback" not in errors
     (folder,) = list_checkpoints(tmp_path / "run")
-    assert f"told to leave, saved after step {step_of(folder)}" in errors
+    assert f"received a stop signal and saved after step {step_of(folder)}" in errors
     assert f"the launcher received {number.name} and the run saved. The same command resumes it." in errors
     verify_checkpoint(folder)
 
@@ -387,7 +393,7 @@ def test_a_single_process_under_the_launcher_saves_before_both_leave(
 def test_a_second_ctrl_c_ends_the_processes_at_once(
     tmp_path: Path, num_processes: int, send: Callable[[subprocess.Popen[str], signal.Signals], None]
 ) -> None:
-    """They handle every signal and never leave by themselves; the first Ctrl-C asks them to, the second kills them."""
+    """The processes ignore every request to stop: the first Ctrl-C asks them, the second kills them."""
     (tmp_path / "slow.py").write_text(SAVES_SLOWLY)
     process = start_launcher(tmp_path, num_processes, str(tmp_path / "slow.py"), str(tmp_path))
     wait_until(tmp_path, "ready-*", num_processes, process)
@@ -427,13 +433,13 @@ def test_before_the_first_step_nothing_is_said_to_be_saved(
     signal_group(process, number)
     assert process.wait(120) == code
     errors = " ".join((tmp_path / "errors").read_text().split())
-    assert f"received {number.name} before the first step: this launch saved nothing. The same command" in errors
+    assert f"received {number.name} before the first step, so this launch saved nothing. The same command" in errors
     assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path, times: int) -> None:
-    """By ssh, which stays on this machine here: the first one saves, where the process does; the second one kills."""
+    """Through a local ssh: the first Ctrl-C makes the process save, the second kills it."""
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
     (tmp_path / "hosts").write_text("localhost\n")
@@ -470,7 +476,7 @@ def test_the_exit_code_of_a_single_process_is_handed_on(tmp_path: Path, code: in
     "words", [["train.launch", "x.py"], ["train", "--config", "CONFIG"]], ids=lambda words: words[0]
 )
 def test_ctrl_c_during_the_imports_is_one_line(latents: Path, tmp_path: Path, words: list[str]) -> None:
-    """An import of torch that takes until the signal comes."""
+    """torch is replaced by a module whose import waits for the signal."""
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
     words = [str(config) if word == "CONFIG" else word for word in words]
     program = f"""

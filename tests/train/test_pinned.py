@@ -1,4 +1,4 @@
-"""A root may grow, and parts be recalled, while a run trains from it: the run goes on as if nothing had happened."""
+"""A root may grow, and parts may be recalled, while a run trains on it; the run continues unaffected."""
 
 import shutil
 import signal
@@ -29,7 +29,7 @@ STEPS = 10
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Six parts, three of which are committed."""
+    """A root of six parts, three of which are committed."""
     root = make_root(tmp_path / "root", {"64x64": PARTS})
     set_aside(root, LATER)
     write_indexes(LocalStore(root))
@@ -67,7 +67,7 @@ def test_a_run_that_is_killed_while_its_root_grows_goes_on_to_the_same_curve(roo
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL and (root / "64x64" / "index.json").read_bytes() != before
-    # parts that it reads are recalled, too
+    # parts that the run reads are recalled, too
     store = LocalStore(root)
     store.create(tombstone_name("64x64", "00004", 0), b"")
     Publisher(store).publish()
@@ -77,7 +77,7 @@ def test_a_run_that_is_killed_while_its_root_grows_goes_on_to_the_same_curve(roo
     assert f"19 of 65 samples of {root}/64x64 were recalled" in said.replace("  ", " ")
     assert curve(tmp_path / "run") == curve(tmp_path / "reference")
 
-    # told to, it takes up what is there now, and stays with that
+    # with data.index newest the run switches to the current index and stays with it
     pinned = stream_of(tmp_path / "run")
     more = train_fields(root, tmp_path / "run", max_steps=STEPS + 12)
     assert "recalled" not in train(tmp_path, more, "--data.index", "newest")
@@ -95,7 +95,7 @@ def test_a_run_that_is_killed_while_its_root_grows_goes_on_to_the_same_curve(roo
 
 
 def test_a_resumed_run_validates_on_the_samples_that_it_began_with(tmp_path: Path) -> None:
-    """A tar that sorts earlier and an exclusion change nothing, unless the run takes up the newest index."""
+    """A tar that sorts earlier and a new exclusion change nothing unless the run switches to the newest index."""
     data = make_root(tmp_path / "data", {"64x64": PARTS})
     held_out = make_root(tmp_path / "held-out" / "root", {"64x64": [9, 9]})
     set_aside(held_out, ["00000"])
@@ -133,7 +133,7 @@ def test_validation_can_be_switched_on_during_a_run() -> None:
 
 
 def test_another_filter_is_no_growth() -> None:
-    """It would pass as samples that came or went, where a run takes up what its roots now hold."""
+    """A changed filter must not pass for samples that were added or removed when a run switches to the newest index."""
     stream = {"bucket": "64x64", "samples": 30, "filter": None}
     saved = {"seed": 0, "unet": {}, "streams": [stream]}
     grown = {"seed": 0, "unet": {}, "streams": [stream | {"samples": 40}]}

@@ -1,4 +1,4 @@
-"""Whole runs: one loss curve for every number of ranks and workers, any microbatch, and through a kill."""
+"""Whole runs: the same loss curve for any number of ranks, workers and microbatches, and across a kill."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from train.data.batch import Batch
 from train.data.draws import Draws
 from train.data.loader import Loader
 from train.data.streams import open_data
-from train.objective.latents import StoredLatents
+from train.objective.loss import DiffusionLoss, NoisyBatch
 from train.run.saving.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
 from train.run.telling.json_lines import read_json_lines
 
@@ -38,7 +39,7 @@ def run(folder: Path, fields: dict[str, Any], num_processes: int = 1) -> subproc
 
 
 def refused(folder: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
-    """The paragraph with which `train check` refuses the request, on one line."""
+    """Return the error with which `train check` refuses the request, joined to one line."""
     config = write_config(folder, fields)
     assert exit_code_of(lambda: command(["check", "--config", str(config)])) == 2
     return capsys.readouterr().err.replace("\n", " ")
@@ -46,13 +47,13 @@ def refused(folder: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[
 
 @pytest.fixture(scope="module")
 def reference(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process, no workers, microbatches of 4; two epochs and a bit of the 30 samples, 24 of them an epoch."""
+    """One process, no workers, microbatches of 4; more than two epochs of 24 of the 30 samples."""
     folder = tmp_path_factory.mktemp("reference")
     result = run(folder, train_fields(latents, folder / "run", max_steps=STEPS))
     assert result.returncode == 0, result.stderr
     losses, keys = curve(folder / "run")
     assert len(losses) == STEPS and all(len(set(batch)) == 8 for batch in keys)
-    assert len({key for batch in keys[:3] for key in batch}) == 24  # an epoch repeats nothing
+    assert len({key for batch in keys[:3] for key in batch}) == 24  # an epoch repeats no sample
     return folder / "run"
 
 
@@ -62,7 +63,7 @@ def reference(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (1, {"data": {"num_workers": 2}}, True),
         (1, {"microbatch_size": 8}, False),
         (2, {"microbatch_size": 3}, False),
-        # four ranks in `make test` are those of test_curves
+        # test_curves covers four ranks in `make test`
         pytest.param(4, {"microbatch_size": 2, "data": {"num_workers": 1}}, False, marks=pytest.mark.slow),
     ],
     ids=["2-workers", "microbatch-8", "2-ranks", "4-ranks-with-workers"],
@@ -74,7 +75,7 @@ def test_the_curve_does_not_depend_on_the_machine(
     assert result.returncode == 0, result.stderr
     expected, found = curve(reference), curve(tmp_path / "run")
     assert found[1] == expected[1]
-    # a quarter without a sample is null on all machines; pytest compares no nulls
+    # a quarter without samples is null in both; pytest.approx cannot compare nulls
     quarters = [
         [
             {name: loss for name, loss in row["loss_by_quarter"].items() if loss is not None}
@@ -88,7 +89,7 @@ def test_the_curve_does_not_depend_on_the_machine(
 
 
 def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, latents: Path, tmp_path: Path) -> None:
-    """SIGKILL somewhere after step 5 and the second save, damage to the newest checkpoint, then the command again."""
+    """Kill the run after step 5 and the second save, damage its newest checkpoint, and give the command again."""
     fields = train_fields(latents, tmp_path / "run", max_steps=STEPS)
     config = write_config(tmp_path, fields)
     (process,) = ranks.start(tmp_path / "log", ["--config", str(config)])
@@ -115,14 +116,14 @@ def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, 
     assert [[row["loss_by_quarter"] for row in rows] for rows in lines[:1]] == [
         [row["loss_by_quarter"] for row in rows] for rows in lines[1:]
     ]
-    assert last.content["files"] == expected.content["files"]  # weights, moving average and optimizer, bit by bit
+    assert last.content["files"] == expected.content["files"]  # weights, moving average and optimizer are bit-exact
 
     again = run_module("train", "--config", str(config))
     assert again.returncode == 0 and "has done its 8 steps; there is nothing to do" in again.stdout
 
 
 def test_stopped_and_resumed_on_four_processes(latents: Path, tmp_path: Path) -> None:
-    """A gradient is four summands, which a launch's first step adds up in the order of every other step's."""
+    """A gradient has four summands. The first step of a launch must add them in the same order as all others."""
     fields = train_fields(latents, tmp_path / "whole", max_steps=4)
     ranks.run(tmp_path / "whole.log", ["--config", str(write_config(tmp_path, fields))], 4)
     for max_steps in (2, 4):
@@ -132,7 +133,7 @@ def test_stopped_and_resumed_on_four_processes(latents: Path, tmp_path: Path) ->
 
 
 def test_training_touches_no_pixel_no_encoder_and_no_stage_1(latents: Path, tmp_path: Path) -> None:
-    """A run in which decoding a picture, or building a VAE, a text encoder or a tokenizer, raises."""
+    """Decoding an image, or building a VAE, a text encoder or a tokenizer, raises in this run."""
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=1))
     program = f"""
 import sys
@@ -191,7 +192,7 @@ def test_layering(package: str, forbidden: list[str]) -> None:
         ({"optimizer": {"lr": -1.0}}, "`optimizer.lr` = -1.0: input should be greater than 0"),
         ({"optimiser": {"lr": 1.0}}, "unknown key `optimiser` (did you mean `optimizer`?)"),
         ({"backbone": {"config": "/absent.json"}}, "The U-Net config /absent.json cannot be read"),
-        ({"num_processes": 2}, "2 processes were asked for, but 1 were started"),
+        ({"num_processes": 2}, "num_processes is 2, but 1 were started"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -207,7 +208,7 @@ def test_a_bucket_that_is_not_there(latents: Path, tmp_path: Path, capsys: pytes
     assert "has no bucket 256x256 (it has: 128x128, 64x64)" in refused(tmp_path, fields, capsys)
 
 
-def test_a_checkpoint_goes_on_only_under_what_it_was_trained_with(
+def test_a_checkpoint_resumes_only_under_the_same_settings(
     reference: Path, latents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields = train_fields(latents, reference, max_steps=20, global_batch_size=12, seed=5)
@@ -215,7 +216,7 @@ def test_a_checkpoint_goes_on_only_under_what_it_was_trained_with(
     assert "seed: 0 ≠ 5; global_batch_size: 8 ≠ 12 (checkpoint ≠ this run)" in message
 
 
-def test_a_checkpoint_goes_on_only_over_the_streams_and_data_that_it_saw(
+def test_a_checkpoint_resumes_only_on_the_same_streams(
     reference: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     streams = [{"root": str(latents), "bucket": bucket} for bucket in ("64x64", "128x128")]
@@ -223,9 +224,7 @@ def test_a_checkpoint_goes_on_only_over_the_streams_and_data_that_it_saw(
     assert "was trained under other settings: streams: [{" in refused(tmp_path / "streams", fields, capsys)
 
 
-def test_a_run_over_an_index_that_is_no_longer_there(
-    latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_index_was_deleted(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = shutil.copytree(latents, tmp_path / "root")
     command(["--config", str(write_config(tmp_path, train_fields(root, tmp_path / "run", max_steps=1)))])
     for index in (root / "index" / "buckets").iterdir():
@@ -233,14 +232,14 @@ def test_a_run_over_an_index_that_is_no_longer_there(
     fields = train_fields(root, tmp_path / "run", max_steps=20)
     message = refused(tmp_path / "data", fields, capsys)
     assert "has no index " in message and "write it anew with `python -m shards index" in message
-    write_indexes(LocalStore(root))  # it names the same parts, so it is the same index
+    write_indexes(LocalStore(root))  # the new index names the same parts, so it is identical
     assert exit_code_of(lambda: command(["check", "--config", str(write_config(tmp_path / "again", fields))])) == 0
 
 
 def test_phase_2_again_needs_the_latents_and_phase_1_alone(
     reference: Path, latents: Path, models: Path, tars: Path, tmp_path: Path
 ) -> None:
-    """A second phase 2 by one command, in a process that may open neither tars nor models."""
+    """Run a second phase 2 in a process that must open neither tars nor models."""
     root = shutil.copytree(latents, tmp_path / "root")
     fields = train_fields(root, tmp_path / "phase2b", max_steps=2, init_from=str(reference), init_weights="raw")
     program = f"""
@@ -271,7 +270,7 @@ def test_a_missing_shard_is_named_before_the_first_step(
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_shard_that_vanishes_stops_the_run(latents: Path, tmp_path: Path, num_workers: int) -> None:
-    """An epoch that streaming ends early without an error ends here with one, in a stated time."""
+    """streaming would silently end such an epoch early; the loader must raise within its timeout."""
     shutil.copytree(latents, tmp_path / "root")
     streams = [{"root": tmp_path / "root", "bucket": "64x64"}]
     config = DataConfig.model_validate(
@@ -301,10 +300,11 @@ def test_a_flipped_bit_in_a_shard_stops_the_run_and_names_it(latents: Path, tmp_
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 @pytest.mark.parametrize(("num_processes", "num_workers"), [(1, 2), (2, 0)], ids=["1-rank-with-workers", "2-ranks"])
-def test_told_to_leave_it_saves_and_leaves(
+def test_a_stop_signal_saves_and_ends_the_run(
     reference: Path, latents: Path, tmp_path: Path, num_processes: int, num_workers: int, number: signal.Signals
 ) -> None:
-    """A signal to the whole process group, as schedulers and terminals send it: saved, gone, and the same curve."""
+    """The whole process group is signalled, as by schedulers and terminals: the run saves, exits and keeps its
+    curve."""
     fields = train_fields(
         latents, tmp_path / "run", max_steps=4000, checkpoint={"every": 10_000}, data={"num_workers": num_workers}
     )
@@ -338,14 +338,14 @@ def test_checkpoints_that_are_kept(latents: Path, tmp_path: Path) -> None:
 def test_a_step_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Latents of infinite size from step 4 on: weights and optimizer stay as step 3 left them."""
-    sample = StoredLatents.sample
+    """Latents are infinite from step 4 on, so weights and optimizer must stay as step 3 left them."""
+    add_noise = DiffusionLoss.add_noise
 
-    def blow_up(self: StoredLatents, batch: Batch, draws: Draws) -> torch.Tensor:
-        latents = sample(self, batch, draws)
-        return latents * float("inf") if draws.step >= 3 else latents
+    def blow_up(self: DiffusionLoss, batch: Batch, draws: Draws) -> NoisyBatch:
+        noisy = add_noise(self, batch, draws)
+        return replace(noisy, latents=noisy.latents * float("inf")) if draws.step >= 3 else noisy
 
-    monkeypatch.setattr(StoredLatents, "sample", blow_up)
+    monkeypatch.setattr(DiffusionLoss, "add_noise", blow_up)
     fields = train_fields(
         latents, tmp_path / "run", checkpoint={"every": 1, "keep": 9}, optimizer={"max_skipped_steps": 2}
     )
@@ -362,7 +362,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(
 
 
 def test_validation_depends_on_the_weights_alone(latents: Path, tmp_path: Path) -> None:
-    """Two ranks give what one does; a learning rate of nothing gives the same value each time."""
+    """Two ranks give the same value as one, and a learning rate near 0 gives the same value each time."""
     validation = {"root": str(latents), "bucket": "64x64", "samples": 10, "batch_size": 4, "every": 2}
     fields = train_fields(latents, tmp_path / "run", max_steps=4, optimizer={"lr": 1e-12}, validation=validation)
     assert run(tmp_path, fields).returncode == 0
@@ -377,7 +377,7 @@ def test_validation_depends_on_the_weights_alone(latents: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("validation", "message"),
     [
-        ({"samples": 31}, "holds 30 samples; validation.samples asks for 31"),
+        ({"samples": 31}, "holds 30 samples, but validation.samples is 31. Lower"),
         ({"samples": 4, "root": "/absent"}, "/absent is not a latents root"),
     ],
 )
@@ -389,7 +389,7 @@ def test_wrong_validation(
 
 
 def test_several_buckets_in_one_order_on_one_and_two_ranks(latents: Path, tmp_path: Path) -> None:
-    """Two latent shapes: each global batch has one, in an order that two ranks and workers do not change."""
+    """Each global batch has one latent shape, in an order that ranks and workers do not change."""
     streams = [{"root": str(latents), "bucket": bucket} for bucket in ("64x64", "128x128")]
     curves = []
     for name, processes, workers in (("one", 1, 0), ("two", 2, 1)):
@@ -400,7 +400,7 @@ def test_several_buckets_in_one_order_on_one_and_two_ranks(latents: Path, tmp_pa
         curves.append(curve(tmp_path / name))
     assert curves[0][1] == curves[1][1]
     assert curves[0][0] == pytest.approx(curves[1][0], rel=1e-5)
-    # 24 of the 30 and 16 of the 20 make an epoch of five batches
+    # an epoch is 24 of the 30 samples and 16 of the 20, which makes five batches
     first_epoch = [key for keys in curves[0][1][:5] for key in keys]
     assert len(first_epoch) == 40 and max(first_epoch.count(key) for key in first_epoch) <= 2
 
@@ -445,8 +445,8 @@ def test_a_flipped_bit_in_the_empty_caption_is_found(
     assert "uncond.safetensors is damaged" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_log_line_says_it_all(latents: Path, tmp_path: Path) -> None:
-    """Flow matching, a power average, low-precision norms and TensorBoard, on a device whose peak is told."""
+def test_all_fields_of_a_log_line(latents: Path, tmp_path: Path) -> None:
+    """Flow matching, a power average, low-precision norms and TensorBoard, on a device whose peak is configured."""
     validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 2}
     fields = train_fields(
         latents,
@@ -459,7 +459,7 @@ def test_a_log_line_says_it_all(latents: Path, tmp_path: Path) -> None:
         precision="bfloat16",
         low_precision_norms=True,
     )
-    # in a process of its own: accelerate's precision holds for a process's life
+    # in a process of its own, because accelerate keeps its precision for the life of a process
     result = run_module("train", "--config", str(write_config(tmp_path, fields)))
     assert result.returncode == 0, result.stderr
     first, second = read_json_lines(tmp_path / "run" / "metrics.jsonl")
@@ -476,16 +476,17 @@ def test_a_log_line_says_it_all(latents: Path, tmp_path: Path) -> None:
 def test_collectives_may_take_long_until_each_loader_process_gave_a_batch(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each one's first batch may take `data.first_timeout`, and other processes wait for it in that step."""
+    """The first batch of a loader worker may take `data.first_timeout`, and the other ranks wait for it in that
+    step."""
     steps: list[int] = []
-    monkeypatch.setattr("train.loop.expect_answers", lambda heart, timeout: steps.append(heart.beat.step))
+    monkeypatch.setattr("train.trainer.expect_answers", lambda heart, timeout: steps.append(heart.beat.step))
     fields = train_fields(latents, tmp_path / "run", max_steps=4, data={"num_workers": 2})
     command(["--config", str(write_config(tmp_path, fields))])
     assert steps == [2]
 
 
 def test_a_resumed_run_keeps_the_precision_that_auto_became(latents: Path, tmp_path: Path) -> None:
-    """Of two machines, the second would choose otherwise; the run goes on as it began."""
+    """The second machine would choose a different precision, but the run keeps the first one's."""
     fields = train_fields(latents, tmp_path / "run", precision="auto", max_steps=2)
     started = run(tmp_path, fields)
     assert started.returncode == 0 and "precision: auto selects " in started.stderr

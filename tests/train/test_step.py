@@ -1,6 +1,6 @@
-"""The training step on the device: it asks the host for nothing, and begins few operations beside the network's own.
+"""The training step by itself: it never waits for the device, and launches few operations besides the network's.
 
-Meta tensors have no values: whatever needs one on the host raises.
+Meta tensors have no values, so whatever needs a value on the host raises.
 """
 
 import sys
@@ -22,11 +22,14 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shards.format.text import quantise
-from tests.runs import UNET
+from tests.runs import UNET, curve, train_fields, write_config
 from tests.train.specs import CHANNELS, make_batch, spec
+from train.__main__ import run as train
 from train.data.batch import Batch
-from train.data.draws import Draws, philox
-from train.loop import train_step
+from train.data.draws import philox
+from train.data.loader import Loader
+from train.data.spec import DataConfig
+from train.data.streams import open_data
 from train.model.config import AdamWConfig, DdpConfig, EmaConfig, ScheduleConfig
 from train.model.ema import Ema
 from train.model.inputs import Conditioning
@@ -36,11 +39,12 @@ from train.objective.config import ObjectiveConfig
 from train.objective.latents import StoredLatents
 from train.objective.loss import DiffusionLoss
 from train.objective.validation import Validation
+from train.step import TrainStep
 
 META = torch.device("meta")
 MICROBATCHES, SIZE, SIDE = 4, 2, 8
 MOST_LAUNCHES = 40
-"""A microbatch, where a step has four, as on 8 GPUs with 64 images each at a time."""
+"""Bound on kernel launches per microbatch, for a step of four microbatches (64 images on each of 8 GPUs)."""
 NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "alias")
 OBJECTIVES = {
     "epsilon": {},
@@ -66,7 +70,7 @@ trims = pytest.mark.parametrize("trim", [False, True], ids=["whole captions", "t
 
 
 class Watch(TorchDispatchMode):
-    """Counts what a device would be asked to begin, and notes copies for which the host would wait."""
+    """Counts the kernels that a device would launch, and records copies for which the host would wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,14 +94,14 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is begun in here is not counted."""
+        """Exclude what is launched in the context."""
         self.counts = False
         yield
         self.counts = True
 
 
 class Silent(nn.Module):
-    """Stands for a network, and begins nothing that is counted, there or back."""
+    """A fake network that launches nothing that is counted, in the forward and the backward pass."""
 
     def __init__(self, watch: Watch):
         super().__init__()
@@ -122,11 +126,11 @@ class Silent(nn.Module):
 
 
 class Summed(Exception):
-    """Validation has its sums; now it reads them."""
+    """Raised when validation has its sums and would read them on the host."""
 
 
-class Accelerating:
-    """What the step asks of accelerate, on a device that has no values."""
+class FakeAccelerator:
+    """The parts of accelerate that a step uses, on a device without values."""
 
     device, scaler, num_processes, process_index = META, None, 1, 0
 
@@ -146,26 +150,21 @@ class Accelerating:
         return torch.nn.utils.clip_grad_norm_(parameters, norm)
 
 
-def a_run(network: nn.Module, loss: DiffusionLoss, optimizer: object, fused: bool = False) -> Any:
-    """As much of a run as a step needs."""
-    return SimpleNamespace(
-        accelerator=Accelerating(),
-        seed=0,
-        state=SimpleNamespace(step=3),
-        loss=loss,
-        model=network,
-        microbatch_size=SIZE,
-        compiled=fused,
-        casts=nullcontext(),
-        optimizer=optimizer,
-        results=SimpleNamespace(add=lambda *_: None),
-    )
+NO_OPTIMIZER: Any = SimpleNamespace(step=lambda *_: (None, None))
+STEP = 3
+"""The step that the tests take; the first is 0."""
+
+
+def make_step(network: nn.Module, loss: DiffusionLoss, optimizer: Any = NO_OPTIMIZER, **fields: Any) -> TrainStep:
+    """A step in microbatches of `SIZE`, on the meta device unless `fields` name an accelerator."""
+    defaults: dict[str, Any] = {"accelerator": FakeAccelerator(), "weight_casts": nullcontext()}
+    return TrainStep(network=network, loss=loss, optimizer=optimizer, microbatch_size=SIZE, **defaults | fields)
 
 
 def data(
     width: int, tokens: int, captions: int = 1, size: int = MICROBATCHES * SIZE, shape: tuple[int, int] = (SIDE, SIDE)
 ) -> Batch:
-    """A rank's share of a step, with so many captions for each sample."""
+    """Return a rank's share of a step, with `captions` captions per sample."""
     latents = torch.randn(size, 2 * CHANNELS, *shape).half()
     text = torch.randn(captions * size, tokens, width).half()
     several = torch.full((size,), captions) if captions > 1 else None
@@ -179,10 +178,30 @@ def loss_of(objective: dict[str, Any], trim: bool, width: int, tokens: int) -> D
     )
 
 
+def test_a_step_alone_trains_as_a_run_does(latents: Path, tmp_path: Path) -> None:
+    """A notebook's loop over a latents root, without run folder, launcher or log: the losses of a run, bit by bit."""
+    streams, schedule = [{"root": latents, "bucket": "64x64"}], ScheduleConfig(warmup_steps=3)
+    config = DataConfig.model_validate({"streams": streams, "num_workers": 0, "num_canonical_nodes": 4})
+    root = open_data(config, global_batch_size=8)
+    loader = Loader(config, root, 8, seed=0, step=0, slots=torch.arange(8))
+    accelerator, network = Accelerator(cpu=True), build_unet(UNET, seed=0)
+    adamw = build_optimizer(dict(network.named_parameters()), AdamWConfig())
+    optimizer = Optimizer(adamw, accelerator, AdamWConfig(), schedule, max_steps=3)
+    loss = DiffusionLoss(ObjectiveConfig(), root, accelerator.device)
+    train_step = TrainStep(accelerator, network, loss, optimizer, microbatch_size=4)
+    losses = [train_step(batch, step).sums.total / 8 for step, batch in zip(range(3), loader, strict=False)]
+
+    train(["--config", str(write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=3)))])
+    assert losses == curve(tmp_path / "run")[0]
+
+
 @objectives
 @trims
-def test_few_launches_and_no_question(objective: dict[str, Any], trim: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws, noise, captions, losses and their sums, there and back; of fused draws two kernels (tests/train/data)."""
+def test_few_kernel_launches_and_no_wait_for_the_device(
+    objective: dict[str, Any], trim: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draws, noise, captions, losses and their sums, forward and backward. Fused draws are two kernels
+    (tests/train/data)."""
     watch = Watch()
 
     def two_kernels(counter: tuple[Tensor, ...], key: tuple[int, int]) -> list[Tensor]:
@@ -191,19 +210,19 @@ def test_few_launches_and_no_question(objective: dict[str, Any], trim: bool, mon
 
     monkeypatch.setattr("train.data.draws.fused_philox", lambda: two_kernels)
     loss, network = loss_of(objective, trim, 12, 16), Silent(watch)
-    run, batch = a_run(network, loss, SimpleNamespace(step=lambda *_: (None, None)), fused=True), data(12, 16)
-    train_step(run, batch)  # what is made once for all steps
+    train_step, batch = make_step(network, loss, compiled=True), data(12, 16)
+    train_step(batch, STEP)  # fills the caches that all steps share
     with watch:
-        train_step(run, batch)
+        train_step(batch, STEP)
     print(f"\n{sum(watch.launches.values()) / MICROBATCHES:.1f} a microbatch: {dict(watch.launches)}")
     assert sum(watch.launches.values()) <= MOST_LAUNCHES * MICROBATCHES
     assert watch.launches["bitwise_xor"] == 0 and not watch.waits
     with pytest.raises(Summed):
-        Validation([batch], 0, 1, 0.5, False)(network, loss, Accelerating(), SIZE)
+        Validation([batch], 0, 1, 0.5, False)(network, loss, FakeAccelerator(), SIZE)
 
 
 def test_captions_are_decoded_for_a_microbatch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T5's of a rank's share, decoded at once, would be gigabytes: they wait as they are stored."""
+    """Decoding the T5 captions of a whole share at once would take gigabytes, so they stay encoded until needed."""
     decoded, decode = [], StoredLatents.conditioning
 
     def conditioning(self: StoredLatents, batch: Batch, dropped: Tensor) -> Conditioning:
@@ -216,36 +235,33 @@ def test_captions_are_decoded_for_a_microbatch_at_a_time(monkeypatch: pytest.Mon
     codes, scales = quantise(torch.randn(MICROBATCHES * SIZE, tokens, width))
     latents, slots = torch.randn(len(codes), 2 * CHANNELS, SIDE, SIDE).half(), torch.arange(len(codes))
     batch = make_batch([""] * len(codes), slots, latents, codes, text_scales=scales)
-    train_step(
-        a_run(Silent(Watch()), loss_of({}, False, width, tokens), SimpleNamespace(step=lambda *_: (None, None))), batch
-    )
+    make_step(Silent(Watch()), loss_of({}, False, width, tokens))(batch, STEP)
     assert decoded == [(SIZE, SIZE)] * MICROBATCHES
 
 
-def test_a_whole_step_asks_the_host_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A U-Net and trimmed captions, three of each sample, by plain draws; with clip, AdamW and moving average."""
-    optimizers = sys.modules["torch.optim.optimizer"]  # whose name torch.optim hides
+def test_a_whole_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A U-Net on trimmed captions, three per sample, without fused draws; with clipping, AdamW and moving average."""
+    optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim hides this module's name
     monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     unet = build_unet(UNET, None)
     width, tokens = unet.config.cross_attention_dim, 5
-    config = AdamWConfig()
-    adamw = build_optimizer(dict(unet.named_parameters()), config)
-    optimizer = Optimizer(adamw, Accelerating(), config, ScheduleConfig(), 10)
+    adamw = build_optimizer(dict(unet.named_parameters()), AdamWConfig())
+    optimizer = Optimizer(adamw, FakeAccelerator(), AdamWConfig(), ScheduleConfig(), 10)
     ema, batch = Ema(EmaConfig(start_step=0)), data(width, tokens, captions=3)
     ema.begin(unet.named_parameters())
-    run = a_run(unet, loss_of({}, True, width, tokens), optimizer)
-    run.loss.noised(batch.draw_captions(Draws(0, 0, batch.slots)).to(META), Draws(0, 0, batch.slots.to(META)))
+    train_step = make_step(unet, loss_of({}, True, width, tokens), optimizer, averages={"ema": ema})
+    train_step.add_noise(batch, 0)  # fills the caches that all steps share
     watch = Watch()
     with watch:
-        grad_norm = train_step(run, batch)
-        ema.update(unet.named_parameters(), 2)
-    assert grad_norm.device == META and watch.launches["convolution_backward"] and watch.launches["_fused_adamw_"]
+        result = train_step(batch, STEP)
+    assert result.grad_norm.device == META
+    assert watch.launches["convolution_backward"] and watch.launches["_fused_adamw_"]
     assert not watch.waits
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
-    """The graphs that are compiled, which run as they are."""
+    """The compiled graphs, which run uncompiled."""
     found: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -261,14 +277,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
 
 @pytest.fixture
 def accelerator() -> Iterator[Accelerator]:
-    """In bfloat16. Accelerate keeps the precision for the whole process, where others have their own."""
+    """A bfloat16 accelerator. Its state is reset, because accelerate keeps the precision for the whole process."""
     AcceleratorState._reset_state()
     yield Accelerator(mixed_precision="bf16", cpu=True)
     AcceleratorState._reset_state()
 
 
 class Casts(TorchDispatchMode):
-    """Counts copies of weights in bfloat16."""
+    """Counts casts of weights to bfloat16."""
 
     def __init__(self, weights: list[nn.Parameter]):
         super().__init__()
@@ -281,7 +297,7 @@ class Casts(TorchDispatchMode):
 
 
 def test_weights_are_cast_once_a_step(accelerator: Accelerator) -> None:
-    """And the gradients are those of microbatches that each cast them anew, bit for bit."""
+    """The gradients are bit-equal to those of microbatches that each cast the weights."""
     cpu = torch.device("cpu")
     width, tokens = 12, 5
     gradients, counts = [], []
@@ -290,16 +306,11 @@ def test_weights_are_cast_once_a_step(accelerator: Accelerator) -> None:
         width = unet.config.cross_attention_dim
         loss = DiffusionLoss(ObjectiveConfig(), spec(torch.ones(tokens, width).half()), cpu)
         model = accelerator.prepare_model(unet, device_placement=False)
-        run = a_run(model, loss, SimpleNamespace(step=lambda *_: (None, None)))
-        run.accelerator = SimpleNamespace(
-            device=cpu,
-            no_sync=lambda model: nullcontext(),
-            backward=accelerator.backward,
-        )
-        run.casts = nullcontext() if again else torch.autocast("cpu", enabled=False)
+        scope = nullcontext() if again else None
+        train_step = make_step(unet, loss, model=model, accelerator=accelerator, weight_casts=scope)
         torch.manual_seed(5)
         with Casts(list(unet.parameters())) as casts:
-            train_step(run, data(width, tokens, size=3))
+            train_step(data(width, tokens, size=3), STEP)
         counts.append(casts.count)
         gradients.append([weight.grad for weight in unet.parameters()])
     assert counts[0] == 2 * counts[1] > 0
@@ -307,25 +318,25 @@ def test_weights_are_cast_once_a_step(accelerator: Accelerator) -> None:
 
 
 def test_one_graph_for_each_shape(graphs: list[torch.fx.GraphModule], accelerator: Accelerator) -> None:
-    """Of trimmed captions: a step's microbatches, the last of them smaller, and validation in batches of another size;
-    then another shape."""
+    """One graph serves all microbatches of a step, including the smaller last one, and validation in other batch sizes;
+    a second latent shape compiles one more. Captions are trimmed."""
     unet = build_unet(UNET, 0)
     compile_network(unet, num_shapes=2)
     model = accelerator.prepare_model(unet, device_placement=False)
     width, tokens, cpu = unet.config.cross_attention_dim, 5, torch.device("cpu")
     loss = DiffusionLoss(ObjectiveConfig(), spec(torch.randn(tokens, width).half(), trim=True), cpu)
-    run = a_run(model, loss, SimpleNamespace(step=lambda *_: (None, None)), fused=True)
-    run.accelerator = accelerator
+    train_step = make_step(unet, loss, model=model, accelerator=accelerator, compiled=True)
     for number, shape in enumerate([(8, 8), (16, 4)], 1):
-        train_step(run, data(width, tokens, size=3, shape=shape))
+        train_step(data(width, tokens, size=3, shape=shape), STEP)
         held_out = [data(width, tokens, size=size, shape=shape) for size in (4, 1)]
-        found = Validation(held_out, 0, 1, 0.5, dealt=True)(unet, loss, accelerator, run.microbatch_size)
+        found = Validation(held_out, 0, 1, 0.5, dealt=True)(unet, loss, accelerator, SIZE)
         assert len(found["val_loss_by_timestep"]) == 8
         assert len(graphs) == number and not counters["graph_break"]
 
 
 def test_ddp_cuts_stable_diffusion_2_in_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """71 at DDP's own 25 MB. Dynamo asks DDP for its cap, and cuts where so many bytes of weights are full."""
+    """At DDP's default of 25 MB there would be 71 subgraphs. Dynamo splits the graph wherever a bucket of gradients is
+    full."""
     handler = DdpConfig().handler().to_kwargs()
     assert handler["gradient_as_bucket_view"] and 250 <= handler["bucket_cap_mb"] <= 500
     cutter = DDPOptimizer(handler["bucket_cap_mb"] * 2**20, lambda graph, inputs: graph.forward)
@@ -338,7 +349,7 @@ def test_ddp_cuts_stable_diffusion_2_in_eight(monkeypatch: pytest.MonkeyPatch) -
     torch.compiler.reset()
 
 
-def test_the_watch_sees_a_question() -> None:
+def test_the_watch_detects_a_wait() -> None:
     with pytest.raises(RuntimeError, match="meta"):
         torch.ones(3, device=META).sum().item()
     watch = Watch()

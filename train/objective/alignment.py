@@ -32,7 +32,7 @@ class StoredFeatures:
     name: str
     tower: FeatureTower
     downsampling: int
-    """Picture side / latent side."""
+    """Image side / latent side."""
 
     def read(self, batch: Batch, grid: tuple[int, int]) -> Tensor:
         """Return the batch's features, resized to the layer's grid (h, w): (N, h·w, width) float32."""

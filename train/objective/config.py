@@ -1,4 +1,4 @@
-"""Config of the objective, the alignment loss and validation. It is read before torch is imported."""
+"""Config of the objective, the alignment loss and validation. This module must not import torch."""
 
 import math
 from typing import Any, Literal
@@ -106,18 +106,18 @@ class ObjectiveConfig(Config):
             for name in ("zero_terminal_snr", "min_snr_gamma", "offset_noise"):
                 if getattr(self, name):
                     raise ValueError(
-                        f"{name} with prediction flow_matching: that path ends in pure noise by itself and has no SNR "
-                        f"weights; leave it out"
+                        f"{name} does not apply to prediction flow_matching, whose path ends in pure noise and has no "
+                        f"SNR weights; remove it"
                     )
             return self
         for name in FLOW_ONLY:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
                 shown = f"{name}.kind {value.kind}" if isinstance(value, ShiftConfig) else f"{name} {value}"
-                raise ValueError(f"{shown} goes with prediction flow_matching alone")
+                raise ValueError(f"{shown} applies to prediction flow_matching only; remove it or change prediction")
         if self.zero_terminal_snr and self.prediction == "epsilon":
             raise ValueError(
-                "zero_terminal_snr with prediction epsilon has nothing to learn at the last step; use v_prediction"
+                "zero_terminal_snr with prediction epsilon leaves nothing to learn at the last step; use v_prediction"
             )
         return self
 
@@ -128,9 +128,9 @@ class RepaConfig(Config):
     layer: str | None = None
     """Module of the network by its name, such as down_blocks.1 or transformer_blocks.7; null: no alignment."""
     output: int = Field(0, ge=0)
-    """Index of the output to align, if the module has several: 0 for U-Net blocks, 1 where text comes first."""
+    """Index of the output to align, if the module has several: 0 for U-Net blocks, 1 if the text comes first."""
     tower: str | None = None
-    """Name of the feature tower; null: the one that is read."""
+    """Name of the feature tower; null: the only one that the run reads."""
     weight: float = Field(0.5, gt=0)
     """λ, the loss's coefficient."""
     schedule: Literal["constant", "linear"] = "constant"
@@ -138,12 +138,12 @@ class RepaConfig(Config):
     until: int | None = Field(None, ge=1)
     """Step at which the alignment ends; null: never."""
     hidden: int = Field(2048, ge=1)
-    """Width of the projection head, three linear layers with SiLU between."""
+    """Width of the projection head, which is three linear layers with SiLU activations."""
 
     @model_validator(mode="after")
     def _check(self) -> "RepaConfig":
         if self.schedule == "linear" and self.until is None:
-            raise ValueError("schedule linear needs `until`, the step at which it ends")
+            raise ValueError("schedule linear needs `until`, the step at which the alignment ends")
         return self
 
     def coefficient(self, step: int) -> float:
@@ -155,19 +155,21 @@ class RepaConfig(Config):
 
 
 class ValidationConfig(Config):
-    """Loss on held-out samples, from a root that was encoded like the training data."""
+    """Loss on held-out samples from a root that was encoded like the training data."""
 
     root: Place | None = None
-    """The latents root, a folder or an address; null: no validation."""
+    """The latents root, a folder or an object-store URL; null: no validation."""
     bucket: BucketName = "256x256"
-    """WIDTHxHEIGHT in pixels."""
+    """Bucket to validate on, WIDTHxHEIGHT in pixels."""
     samples: int = Field(1024, ge=1)
-    """Number of samples: the first ones of the bucket that no exclusion list of the root names. As for the training
-    data, a run keeps the index and exclusions that it began with, unless it is resumed with `data.index: newest`."""
+    """Number of samples: the first ones of the bucket that the root's exclusion lists do not contain. As for the
+    training data, a run keeps the index and exclusions that it began with, unless it is resumed with
+    `data.index: newest`."""
     batch_size: int = Field(64, ge=1)
     """Samples per forward pass."""
     every: int = Field(1000, ge=1)
-    """Steps; the value goes with that step's line of metrics.jsonl, so `log.every` must divide it."""
+    """Steps between two validations. The value is part of a line of metrics.jsonl, so this must be a multiple of
+    `log.every`."""
     timesteps: Literal["middles", "starts"] = "middles"
     """Middles or starts of eight equal parts of the time axis. With flow matching, the starts, t = k/8, are those of
     MLPerf's FLUX.1 benchmark."""
@@ -175,12 +177,13 @@ class ValidationConfig(Config):
     """Evaluate each sample at one of the eight timesteps, in turn, as MLPerf does; false: at all eight, at eight times
     the cost."""
     weights: Literal["raw", "ema"] = "raw"
-    """Weights to validate; `ema` swaps the moving average in for the validation, once there is one."""
+    """Weights to validate; `ema` swaps the moving average in for the validation, once one exists."""
 
     @model_validator(mode="after")
     def _check(self) -> "ValidationConfig":
         if self.dealt and self.samples < NUM_TIMESTEPS:
             raise ValueError(
-                f"samples {self.samples}, dealt to {NUM_TIMESTEPS} timesteps, leave some without; give more"
+                f"samples {self.samples} is less than one per timestep, and `dealt` spreads them over {NUM_TIMESTEPS}; "
+                f"set samples to {NUM_TIMESTEPS} or more"
             )
         return self

@@ -1,6 +1,5 @@
-"""What a batch's stored numbers mean: posterior moments → latents, text latents → what a backbone may be told."""
+"""Stored columns → network inputs: posterior moments become latents, and text latents become conditioning."""
 
-import math
 from dataclasses import replace
 
 import torch
@@ -10,78 +9,75 @@ from shards.format import image
 from shards.format.text import TextLatents, dequantise
 from shards.format.towers import TextTower
 from train.data.batch import Batch
-from train.data.draws import Draws, Purpose
 from train.data.spec import DataSpec
 from train.model.backbone import BackboneConfig
 from train.model.inputs import Conditioning, TextConditioning
 
 
 class StoredLatents:
-    """Reads batches of the roots that a `DataSpec` describes."""
+    """Converts batches of the roots that a `DataSpec` describes. All constants are moved to the device once."""
 
     def __init__(self, spec: DataSpec, device: torch.device, backbone: BackboneConfig):
-        """`backbone`: with its towers named."""
+        """`backbone` must have its text towers resolved."""
         self.image = spec.image
         self.scale, self.shift = (
             torch.tensor(values, device=device)[:, None, None] for values in (spec.image.scale, spec.image.shift)
         )
         self.texts = {name: spec.texts[name] for name in backbone.text_towers}
-        self.empty = {name: self._stand_in(spec.uncond[name], backbone.dropped, device) for name in self.texts}
-        # (tokens,) made once: a microbatch would begin with making them
+        self.empty = {name: self._replacement(spec.uncond[name], backbone.dropped, device) for name in self.texts}
+        # (tokens,) token positions, made once instead of in every microbatch
         self.places = {name: torch.arange(tower.length, device=device) for name, tower in self.texts.items()}
         self.num_empty = {name: torch.tensor(empty.num_tokens, device=device) for name, empty in self.empty.items()}
         self.backbone = backbone
 
-    def size(self, batch: Batch) -> int:
-        """Numbers in one sample's latents: C·h·w."""
-        return math.prod(batch.columns["image_latents"].shape[2:]) * self.image.channels
+    def sample(self, batch: Batch, normals: Tensor | None) -> Tensor:
+        """Return normalised image latents, (N, C, h, w) float32: mean + σ·normals if the batch stores moments.
 
-    def draws_per_sample(self, batch: Batch) -> dict[Purpose, int]:
-        """How many numbers `sample` and `told_sizes` take of each sample."""
-        counts = {Purpose.POSTERIOR: self.size(batch)} if self.image.posterior == "moments" else {}
-        jitter = {Purpose.SIZE_JITTER: 2} if self.backbone.size_jitter else {}  # one normal takes two words
-        return counts | jitter | ({Purpose.SIZE_DROPOUT: 1} if self.backbone.size_dropout else {})
-
-    def sample(self, batch: Batch, draws: Draws) -> Tensor:
-        """A batch's image latents, (N, C, h, w) float32: mean + σ·n where moments are stored, normalised."""
+        Args:
+            normals: (N, C, h, w) standard normals; None if the batch stores no moments.
+        """
         stored = image.unpack(batch.columns["image_latents"], batch.columns.get("image_scales"))
-        if self.image.posterior != "moments":
+        if normals is None:
             return self.normalise(stored)
-        shape = (self.image.channels, *stored.shape[2:])
-        return self.normalise(image.draw(stored, draws.normal(Purpose.POSTERIOR, shape)))
+        return self.normalise(image.draw(stored, normals))
 
     def normalise(self, latents: Tensor) -> Tensor:
-        """(latents - shift) × scale, as diffusers' pipelines have it."""
+        """Return (latents - shift) × scale, the normalisation of diffusers' pipelines."""
         return (latents - self.shift) * self.scale
 
     @property
     def drops_per_sample(self) -> int:
-        """How many of a sample's text towers can be dropped, each by itself."""
+        """Number of caption dropout decisions per sample: one per text tower if each is dropped by itself."""
         return len(self.texts) if self.backbone.drop == "apart" else 1
 
     def conditioning(self, batch: Batch, dropped: Tensor) -> Conditioning:
-        """Text latents as stored → float32.
+        """Convert a batch's text latents to float32 and its sizes to conditioning.
 
         Args:
-            dropped: (N,) booleans, or (N, towers): where the empty caption stands in, for all towers or for each.
+            dropped: (N,) booleans, or (N, towers): where the empty caption replaces the caption, in all towers or in
+                each by itself.
         """
-        texts = self.texts.items()
         columns = dropped.reshape(len(batch), -1).expand(-1, len(self.texts)).unbind(1)
-        image_hw = batch.columns["image_latents"].shape[2:]
-        return Conditioning(
-            {name: self._text(name, tower, batch, gone) for (name, tower), gone in zip(texts, columns, strict=True)},
-            batch.columns["size"],
-            (image_hw[0] * self.image.downsampling, image_hw[1] * self.image.downsampling),
-        )
+        texts = {}
+        for (name, tower), is_dropped in zip(self.texts.items(), columns, strict=True):
+            texts[name] = self._text(name, tower, batch, is_dropped)
+        height, width = batch.columns["image_latents"].shape[2:]
+        pixels = (height * self.image.downsampling, width * self.image.downsampling)
+        return Conditioning(texts, batch.columns["size"], pixels)
 
-    def told_sizes(self, batch: Batch, draws: Draws) -> Batch:
-        """The batch with the originals' sizes that a network is told of: some larger or smaller, some 0."""
-        config, sizes = self.backbone, batch.columns["size"]
-        if config.size_jitter:
-            factor = (config.size_jitter * draws.normal(Purpose.SIZE_JITTER, ())).exp()
+    def perturb_sizes(self, batch: Batch, jitter: Tensor | None, dropped: Tensor | None) -> Batch:
+        """Return the batch with some of the original sizes scaled, and others set to 0, which means unknown.
+
+        Args:
+            jitter: (N,) standard normals; a size is scaled by exp(`size_jitter` · normal). None: no scaling.
+            dropped: (N, 1) booleans; None: none is dropped.
+        """
+        sizes = batch.columns["size"]
+        if jitter is not None:
+            factor = (self.backbone.size_jitter * jitter).exp()
             sizes = (sizes * factor[:, None]).round().to(sizes.dtype)
-        if config.size_dropout:
-            sizes = sizes * ~draws.bernoulli(Purpose.SIZE_DROPOUT, config.size_dropout, 1)
+        if dropped is not None:
+            sizes = sizes * ~dropped
         return batch if sizes is batch.columns["size"] else replace(batch, columns=batch.columns | {"size": sizes})
 
     def _text(self, name: str, tower: TextTower, batch: Batch, dropped: Tensor) -> TextConditioning:
@@ -102,8 +98,8 @@ class StoredLatents:
             return None
         return stored.float() if scales is None else dequantise(stored, scales)
 
-    def _stand_in(self, empty: TextLatents, dropped: str, device: torch.device) -> TextLatents:
-        """What stands for a dropped caption, float32 on the device."""
+    def _replacement(self, empty: TextLatents, dropped: str, device: torch.device) -> TextLatents:
+        """Return what replaces a dropped caption, in float32 on the device: the empty caption, or zeros."""
         states, pooled = (None if value is None else value.to(device).float() for value in (empty.states, empty.pooled))
         if dropped == "zeros":
             states, pooled = (None if value is None else torch.zeros_like(value) for value in (states, pooled))

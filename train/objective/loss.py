@@ -1,5 +1,6 @@
-"""The training loss: a sample's latents, noised along a path, and the U-Net's error in what it should predict."""
+"""The training loss: noise is added to a sample's latents along a path, and the backbone predicts the path's target."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -18,62 +19,61 @@ from train.objective.paths import noise_path
 
 
 @dataclass(frozen=True)
-class Losses:
-    """Of a batch."""
+class RandomTensors:
+    """All random tensors of a step for N samples, except the choice of a caption (`Batch.draw_captions`)."""
 
-    per_sample: Tensor
-    """(N,) float32 mean squared error over a sample's latents, weighted as configured."""
     timesteps: Tensor
-    """(N,) at which they were taken."""
-    aligned: Tensor | None = None
-    """(N,) −mean cosine of the aligned layer with the features, where one is (REPA)."""
-    coefficient: float = 0.0
-    """Of that in what is trained on."""
-
-    @property
-    def total(self) -> Tensor:
-        """(N,) what is trained on."""
-        return self.per_sample if self.aligned is None else self.per_sample + self.coefficient * self.aligned
+    """(N,) as the path draws them, before any shift."""
+    dropped: Tensor
+    """(N, 1), or (N, towers) if each text tower is dropped by itself: where the empty caption replaces the caption."""
+    noise: Tensor
+    """(N, C, h, w) float32 standard normals, plus the offset noise if configured."""
+    posterior: Tensor | None = None
+    """(N, C, h, w) float32 standard normals that sample the latents from their moments; None: no moments stored."""
+    size_jitter: Tensor | None = None
+    """(N,) float32 standard normals; None: no size jitter."""
+    size_dropped: Tensor | None = None
+    """(N, 1) where the original size is dropped; None: no size dropout."""
 
 
 @dataclass(frozen=True)
-class Noised:
-    """What a network is asked: samples on their way to noise, and what it should say of them."""
+class NoisyBatch:
+    """The inputs of a forward pass and the target of its prediction."""
 
     batch: Batch
-    """As stored."""
+    """The samples as stored, with one caption each."""
     dropped: Tensor
-    """(N,) or (N, towers): where the empty caption stands in."""
+    """(N,) or (N, towers): where the empty caption replaces the caption."""
     latents: Tensor
-    """(N, C, h, w) float32, noised."""
+    """(N, C, h, w) float32, with noise."""
     target: Tensor
     """(N, C, h, w) float32."""
     timesteps: Tensor
     """(N,)."""
     weight: Tensor | None = None
-    """(N,) of each sample's loss; None: 1."""
+    """(N,) weights of the samples' losses; None: all 1."""
     coefficient: float = 0.0
-    """Of the alignment's loss, where a layer is aligned."""
+    """Coefficient of the alignment loss, if a layer is aligned."""
     num_real: int | None = None
-    """How many of the samples count, the first ones; the rest fill up a shape. None: all."""
+    """Number of samples that count; the ones after them are padding. None: all count."""
 
     def __len__(self) -> int:
         return len(self.batch)
 
-    def microbatches(self, size: int, filled: bool = False) -> Iterator["Noised"]:
-        """Slices of at most `size` samples, in order.
+    def microbatches(self, size: int, filled: bool = False) -> Iterator["NoisyBatch"]:
+        """Yield slices of at most `size` samples, in order.
 
         Args:
-            filled: a slice that is smaller is filled up with its own samples over again, which do not count.
+            filled: pad a smaller slice to `size` by repeating its own samples, which then do not count.
         """
         for start in range(0, len(self), size):
-            found = self._each(slice(start, start + size))
-            if filled and len(found) < size:
-                rows = torch.arange(size, device=self.latents.device) % len(found)
-                found = replace(found._each(rows), num_real=len(found))
-            yield found
+            part = self._take(slice(start, start + size))
+            if filled and len(part) < size:
+                rows = torch.arange(size, device=self.latents.device) % len(part)
+                part = replace(part._take(rows), num_real=len(part))
+            yield part
 
-    def _each(self, rows: slice | Tensor) -> "Noised":
+    def _take(self, rows: slice | Tensor) -> "NoisyBatch":
         return replace(
             self,
             batch=self.batch.take(rows),
@@ -85,8 +85,27 @@ class Noised:
         )
 
 
+@dataclass(frozen=True)
+class Losses:
+    """The losses of a microbatch."""
+
+    per_sample: Tensor
+    """(N,) float32 mean squared error over a sample's latents, weighted as configured."""
+    timesteps: Tensor
+    """(N,) timesteps of the samples."""
+    aligned: Tensor | None = None
+    """(N,) alignment losses (REPA): −mean cosine of the aligned layer with the features. None: no layer is aligned."""
+    coefficient: float = 0.0
+    """Coefficient of the alignment losses in the total."""
+
+    @property
+    def total(self) -> Tensor:
+        """(N,) losses to minimise."""
+        return self.per_sample if self.aligned is None else self.per_sample + self.coefficient * self.aligned
+
+
 class DiffusionLoss:
-    """Draws latents, noise, timesteps and dropped captions for each sample, and scores the U-Net's prediction."""
+    """Draws the random tensors of a step, adds noise to a batch, and scores the backbone's prediction."""
 
     def __init__(
         self,
@@ -97,10 +116,13 @@ class DiffusionLoss:
         *,
         aligned: Aligned | None = None,
     ):
-        """`aligned`: the network whose layer is aligned, where one is, before it was wrapped.
+        """Prepare the path and the constants on `device`.
+
+        Args:
+            aligned: the unwrapped network with its projection head, if a layer is aligned.
 
         Raises:
-            RequestError: the backbone reads a tower that there is not.
+            RequestError: the backbone reads a text tower that the data does not have.
         """
         self.aligned = aligned
         self.path = noise_path(config, device)
@@ -108,55 +130,77 @@ class DiffusionLoss:
         self.latents = StoredLatents(spec, device, self.backbone)
         self.caption_dropout, self.offset_noise = config.caption_dropout, config.offset_noise
 
-    def noised(self, batch: Batch, draws: Draws) -> Noised:
-        """A batch with one caption per sample, by its draws: all at once, as a GPU takes as long to begin with few."""
-        num_drops, config = self.latents.drops_per_sample, self.aligned.config if self.aligned else None
-        counts = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: num_drops, Purpose.NOISE: self.latents.size(batch)}
-        draws.draw(counts | self.latents.draws_per_sample(batch) | self._offsets_per_sample)
+    def draw(self, batch: Batch, draws: Draws) -> RandomTensors:
+        """Draw everything that is random about a step on this batch.
+
+        All numbers come from one call of the generator, because on a GPU a small kernel takes as long to launch as a
+        large one. What is drawn for one purpose does not depend on the others.
+        """
         height, width = batch.columns["image_latents"].shape[2:]
-        timesteps = self.path.shifted(self.path.timesteps(draws), (height, width))
-        dropped = draws.bernoulli(Purpose.CAPTION_DROPOUT, self.caption_dropout, num_drops)
-        noised = self.noised_at(self.latents.told_sizes(batch, draws), timesteps, dropped, draws)
-        coefficient = config.coefficient(draws.step) if config else 0.0
-        return replace(noised, weight=self.path.weight(timesteps), coefficient=coefficient)
+        shape = (self.latents.image.channels, height, width)
+        num_drops = self.latents.drops_per_sample
+        has_moments = self.latents.image.posterior == "moments"
+        jitter, size_dropout = self.backbone.size_jitter, self.backbone.size_dropout
 
-    def noised_at(self, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Noised:
-        """At given timesteps (N,), with captions left out where `dropped` (N,); every sample weighs 1."""
-        # moments => latents
-        latents = self.latents.sample(batch, draws)
-        # latents => noisy latents, and what is to be predicted
-        noise = self.noise(tuple(latents.shape[1:]), draws)
-        noisy, target = self.path.add_noise(latents, noise, timesteps), self.path.target(latents, noise, timesteps)
-        return Noised(batch, dropped, noisy, target, timesteps)
+        counts = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: num_drops, Purpose.NOISE: math.prod(shape)}
+        if has_moments:
+            counts[Purpose.POSTERIOR] = math.prod(shape)
+        if jitter:
+            counts[Purpose.SIZE_JITTER] = 2  # one normal takes two words
+        if size_dropout:
+            counts[Purpose.SIZE_DROPOUT] = 1
+        if self.offset_noise:
+            counts[Purpose.OFFSET_NOISE] = shape[0]
+        draws.draw(counts)
 
-    def __call__(self, unet: nn.Module, noised: Noised) -> Losses:
-        """The losses of those samples that count."""
-        errors, real = self.squared_error(unet, noised), slice(noised.num_real)
-        weighted = errors if noised.weight is None else noised.weight[real] * errors
-        losses = Losses(weighted, noised.timesteps[real])
-        if self.aligned is None:
-            return losses
-        aligned = self.aligned.loss(noised.batch)[real]
-        return replace(losses, aligned=aligned, coefficient=noised.coefficient)
-
-    def squared_error(self, unet: nn.Module, noised: Noised) -> Tensor:
-        """(N,) float32, unweighted, of those samples that count."""
-        # captions => what the network is told, of this microbatch alone: as float32 they are the most of a batch
-        told = self.latents.conditioning(noised.batch, noised.dropped)
-        prediction = self.backbone.predict(unet, noised.latents, noised.timesteps, told).float()
-        target = noised.target
-        if noised.num_real is not None:
-            prediction, target = prediction[: noised.num_real], target[: noised.num_real]
-        errors = F.mse_loss(prediction, target, reduction="none")
-        return errors.flatten(1).mean(dim=1)
-
-    @property
-    def _offsets_per_sample(self) -> dict[Purpose, int]:
-        return {Purpose.OFFSET_NOISE: self.latents.image.channels} if self.offset_noise else {}
-
-    def noise(self, shape: tuple[int, ...], draws: Draws) -> Tensor:
-        """(N, *shape) standard normals, with an offset per channel where configured."""
         noise = draws.normal(Purpose.NOISE, shape)
         if self.offset_noise:
             noise = noise + self.offset_noise * draws.normal(Purpose.OFFSET_NOISE, (shape[0], 1, 1))
-        return noise
+        return RandomTensors(
+            timesteps=self.path.timesteps(draws),
+            dropped=draws.bernoulli(Purpose.CAPTION_DROPOUT, self.caption_dropout, num_drops),
+            noise=noise,
+            posterior=draws.normal(Purpose.POSTERIOR, shape) if has_moments else None,
+            size_jitter=draws.normal(Purpose.SIZE_JITTER, ()) if jitter else None,
+            size_dropped=draws.bernoulli(Purpose.SIZE_DROPOUT, size_dropout, 1) if size_dropout else None,
+        )
+
+    def add_noise(self, batch: Batch, draws: Draws) -> NoisyBatch:
+        """Draw a step's random tensors and turn a batch with one caption per sample into the inputs of the network."""
+        random = self.draw(batch, draws)
+        height, width = batch.columns["image_latents"].shape[2:]
+        timesteps = self.path.shifted(random.timesteps, (height, width))
+        batch = self.latents.perturb_sizes(batch, random.size_jitter, random.size_dropped)
+        noisy = self.add_noise_at(batch, timesteps, random.dropped, random)
+        coefficient = self.aligned.config.coefficient(draws.step) if self.aligned is not None else 0.0
+        return replace(noisy, weight=self.path.weight(timesteps), coefficient=coefficient)
+
+    def add_noise_at(self, batch: Batch, timesteps: Tensor, dropped: Tensor, random: RandomTensors) -> NoisyBatch:
+        """Add noise at given timesteps (N,), dropping the captions where `dropped` (N,); every sample has weight 1."""
+        # moments => latents
+        latents = self.latents.sample(batch, random.posterior)
+        # latents => noisy latents and target
+        noisy = self.path.add_noise(latents, random.noise, timesteps)
+        target = self.path.target(latents, random.noise, timesteps)
+        return NoisyBatch(batch, dropped, noisy, target, timesteps)
+
+    def __call__(self, network: nn.Module, noisy: NoisyBatch) -> Losses:
+        """Run the network and return the losses of the samples that count."""
+        errors, real = self.squared_error(network, noisy), slice(noisy.num_real)
+        weighted = errors if noisy.weight is None else noisy.weight[real] * errors
+        losses = Losses(weighted, noisy.timesteps[real])
+        if self.aligned is None:
+            return losses
+        aligned = self.aligned.loss(noisy.batch)[real]
+        return replace(losses, aligned=aligned, coefficient=noisy.coefficient)
+
+    def squared_error(self, network: nn.Module, noisy: NoisyBatch) -> Tensor:
+        """Run the network and return the unweighted errors, (N,) float32, of the samples that count."""
+        # text latents become float32 for one microbatch at a time, because they are the largest part of a batch
+        conditioning = self.latents.conditioning(noisy.batch, noisy.dropped)
+        prediction = self.backbone.predict(network, noisy.latents, noisy.timesteps, conditioning).float()
+        target = noisy.target
+        if noisy.num_real is not None:
+            prediction, target = prediction[: noisy.num_real], target[: noisy.num_real]
+        errors = F.mse_loss(prediction, target, reduction="none")
+        return errors.flatten(1).mean(dim=1)

@@ -1,4 +1,4 @@
-"""Paths from data to noise, on tensors alone: how a sample is noised, what is to be predicted, how it is weighed."""
+"""Paths from data to noise: how noise is added, what the network must predict, and how a sample is weighted."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,42 +13,42 @@ from train.objective.times import cosmap, mode, shifted
 
 
 class NoisePath(ABC):
-    """What the loss asks of a path. Latents and noise are (N, C, h, w) float32, timesteps (N,)."""
+    """A path from data to noise. Latents and noise are (N, C, h, w) float32, timesteps (N,)."""
 
     num_train_timesteps: int
 
     @abstractmethod
     def timesteps(self, draws: Draws) -> Tensor:
-        """(N,) times at which the samples are noised, in the unit in which the U-Net is told of them."""
+        """Draw timesteps (N,), in the unit in which the network receives them."""
 
     def shifted(self, timesteps: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-        """The drawn times (N,), moved as the size of the latents (h, w) asks for."""
+        """Return the drawn timesteps (N,), shifted as configured for latents of size (h, w)."""
         return timesteps
 
     def fixed_timesteps(self, count: int, place: float = 0.5) -> list[int] | list[float]:
-        """One of each of `count` equal parts of the time axis: its middle, or its start at a `place` of 0."""
+        """Return a timestep in each of `count` equal parts of the time axis: the middle, or at `place` 0 the start."""
         return [(k + place) * self.num_train_timesteps / count for k in range(count)]
 
     @abstractmethod
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """The latents at `timesteps`, x_t."""
+        """Return the noisy latents x_t at `timesteps`."""
 
     @abstractmethod
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """What the U-Net should predict there."""
+        """Return what the network must predict at `timesteps`."""
 
     def weight(self, timesteps: Tensor) -> Tensor | None:
-        """Each sample's weight in the loss, (N,); None: 1."""
+        """Return the samples' weights in the loss, (N,); None: all 1."""
         return None
 
 
 def noise_path(config: ObjectiveConfig, device: torch.device) -> NoisePath:
-    """The path that the config names."""
+    """Build the path that the config names."""
     return RectifiedFlow(config) if config.prediction == "flow_matching" else DDPM(config, device)
 
 
 def noise_scheduler(config: ObjectiveConfig) -> DDPMScheduler:
-    """DDPM's forward process, as diffusers defines it; the export's sampler is made from it, too."""
+    """Build DDPM's forward process with diffusers. The sampler of an export is made from it, too."""
     return DDPMScheduler(
         num_train_timesteps=config.num_train_timesteps,
         beta_schedule=config.beta_schedule,
@@ -61,30 +61,30 @@ def noise_scheduler(config: ObjectiveConfig) -> DDPMScheduler:
 
 
 class DDPM(NoisePath):
-    """The variance-preserving path of Ho et al. (2020): x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·noise, at whole timesteps."""
+    """The variance-preserving path of Ho et al. (2020), x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·noise, at integer timesteps."""
 
     def __init__(self, config: ObjectiveConfig, device: torch.device):
         self.num_train_timesteps = config.num_train_timesteps
         self.prediction, self.min_snr_gamma = config.prediction, config.min_snr_gamma
         self.zero_terminal_snr = config.zero_terminal_snr
         self.scheduler = noise_scheduler(config)
-        # moved once: add_noise would copy it to the device at each step
+        # moved once, because add_noise would otherwise copy it to the device at each step
         self.scheduler.alphas_cumprod = self.scheduler.alphas_cumprod.to(device)
 
     def timesteps(self, draws: Draws) -> Tensor:
-        """(N,) int64, uniform in [0, num_train_timesteps)."""
+        """Draw int64 timesteps (N,), uniform in [0, num_train_timesteps)."""
         return draws.integers(Purpose.TIMESTEP, self.num_train_timesteps)
 
     def fixed_timesteps(self, count: int, place: float = 0.5) -> list[int]:
-        """The same, rounded down."""
+        """Return one integer timestep, rounded down, in each of `count` equal parts of the time axis."""
         return [int(time) for time in super().fixed_timesteps(count, place)]
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·noise."""
+        """Return x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·noise."""
         return self.scheduler.add_noise(latents, noise, timesteps)
 
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """The noise; the velocity √ᾱ·noise − √(1 − ᾱ)·x_0 of Salimans and Ho (2022); or the latents."""
+        """Return the noise, the velocity √ᾱ·noise − √(1 − ᾱ)·x_0 of Salimans and Ho (2022), or the latents."""
         if self.prediction == "epsilon":
             return noise
         if self.prediction == "v_prediction":
@@ -92,30 +92,31 @@ class DDPM(NoisePath):
         return latents
 
     def weight(self, timesteps: Tensor) -> Tensor | None:
-        """None, or min(SNR, γ) of Hang et al. (2023) in terms of the latents, put in terms of what is predicted.
+        """Return the min-SNR weights of Hang et al. (2023), or None if they are off.
 
-        An error in the noise, or the velocity, is one in the latents times SNR, or SNR + 1.
+        The weight of a squared error in the latents is min(SNR, γ). A squared error in the noise equals one in the
+        latents times SNR, and one in the velocity equals it times SNR + 1, so the weight is divided by that factor.
 
-        With a zero terminal SNR it is min(SNR + 1, γ): SNR + 1 is the weight in terms of the latents that an unweighted
-        velocity loss has (Salimans and Ho, 2022), and it does not vanish at the last timestep.
+        With a zero terminal SNR the weight in terms of the latents is min(SNR + 1, γ) instead. SNR + 1 is the weight
+        that an unweighted velocity loss implies (Salimans and Ho, 2022), and it is not 0 at the last timestep.
         """
         if self.min_snr_gamma is None:
             return None
         alpha = self.scheduler.alphas_cumprod[timesteps]
         snr = alpha / (1.0 - alpha)
-        of_latents = (snr + 1.0 if self.zero_terminal_snr else snr).clamp(max=self.min_snr_gamma)
-        return of_latents / {"epsilon": snr, "v_prediction": snr + 1.0, "sample": 1.0}[self.prediction]
+        latent_weight = (snr + 1.0 if self.zero_terminal_snr else snr).clamp(max=self.min_snr_gamma)
+        return latent_weight / {"epsilon": snr, "v_prediction": snr + 1.0, "sample": 1.0}[self.prediction]
 
 
 class RectifiedFlow(NoisePath):
-    """The straight line of Liu et al. (2022): x_t = (1 − t)·x_0 + t·noise, t in (0, 1]; the U-Net is told t·T."""
+    """The straight path of Liu et al. (2022), x_t = (1 − t)·x_0 + t·noise, t in (0, 1]. The network receives t·T."""
 
     def __init__(self, config: ObjectiveConfig):
         self.num_train_timesteps = config.num_train_timesteps
         self.config = config
 
     def timesteps(self, draws: Draws) -> Tensor:
-        """(N,) float32 in (0, num_train_timesteps]; uniform, the sigmoid of a normal, or a map of uniforms."""
+        """Draw float32 timesteps (N,) in (0, num_train_timesteps] from the configured distribution."""
         config = self.config
         if config.timestep_sampling == "logit_normal":
             normals = draws.normal(Purpose.TIMESTEP, ())
@@ -128,17 +129,17 @@ class RectifiedFlow(NoisePath):
         return times * self.num_train_timesteps
 
     def shifted(self, timesteps: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-        """The drawn times (N,), moved towards noise."""
+        """Return the drawn timesteps (N,), shifted towards noise."""
         alpha = self.config.shift.alpha(latent_hw)
-        if alpha == 1.0:  # bit by bit as they were
+        if alpha == 1.0:  # keeps the timesteps bit-exact
             return timesteps
         return shifted(timesteps / self.num_train_timesteps, alpha) * self.num_train_timesteps
 
     def weight(self, timesteps: Tensor) -> Tensor | None:
-        """None, or one of diffusers' `compute_loss_weighting_for_sd3`, at the times that were trained on.
+        """Return the weights of diffusers' `compute_loss_weighting_for_sd3`, or None if they are off.
 
-        t^−2 stops at 1/T. diffusers' training scripts draw from the T sigmas of a scheduler, of which 1/T is the
-        smallest before any shift; over continuous times near 0 the expected weight would be infinite.
+        t^−2 is clamped at t = 1/T. diffusers' training scripts draw from the T sigmas of a scheduler, the smallest of
+        which is 1/T before any shift. For continuous times near 0 the expected weight would be infinite.
         """
         if self.config.weighting == "none":
             return None
@@ -148,10 +149,10 @@ class RectifiedFlow(NoisePath):
         return 2.0 / (math.pi * (1.0 - 2.0 * t + 2.0 * t**2))
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """x_t = (1 − t)·x_0 + t·noise."""
+        """Return x_t = (1 − t)·x_0 + t·noise."""
         t = (timesteps / self.num_train_timesteps)[:, None, None, None]
         return (1.0 - t) * latents + t * noise
 
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """dx_t/dt = noise − x_0."""
+        """Return the velocity dx_t/dt = noise − x_0."""
         return noise - latents

@@ -1,4 +1,4 @@
-"""Validation loss: held-out latents at eight fixed timesteps under fixed noise, so that only the U-Net changes it."""
+"""Validation loss: held-out latents at eight fixed timesteps with fixed noise, so it depends on the weights alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,54 +29,55 @@ from train.data.streams import FoundStream, find_stream, map_index
 from train.model.ema import Ema
 from train.model.sharding import reshard
 from train.objective.config import NUM_TIMESTEPS, ValidationConfig
-from train.objective.loss import DiffusionLoss, Noised
+from train.objective.loss import DiffusionLoss, NoisyBatch
 
 PLACES = {"middles": 0.5, "starts": 0.0}
+"""`validation.timesteps` → place of a timestep in its eighth of the time axis."""
 NUM_READERS = 16
-"""Samples read at once: on a remote root, the round trip dominates."""
+"""Samples read concurrently: on a remote root, the round trip dominates."""
 FIRST_STEP = 1 << 47
-"""Keys of validation draws: steps that no training reaches."""
+"""Step that keys the draws at the first timestep; no training run reaches it."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """This rank's share of the held-out samples, in memory, in batches."""
+    """This rank's share of the held-out samples, in memory."""
 
     batches: list[Batch]
-    """Each rank has equally many, so that all ranks call sharded weights equally often."""
+    """The same number on every rank, because all ranks must call sharded weights equally often."""
     seed: int
     every: int
     """Steps between two validations."""
     place: float
-    """Of a timestep in its part of the time axis."""
+    """Place of a timestep in its eighth of the time axis; see PLACES."""
     dealt: bool
-    """Whether each sample is looked at in one of the parts alone."""
+    """Whether each sample is evaluated at one timestep instead of at all eight."""
     weights: str = "raw"
     """`raw` or `ema`."""
     filler: bool = False
-    """Whether the last batch only keeps this rank in step: another rank counts it."""
+    """Whether the last batch only keeps this rank in step with the others: another rank counts its samples."""
 
     @contextmanager
-    def averaged(self, ema: Ema, unet: nn.Module) -> Iterator[None]:
-        """Around a call: the weights that it is to be of are in their place, and then the run's own again."""
+    def averaged(self, ema: Ema, network: nn.Module) -> Iterator[None]:
+        """Swap the average in during the context, if the average is to be validated."""
         if self.weights == "raw":
             yield
             return
-        ema.swap(unet.named_parameters())
+        ema.swap(network.named_parameters())
         try:
             yield
         finally:
-            ema.swap(unet.named_parameters())
+            ema.swap(network.named_parameters())
 
     @torch.no_grad()
     def __call__(
-        self, unet: nn.Module, loss: DiffusionLoss, accelerator: Accelerator, microbatch_size: int | None = None
+        self, network: nn.Module, loss: DiffusionLoss, accelerator: Accelerator, microbatch_size: int | None = None
     ) -> dict[str, Any]:
-        """`val_loss`, and its value at each timestep; every sample has its caption. The ranks share the batches.
+        """Return `val_loss` and its value at each timestep, over all ranks. No caption is dropped.
 
         Args:
-            microbatch_size: training's, where the graph that was compiled for it is to serve here too; None: batches
-                are taken whole.
+            microbatch_size: the microbatch size of training, to reuse the graph that was compiled for it; None: run
+                whole batches.
         """
         timesteps = loss.path.fixed_timesteps(NUM_TIMESTEPS, self.place)
         times = torch.tensor(timesteps, device=accelerator.device)
@@ -85,38 +86,38 @@ class Validation:
             moved = batch.to(accelerator.device)
             no_captions_dropped = torch.zeros_like(moved.slots, dtype=torch.bool)
             for k in range(1 if self.dealt else NUM_TIMESTEPS):
-                draws = Draws(self.seed, FIRST_STEP + k, moved.slots)
+                random = loss.draw(moved, Draws(self.seed, FIRST_STEP + k, moved.slots))
                 parts = moved.slots % NUM_TIMESTEPS if self.dealt else torch.full_like(moved.slots, k)
-                noised = loss.noised_at(moved, times[parts], no_captions_dropped, draws)
-                errors = self.squared_error(unet, loss, noised, microbatch_size)
+                noisy = loss.add_noise_at(moved, times[parts], no_captions_dropped, random)
+                errors = self.squared_error(network, loss, noisy, microbatch_size)
                 if number < len(self.batches) or not self.filler:
                     sums.index_add_(0, parts, errors)
                     counts.index_add_(0, parts, torch.ones_like(errors))
-        reshard(unet)
+        reshard(network)
         both: Tensor = accelerator.reduce(torch.stack([sums, counts]), "sum")
         means = both[0] / both[1]
         by_timestep = dict(zip(map(str, timesteps), means.tolist(), strict=True))
         return {"val_loss": float(means.mean()), "val_loss_by_timestep": by_timestep}
 
-    def squared_error(self, unet: nn.Module, loss: DiffusionLoss, noised: Noised, size: int | None) -> Tensor:
-        """(N,) of a batch, whole or in filled microbatches of training's size."""
+    def squared_error(self, network: nn.Module, loss: DiffusionLoss, noisy: NoisyBatch, size: int | None) -> Tensor:
+        """Return a batch's errors, (N,), computed on the whole batch or in padded microbatches of `size`."""
         if size is None:
-            return loss.squared_error(unet, noised)
-        # a graph that was compiled for training is one with gradients
+            return loss.squared_error(network, noisy)
+        # the graph compiled for training expects gradients to be enabled
         with torch.enable_grad():
             errors = []
-            for microbatch in noised.microbatches(size, True):
-                errors.append(loss.squared_error(unet, microbatch).detach())
+            for microbatch in noisy.microbatches(size, filled=True):
+                errors.append(loss.squared_error(network, microbatch).detach())
                 if loss.aligned is not None:
                     loss.aligned.discard()
             return torch.cat(errors)
 
 
 class HeldOutFile(NamedTuple):
-    """An MDS file with validation samples, as the bucket's index lists it."""
+    """An MDS file with validation samples, as listed in the bucket's index."""
 
     name: str
-    """Path below the bucket's folder."""
+    """Path relative to the bucket's folder."""
     samples: int
     hash: int
     """xxh3_64."""
@@ -124,16 +125,16 @@ class HeldOutFile(NamedTuple):
 
 @dataclass(frozen=True)
 class FoundValidation:
-    """The validation samples of a run; the main process chooses them, so that all ranks use the same."""
+    """The validation samples of a run, which the main process chooses so that all ranks use the same ones."""
 
     bucket: str
     stream: FoundStream
     rows: tuple[tuple[HeldOutFile, int], ...]
-    """(file, row in it) of each sample."""
+    """(file, row in the file) of each sample."""
 
     @property
     def pin(self) -> dict[str, Any]:
-        """The entry in the run's fingerprint that keeps later launches on the same samples."""
+        """Entry of the run's fingerprint that keeps later launches on the same samples."""
         return {
             "bucket": self.bucket,
             "index_sha256": self.stream.index,
@@ -142,13 +143,13 @@ class FoundValidation:
 
 
 def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = None) -> FoundValidation:
-    """Choose the first `samples` of the held-out bucket, in the order of its index, leaving out excluded ones.
+    """Choose the first `samples` of the held-out bucket, in index order, skipping excluded ones.
 
     Args:
-        pin: `validation` of an earlier checkpoint's fingerprint; it holds if it is for the same bucket.
+        pin: the `validation` entry of an earlier checkpoint's fingerprint; ignored if it is for a different bucket.
 
     Raises:
-        RequestError: there is no such root, bucket or index, or it has too few samples.
+        RequestError: the root, bucket or index does not exist, or it has too few samples.
     """
     assert config.root is not None
     store, bucket = open_store(config.root), config.bucket
@@ -158,7 +159,7 @@ def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = No
         if not pin:
             raise
         raise RequestError(
-            f"{error} (The run validates on this index since its checkpoint. If validation.root was changed on "
+            f"{error} (The run's checkpoint is pinned to this index for validation. If validation.root was changed on "
             f"purpose, resume with `--data.index newest`.)"
         ) from error
     files = map_index(store, bucket, stream, node_folder(None))
@@ -171,7 +172,7 @@ def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = No
         passing = np.ones(int(part["samples"]), bool)
         if excluded:
             passing, _ = select_part(store, bucket, part, FilterConfig(), excluded)
-        while len(passing):  # the files of a part follow one another in the index
+        while len(passing):  # a part's files are consecutive in the index
             count = int(files.samples[number])
             file = HeldOutFile(files.name(number), count, int(files.hashes[number]))
             rows += [(file, int(row)) for row in np.flatnonzero(passing[:count])]
@@ -179,7 +180,8 @@ def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = No
     if len(rows) < config.samples:
         after = " that are not excluded" if excluded else ""
         raise RequestError(
-            f"{config.root}/{bucket} holds {len(rows)} samples{after}; validation.samples asks for {config.samples}."
+            f"{config.root}/{bucket} holds {len(rows)} samples{after}, but validation.samples is {config.samples}. "
+            f"Lower validation.samples to {len(rows)} or less."
         )
     return FoundValidation(bucket, stream, tuple(rows[: config.samples]))
 
@@ -192,25 +194,26 @@ def open_validation(
     rank: int = 0,
     ranks: int = 1,
 ) -> Validation:
-    """Read this rank's batches of the held-out samples, each sample with its first caption.
+    """Read this rank's batches of the held-out samples into memory, each sample with its first caption.
 
     Args:
-        training: the encoding of the training data, with the towers that are read.
-        found: the samples that the main process chose; None: this process chooses for itself.
+        training: the encoding of the training data, reduced to the towers that the run reads.
+        found: the samples that the main process chose; None: this process chooses them.
 
     Raises:
-        RequestError: the encoding differs from training's in meaning, or what `find_validation` raises.
+        RequestError: the root is encoded differently from the training data, or an error of `find_validation`.
         DamagedFile: a file is missing or damaged.
     """
     assert config.root is not None
     found = found or find_validation(config)
     encoding = found.stream.encoding
-    training = training.model_copy(update={"features": {}})  # nothing is aligned here
+    training = training.model_copy(update={"features": {}})  # validation aligns no layer
     read = [f"texts.{name}" for name in training.texts]
     differences = encoding_differences(training, keep_towers(encoding, read))
     if differences:
         raise RequestError(
-            f"The validation root {config.root} does not fit the training data: {'; '.join(differences)}."
+            f"The validation root {config.root} is encoded differently from the training data: "
+            f"{'; '.join(differences)}. Encode both with the same models and settings."
         )
     lengths = column_lengths(training.image, training.texts, training.features)
     total = -(-len(found.rows) // config.batch_size)
@@ -227,7 +230,7 @@ def open_validation(
 
 
 class Reader:
-    """Reads single samples, so that no more than these samples are downloaded from a remote root."""
+    """Reads single samples with range requests, so that a remote root need not be downloaded."""
 
     def __init__(self, store: Store, found: FoundValidation):
         self.store = store
@@ -236,22 +239,22 @@ class Reader:
         self.offsets: dict[HeldOutFile, NDArray[np.uint32]] = {}
 
     def read(self, rows: Sequence[tuple[HeldOutFile, int]]) -> list[dict[str, Any]]:
-        """The samples of these rows, in order."""
+        """Return the samples of these rows, in order."""
         new = [file for file in dict.fromkeys(file for file, _ in rows) if file not in self.offsets]
         with ThreadPoolExecutor(NUM_READERS) as readers:
             self.offsets.update(zip(new, readers.map(self._open, new), strict=True))
             return list(readers.map(self._sample, rows))
 
     def _open(self, file: HeldOutFile) -> NDArray[np.uint32]:
-        """The offsets of a file. A local file is hashed; of a remote one only the header is read and checked."""
+        """Read the sample offsets of a file. A local file is hashed first; of a remote one only the header is read."""
         name = f"{self.bucket}/{file.name}"
         where = self.store.where(name)
         try:
             if isinstance(self.store, LocalStore) and hash_file(where) != file.hash:
-                raise DamagedFile(f"{where} is damaged: its hash differs from the index. Restore it from its copy.")
+                raise DamagedFile(f"{where} is damaged: its hash differs from the index. Restore it from a copy.")
             return parse_offsets(self.store.read_range(name, 0, header_size(file.samples)), file.samples, where)
         except FileNotFoundError:
-            raise DamagedFile(f"{where} is missing, and validation reads it. Restore it from its copy.") from None
+            raise DamagedFile(f"{where} is missing, but validation reads it. Restore it from a copy.") from None
 
     def _sample(self, row: tuple[HeldOutFile, int]) -> dict[str, Any]:
         file, number = row
@@ -259,5 +262,7 @@ class Reader:
         begin, end = self.offsets[file][number : number + 2].tolist()
         data = self.store.read_range(name, begin, end)
         if len(data) != end - begin:
-            raise DamagedFile(f"{self.store.where(name)} ends before its last sample. Restore it from its copy.")
+            raise DamagedFile(
+                f"{self.store.where(name)} is damaged: it ends before its last sample. Restore it from a copy."
+            )
         return self.decode(data)

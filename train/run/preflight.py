@@ -1,4 +1,4 @@
-"""Whether the launch can do what is asked, before anything is opened: processes, nodes, tracker, run folder."""
+"""Checks of a launch that need no data: number of processes, nodes, tracker, run folder."""
 
 import os
 from dataclasses import dataclass
@@ -11,59 +11,63 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 LAUNCHER = "LATENTMILL_LAUNCHER"
-"""Environment variable: the process id of `python -m train.launch`, for the processes that it starts."""
+"""Environment variable that passes the process id of `python -m train.launch` to the processes that it starts."""
+SHUTDOWN_TIMEOUT = "PET_SHUTDOWN_TIMEOUT"
+"""Environment variable: seconds that the processes have to save and exit after a stop signal. torch reads it, too."""
+DEFAULT_SHUTDOWN_SECONDS = "120"
 PLAIN_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU")
-"""Of accelerate's `DistributedType`."""
+"""Values of accelerate's `DistributedType` that this trainer supports."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run."""
+    """The number of processes of a run."""
 
     size: int
     local_size: int
-    """On each node."""
+    """Number of processes on each node."""
 
     @classmethod
     def launched(cls) -> "World":
-        """As the launcher's environment has it.
+        """Read the launcher's environment variables.
 
         Raises:
-            RequestError: Slurm started several processes, and nobody told them of each other.
+            RequestError: srun started several tasks without a launcher, so they do not know of each other.
         """
         tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
         if tasks > 1 and "WORLD_SIZE" not in os.environ:
             raise RequestError(
-                f"srun started {tasks} tasks, but WORLD_SIZE is not set: each would train alone, in one run folder. "
-                f"Put the launcher before the trainer (`srun python -m train.launch --slurm -m train --config …`), or "
+                f"srun started {tasks} tasks, but WORLD_SIZE is not set, so each would train by itself in the same run "
+                f"folder. Start them with the launcher (`srun python -m train.launch --slurm -m train --config …`), or "
                 f"ask srun for one task (-n 1)."
             )
         size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
 
     def check(self, asked_for: int | None, global_batch_size: int) -> None:
-        """Hold it against the batch that the processes share.
+        """Check the number of processes against the config.
 
         Raises:
-            RequestError: another number was asked for, or the batch cannot be shared evenly.
+            RequestError: a different number was requested, or the batch cannot be shared evenly.
         """
         if asked_for not in (None, self.size):
             raise RequestError(
-                f"{asked_for} processes were asked for, but {self.size} were started. On a machine without GPUs, "
-                f"accelerate needs `--multi_gpu --num_processes {asked_for}` (it then uses gloo)."
+                f"num_processes is {asked_for}, but {self.size} were started. Pass `--num_processes {asked_for}` to "
+                f"the launcher; on a machine without GPUs, accelerate also needs `--multi_gpu` (it then uses gloo)."
             )
         if global_batch_size % self.size:
             raise RequestError(
                 f"global_batch_size {global_batch_size} cannot be shared evenly by {self.size} processes. Start a "
-                f"number that divides it: a run keeps its batch. A new run may take a multiple of {self.size}."
+                f"number of processes that divides it, because a run must keep its batch size. A new run can use a "
+                f"multiple of {self.size}."
             )
 
 
 def check_tracker(name: str) -> None:
-    """Hold the tracker against those that accelerate drives, and that can be imported here.
+    """Check that accelerate supports the tracker and that its package is installed.
 
     Raises:
-        RequestError: it is none of them, or its package is not installed.
+        RequestError: the tracker is unknown, or its package is not installed.
     """
     if name == "none":
         return
@@ -75,16 +79,17 @@ def check_tracker(name: str) -> None:
         )
     if name not in {tracker.value for tracker in get_available_trackers()}:
         raise RequestError(
-            f"log.tracker {name} needs a package that is not installed here. Install it (`pip install "
+            f"log.tracker {name} needs a package that is not installed. Install it (`pip install "
             f"{name.replace('_', '-')}`), or set log.tracker to tensorboard or none."
         )
 
 
 def check_launch(accelerator: "Accelerator | None", world: World) -> None:
-    """Hold what the launcher set up against what this trainer drives.
+    """Check that this trainer supports what the launcher set up.
 
     Raises:
-        RequestError: it is something else; or nodes have unequal shares, and samples would come twice or never.
+        RequestError: the launcher set up an unsupported backend or gradient scaling, or the nodes have different
+            numbers of processes, so that some samples would be used twice and others never.
     """
     shares, scaled = {world.local_size}, False
     if accelerator is not None:
@@ -92,32 +97,32 @@ def check_launch(accelerator: "Accelerator | None", world: World) -> None:
 
         if accelerator.distributed_type.value not in PLAIN_LAUNCHES:
             raise RequestError(
-                f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not drive. Launch "
-                f"with one of configs/accelerate/."
+                f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not support. "
+                f"Launch with one of the files in configs/accelerate/."
             )
-        # of all, so that all refuse together: each node has an environment of its own
+        # gathered, because nodes may have different environments and all processes must refuse together
         everywhere = gather_object([(world.local_size, accelerator.gradient_accumulation_steps)])
         shares, scaled = {share for share, _ in everywhere}, any(steps != 1 for _, steps in everywhere)
     if len(shares) > 1 or world.size % world.local_size:
         raise RequestError(
             f"{world.size} processes are not spread evenly over the nodes: LOCAL_WORLD_SIZE is "
-            f"{' and '.join(map(str, sorted(shares)))}. Start as many processes on each node as on the others."
+            f"{' and '.join(map(str, sorted(shares)))}. Start the same number of processes on each node."
         )
     if scaled:
         raise RequestError(
-            "The environment has ACCELERATE_GRADIENT_ACCUMULATION_STEPS, by which accelerate would scale gradients. "
-            "Unset it: microbatch_size decides here."
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set, so accelerate would scale the gradients. Unset it; "
+            "microbatch_size controls gradient accumulation here."
         )
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """See that the run folder can be written.
+    """Check that the run folder can be written or created.
 
     Raises:
         RequestError: it cannot.
     """
     above = (run_dir, *run_dir.absolute().parents)
-    nearest = next(folder for folder in above if os.path.exists(folder))  # false, where Path.exists may raise
+    nearest = next(folder for folder in above if os.path.exists(folder))  # Path.exists may raise
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        why = "may not be written" if nearest.is_dir() else "is a file"
-        raise RequestError(f"run_dir {run_dir} cannot be used: {nearest} {why}. Give another run_dir.")
+        why = "is not writable" if nearest.is_dir() else "is a file"
+        raise RequestError(f"run_dir {run_dir} cannot be used: {nearest} {why}. Choose a different run_dir.")

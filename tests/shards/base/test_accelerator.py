@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from precompute.encode.networks import Copies
+from precompute.encode.networks import DeviceCopies
 from precompute.encode.provenance import DeviceClock
 from shards.base import device
 from shards.base.device import (
@@ -89,7 +89,7 @@ def test_choices_follow_the_accelerator() -> None:
 
 
 def test_stage_1_copies_and_times_on_the_accelerator(npu: Npu) -> None:
-    copies, pixels = Copies(CPU), torch.arange(6.0).reshape(2, 3)
+    copies, pixels = DeviceCopies(CPU), torch.arange(6.0).reshape(2, 3)
     host = copies.buffer((2, 3), torch.float32).copy_(pixels)
     (result,) = copies.to_host(copies.to_device(host))()
     assert result.equal(pixels)

@@ -119,7 +119,7 @@ def end_while_removing(root: Path, after: int) -> None:
     with attempt_folder(LocalStore(root), "00000") as attempt:
         for name in ("a", "b"):
             (attempt / name).write_bytes(b"latents")
-        os.unlink = unlink  # type: ignore[assignment]
+        os.unlink = unlink
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])

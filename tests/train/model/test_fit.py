@@ -67,7 +67,7 @@ def test_a_validation_root_of_another_encoding(root: Path, tmp_path: Path, capsy
     other = another(root, tmp_path / "other", "image", scale=(0.25,) * 4)
     validation = {"root": str(other), "bucket": "64x64", "samples": 8}
     message = refusal(tmp_path, train_fields(root, tmp_path / "run", validation=validation), capsys)
-    assert f"The validation root {other} does not fit the training data: image.scale: [0.5," in message
+    assert f"The validation root {other} is encoded differently from the training data: image.scale: [0.5," in message
 
 
 @pytest.mark.parametrize(

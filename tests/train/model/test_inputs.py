@@ -18,7 +18,8 @@ from tests.train.specs import make_batch, spec
 from train.data.draws import Draws
 from train.model.backbone import BackboneConfig, pack, unpack
 from train.model.inputs import Conditioning, Guidance, InputContext, Pooled, Positions, Sizes, States, TextConditioning
-from train.objective.latents import StoredLatents
+from train.objective.config import ObjectiveConfig
+from train.objective.loss import DiffusionLoss
 
 N = 3
 
@@ -106,8 +107,8 @@ def test_sizes_are_dropped_and_jittered_by_keyed_draws() -> None:
 
     def told(**fields: float) -> Tensor:
         backbone = BackboneConfig(**fields).resolved(data.texts)
-        stored = StoredLatents(data, torch.device("cpu"), backbone)
-        return stored.told_sizes(batch, Draws(1, 2, batch.slots)).columns["size"]
+        loss = DiffusionLoss(ObjectiveConfig(), data, torch.device("cpu"), backbone)
+        return loss.add_noise(batch, Draws(1, 2, batch.slots)).batch.columns["size"]
 
     data = spec()
     assert told() is batch.columns["size"]

@@ -42,7 +42,7 @@ def loss_and_gradients(unet: UNet2DConditionModel, dtype: torch.dtype | None = N
     loss = DiffusionLoss(ObjectiveConfig(), data_spec, torch.device("cpu"))
     unet.zero_grad()
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
-        losses = loss(unet, loss.noised(data, Draws(0, 0, data.slots))).per_sample
+        losses = loss(unet, loss.add_noise(data, Draws(0, 0, data.slots))).per_sample
     losses.mean().backward()
     return losses.detach(), torch.cat([p.grad.flatten() for p in unet.parameters() if p.grad is not None])
 

@@ -1,5 +1,6 @@
 """FSDP2 on gloo: losses, checkpoints and skipped steps are the same as without, and checkpoints interchangeable."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from train.data.batch import Batch
 from train.data.draws import Draws
 from train.model.sharding import launched_sharding
 from train.model.tensors import load_tensors
-from train.objective.latents import StoredLatents
+from train.objective.loss import DiffusionLoss, NoisyBatch
 from train.run.saving.checkpoint import step_folder, verify_checkpoint
 from train.run.telling.json_lines import read_json_lines
 
@@ -117,14 +118,15 @@ def test_a_run_goes_on_with_another_sharding(
 
 
 def blow_up(arguments: list[str]) -> None:
-    """Run the trainer with infinite latents in step 3 only."""
-    sample = StoredLatents.sample
+    """The trainer, with latents of infinite size on step 3 alone."""
+    add_noise = DiffusionLoss.add_noise
 
-    def sometimes(self: StoredLatents, batch: Batch, draws: Draws) -> torch.Tensor:
-        latents = sample(self, batch, draws)
-        return latents * float("inf") if draws.step == 2 and int(draws.slots[0]) == 1 else latents
+    def sometimes(self: DiffusionLoss, batch: Batch, draws: Draws) -> NoisyBatch:
+        noisy = add_noise(self, batch, draws)
+        planted = draws.step == 2 and int(draws.slots[0]) == 1
+        return replace(noisy, latents=noisy.latents * float("inf")) if planted else noisy
 
-    StoredLatents.sample = sometimes  # type: ignore[method-assign]
+    DiffusionLoss.add_noise = sometimes  # type: ignore[method-assign]
     command(arguments)
 
 

@@ -100,12 +100,12 @@ def test_a_batch_on_paper(hw: tuple[int, int], layer: str, storage: str) -> None
         features = data.columns["features.dino"].view(torch.float8_e4m3fn).float()
         features *= data.columns["feature_scales.dino"].float().unsqueeze(-1)
     loss = DiffusionLoss(ObjectiveConfig(), spec(posterior="mean"), torch.device("cpu"), aligned=aligned)
-    found = loss(aligned, loss.noised(data, Draws(0, 4, data.slots)))
+    found = loss(aligned, loss.add_noise(data, Draws(0, 4, data.slots)))
 
     seen = []
     handle = network.layer.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
     plain = DiffusionLoss(ObjectiveConfig(), spec(posterior="mean"), torch.device("cpu"))
-    expected = plain(network, plain.noised(data, Draws(0, 4, data.slots)))
+    expected = plain(network, plain.add_noise(data, Draws(0, 4, data.slots)))
     handle.remove()
     hidden = seen[0].double().permute(0, 2, 3, 1).reshape(5, -1, 6)
     first, second, third = (module.double() for module in aligned.head.children() if isinstance(module, nn.Linear))
@@ -281,7 +281,7 @@ def test_two_ranks_and_other_microbatches_give_the_curve(
             torch.testing.assert_close(twos[name], value, rtol=1e-3, atol=tolerance)
 
 
-def test_the_next_phase_goes_on_with_the_head(whole: Path, root: Path, tmp_path: Path) -> None:
+def test_the_next_phase_starts_with_the_head(whole: Path, root: Path, tmp_path: Path) -> None:
     config = TrainConfig.model_validate(fields_of(root, tmp_path / "next", init_from=str(whole)))
     aligned = prepare(config).aligned
     assert aligned is not None
@@ -296,7 +296,7 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
 ) -> None:
     """Compare the gradients of network and head from both losses; Dynamo traces the hook.
 
-    The second layer lies within what gradient checkpointing computes again.
+    The second layer is inside what gradient checkpointing recomputes.
     """
     gradients = []
     for name, on in (("plain", False), ("changed", True)):
@@ -314,7 +314,7 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
         loss = DiffusionLoss(config.objective, prepared.spec, torch.device("cpu"), aligned=aligned)
         data = make_batch(list("abcd"), torch.arange(4), torch.randn(4, 8, 8, 8).half(), torch.randn(4, 16, 16).half())
         data.columns["features.dino"] = torch.randn(4, 16, FEATURES).half()
-        loss(aligned, loss.noised(data, Draws(0, 0, data.slots))).total.sum().backward()
+        loss(aligned, loss.add_noise(data, Draws(0, 0, data.slots))).total.sum().backward()
         found = [parameter.grad for parameter in aligned.parameters()]
         gradients.append(torch.cat([gradient.flatten() for gradient in found if gradient is not None]))
         assert len(found) == sum(gradient is not None for gradient in found)

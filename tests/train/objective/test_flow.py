@@ -1,4 +1,4 @@
-"""Flow matching to the end: a small U-Net learns one set of latents, and the exported pipeline gives it back."""
+"""Flow matching end to end: a small U-Net learns one set of latents, and the exported pipeline reproduces it."""
 
 from pathlib import Path
 
@@ -29,21 +29,21 @@ NUM_SAMPLES = 4
 
 @pytest.fixture(scope="module")
 def trained() -> UNet2DConditionModel:
-    """A U-Net that was shown one picture's latents 400 × 16 times."""
+    """A U-Net trained on one image's latents 400 × 16 times."""
     unet = build_unet(UNET, seed=0)
     loss = DiffusionLoss(OBJECTIVE, spec(posterior="mean", scaling_factor=1.0, uncond=TEXT), torch.device("cpu"))
     optimizer = torch.optim.AdamW(unet.parameters(), lr=3e-3)
     slots = torch.arange(16)
     data = make_batch(["one"] * 16, slots, LATENTS.expand(16, -1, -1, -1), TEXT.expand(16, -1, -1))
     for step in range(400):
-        loss(unet, loss.noised(data, Draws(0, step, slots))).per_sample.mean().backward()
+        loss(unet, loss.add_noise(data, Draws(0, step, slots))).per_sample.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return unet.eval()
 
 
 def error(samples: torch.Tensor) -> float:
-    """Distance of the samples from the latents, as a share of the distance of noise from them."""
+    """Return the distance of the samples from the latents, relative to the distance of noise from them."""
     return float((samples - LATENTS.float()).norm() / (2 * LATENTS.float().expand_as(samples)).norm())
 
 
@@ -78,7 +78,7 @@ def test_the_exported_pipeline_gives_back_what_was_learned(
 
 @torch.no_grad()
 def test_it_solves_the_equation_that_diffusers_own_sampler_solves(trained: UNet2DConditionModel) -> None:
-    """With many steps two orders and two schedules of steps meet in one solution, noise by noise."""
+    """With many steps, samplers of different order and step schedule converge to the same solution for each noise."""
     noise = torch.randn(NUM_SAMPLES, 4, 8, 8, generator=torch.Generator().manual_seed(1))
     text, results = TEXT.float().expand(NUM_SAMPLES, -1, -1), []
     for scheduler in (sampler(OBJECTIVE), FlowMatchEulerDiscreteScheduler()):
@@ -91,7 +91,7 @@ def test_it_solves_the_equation_that_diffusers_own_sampler_solves(trained: UNet2
 
 
 def test_its_first_order_is_eulers_method() -> None:
-    """One step of each, between the same two times, in float64."""
+    """A single step between the same two times agrees, in float64."""
     scheduler = DPMSolverMultistepScheduler.from_config(sampler(OBJECTIVE).config, solver_order=1)
     scheduler.set_timesteps(10)
     samples, flow = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8)
@@ -99,6 +99,6 @@ def test_its_first_order_is_eulers_method() -> None:
         found = scheduler.step(flow, timestep, samples).prev_sample
         euler = samples + (scheduler.sigmas[step + 1] - scheduler.sigmas[step]) * flow
         torch.testing.assert_close(found, euler, rtol=1e-4, atol=1e-5)
-        # the U-Net is told the time to the whole step below
+        # the U-Net receives the time rounded down to an integer
         assert 0 <= 1000 * scheduler.sigmas[step] - timestep < 1.001
         samples = found

@@ -1,4 +1,4 @@
-"""The loss against diffusers' own pieces, on random input."""
+"""The loss agrees with diffusers' own components on random input."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def batch(**changes: object) -> Batch:
 
 
 class Recorder(torch.nn.Module):
-    """Stands for a U-Net: remembers its inputs, predicts half of the noisy latents."""
+    """A fake U-Net that records its inputs and predicts half of the noisy latents."""
 
     def forward(self, noisy: torch.Tensor, *, return_dict: bool, **given: torch.Tensor) -> tuple[torch.Tensor]:
         assert not return_dict
@@ -49,7 +49,7 @@ class Recorder(torch.nn.Module):
 def test_loss_is_diffusers(prediction: str) -> None:
     loss = DiffusionLoss(ObjectiveConfig(prediction=prediction, caption_dropout=0), spec(), torch.device("cpu"))
     unet, data, draws = Recorder(), batch(), Draws(3, 11, torch.arange(N))
-    result = loss(unet, loss.noised(data, draws)).per_sample
+    result = loss(unet, loss.add_noise(data, draws)).per_sample
 
     scheduler = DDPMScheduler(1000, 0.00085, 0.012, "scaled_linear", prediction_type=prediction)
     posterior = DiagonalGaussianDistribution(data.columns["image_latents"].double())
@@ -71,26 +71,26 @@ def test_loss_is_diffusers(prediction: str) -> None:
 
 @pytest.mark.parametrize("posterior", ["mean", "deterministic"])
 def test_means_are_shifted_and_scaled_per_channel_and_nothing_else(posterior: str) -> None:
-    """As FluxPipeline has it, (latents - shift) × scale, where each channel has its own, as in Wan's."""
+    """FluxPipeline's (latents - shift) × scale, with separate values per channel as in Wan."""
     scale, shift = (0.7, 0.1, 2.0, 1.0), (0.0, 0.1, -1.0, 3.0)
     data_spec = spec(posterior=posterior).image.model_copy(update={"scale": scale, "shift": shift})
     loss = DiffusionLoss(ObjectiveConfig(), replace(spec(), image=data_spec), torch.device("cpu"))
     stored = torch.randn(N, CHANNELS, SIDE, SIDE).half()
-    found = loss.latents.sample(batch(image_latents=stored), Draws(0, 0, torch.arange(N)))
+    found = loss.latents.sample(batch(image_latents=stored), None)
     for channel in range(CHANNELS):
         expected = (stored[:, channel].double() - shift[channel]) * scale[channel]
         torch.testing.assert_close(found[:, channel].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_int8_latents_are_read_as_what_they_stand_for() -> None:
+def test_int8_latents_are_dequantised() -> None:
     latents = torch.randn(N, 2 * CHANNELS, SIDE, SIDE)
     codes, scales = quantise_image(latents, CHANNELS)
     data = batch(image_latents=codes)
     data.columns["image_scales"] = scales
     loss = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
-    draws = [Draws(0, 0, torch.arange(N)) for _ in range(2)]
-    found = loss.latents.sample(data, draws[0])
-    exact = loss.latents.sample(batch(image_latents=dequantise_image(codes, scales)), draws[1])
+    normals = torch.randn(N, CHANNELS, SIDE, SIDE)
+    found = loss.latents.sample(data, normals)
+    exact = loss.latents.sample(batch(image_latents=dequantise_image(codes, scales)), normals)
     torch.testing.assert_close(found, exact, rtol=0, atol=0)
 
 
@@ -123,7 +123,7 @@ def test_codes_are_decoded() -> None:
 
 def test_microbatches_are_slices() -> None:
     loss = DiffusionLoss(ObjectiveConfig(min_snr_gamma=5.0), spec(), torch.device("cpu"))
-    noised = loss.noised(batch(), Draws(3, 11, torch.arange(N)))
+    noised = loss.add_noise(batch(), Draws(3, 11, torch.arange(N)))
     parts = list(noised.microbatches(4))
     assert [len(part) for part in parts] == [4, 2]
     for name in ("latents", "target", "timesteps", "weight"):
@@ -137,35 +137,35 @@ def test_microbatches_are_slices() -> None:
     assert "text_scales.text" not in parts[1].batch.columns
 
 
-def test_a_last_microbatch_that_is_filled_up_counts_its_own_samples_alone() -> None:
+def test_padding_of_the_last_microbatch_does_not_count() -> None:
     loss = DiffusionLoss(ObjectiveConfig(min_snr_gamma=5.0), spec(), torch.device("cpu"))
-    noised, unet = loss.noised(batch(), Draws(3, 11, torch.arange(N))), Recorder()
+    noised, unet = loss.add_noise(batch(), Draws(3, 11, torch.arange(N))), Recorder()
     whole = loss(unet, noised)
     first, last = noised.microbatches(4, filled=True)
     assert len(first) == len(last) == 4 and first.num_real is None
-    assert last.latents.equal(noised.latents[[4, 5, 4, 5]])  # nothing that no sample of it has
+    assert last.latents.equal(noised.latents[[4, 5, 4, 5]])  # padding repeats the slice's own samples
     found = loss(unet, last)
     assert len(unet.seen[0]) == 4
     assert found.per_sample.equal(whole.per_sample[4:]) and found.timesteps.equal(whole.timesteps[4:])
 
 
 def test_a_batch_on_paper(tmp_path: Path) -> None:
-    """Two ranks' draws, by slot, are the one rank's."""
+    """The draws depend on the slots only, so two ranks together draw what one rank draws."""
     loss = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
-    whole = loss(Recorder(), loss.noised(batch(), Draws(3, 11, torch.arange(N)))).per_sample
+    whole = loss(Recorder(), loss.add_noise(batch(), Draws(3, 11, torch.arange(N)))).per_sample
     for part in (batch().take(slice(0, 4)), batch().take(slice(4, N))):
-        found = loss(Recorder(), loss.noised(part, Draws(3, 11, part.slots))).per_sample
+        found = loss(Recorder(), loss.add_noise(part, Draws(3, 11, part.slots))).per_sample
         torch.testing.assert_close(found, whole[part.slots])
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
 def test_min_snr_weighs_the_error_in_the_latents(prediction: str) -> None:
-    """Whatever is predicted, the weighted loss is min(SNR, γ) times the squared error of the latents it implies."""
+    """For every prediction type, the weighted loss is min(SNR, γ) times the squared error of the implied latents."""
     config = ObjectiveConfig(prediction=prediction, caption_dropout=0, min_snr_gamma=5.0)
     loss = DiffusionLoss(config, spec(posterior="mean"), torch.device("cpu"))
     data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
     unet, draws = Recorder(), Draws(3, 12, torch.arange(N))
-    result = loss(unet, loss.noised(data, draws)).per_sample
+    result = loss(unet, loss.add_noise(data, draws)).per_sample
     noisy, timesteps = unet.seen[0].double(), unet.seen[1]
     latents = data.columns["image_latents"].double() * 0.7
     for i in range(N):
@@ -183,7 +183,7 @@ def test_min_snr_weighs_the_error_in_the_latents(prediction: str) -> None:
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_min_snr_is_that_of_diffusers_training_script(prediction: str) -> None:
-    """As its train_text_to_image.py has it: min(SNR, γ) over SNR, or over SNR + 1 for a velocity."""
+    """train_text_to_image.py uses min(SNR, γ) over SNR, or over SNR + 1 for a velocity."""
     config, timesteps = ObjectiveConfig(prediction=prediction, min_snr_gamma=5.0), torch.arange(1000)
     snr = compute_snr(noise_scheduler(config), timesteps)
     expected = torch.stack([snr, torch.full_like(snr, 5.0)], dim=1).min(dim=1)[0]
@@ -195,7 +195,8 @@ def test_min_snr_is_that_of_diffusers_training_script(prediction: str) -> None:
 
 @pytest.mark.parametrize("prediction", ["v_prediction", "sample"])
 def test_min_snr_trains_every_timestep_of_a_schedule_that_ends_in_pure_noise(prediction: str) -> None:
-    """min(SNR + 1, γ) in terms of the latents: min(SNR, γ) would be 0 at the step where every sampling run starts."""
+    """In terms of the latents the weight is min(SNR + 1, γ). min(SNR, γ) would be 0 at the step where sampling
+    starts."""
     config = ObjectiveConfig(prediction=prediction, min_snr_gamma=5.0, zero_terminal_snr=True)
     timesteps = torch.arange(1000)
     weight = noise_path(config, torch.device("cpu")).weight(timesteps)
@@ -210,7 +211,7 @@ def test_offset_noise_is_one_number_per_channel() -> None:
     plain = DiffusionLoss(ObjectiveConfig(), spec(), torch.device("cpu"))
     offset = DiffusionLoss(ObjectiveConfig(offset_noise=0.1), spec(), torch.device("cpu"))
     draws = Draws(1, 1, torch.arange(N))
-    difference = offset.noise((4, 8, 8), draws) - plain.noise((4, 8, 8), draws)
+    difference = offset.draw(batch(), draws).noise - plain.draw(batch(), draws).noise
     torch.testing.assert_close(difference, difference[:, :, :1, :1].expand_as(difference), rtol=0, atol=1e-6)
     assert 0.03 < difference[:, :, 0, 0].std() < 0.3
 
@@ -229,11 +230,11 @@ def flow(**changes: object) -> DiffusionLoss:
 
 @pytest.mark.parametrize("sampling", ["uniform", "logit_normal"])
 def test_flow_matching_is_a_straight_line(sampling: str) -> None:
-    """Against the equations, in float64, with t from the same words."""
+    """The equations in float64, with t from the same random words."""
     loss = flow(timestep_sampling=sampling, logit_mean=0.3, logit_std=0.8)
     data = batch(image_latents=torch.randn(N, CHANNELS, SIDE, SIDE).half())
     unet, draws = Recorder(), Draws(3, 11, torch.arange(N))
-    result = loss(unet, loss.noised(data, draws)).per_sample
+    result = loss(unet, loss.add_noise(data, draws)).per_sample
     words = draws.words(Purpose.TIMESTEP, 2).double()
     normal = (-2 * ((words[:, 0] + 0.5) / 2**32).log()).sqrt() * (2 * torch.pi * (words[:, 1] + 0.5) / 2**32).cos()
     times = {"uniform": (words[:, 0] + 0.5) / 2**32, "logit_normal": 1 / (1 + (-(0.3 + 0.8 * normal)).exp())}[sampling]
@@ -273,18 +274,18 @@ def test_times_of_flow_matching_are_distributed_as_configured() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"min_snr_gamma": 5.0}, "min_snr_gamma with prediction flow_matching"),
-        ({"zero_terminal_snr": True}, "zero_terminal_snr with prediction flow_matching"),
-        ({"offset_noise": 0.1}, "offset_noise with prediction flow_matching"),
+        ({"min_snr_gamma": 5.0}, "min_snr_gamma does not apply to prediction flow_matching"),
+        ({"zero_terminal_snr": True}, "zero_terminal_snr does not apply to prediction flow_matching"),
+        ({"offset_noise": 0.1}, "offset_noise does not apply to prediction flow_matching"),
     ],
 )
-def test_what_does_not_go_with_flow_matching(fields: dict[str, object], message: str) -> None:
+def test_fields_that_flow_matching_rejects(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ObjectiveConfig(prediction="flow_matching", **fields)
 
 
-def test_only_flow_matching_samples_time_otherwise() -> None:
-    with pytest.raises(ValueError, match="logit_normal goes with prediction flow_matching alone"):
+def test_fields_that_only_flow_matching_accepts() -> None:
+    with pytest.raises(ValueError, match="logit_normal applies to prediction flow_matching only"):
         ObjectiveConfig(timestep_sampling="logit_normal")
 
 
@@ -303,7 +304,7 @@ def test_losses_by_quarter_add_up(prediction: str) -> None:
         inside = (timesteps >= 250 * quarter) & (timesteps < 250 * (quarter + 1))
         torch.testing.assert_close(found.sums[quarter], losses[inside].sum())
         assert found.counts[quarter] == inside.sum() > 0
-    # microbatches and ranks hold parts of it
+    # microbatches and ranks hold parts of the batch
     parts = [LossSums.of(losses[i::3], timesteps[i::3], 1000) for i in range(3)]
     added = parts[0] + parts[1] + parts[2]
     torch.testing.assert_close(added.sums, found.sums)
@@ -313,7 +314,7 @@ def test_losses_by_quarter_add_up(prediction: str) -> None:
     assert found.total == pytest.approx(float(losses.sum()))
     kept = LossSums.from_json(found.to_json())
     assert kept.to_json() == found.to_json() and kept.sums.dtype == torch.float64
-    # what is not finite stays where it is, and the sum over all says so
+    # a non-finite loss stays in its quarter and makes the total non-finite
     losses[0] = float("nan")
     assert int(LossSums.of(losses, timesteps, 1000).sums.isnan().sum()) == 1
 

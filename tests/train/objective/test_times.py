@@ -1,4 +1,4 @@
-"""Times of flow matching, their shift and weights: against diffusers' training utilities, and in float64."""
+"""Timesteps of flow matching, their shift and weights: against diffusers' training utilities, and in float64."""
 
 import math
 
@@ -29,7 +29,7 @@ def config(**fields: object) -> ObjectiveConfig:
 
 
 def times(**fields: object) -> torch.Tensor:
-    """Of 20,000 samples, in float64, as shares of the time axis."""
+    """Draw 20,000 times in float64, as shares of the time axis."""
     return noise_path(config(**fields), torch.device("cpu")).timesteps(DRAWN).double() / 1000
 
 
@@ -39,7 +39,7 @@ def test_mode_is_diffusers_map_of_uniforms(scale: float) -> None:
     u = torch.rand(5000, generator=torch.manual_seed(7))
     torch.testing.assert_close(mode(u, scale), theirs, rtol=1e-5, atol=1e-6)
     falls = mode(torch.linspace(1e-4, 1 - 1e-4, 500), scale).diff()
-    assert falls.max() < 1e-6  # one time of one draw
+    assert falls.max() < 1e-6  # the mapping from draws to times is one to one
 
 
 @pytest.mark.parametrize(
@@ -51,24 +51,26 @@ def test_mode_is_diffusers_map_of_uniforms(scale: float) -> None:
     ],
 )
 def test_drawn_times_have_diffusers_distribution(fields: dict[str, object], scheme: str) -> None:
-    """The keyed draws against 20,000 of its own: the p of two samples of one distribution."""
+    """A two-sample test of the keyed draws against 20,000 draws of diffusers."""
     theirs = compute_density_for_timestep_sampling(
         scheme, 20_000, logit_mean=0.4, logit_std=0.7, mode_scale=1.1, generator=torch.manual_seed(2)
     )
     assert stats.ks_2samp(times(**fields).numpy(), theirs.numpy()).pvalue > 0.01
-    assert stats.ks_2samp(times(timestep_sampling="cosmap").numpy(), theirs.numpy()).pvalue < 1e-9  # it can tell
+    assert (
+        stats.ks_2samp(times(timestep_sampling="cosmap").numpy(), theirs.numpy()).pvalue < 1e-9
+    )  # the test can tell distributions apart
 
 
 def test_cosmap_has_the_density_that_diffusers_weighs_uniforms_by() -> None:
     t = torch.linspace(0.001, 0.999, 999, dtype=torch.float64, requires_grad=True)
-    # the inverse of the map is the distribution; its slope the density
+    # the inverse of the map is the cumulative distribution, and its slope is the density
     distribution = 2 / math.pi * torch.atan(t / (1 - t))
     density = torch.autograd.grad(distribution.sum(), t)[0]
     torch.testing.assert_close(density.float(), compute_loss_weighting_for_sd3("cosmap", t.detach()).float())
     torch.testing.assert_close(cosmap(distribution.detach()), t.detach(), rtol=1e-9, atol=1e-12)
     drawn = times(timestep_sampling="cosmap").numpy()
     assert stats.kstest(drawn, lambda x: 2 / math.pi * torch.atan(torch.tensor(x / (1 - x))).numpy()).pvalue > 0.01
-    # the cosine schedule's log-SNR at u
+    # equals the cosine schedule's log-SNR at u
     u = torch.tensor([0.1, 0.5, 0.8], dtype=torch.float64)
     snr = ((1 - cosmap(u)) / cosmap(u)) ** 2
     torch.testing.assert_close(snr, 1 / torch.tan(math.pi / 2 * u) ** 2)
@@ -92,7 +94,7 @@ def test_weights_are_diffusers(weighting: str) -> None:
 @pytest.mark.parametrize("timestep_sampling", ["uniform", "mode", "cosmap", "logit_normal"])
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_the_weights_of_sigma_sqrt_have_a_finite_mean(timestep_sampling: str, shift: float) -> None:
-    """t^−2 has an infinite one over times that reach 0; the smallest time of diffusers' training scripts is 1/T."""
+    """t^−2 has an infinite mean over times near 0. The smallest time in diffusers' training scripts is 1/T."""
     path = noise_path(
         config(weighting="sigma_sqrt", timestep_sampling=timestep_sampling, shift={"factor": shift}),
         torch.device("cpu"),
@@ -134,7 +136,7 @@ def test_a_constant_shift_is_sd3s_and_the_square_root_is_of_equation_23() -> Non
 
 @pytest.mark.parametrize("shift", [{"factor": 3.0}, {"kind": "log_linear", "base_tokens": 16}])
 def test_a_loss_at_shifted_times(shift: dict[str, object]) -> None:
-    """Against the equations, in float64, sample by sample: the latents are 8 by 12, 24 tokens."""
+    """The equations in float64, sample by sample, for latents of 8 by 12, which are 24 tokens."""
     objective = config(shift=shift, weighting="cosmap")
     loss = DiffusionLoss(objective, spec(posterior="mean"), torch.device("cpu"))
     stored, slots = torch.randn(6, CHANNELS, 8, 12).half(), torch.arange(6)
@@ -146,7 +148,7 @@ def test_a_loss_at_shifted_times(shift: dict[str, object]) -> None:
         return Answer((0.5 * noisy,))
 
     draws = Draws(3, 11, slots)
-    result = loss(half, loss.noised(data, draws))  # type: ignore[arg-type]
+    result = loss(half, loss.add_noise(data, draws))  # type: ignore[arg-type]
     words = draws.words(Purpose.TIMESTEP, 1)[:, 0].double()
     noise = draws.normal(Purpose.NOISE, (CHANNELS, 8, 12)).double()
     mu = calculate_shift(24, base_seq_len=16)
@@ -182,7 +184,7 @@ def test_the_exported_sampler_steps_where_training_was_shifted_to(shift: dict[st
 @pytest.mark.parametrize("shift", [{"factor": 3.0}, {"kind": "square_root"}, {"kind": "log_linear", "base_shift": 0.4}])
 @pytest.mark.parametrize("hw", [(64, 64), (128, 96)])
 def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: tuple[int, int]) -> None:
-    """As FluxPipeline sets its steps, of which each picture has its own μ."""
+    """FluxPipeline sets its timesteps with a μ that depends on the image size."""
     config = ShiftConfig.model_validate(shift)
     scheduler = FlowMatchEulerDiscreteScheduler(**config.scheduler_settings("FlowMatchEulerDiscreteScheduler", hw))
     sigmas, own = np.linspace(1.0, 1 / 20, 20), scheduler.config
@@ -198,9 +200,9 @@ def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"timestep_sampling": "cosmap"}, "timestep_sampling cosmap goes with prediction flow_matching alone"),
-        ({"weighting": "cosmap"}, "weighting cosmap goes with prediction flow_matching alone"),
-        ({"shift": {"factor": 3}}, "shift.kind constant goes with prediction flow_matching alone"),
+        ({"timestep_sampling": "cosmap"}, "timestep_sampling cosmap applies to prediction flow_matching only"),
+        ({"weighting": "cosmap"}, "weighting cosmap applies to prediction flow_matching only"),
+        ({"shift": {"factor": 3}}, "shift.kind constant applies to prediction flow_matching only"),
         ({"prediction": "flow_matching", "mode_scale": 2}, "less than or equal to 1.75"),
         (
             {"prediction": "flow_matching", "shift": {"kind": "log_linear", "max_tokens": 9}},
@@ -208,7 +210,7 @@ def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: 
         ),
     ],
 )
-def test_what_does_not_go_together(fields: dict[str, object], message: str) -> None:
+def test_conflicting_fields(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ObjectiveConfig.model_validate(fields)
 
@@ -218,5 +220,5 @@ def test_mlperfs_validation_times_are_the_starts() -> None:
     assert path.fixed_timesteps(8, PLACES["starts"]) == [1000 * k / 8 for k in range(8)]
     ddpm = noise_path(ObjectiveConfig(), torch.device("cpu"))
     assert ddpm.fixed_timesteps(8, PLACES["starts"]) == [0, 125, 250, 375, 500, 625, 750, 875]
-    with pytest.raises(ValueError, match="dealt to 8 timesteps, leave some without"):
+    with pytest.raises(ValueError, match="samples 7 is less than one per timestep"):
         ValidationConfig(samples=7, dealt=True)

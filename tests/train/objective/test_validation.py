@@ -1,4 +1,4 @@
-"""Which sample is looked at at which timestep, and what is made of it."""
+"""Which samples are validated at which timestep, and how their losses are averaged."""
 
 from pathlib import Path
 
@@ -17,39 +17,42 @@ from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.objective.config import ObjectiveConfig, ValidationConfig
-from train.objective.loss import Noised
+from train.objective.loss import NoisyBatch
 from train.objective.paths import noise_path
 from train.objective.validation import PLACES, Validation, find_validation, open_validation
 
 SAMPLES = 21
 
 
-class TellTale:
-    """A loss that is an error that tells the sample and the timestep."""
+class TracingLoss:
+    """A loss whose errors reveal the sample and the timestep."""
 
     path = noise_path(ObjectiveConfig(prediction="flow_matching"), torch.device("cpu"))
     aligned = None
 
-    def noised_at(self, batch: Batch, timesteps: Tensor, dropped: Tensor, draws: Draws) -> Noised:
-        assert not dropped.any() and draws.slots.equal(batch.slots)
-        return Noised(batch, dropped, timesteps, timesteps, timesteps)
+    def draw(self, batch: Batch, draws: Draws) -> None:
+        assert draws.slots.equal(batch.slots)
 
-    def squared_error(self, unet: object, noised: Noised) -> Tensor:
-        return (noised.batch.slots.float() ** 2 + noised.timesteps)[: noised.num_real]
+    def add_noise_at(self, batch: Batch, timesteps: Tensor, dropped: Tensor, random: None) -> NoisyBatch:
+        assert not dropped.any()
+        return NoisyBatch(batch, dropped, timesteps, timesteps, timesteps)
+
+    def squared_error(self, unet: object, noisy: NoisyBatch) -> Tensor:
+        return (noisy.batch.slots.float() ** 2 + noisy.timesteps)[: noisy.num_real]
 
 
 @pytest.mark.parametrize("dealt", [False, True])
 @pytest.mark.parametrize("places", ["middles", "starts"])
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 def test_each_sample_at_all_timesteps_or_at_one_in_turn(dealt: bool, places: str, microbatch_size: int | None) -> None:
-    """Against MLPerf's loop for FLUX.1: sample i at t = (i mod 8)/8, a mean for each t, and their mean."""
+    """MLPerf's loop for FLUX.1: sample i at t = (i mod 8)/8, a mean for each t, and the mean of these."""
     batches = []
     for start in range(0, SAMPLES, 4):
         slots = torch.arange(start, min(start + 4, SAMPLES))
         latents, text = torch.randn(len(slots), CHANNELS, 8, 8).half(), torch.randn(len(slots), TOKENS, WIDTH).half()
         batches.append(make_batch([""] * len(slots), slots, latents, text))
     validation = Validation(batches, seed=0, every=1, place=PLACES[places], dealt=dealt)
-    found = validation(torch.nn.Identity(), TellTale(), Accelerator(cpu=True), microbatch_size)  # type: ignore[arg-type]
+    found = validation(torch.nn.Identity(), TracingLoss(), Accelerator(cpu=True), microbatch_size)  # type: ignore[arg-type]
 
     sums, counts = [0.0] * 8, [0] * 8
     for i in range(SAMPLES):
@@ -62,7 +65,7 @@ def test_each_sample_at_all_timesteps_or_at_one_in_turn(dealt: bool, places: str
 
 
 def keys_of(root: Path | str, samples: int, rank: int = 0, ranks: int = 1) -> list[list[str]]:
-    """The keys of each batch of a rank."""
+    """Return the keys of each batch of a rank."""
     config = ValidationConfig(root=root, bucket="64x64", samples=samples, batch_size=4)
     found, encoding = find_validation(config), EncodingRecord.load(open_store(root))
     return [batch.keys for batch in open_validation(config, encoding, 0, found, rank, ranks).batches]
@@ -81,7 +84,7 @@ def test_each_rank_reads_its_own_batches_alone(tmp_path: Path) -> None:
     batches = keys_of(root, 11)
     assert [len(batch) for batch in batches] == [4, 4, 3]
     assert keys_of(root, 11, 0, 2) == [batches[0], batches[2]]
-    assert keys_of(root, 11, 1, 2) == [batches[1], batches[0]]  # the last one keeps the ranks in step
+    assert keys_of(root, 11, 1, 2) == [batches[1], batches[0]]  # the last batch only keeps the ranks in step
     config = ValidationConfig(root=root, bucket="64x64", samples=11, batch_size=4)
     encoding = EncodingRecord.load(open_store(root))
     fillers = [open_validation(config, encoding, 0, None, rank, 2).filler for rank in (0, 1)]

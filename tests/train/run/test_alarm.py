@@ -1,5 +1,6 @@
 """The loss alarm: a planted leap is found, noise and drift are not, and the checkpoint before it stays."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.runs import train_fields, write_config
 from train.__main__ import run as command
 from train.data.batch import Batch
 from train.data.draws import Draws
-from train.objective.latents import StoredLatents
+from train.objective.loss import DiffusionLoss, NoisyBatch
 from train.run.alarm import Alarm, AlarmConfig, AlarmState, robust_z
 from train.run.saving.checkpoint import list_checkpoints, newest_checkpoint, step_of
 from train.run.saving.keep import before_alarms
@@ -111,13 +112,14 @@ def test_which_checkpoint_is_before_an_alarm(steps: list[int], alarms: list[int]
 def test_a_run_tells_of_it_keeps_the_checkpoint_and_resumes_to_the_same(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """x-prediction, so that large latents are a large loss; once through, and once in two parts."""
-    sample = StoredLatents.sample
+    """A target 30 times as large at one step; once through, and once in two parts."""
+    add_noise = DiffusionLoss.add_noise
 
-    def sometimes(self: StoredLatents, batch: Batch, draws: Draws) -> Any:
-        return sample(self, batch, draws) * (30.0 if draws.step == LEAP - 1 else 1.0)
+    def sometimes(self: DiffusionLoss, batch: Batch, draws: Draws) -> NoisyBatch:
+        noisy = add_noise(self, batch, draws)
+        return replace(noisy, target=noisy.target * (30.0 if draws.step == LEAP - 1 else 1.0))
 
-    monkeypatch.setattr(StoredLatents, "sample", sometimes)
+    monkeypatch.setattr(DiffusionLoss, "add_noise", sometimes)
     changes = {"objective": {"prediction": "sample"}, "alarm": {"window": 10}, "optimizer": {"lr": 1e-6}}
     changes |= {"checkpoint": {"every": 2, "keep": 2}, "log": {"every": 3}}
     lines = []

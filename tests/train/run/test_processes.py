@@ -7,8 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
-from itertools import repeat
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 from shards.base.errors import Preempted, WorkError
 from tests import ranks
 from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
-from train.loop import train
 from train.run.health.heartbeat import Heart
 from train.run.launches import Pace
 from train.run.preflight import LAUNCHER
@@ -35,6 +33,7 @@ from train.run.processes import (
 )
 from train.run.saving.config import CheckpointConfig
 from train.run.telling.json_lines import read_json_lines
+from train.trainer import Trainer
 
 
 def lines(run_dir: Path) -> int:
@@ -132,8 +131,8 @@ def test_a_signal_to_the_launcher_alone_saves_the_run(latents: Path, tmp_path: P
     wait_for_lines(tmp_path / "run", int(saved[0].name[5:]) + 10, process)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(300) == 75
-    assert "told to leave, saved after step" in " ".join((tmp_path / "log").read_text().split())
-    assert (tmp_path / "log").read_text().count("told to save (SIGUSR2)") == 1
+    assert "received a stop signal and saved after step" in " ".join((tmp_path / "log").read_text().split())
+    assert (tmp_path / "log").read_text().count("SIGUSR2 received: writing a checkpoint") == 1
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 2
 
 
@@ -191,9 +190,9 @@ def test_leaving_is_agreed_in_time_whatever_a_step_takes(monkeypatch: pytest.Mon
 
 
 class SimulatedRun:
-    """What `train` needs of a run of one process, on a simulated clock: a step takes 7 s, a checkpoint `save` seconds.
+    """The collaborators of a trainer of one process, on a simulated clock.
 
-    It is told to leave by `number` at second `told`.
+    A step takes 7 s, and a checkpoint `save` seconds. Signal `number` arrives at second `told`.
     """
 
     def __init__(self, save: float, asynchronous: bool, told: float, number: signal.Signals = signal.SIGTERM):
@@ -208,21 +207,20 @@ class SimulatedRun:
             device="cpu", num_processes=1, scaler=None, reduce=lambda said, _: said, print=self.said.append,
             wait_for_everyone=lambda: None,
         )  # fmt: skip
-        self.log, self.results = MagicMock(main=False), MagicMock()
-        self.loader, self.meter = MagicMock(num_first=1), MagicMock()
-        self.loader.__iter__.return_value = repeat(None)
-        self.snapshots = MagicMock(config=SimpleNamespace(every=9))
-        self.unet = self.aligned = self.model = None
-        self.averages: dict[str, Any] = {}
-        self.optimizer = SimpleNamespace(torch_optimizer=None)
-        self.writer = self
         self.config = CheckpointConfig(every=3, grace=60, asynchronous=asynchronous)
         self.seconds: float | None = None
 
-    def step(self, *_: Any) -> None:
-        """A step."""
-        self.wait_until(self.clock + 7)
-        self.state.step += 1
+    def trainer(self) -> Trainer:
+        """A real trainer of these collaborators."""
+        step = MagicMock(side_effect=lambda *_: self.wait_until(self.clock + 7))
+        loader = MagicMock(num_first=1)
+        loader.__iter__.return_value = (None for _ in iter(int, 1))
+        every: Any = MagicMock(config=SimpleNamespace(every=9))
+        log: Any = MagicMock(main=False)
+        return Trainer(
+            self.accelerator, step, self.state, loader, MagicMock(), log, None, self, every, self.launch,  # type: ignore[arg-type]
+            self.heart, self.max_steps, self.collective_timeout,
+        )  # fmt: skip
 
     def wait_until(self, second: float) -> None:
         """Let time pass; the signal comes meanwhile, or not."""
@@ -257,11 +255,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Simulat
     def trained(*arguments: Any) -> SimulatedRun:
         run = SimulatedRun(*arguments)
         monkeypatch.setattr("train.run.processes.time.monotonic", lambda: run.clock)
-        monkeypatch.setattr("train.loop.take_step", run.step)
-        monkeypatch.setattr("train.loop.take_snapshot", lambda *_: None)
-        monkeypatch.setattr("train.loop.closing", lambda batches: nullcontext(batches))
         with suppress(Preempted):
-            train(run)  # type: ignore[arg-type]
+            run.trainer().fit()
         return run
 
     yield trained

@@ -14,11 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from shards.base.errors import RequestError
 from tests.ranks import free_port
 from tests.runs import train_fields, write_config
-from train import loop
 from train.__main__ import run as command
 from train.run.health.endpoint import PREFIX, Figures
 from train.run.health.heartbeat import Heart
 from train.run.telling.json_lines import read_json_lines
+from train.step import StepResult, TrainStep
 
 
 def scrape(port: int) -> dict[str, float]:
@@ -31,13 +31,13 @@ def scrape(port: int) -> dict[str, float]:
 def test_a_run_tells_prometheus_what_it_writes_to_its_log(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port, seen, take_step = free_port(), list[dict[str, float]](), loop.take_step
+    port, seen, train_step = free_port(), list[dict[str, float]](), TrainStep.__call__
 
-    def watched(run: loop.Run, batch: Any) -> None:
+    def watched(self: TrainStep, batch: Any, step: int) -> StepResult:
         seen.append(scrape(port))
-        take_step(run, batch)
+        return train_step(self, batch, step)
 
-    monkeypatch.setattr(loop, "take_step", watched)
+    monkeypatch.setattr(TrainStep, "__call__", watched)
     fields = train_fields(latents, tmp_path / "run", log={"metrics_at": f"127.0.0.1:{port}"})
     fields["checkpoint"] |= {"asynchronous": False}
     command(["--config", str(write_config(tmp_path, fields))])

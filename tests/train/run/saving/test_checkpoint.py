@@ -170,28 +170,28 @@ def with_a_scaler(arguments: list[str]) -> None:
     from accelerate import Accelerator
 
     from shards.base.config import load_from_args
-    from train.assemble import assemble
     from train.config import TrainConfig
     from train.data.batch import Batch
     from train.data.draws import Draws
-    from train.loop import train
-    from train.objective.loss import DiffusionLoss, Noised
-    from train.prepare import prepare, take_run
+    from train.objective.loss import DiffusionLoss, NoisyBatch
+    from train.prepare import prepare
+    from train.setup import build_trainer
+    from train.takeover import take_run
 
-    noised = DiffusionLoss.noised
+    add_noise = DiffusionLoss.add_noise
 
-    def overflowing(self: DiffusionLoss, batch: Batch, draws: Draws) -> Noised:
-        found = noised(self, batch, draws)
+    def overflowing(self: DiffusionLoss, batch: Batch, draws: Draws) -> NoisyBatch:
+        found = add_noise(self, batch, draws)
         return replace(found, target=found.target * (float("inf") if draws.step >= 2 else 1.0))
 
-    DiffusionLoss.noised = overflowing  # type: ignore[method-assign]
+    DiffusionLoss.add_noise = overflowing  # type: ignore[method-assign]
     config = load_from_args(TrainConfig, arguments, "train", None)
     accelerator = Accelerator(cpu=True)
     accelerator.native_amp = True
     accelerator.state._mixed_precision = "fp16"
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     prepared = prepare(config, accelerator)
-    train(assemble(config, prepared, accelerator, Launch(take_run(config, prepared))))
+    build_trainer(config, prepared, accelerator, Launch(take_run(config, prepared))).fit()
 
 
 def test_what_else_lies_among_checkpoints_is_left_alone(unet: UNet2DConditionModel, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run that is told to leave."""
+"""A run that receives a stop signal."""
 
 import os
 import signal
@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 
-from train import loop
 from train.run import processes
+from train.step import StepResult, TrainStep
 
 
 def leaves_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The run is told to leave in its step of that number, and hears of it after it."""
+    """Send the run a stop signal in its step number `step` (the first is 1), which it must notice after that step."""
     monkeypatch.setattr(processes, "LOOK_SECONDS", 0.0)
-    take_step = loop.take_step
+    train_step = TrainStep.__call__
 
-    def told(run: loop.Run, batch: Any) -> None:
-        take_step(run, batch)
-        if run.state.step == step:
+    def signalled(self: TrainStep, batch: Any, number: int) -> StepResult:
+        result = train_step(self, batch, number)
+        if number + 1 == step:
             os.kill(os.getpid(), signal.SIGTERM)
+        return result
 
-    monkeypatch.setattr(loop, "take_step", told)
+    monkeypatch.setattr(TrainStep, "__call__", signalled)

@@ -17,25 +17,25 @@ from shards.open import open_store
 from tests.runs import train_fields, write_config
 from tests.train.run.telling.leaving import leaves_after
 from tests.train.run.telling.offline import go_offline, leave, leave_with, picture_of, rows
-from train import loop
 from train.__main__ import run as command
 from train.run.launches import Launch, take
 from train.run.telling import evaluations
 from train.run.telling.evaluations import Evaluations, untold
+from train.run.telling.log import Log
 
 NAME = "evaluation/toy_fid/own 12345678"
 
 
 def wait_for_sheets(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Each step begins when the run has seen so many sheets."""
-    take_step = loop.take_step
+    """Make each step wait until the run has seen `count` sheets."""
+    samples = Log.samples
 
-    def waited(run: loop.Run, batch: Any) -> None:
-        while run.log.evaluations is not None and len(run.log.evaluations.seen) < count:
+    def waited(self: Log, batch: Any, step: int) -> None:
+        while self.evaluations is not None and len(self.evaluations.seen) < count:
             time.sleep(0.01)
-        take_step(run, batch)
+        samples(self, batch, step)
 
-    monkeypatch.setattr(loop, "take_step", waited)
+    monkeypatch.setattr(Log, "samples", waited)
 
 
 def settings(tracker: str) -> dict[str, Any]:

@@ -1,0 +1,237 @@
+"""The training step and the trainer of a run, built from its config and from what `prepare` found."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from shards.base.config import save_config
+from shards.base.device import device_module, is_accelerator
+from train.config import TrainConfig
+from train.data.draws import global_slots
+from train.data.loader import Loader
+from train.metrics import Metrics
+from train.model.ema import make_averages
+from train.model.fit import on_meta
+from train.model.flops import peak_tflops, training_flops
+from train.model.optimizer import Optimizer, build_optimizer
+from train.model.sharding import shard_weights
+from train.model.unet import compile_network
+from train.objective.loss import DiffusionLoss
+from train.prepare import Prepared
+from train.run.alarm import Alarm
+from train.run.health.heartbeat import Heart
+from train.run.health.meter import Meter
+from train.run.health.output import outdated
+from train.run.launches import Launch, publish
+from train.run.saving.away import Away
+from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore, trained
+from train.run.saving.config import CheckpointConfig
+from train.run.saving.shares import Writers
+from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
+from train.run.state import StepResults, TrainState
+from train.run.telling.log import Log
+from train.step import TrainStep, place_network
+from train.trainer import Trainer
+
+
+def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) -> tuple[TrainStep, TrainState]:
+    """Build the training step, with the weights, optimizer and averages of the checkpoint to resume, if there is one.
+
+    It needs no run folder.
+
+    Returns:
+        The step, and the state after the last step done.
+    """
+    assert config.precision != "auto", "resolve it first"
+    network, aligned = prepared.network, prepared.aligned
+    is_sharded = config.sharding != "none" and accelerator.num_processes > 1
+    place_network(
+        network,
+        accelerator.device,
+        channels_last=config.channels_last,
+        low_precision_norms=config.low_precision_norms,
+        gradient_checkpointing=config.gradient_checkpointing,
+        sharding=config.sharding if is_sharded else "none",
+        precision=config.precision,
+    )
+    if aligned is not None:
+        aligned.head.to(accelerator.device)
+        if is_sharded:
+            shard_weights(aligned.head, config.sharding, config.precision)
+
+    # after sharding, which replaces the parameters
+    head = aligned and aligned.head
+    torch_optimizer = build_optimizer(trained(network, head), config.optimizer)
+    averages = make_averages(config.ema)
+    state = TrainState()
+    if prepared.checkpoint is not None:
+        # before compiling and wrapping, which rename the parameters
+        state = restore(prepared.checkpoint, network, torch_optimizer, averages, head)
+
+    if config.compile:
+        compile_network(network, len({stream.latent_hw for stream in prepared.spec.streams}))
+    # sharded weights are wrapped for autocast only: DDP would hold them whole
+    model = accelerator.prepare_model(aligned or network, device_placement=False, evaluation_mode=is_sharded)
+    optimizer = Optimizer(torch_optimizer, accelerator, config.optimizer, config.schedule, config.max_steps)
+    if accelerator.scaler is not None and state.scaler:
+        accelerator.scaler.load_state_dict(state.scaler)
+    step = TrainStep(
+        accelerator=accelerator,
+        network=network,
+        loss=DiffusionLoss(config.objective, prepared.spec, accelerator.device, prepared.backbone, aligned=aligned),
+        optimizer=optimizer,
+        microbatch_size=min(config.microbatch_size, config.global_batch_size // prepared.world.size),
+        seed=config.seed,
+        model=model,
+        averages=averages,
+        compiled=config.compile and not is_sharded,
+    )
+    return step, state
+
+
+def build_trainer(
+    config: TrainConfig,
+    prepared: Prepared,
+    accelerator: Accelerator,
+    launch: Launch,
+    away: Away | None = None,
+    heart: Heart | None = None,
+) -> Trainer:
+    """Build the trainer of a run that this launch holds, and write the resolved config into the run folder.
+
+    Args:
+        away: the run's object-store URL, if it has one.
+        heart: reports this process's progress to the other processes; None: there are no others.
+    """
+    network_json = prepared.network.to_json_string()  # before sharding, which renames the class
+    train_step, state = build_step(config, prepared, accelerator)
+    print_start(config, prepared, accelerator, launch)
+    begin_folder(config, accelerator, launch, away, state.step)
+    checkpoints, average_snapshots = make_writers(config, prepared, accelerator, launch, away, network_json)
+    peak = device_peak(config, accelerator.device)
+    alarm, max_skipped = Alarm(config.alarm), config.optimizer.max_skipped_steps
+    settings = config.model_dump(mode="json")  # as trackers show them
+    metrics = Metrics(
+        train_step,
+        state,
+        StepResults(accelerator, config.global_batch_size, max_skipped, alarm),
+        make_meter(prepared, train_step.network) if peak else Meter({}),
+        config.global_batch_size,
+        prepared.spec.steps_per_epoch,
+        peak,
+    )
+    trainer = Trainer(
+        accelerator=accelerator,
+        train_step=train_step,
+        state=state,
+        loader=make_loader(config, prepared, accelerator.process_index, state.step),
+        metrics=metrics,
+        log=Log(config.log, config.run_dir, launch.folder, state.step, config.max_steps, accelerator, settings),
+        validation=prepared.validation,
+        checkpoints=checkpoints,
+        average_snapshots=average_snapshots,
+        launch=launch,
+        heart=heart or Heart(),
+        max_steps=config.max_steps,
+        collective_timeout=config.collective_timeout,
+    )
+    if accelerator.is_main_process:
+        for folder in prepared.ahead:
+            checkpoints.put_again(folder)
+    return trainer
+
+
+def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, launch: Launch) -> None:
+    """Print where the weights come from, unless they are random, and whatever the user may not expect."""
+    own = prepared.checkpoint
+    if own is not None:
+        accelerator.print(f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
+    elif prepared.start is not None:
+        accelerator.print(f"starting {config.run_dir} from {prepared.start}")
+        if prepared.start_seed == config.seed:
+            accelerator.print(
+                f"warning: {config.init_from} was trained with the same seed, {config.seed}, so this run repeats its "
+                f"timesteps and noise step by step and, on the same data, its order of samples. Set another `seed`."
+            )
+    slow = too_slow_to_leave(launch.pace, config.checkpoint)
+    if slow is not None:
+        accelerator.print(slow)
+    share = config.global_batch_size // prepared.world.size
+    if config.microbatch_size > share:
+        accelerator.print(
+            f"microbatch_size {config.microbatch_size} is larger than each process's share of the batch "
+            f"(global_batch_size {config.global_batch_size} over {prepared.world.size} processes), so the effective "
+            f"microbatch is {share}."
+        )
+    for stream in prepared.spec.streams:
+        if stream.recalled:
+            accelerator.print(
+                f"{stream.recalled} of {stream.files.num_samples} samples of "
+                f"{stream.config.root}/{stream.config.bucket} were recalled after the run's index was published. The "
+                f"run keeps training on them; `--data.index newest` drops them."
+            )
+
+
+def begin_folder(config: TrainConfig, accelerator: Accelerator, launch: Launch, away: Away | None, step: int) -> None:
+    """Write the resolved config into the run folder, and delete what an interrupted launch wrote after `step`."""
+    if accelerator.is_main_process:
+        save_config(config, launch.folder / "config.yaml")
+        publish(launch.folder / "config.yaml", config.work / "config.yaml", launch.folder)
+    accelerator.wait_for_everyone()
+    if away is not None and accelerator.is_main_process:
+        away.share(config.work)
+        away.drop_logs(lambda names: outdated(names, away.number, config.log.keep_output))
+    if accelerator.is_main_process:
+        drop_later(config.work / SNAPSHOTS, step, launch.folder)
+
+
+def make_loader(config: TrainConfig, prepared: Prepared, rank: int, step: int) -> Loader:
+    """Build the loader of this rank's share of every step after `step`."""
+    world, batch = prepared.world, config.global_batch_size
+    nodes = config.data.num_canonical_nodes
+    slots = global_slots(batch // world.size, rank, world.size, world.local_size, nodes)
+    data = config.data.model_copy(update={"timeout": config.patience(config.data.timeout, world.size)})
+    return Loader(data, prepared.spec, batch, config.seed, step, slots)
+
+
+def make_writers(
+    config: TrainConfig,
+    prepared: Prepared,
+    accelerator: Accelerator,
+    launch: Launch,
+    away: Away | None,
+    network_json: str,
+) -> tuple[CheckpointWriter, CheckpointWriter]:
+    """Build the writers of checkpoints and of snapshots of the averages.
+
+    Every process writes its part of a checkpoint of sharded weights; otherwise the main process writes all of it.
+    """
+    rank, total, beside = accelerator.process_index, accelerator.num_processes, prepared.world.local_size
+    each = Writers(rank, total, config.collective_timeout, beside) if config.sharding != "none" else Writers(rank)
+    every = config.checkpoint.model_copy(update={"every": config.ema.snapshot_every or 1, "keep_every": 1})
+
+    def writer(folder: Path, checkpoint: CheckpointConfig, writers: Writers) -> CheckpointWriter:
+        return CheckpointWriter(folder, launch.folder, network_json, prepared.fingerprint, checkpoint, writers, away)
+
+    return writer(config.work, config.checkpoint, each), writer(config.work / SNAPSHOTS, every, Writers(rank))
+
+
+def make_meter(prepared: Prepared, network: Any) -> Meter:
+    """Build a meter that knows the FLOPs of a sample in each latent shape of the data."""
+    shapes = {stream.latent_hw for stream in prepared.spec.streams}
+    flops = {}
+    for shape in shapes:
+        _, call = on_meta(network, prepared.backbone, prepared.spec, shape)
+        flops[shape] = training_flops(call)
+    return Meter(flops)
+
+
+def device_peak(config: TrainConfig, device: torch.device) -> float | None:
+    """Return the device's peak in TFLOP/s, from the config or by the device's name; None if it is unknown."""
+    if config.log.peak_tflops is not None:
+        return config.log.peak_tflops
+    if not is_accelerator(device) or config.precision == "float32":  # the table lists bfloat16 peaks
+        return None
+    return peak_tflops(device_module().get_device_name(device))

@@ -1,0 +1,184 @@
+"""One optimizer step on one rank's share of a global batch: tensors in, tensors out.
+
+`TrainStep` needs no run folder, launcher or log, so it also works in a notebook, a benchmark or a test.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shards.base.device import Precision, choose_attention, is_accelerator
+from train.data.batch import Batch
+from train.data.draws import Draws
+from train.model.channels_last import keep_channels_last
+from train.model.config import Sharding
+from train.model.ema import SNAPSHOT_DTYPES, Ema
+from train.model.norms import use_low_precision_norms
+from train.model.optimizer import Optimizer
+from train.model.sharding import shard_weights
+from train.objective.alignment import Aligned
+from train.objective.loss import DiffusionLoss, Losses, NoisyBatch
+from train.objective.sums import LossSums
+from train.run.saving.snapshot import Snapshot, average_files, take_snapshot
+from train.run.state import TrainState
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The outcome of a step on this rank. The tensors stay on the device, so the host has not waited for them."""
+
+    grad_norm: Tensor
+    """() norm of the gradient over all ranks, before clipping."""
+    skipped: Tensor
+    """() 1 if the gradient was not finite, so that the step changed nothing; otherwise 0. The same on all ranks."""
+    sums: LossSums
+    """This rank's losses, summed by quarter of the time axis."""
+    alignment: Tensor | None
+    """() sum of this rank's alignment losses (REPA); None if no layer is aligned."""
+
+
+@dataclass
+class TrainStep:
+    """Forward pass, backward pass and optimizer step, followed by the update of the moving averages."""
+
+    accelerator: Accelerator
+    network: Any
+    """The diffusers network to train. Its parameters have the names that checkpoints and exports use."""
+    loss: DiffusionLoss
+    optimizer: Optimizer
+    microbatch_size: int
+    """Samples per forward pass, at most this rank's share of a batch."""
+    seed: int = 0
+    model: Any = None
+    """`network`, or `loss.aligned` around it, as accelerate wrapped it; None: `network` itself."""
+    averages: dict[str, Ema] = field(default_factory=dict)
+    """Moving averages by their folder in a checkpoint. The run's own is `ema`; the others serve post-hoc averages."""
+    compiled: bool = False
+    """Whether the network is compiled, in which case all microbatches are padded to one size to share one graph."""
+    weight_casts: AbstractContextManager[object] | None = None
+    """Scope around all microbatches of a step. The default, a disabled outer autocast, makes torch keep the casts of
+    the weights until the scope ends, so weights are cast once per step instead of once per microbatch."""
+
+    def __post_init__(self) -> None:
+        if self.model is None:
+            self.model = self.network
+        if self.weight_casts is None:
+            self.weight_casts = torch.autocast(self.accelerator.device.type, enabled=False)
+
+    def __call__(self, batch: Batch, step: int) -> StepResult:
+        """Train on this rank's share of the global batch of step `step` (the first is 0).
+
+        The batch may be on the CPU and may hold several captions per sample.
+        """
+        assert self.weight_casts is not None
+        noisy = self.add_noise(batch, step)
+        microbatches = list(noisy.microbatches(self.microbatch_size, filled=self.compiled))
+        done: list[Losses] = []
+        with self.weight_casts:
+            for microbatch in microbatches:
+                # gradients are all-reduced once, on the last microbatch; sharded weights reduce on every microbatch
+                is_last = microbatch is microbatches[-1]
+                with nullcontext() if is_last else self.accelerator.no_sync(self.model):
+                    losses = self.loss(self.model, microbatch)
+                    self.accelerator.backward(losses.total.sum() / len(batch))
+                done.append(losses)
+        sums, alignment = self._sum_losses(done, noisy.timesteps)
+        grad_norm, skipped = self.optimizer.step(self.model, step)
+        for average in self.averages.values():
+            average.update(self.network.named_parameters(), step + 1)
+        return StepResult(grad_norm, skipped, sums, alignment)
+
+    def add_noise(self, batch: Batch, step: int) -> NoisyBatch:
+        """Choose a caption per sample, move the batch to the device, and add the noise of step `step` to it."""
+        # captions are chosen on the CPU, so that only the chosen ones are moved to the device
+        batch = batch.draw_captions(Draws(self.seed, step, batch.slots)).to(self.accelerator.device)
+        return self.loss.add_noise(batch, Draws(self.seed, step, batch.slots, fused=self.compiled))
+
+    def _sum_losses(self, done: list[Losses], timesteps: Tensor) -> tuple[LossSums, Tensor | None]:
+        errors = torch.cat([losses.per_sample.detach() for losses in done])
+        sums = LossSums.of(errors, timesteps, self.loss.path.num_train_timesteps, self.microbatch_size)
+        aligned = [losses.aligned.detach().sum() for losses in done if losses.aligned is not None]
+        return sums, sum(aligned[1:], aligned[0]) if aligned else None
+
+    def settle_gradient_order(self, batch: Batch, step: int) -> None:
+        """Run one backward pass and discard it, so that DDP settles the order of its gradient buckets.
+
+        DDP reorders its buckets once, after the first backward pass. With three or more processes the order decides
+        how the summands of a gradient are rounded, so without this pass the first step after a resume would differ
+        from the same step of an uninterrupted run. Call it before the first step of a launch.
+        """
+        assert self.weight_casts is not None
+        # accelerate may have compiled the wrapped model
+        if isinstance(getattr(self.model, "_orig_mod", self.model), DistributedDataParallel):
+            microbatch = next(self.add_noise(batch, step).microbatches(self.microbatch_size, filled=self.compiled))
+            with self.weight_casts:
+                self.loss(self.model, microbatch).total.sum().backward()
+            self.optimizer.forget_gradients()
+
+    @property
+    def aligned(self) -> Aligned | None:
+        """The network together with its projection head, if a layer is aligned (REPA)."""
+        return self.loss.aligned
+
+    @property
+    def ema(self) -> Ema | None:
+        """The run's own moving average."""
+        return self.averages.get("ema")
+
+    def snapshot(self, state: TrainState, lines: Mapping[str, int]) -> Snapshot:
+        """Return what a checkpoint after the last step must hold. Nothing is copied yet.
+
+        Args:
+            lines: log file in the run folder → its size in bytes up to this step.
+        """
+        if self.accelerator.scaler is not None:
+            state.scaler = self.accelerator.scaler.state_dict()
+        head = self.aligned.head if self.aligned is not None else None
+        return take_snapshot(state, self.network, self.optimizer.torch_optimizer, self.averages, head, lines)
+
+    def snapshot_averages(self, state: TrainState) -> Snapshot | None:
+        """Return the averages from which an average of any width can be rebuilt later; None if there are none."""
+        averages = {name: average for name, average in self.averages.items() if name != "ema"}
+        if not averages:
+            return None
+        dtype = SNAPSHOT_DTYPES[self.averages["ema"].config.snapshot_dtype]
+        return Snapshot(state.copy(), average_files(self.network, averages, dtype))
+
+
+def place_network(
+    network: nn.Module,
+    device: torch.device,
+    *,
+    channels_last: bool | None = None,
+    low_precision_norms: bool = False,
+    gradient_checkpointing: bool = False,
+    sharding: Sharding = "none",
+    precision: Precision = "float32",
+) -> None:
+    """Move a network to the device in place, in the memory format and with the sharding that the config asks for.
+
+    Call it before making an optimizer: sharding replaces the parameters.
+
+    Args:
+        channels_last: None: on GPUs only.
+        sharding: anything but `none` needs a process group.
+        precision: the type in which sharded weights are gathered.
+    """
+    if gradient_checkpointing:
+        network.enable_gradient_checkpointing()  # type: ignore[operator]
+    if low_precision_norms:
+        use_low_precision_norms(network)
+    network.to(device)
+    is_sharded = sharding != "none"
+    # fully_shard accepts contiguous weights only
+    if not is_sharded and (is_accelerator(device) if channels_last is None else channels_last):
+        keep_channels_last(network)
+    choose_attention(device)
+    if is_sharded:
+        shard_weights(network, sharding, precision)

@@ -1,0 +1,168 @@
+"""The training loop of stage 2."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+
+from shards.base.errors import Preempted, RequestError, WorkError, say
+from shards.base.stop import SignalFlag, StopSignal
+from train.data.batch import Batch
+from train.data.loader import Loader
+from train.metrics import Metrics
+from train.objective.validation import Validation
+from train.run.health.endpoint import Figures, served
+from train.run.health.heartbeat import Heart
+from train.run.launches import Launch, Pace
+from train.run.processes import Leaving, expect_answers, lost_processes_named
+from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
+from train.run.state import TrainState
+from train.run.telling.log import Log
+from train.step import TrainStep
+
+
+@dataclass
+class Trainer:
+    """The loop around a `TrainStep`. Each field has one job and can be replaced in a test."""
+
+    accelerator: Accelerator
+    train_step: TrainStep
+    state: TrainState
+    loader: Loader
+    metrics: Metrics
+    log: Log
+    validation: Validation | None
+    checkpoints: CheckpointWriter
+    average_snapshots: CheckpointWriter
+    """Writes the averages from which an average of any width can be rebuilt later (`ema.snapshot_every`)."""
+    launch: Launch
+    heart: Heart
+    max_steps: int
+    collective_timeout: float
+    """Seconds for every step after the first batch of each loader process, which may take longer."""
+    shutdown: Leaving | None = None
+    """None: `fit` starts to listen for signals."""
+
+    def fit(self) -> None:
+        """Train until `max_steps`, saving checkpoints on the way.
+
+        Raises:
+            Preempted: the run received a stop signal, and saved first.
+            RequestError: another launch took the run over, because this one gave no sign of life for too long.
+            WorkError: a batch did not come, too many steps were not finite, or a process was lost.
+        """
+        try:
+            self._fit()
+        except BaseException:
+            # finish pending writes while this launch still holds the run
+            for writer in (self.checkpoints, self.average_snapshots):
+                try:
+                    writer.finish()
+                except (RequestError, WorkError) as error:
+                    say(error)
+            raise
+
+    def _fit(self) -> None:
+        state, first = self.state, self.state.step
+        shutdown = self.shutdown or self._listen_for_signals()
+        with (
+            lost_processes_named(self.heart),
+            closing(iter(self.loader)) as batches,
+            self.log,
+            self._metrics_endpoint(),
+        ):
+            while state.step < self.max_steps:
+                batch = self._next_batch(batches)
+                if state.step == first:
+                    with shutdown.aside():
+                        self.train_step.settle_gradient_order(batch, first)
+                self._train(batch)
+                if self.log.is_due(state.step):
+                    self._write_line()
+                if state.step == first + self.loader.num_first:
+                    expect_answers(self.heart, self.collective_timeout)
+                self._snapshot_averages()
+                self.checkpoints.check()
+                signals = shutdown.agreed(state.step)
+                is_last = signals.leave or state.step == self.max_steps
+                if signals.save:
+                    self.accelerator.print(f"SIGUSR2 received: writing a checkpoint after step {state.step}.")
+                if is_last or signals.save or state.step % self.checkpoints.config.every == 0:
+                    with shutdown.aside():
+                        self.save(is_last)
+                    self._record_pace(shutdown.step_seconds)
+                if signals.leave and state.step < self.max_steps:
+                    raise Preempted(
+                        f"The run received a stop signal and saved after step {state.step}. The same command resumes "
+                        f"it."
+                    )
+        self.log.close()
+
+    def _next_batch(self, batches: Iterator[Batch]) -> Batch:
+        self.heart.at(self.state.step, "loading")
+        with self.metrics.meter.waiting_for_data():
+            return next(batches)
+
+    def _train(self, batch: Batch) -> None:
+        self.heart.at(self.state.step, "training")
+        self.log.samples(batch, self.state.step + 1)
+        result = self.train_step(batch, self.state.step)
+        self.state.step += 1
+        self.metrics.add(batch, result)
+        self.log.advance()
+
+    def _write_line(self) -> None:
+        """Log the steps since the last line. Only this and saving make the host wait for the device."""
+        self.metrics.collect()
+        self.heart.at(self.state.step, "logging")
+        fields = self.metrics.line() | self._validate()
+        self.metrics.begin_line()
+        self.log.write(self.state.step, fields)
+
+    def _validate(self) -> dict[str, Any]:
+        """Return the fields of a validation, or none if it is not due."""
+        validation, step = self.validation, self.train_step
+        if validation is None or self.state.step % validation.every:
+            return {}
+        size = step.microbatch_size if step.compiled else None
+        with validation.averaged(step.averages["ema"], step.network):
+            return validation(step.aligned or step.network, step.loss, self.accelerator, size)
+
+    def _snapshot_averages(self) -> None:
+        self.average_snapshots.check()
+        if self.state.step % self.average_snapshots.config.every == 0:
+            snapshot = self.train_step.snapshot_averages(self.state)
+            if snapshot is not None:
+                self.average_snapshots.write(snapshot)
+
+    def save(self, is_last: bool) -> None:
+        """Write a checkpoint after the step just done; wait until it is complete if it is the launch's last one."""
+        self.heart.at(self.state.step, "saving")
+        self.metrics.collect()
+        self.checkpoints.write(self.train_step.snapshot(self.state, self.log.keep()))
+        if is_last:
+            self.checkpoints.finish()
+            self.average_snapshots.finish()
+            self.heart.at(self.state.step, "saved")
+            self.accelerator.wait_for_everyone()
+
+    def _record_pace(self, step_seconds: float) -> None:
+        """Record how long a save and a step take, for the next launch too; warn once if stopping may take too long."""
+        if self.checkpoints.seconds is None:
+            return
+        before, now = self.launch.pace, Pace(self.checkpoints.seconds, step_seconds)
+        self.launch.note(save_seconds=now.save, step_seconds=now.step)
+        warning = too_slow_to_leave(now, self.checkpoints.config)
+        if warning is not None and not too_slow_to_leave(before, self.checkpoints.config):
+            self.accelerator.print(warning)
+
+    def _listen_for_signals(self) -> Leaving:
+        return Leaving(self.accelerator, self.launch, StopSignal(), SignalFlag(signal.SIGUSR2), self.state.step)
+
+    def _metrics_endpoint(self) -> AbstractContextManager[None]:
+        """Serve metrics to Prometheus from the main process, if `log.metrics_at` asks for it."""
+        address = self.log.config.metrics_at if self.log.main else None
+        return served(address, Figures(self.heart, self.log, self.checkpoints, self.state.step))
