@@ -16,7 +16,7 @@ from evaluation.sampling.noise import initial_noise
 from evaluation.sampling.pipeline import load_pipeline
 from evaluation.sampling.prompts import Prompt
 from evaluation.sampling.settings import SamplingConfig
-from evaluation.sampling.worker import PICTURES, Part, draw_part
+from evaluation.sampling.worker import PICTURES, SamplePart, draw_part
 from shards.format.buckets import Bucket
 from shards.open import open_store
 
@@ -56,7 +56,7 @@ def main() -> None:
 
     def ours() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            part = Part("00000", Path(folder), drawing, tuple(samples))
+            part = SamplePart("00000", Path(folder), drawing, tuple(samples))
             commit_part(
                 open_store(folder),
                 PICTURES,
