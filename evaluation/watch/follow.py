@@ -39,7 +39,7 @@ class FollowConfig(Config):
     """Evaluate the checkpoints whose step is a multiple of this, and the run's last one. null: `evaluate.every` of the
     run's config, or else all checkpoints."""
     until: int | None = Field(None, ge=0)
-    """Step after which watching ends. null: the run's `max_steps`."""
+    """Last step to evaluate, after which watching ends. null: the run's `max_steps`."""
     once: bool = False
     """Evaluate the checkpoints that exist now, then end."""
     poll_seconds: float = Field(30.0, gt=0)

@@ -36,7 +36,7 @@ def drawn(place: Path) -> dict[str, bytes]:
 def test_nodes_join_and_leave_while_watching(
     run_dir: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cluster has one, two, one, no and one node. The result is that of a run without Ray, and nothing is repeated."""
+    """The cluster has one, two, one, no and one node. The result is that of a run without Ray, without repetitions."""
     words = list(words)
     for name, value in {"steps": "40", "part_size": "10", "batch_size": "10"}.items():
         words[words.index(f"--sampling.{name}") + 1] = value
