@@ -5,7 +5,7 @@
 
 Parts are stored by the functions that commit the parts of a latents root (`shards/root/commit.py`), with the same
 guarantees. Their receipts are simpler, because they describe no tar: they have no buckets, bitmaps or generations, and
-whoever writes a part adds fields of its own.
+the writer of a part adds its own fields.
 """
 
 import hashlib

@@ -88,10 +88,10 @@ def test_metrics_have_interval_n_and_id_and_features_are_extracted_once(
     assert again == rows[:1]
 
     (path,) = (tmp_path / "reference" / "moments").rglob("moments.npz")
-    theirs, number = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
-    assert path.parent.name.startswith(number)
-    np.testing.assert_array_equal(np.load(path)["mu"], theirs.values.astype(np.float64).mean(0))
-    np.testing.assert_allclose(np.load(path)["sigma"], np.cov(theirs.values.T.astype(np.float64)))
+    features, reference_id = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
+    assert path.parent.name.startswith(reference_id)
+    np.testing.assert_array_equal(np.load(path)["mu"], features.values.astype(np.float64).mean(0))
+    np.testing.assert_allclose(np.load(path)["sigma"], np.cov(features.values.T.astype(np.float64)))
     monkeypatch.setattr(Moments, "of", None)  # moments are read, not computed again
     for record in (drawn / "metrics").glob("toy_fid-*"):
         record.unlink()
@@ -101,8 +101,8 @@ def test_metrics_have_interval_n_and_id_and_features_are_extracted_once(
 def test_published_moments_are_a_reference_for_frechet_distances(drawn: Path, references: Path, tmp_path: Path) -> None:
     """They give the same value as the pictures that they were computed from, with a different id."""
     (row,) = score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", references / "tars"), WORKERS)
-    theirs, _ = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
-    path, moments = tmp_path / "stats.npz", Moments.of(theirs.values)
+    features, _ = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
+    path, moments = tmp_path / "stats.npz", Moments.of(features.values)
     np.savez(path, mu=moments.mean, sigma=moments.covariance)
     given = ReferenceConfig(moments=path)
     (found,) = score(read_set(drawn), choose_metrics(["toy_fid"], TOY, given), TOY, given, WORKERS)
@@ -177,15 +177,15 @@ def test_impossible_metrics_are_refused_before_anything_is_drawn(
     words = ["score", "--model", str(pipeline), "--output", str(tmp_path / "out"), "--extractors.toy", "true"]
     words += ["--sampling.size", "64x64", "--reference.size", "64x64", "--reference.pictures", str(references / "tars")]
 
-    def said(prompts: str, *more: str) -> str:
+    def error_of(prompts: str, *more: str) -> str:
         assert exit_code_of(lambda: command([*words, "--prompts.file", str(tmp_path / prompts), *more])) == 2
         return " ".join(capsys.readouterr().err.split())
 
     place = ["--reference.place", str(tmp_path / "reference")]
-    assert "There are only 23 prompts, but the interval of a metric needs at least 24" in said("few.txt", *place)
-    assert "Set reference.size to 64x64" in said("many.txt", *place, "--reference.size", "128x128")
-    assert "No reference was given. Set reference.place" in said("many.txt")
-    assert "sampling.steps.0" in said("many.txt", *place, "--sampling.steps", "[0]")
+    assert "There are only 23 prompts, but the interval of a metric needs at least 24" in error_of("few.txt", *place)
+    assert "Set reference.size to 64x64" in error_of("many.txt", *place, "--reference.size", "128x128")
+    assert "No reference was given. Set reference.place" in error_of("many.txt")
+    assert "sampling.steps.0" in error_of("many.txt", *place, "--sampling.steps", "[0]")
 
 
 def test_a_small_reference_is_refused(drawn: Path, tmp_path: Path) -> None:
@@ -273,8 +273,8 @@ def test_clip_features_match_transformers(clip: Path, drawn: Path) -> None:
         shown = torch.from_numpy((pixels / 255 - mean) / std).float().permute(0, 3, 1, 2)
         tokens = CLIPTokenizer.from_pretrained(clip)(["a b"], padding="max_length", max_length=16, return_tensors="pt")
         both = model(**tokens, pixel_values=shown)
-    ours = torch.nn.functional.normalize(load_extractor("clip", clip, "cpu")(pixels), dim=1)
-    torch.testing.assert_close(ours, both.image_embeds)
+    images = torch.nn.functional.normalize(load_extractor("clip", clip, "cpu")(pixels), dim=1)
+    torch.testing.assert_close(images, both.image_embeds)
     texts = torch.nn.functional.normalize(load_text_features(clip, "cpu")(["a b"]), dim=1)
     torch.testing.assert_close(texts, both.text_embeds)
 
@@ -323,5 +323,5 @@ def test_score_evaluates_the_requested_checkpoint(
     weights = run_dir / "checkpoints" / "step-00000004" / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     assert exit_code_of(lambda: command([*words, "--step", "4"])) == 1
-    said = capsys.readouterr().err.replace("\n", " ")
-    assert "The checkpoint of step 4 in" in said and "does not have the SHA-256" in said
+    error = capsys.readouterr().err.replace("\n", " ")
+    assert "The checkpoint of step 4 in" in error and "does not have the SHA-256" in error

@@ -43,8 +43,10 @@ def updated(metric: nn.Module, x: np.ndarray, y: np.ndarray) -> nn.Module:
 def test_frechet_matches_torchmetrics_and_torch_fidelity(feature_pair: tuple[np.ndarray, np.ndarray]) -> None:
     x, y = feature_pair
     found = frechet_distance(Moments.of(x), Moments.of(y))
-    theirs = updated(FrechetInceptionDistance(feature=Flat(), input_img_size=(3, 2, 2)).set_dtype(torch.float64), x, y)
-    assert found == pytest.approx(float(theirs.compute()), rel=1e-6)  # type: ignore[operator]
+    expected = updated(
+        FrechetInceptionDistance(feature=Flat(), input_img_size=(3, 2, 2)).set_dtype(torch.float64), x, y
+    )
+    assert found == pytest.approx(float(expected.compute()), rel=1e-6)  # type: ignore[operator]
     statistics = [fid_features_to_statistics(torch.from_numpy(rows)) for rows in (x, y)]
     fidelity = fid_statistics_to_metric(*statistics, verbose=False)["frechet_inception_distance"]
     assert found == pytest.approx(fidelity, rel=1e-6)
@@ -52,13 +54,15 @@ def test_frechet_matches_torchmetrics_and_torch_fidelity(feature_pair: tuple[np.
 
 def test_kid_matches_torchmetrics_with_all_samples_in_one_subset(feature_pair: tuple[np.ndarray, np.ndarray]) -> None:
     x, y = feature_pair[0][:250], feature_pair[1]
-    theirs = updated(KernelInceptionDistance(feature=Flat(), subsets=1, subset_size=250).set_dtype(torch.float64), x, y)
-    mean, _ = theirs.compute()  # type: ignore[operator]
+    expected = updated(
+        KernelInceptionDistance(feature=Flat(), subsets=1, subset_size=250).set_dtype(torch.float64), x, y
+    )
+    mean, _ = expected.compute()  # type: ignore[operator]
     assert kid(x, np.arange(250), y).value == pytest.approx(float(mean), rel=1e-6)
 
 
 def test_precision_and_recall_match_torch_fidelity(feature_pair: tuple[np.ndarray, np.ndarray]) -> None:
     x, y = feature_pair
-    theirs = calculate_precision_recall_full(torch.from_numpy(x), torch.from_numpy(y), 3, 10000)
-    assert precision(x, np.arange(300), y).value == pytest.approx(float(theirs[0]))
-    assert recall(x, np.arange(300), y).value == pytest.approx(float(theirs[1]))
+    expected = calculate_precision_recall_full(torch.from_numpy(x), torch.from_numpy(y), 3, 10000)
+    assert precision(x, np.arange(300), y).value == pytest.approx(float(expected[0]))
+    assert recall(x, np.arange(300), y).value == pytest.approx(float(expected[1]))

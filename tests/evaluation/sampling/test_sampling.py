@@ -68,7 +68,7 @@ def test_the_batch_size_does_not_change_the_pictures(pipeline: Path, sampler: Sa
 
 
 def test_pictures_match_those_of_the_bare_pipeline(pipeline: Path) -> None:
-    ours = drawn(pipeline, 5, images_per_prompt=1, guidance=[3.0], steps=[3])
+    found = drawn(pipeline, 5, images_per_prompt=1, guidance=[3.0], steps=[3])
     noise = torch.stack([initial_noise(0, prompt.id, 0, (4, 8, 8)) for prompt in PROMPTS])
     bare = load_pipeline(pipeline, "cpu", "float32")(
         [prompt.text for prompt in PROMPTS],
@@ -79,7 +79,7 @@ def test_pictures_match_those_of_the_bare_pipeline(pipeline: Path) -> None:
         guidance_scale=3.0,
         output_type="pt",
     )
-    assert torch.equal(ours, bare.images)
+    assert torch.equal(found, bare.images)
 
 
 class RewritesPrompts(StableDiffusionPipeline):

@@ -136,10 +136,8 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read(
 
     monkeypatch.setattr("evaluation.sampling.model.subprocess.run", prune)
     assert watch(run_dir, words) == 0
-    assert (
-        "The checkpoint of step 4 in" in (said := capsys.readouterr().out)
-        and "was removed while it was being read" in said
-    )
+    output = capsys.readouterr().out
+    assert "The checkpoint of step 4 in" in output and "was removed while it was being read" in output
     assert [row["step"] for row in written(run_dir)] == [2, 2, 6, 6]
 
 
@@ -171,11 +169,8 @@ def test_incomplete_checkpoints_are_skipped_and_damaged_ones_reported(
     missing.rename(run_dir / "later")
     (checkpoints / "step-00000006").rename(checkpoints / ".step-00000006.ab12")
     assert watch(run_dir, words, "--once", "true") == 0
-    assert (
-        "The checkpoint of step 4 in" in (said := capsys.readouterr().out)
-        and "is incomplete" in said
-        and "step 6" not in said
-    )
+    output = capsys.readouterr().out
+    assert "The checkpoint of step 4 in" in output and "is incomplete" in output and "step 6" not in output
     assert [row["step"] for row in written(run_dir)] == [2, 2]
 
     (run_dir / "later").rename(missing)
@@ -183,8 +178,8 @@ def test_incomplete_checkpoints_are_skipped_and_damaged_ones_reported(
     weights = checkpoints / "step-00000006" / "ema" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8] + bytes(8))
     assert watch(run_dir, words) == 1  # after all attempts
-    said = capsys.readouterr().err.replace("\n", " ")
-    assert said.count("cannot be exported") == follow.MAX_ATTEMPTS + 1 and "1 checkpoint of" in said
+    output = capsys.readouterr().err.replace("\n", " ")
+    assert output.count("cannot be exported") == follow.MAX_ATTEMPTS + 1 and "1 checkpoint of" in output
     assert [row["step"] for row in written(run_dir)] == [2, 2, 4, 4]
 
 
@@ -202,13 +197,15 @@ def test_the_command_overrides_the_schedule_of_the_run(run_dir: Path, words: lis
 def test_folders_that_are_not_runs_and_runs_without_checkpoints(
     run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said_by(code: int, *arguments: Any) -> str:
+    def output_of(code: int, *arguments: Any) -> str:
         assert watch(*arguments) == code
         printed = capsys.readouterr()
         return (printed.err + printed.out).replace("\n", " ")
 
-    assert "run: it has no config.yaml" in said_by(2, run_dir / "absent", words)
-    assert "does not accept --step, because it evaluates many checkpoints" in said_by(2, run_dir, words, "--step", "2")
+    assert "run: it has no config.yaml" in output_of(2, run_dir / "absent", words)
+    assert "does not accept --step, because it evaluates many checkpoints" in output_of(
+        2, run_dir, words, "--step", "2"
+    )
     shutil.rmtree(run_dir / "checkpoints")
     process = watcher(run_dir, words)
     assert process.pid is not None
@@ -218,7 +215,7 @@ def test_folders_that_are_not_runs_and_runs_without_checkpoints(
     os.kill(process.pid, signal.SIGTERM)
     process.join(20)
     assert process.exitcode == 75
-    assert "has no checkpoint yet; waiting for the first one" in said_by(0, run_dir, words, "--once", "true")
+    assert "has no checkpoint yet; waiting for the first one" in output_of(0, run_dir, words, "--once", "true")
 
 
 def test_a_slower_watcher_never_removes_lines(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,12 +67,12 @@ def test_nodes_join_and_leave_while_watching(
         wait_until(lambda: WAITS in log.read_text())
         nodes.add_node()
         assert driver.wait(400) == 0, log.read_text()[-3000:]
-    said = log.read_text()
+    output = log.read_text()
     assert numbers(run_dir) == numbers(tmp_path / "still") and len(written(run_dir)) == 6
     for place in sorted((tmp_path / "still" / "evaluations").glob("step-*/g8*")):
         found = sets / place.relative_to(tmp_path / "still" / "evaluations")
         assert drawn(found) == drawn(place) and len(drawn(found)) == 60
-        assert said.count(f"{found}: 60 pictures") == 1 and len(list(found.parent.glob("evaluated-*"))) == 1
+        assert output.count(f"{found}: 60 pictures") == 1 and len(list(found.parent.glob("evaluated-*"))) == 1
     assert len(list((run_dir / "tracker" / "evaluations").iterdir())) == 3
 
 
