@@ -1,16 +1,16 @@
-"""A model → pictures → metrics with their intervals.
+"""Sample a model, compute metrics with confidence intervals, and report and compare the results.
 
 examples:
   python -m evaluation score --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
   python -m evaluation report runs/phase1 runs/phase2
 
-commands, each with a --help of its own:
-  python -m evaluation sample      draw pictures; the same command again resumes
-  python -m evaluation score       the same, and the metrics of each sample set against the reference
-  python -m evaluation study       a blind study of two or more sample sets, with commands of its own
-  python -m evaluation watch       the same for each checkpoint of a run as it appears, while training goes on
-  python -m evaluation report      what is known of some runs, on one page
-  python -m evaluation compare     the newest numbers of two runs
+commands, each with its own --help:
+  python -m evaluation sample      draw pictures for a list of prompts
+  python -m evaluation score       draw pictures, and compute metrics against a reference
+  python -m evaluation watch       sample and score each checkpoint of a run while training continues
+  python -m evaluation report      write one HTML page about one or more runs
+  python -m evaluation compare     print the newest metrics of two runs
+  python -m evaluation study       compare sample sets in a blind study with human raters
 """
 
 import shards.base.interrupt  # noqa: F401
@@ -29,12 +29,12 @@ from evaluation.report.page import ReportConfig, render
 from evaluation.report.records import step_place
 from evaluation.report.runs import read_runs
 from evaluation.sampling.job import draw_sets, read_set
-from evaluation.sampling.model import chosen_step, is_run, make_ready
+from evaluation.sampling.model import choose_step, is_run, prepare_model
 from evaluation.sampling.prompts import prompts_sha256, read_prompts
-from evaluation.scoring import check_measurable, choose_metrics, score, table
+from evaluation.scoring import check_measurable, choose_metrics, format_metrics, score
 from evaluation.study.__main__ import run as study
-from evaluation.watch.follow import Follower, read_wants
-from evaluation.watch.tracker import open_tracker, tell_rest
+from evaluation.watch.follow import Follower, read_schedule
+from evaluation.watch.tracker import log_remaining_sheets, open_tracker
 from shards.base.config import load_config, load_from_args, parse_subcommand
 from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, console
@@ -43,23 +43,24 @@ from shards.open import open_store
 
 
 def run(arguments: list[str]) -> None:
+    """Run `python -m evaluation` with these arguments."""
     command, rest = parse_subcommand(COMMANDS, arguments, "evaluation", __doc__)
     COMMANDS[command](rest)
 
 
 def sample(arguments: list[str]) -> None:
-    """Draw the pictures of every setting; the same command again resumes.
+    """Draw pictures for every prompt and sampling setting. If the command is interrupted, run it again to continue.
 
     examples:
       python -m evaluation sample --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
       python -m evaluation sample --config configs/evaluate.yaml --model runs/phase2 --sampling.guidance 1,3,8
     """
     config = load_from_args(EvaluateConfig, arguments, "evaluation sample", sample.__doc__)
-    draw(config, config.step, output_of(config))
+    draw(config, config.step, output_place(config))
 
 
 def score_sets(arguments: list[str]) -> None:
-    """Draw what is missing of every setting's pictures, and print and write each set's metrics.
+    """Draw missing pictures, compute the metrics of every sample set, print them and write metrics.json.
 
     examples:
       python -m evaluation score --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
@@ -67,25 +68,27 @@ def score_sets(arguments: list[str]) -> None:
     """
     config = load_from_args(EvaluateConfig, arguments, "evaluation score", score_sets.__doc__)
     names = choose_metrics(config.metrics, config.extractors, config.reference)
-    draw_and_score(config, names, config.step, output_of(config))
+    draw_and_score(config, names, config.step, output_place(config))
 
 
 def watch(arguments: list[str]) -> None:
-    """Pictures and metrics of each checkpoint of a run as it appears, while training goes on.
+    """Sample and score each checkpoint of a run as it appears, while training continues.
 
     examples:
       python -m evaluation watch runs/phase2 --config configs/evaluate.yaml --prompts.file prompts.txt --every 10000
       python -m evaluation watch s3://bucket/phase2 --config configs/evaluate.yaml --once true
     """
-    named = ["--model", *arguments[:1]] if arguments and not arguments[0].startswith("-") else []
-    config = load_from_args(WatchConfig, [*named, *arguments[len(named) // 2 :]], "evaluation watch RUN", watch.__doc__)
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--model", *arguments]
+    config = load_from_args(WatchConfig, arguments, "evaluation watch RUN", watch.__doc__)
     if config.step is not None:
         raise RequestError(
-            "evaluation watch follows many steps: choose them with --every and --until, not with --step."
+            "evaluation watch does not accept --step, because it evaluates many checkpoints. Select them with --every "
+            "and --until."
         )
     names = choose_metrics(config.metrics, config.extractors, config.reference)
-    run, output = open_store(config.model), base_of(config)
-    read_wants(run)
+    run, output = open_store(config.model), base_place(config)
+    read_schedule(run)  # refuses a folder that is not a run before anything else is read
     settings = config.model_dump(mode="json", include={"weights", "sampling", "extractors", "reference"})
     Follower(
         run=run,
@@ -94,13 +97,13 @@ def watch(arguments: list[str]) -> None:
         weights=config.weights,
         settings=settings | {"metrics": names, "prompts": prompts_sha256(read_prompts(config.prompts))},
         evaluate=lambda step, place: draw_and_score(config, names, step, place),
-        track=open_tracker(run, output),
-        tell_rest=lambda: tell_rest(run, config.model),
+        log_step=open_tracker(run, output),
+        log_remaining=lambda: log_remaining_sheets(run, config.model),
     ).follow()
 
 
 def report(arguments: list[str]) -> None:
-    """What is known of some runs, on one page.
+    """Write one HTML page about one or more runs: losses, metrics, pictures, speed, cost and data.
 
     examples:
       python -m evaluation report runs/phase1 runs/phase2
@@ -110,7 +113,8 @@ def report(arguments: list[str]) -> None:
     config = load_config(ReportConfig, None, arguments[len(names) :], "evaluation report RUN…", report.__doc__)
     if not names:
         raise RequestError(
-            "evaluation report: name the runs first: `python -m evaluation report runs/phase1 runs/phase2`."
+            "evaluation report needs at least one run: name the runs first, as in `python -m evaluation report "
+            "runs/phase1 runs/phase2`."
         )
     runs = read_runs(names)
     config.output.parent.mkdir(parents=True, exist_ok=True)
@@ -119,50 +123,56 @@ def report(arguments: list[str]) -> None:
 
 
 def compare_runs(arguments: list[str]) -> None:
-    """The newest numbers of two runs, side by side."""
+    """Print the newest metrics of two runs, one below the other. Metrics with different ids are not compared."""
     epilog = "example: python -m evaluation compare runs/a runs/b"
     parser = argparse.ArgumentParser("python -m evaluation compare", description=compare_runs.__doc__, epilog=epilog)
-    parser.add_argument("runs", nargs=2, metavar="RUN")
+    parser.add_argument("runs", nargs=2, metavar="RUN", help="run folder, or URL such as s3://bucket/phase2")
     print(compare(*read_runs(parser.parse_args(arguments).runs)))
 
 
 def draw_and_score(config: EvaluateConfig, names: list[MetricName], step: int | None, output: Path | str) -> None:
-    """Of every setting, a checkpoint's pictures and their metrics."""
+    """Draw the pictures of every setting from one checkpoint, compute their metrics and print them."""
     check_measurable(names, len(read_prompts(config.prompts)), config.sampling.size, config.reference)
     for place in draw(config, step, output):
         rows = score(read_set(place), names, config.extractors, config.reference, config.workers)
-        print(f"{place}\n{table(rows)}", flush=True)
+        print(f"{place}\n{format_metrics(rows)}", flush=True)
 
 
 def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[Path | str]:
-    """Draw the pictures of every setting; returns where each sample set is."""
+    """Draw the pictures of every setting, and return the places of the sample sets."""
     prompts = read_prompts(config.prompts)
     trusted = config.trust_remote_code
-    model = make_ready(config.model, step, config.weights, open_store(output), trusted)
+    model = prepare_model(config.model, step, config.weights, open_store(output), trusted)
     places = draw_sets(model, prompts, config.sampling, output, config.workers, trusted)
     for place in places:
         print(f"{place}: {len(prompts) * config.sampling.images_per_prompt} pictures", flush=True)
     return places
 
 
-def base_of(config: EvaluateConfig) -> Path | str:
-    """What holds evaluations/: the run, or the output that was given; a local one as an absolute path, for workers."""
+def base_place(config: EvaluateConfig) -> Path | str:
+    """Return the place that contains evaluations/: `output` if it is set, or else the run.
+
+    A local path is made absolute, because workers have different working directories.
+    """
     place = config.output or parse_place(config.model)
     return place.absolute() if isinstance(place, Path) else place
 
 
-def output_of(config: EvaluateConfig) -> Path | str:
-    """Where the pictures of a config's model go.
+def output_place(config: EvaluateConfig) -> Path | str:
+    """Return the place for the sample sets of a config's model.
 
     Raises:
-        RequestError: none is given for a model that is no run.
+        RequestError: the model is not a run, and no output is set; or the run has no such checkpoint.
     """
     if config.output is not None:
-        return base_of(config)
+        return base_place(config)
     if not is_run(config.model):
-        raise RequestError(f"Say where the pictures of {config.model} go, with --output: it is no run folder.")
-    step = config.step if config.step is not None else chosen_step(open_store(config.model), None)
-    return step_place(base_of(config), step, config.weights)
+        raise RequestError(
+            f"{config.model} is not a run folder, so there is no default place for its pictures. Choose one with "
+            f"--output."
+        )
+    step = config.step if config.step is not None else choose_step(open_store(config.model), None)
+    return step_place(base_place(config), step, config.weights)
 
 
 COMMANDS: dict[str, Callable[[list[str]], object]] = {

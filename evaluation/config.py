@@ -1,4 +1,4 @@
-"""The config of evaluation, put together from its rooms' own."""
+"""Config of `python -m evaluation`, assembled from the sections that the subpackages define."""
 
 from pydantic import Field
 
@@ -15,29 +15,30 @@ from shards.base.store import Place
 
 
 class EvaluateConfig(Config):
-    """Pictures of a model, and metrics over them."""
+    """Sample a model and score its pictures."""
 
     model: str
-    """A run folder or its address; or a diffusers pipeline: an export's folder, or a name on the hub."""
+    """Model to sample: a run folder or its URL, the folder of an exported diffusers pipeline, or a name on the hub."""
     step: int | None = Field(None, ge=0)
-    """Of a run: which checkpoint; null: the newest."""
+    """Step of the run's checkpoint. null: the newest one."""
     weights: Weights = "auto"
-    """Of a run: raw, ema, or auto, the moving average where there is one."""
+    """Weights of the run's checkpoint: `raw`, `ema` (its moving average), or `auto`, which is `ema` if the checkpoint
+    has one."""
     trust_remote_code: bool = False
     """Allow workers to execute Python code that the pipeline's folder contains."""
     output: Place | None = None
-    """Where samples and metrics go, a folder that all workers see or an address; null: RUN/evaluations/STEP."""
+    """Folder (visible to all workers) or URL for pictures and metrics. null: RUN/evaluations/STEP."""
     prompts: PromptsConfig = PromptsConfig()
     sampling: SamplingConfig = SamplingConfig()
     extractors: ExtractorsConfig = ExtractorsConfig()
     reference: ReferenceConfig = ReferenceConfig()
     metrics: list[MetricName] | None = None
-    """Which; null: all whose extractor's weights are given."""
+    """Metrics to compute. null: all those whose extractor has weights."""
     workers: FleetConfig = FleetConfig()
 
 
 class WatchConfig(EvaluateConfig, FollowConfig):
-    """Follow a run, and evaluate its checkpoints as they appear."""
+    """Sample and score a run's checkpoints as they appear."""
 
     output: Place | None = None
-    """Where evaluations/ and evaluations.jsonl go; null: into the run folder."""
+    """Folder or URL for evaluations/ and evaluations.jsonl. null: the run folder."""

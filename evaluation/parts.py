@@ -1,4 +1,12 @@
-"""Parts: files that one attempt made and committed together. Only a part's receipt says that it exists."""
+"""Parts: files that one attempt writes and commits together. A part exists if its receipt does.
+
+    PLACE/pictures/00000.3fa9c1d2/…         the files, in a folder named by its content hash
+    PLACE/receipts/pictures/00000.json      the receipt, created last
+
+Parts are stored by the functions that commit the parts of a latents root (`shards/root/commit.py`), with the same
+guarantees. Their receipts are simpler, because they describe no tar: they have no buckets, bitmaps or generations, and
+the writer of a part adds its own fields.
+"""
 
 import hashlib
 import time
@@ -12,63 +20,67 @@ from shards.base.scratch import attempt_folder
 from shards.base.store import Store
 from shards.root.commit import content_hash, record_files, store_part
 
-Receipt = dict[str, Any]
-"""What the part's maker says of it, `part`: its folder, `files`: name → SHA-256, and `seconds` that making it took."""
+PartReceipt = dict[str, Any]
+"""`part`: the part's folder; `files`: file name → SHA-256; `seconds`: time that writing the files took; and the fields
+that the writer of the part added."""
 FOLDER = "receipts"
 
 
-def read_receipt(store: Store, folder: str, name: str) -> Receipt | None:
-    """Of part `name` in `folder`; None where it is not committed.
+def read_receipt(store: Store, folder: str, name: str) -> PartReceipt | None:
+    """Return the receipt of part `name` in `folder`, or None if the part is not committed.
 
     Raises:
-        DamagedFile: the receipt is not as it was written.
+        DamagedFile: the receipt is damaged.
     """
-    return read_sealed(store, _receipt(folder, name))
+    return read_sealed(store, _receipt_name(folder, name))
 
 
-def read_receipts(store: Store, folder: str, names: Sequence[str]) -> dict[str, Receipt]:
-    """Read the receipts of parts `names` in `folder` in one batch; parts that are not committed are left out.
+def read_receipts(store: Store, folder: str, names: Sequence[str]) -> dict[str, PartReceipt]:
+    """Read the receipts of parts `names` in `folder` in one batch. Parts that are not committed are left out.
 
     Raises:
-        DamagedFile: a receipt is not as it was written.
+        DamagedFile: a receipt is damaged.
     """
-    paths = {name: _receipt(folder, name) for name in names}
+    paths = {name: _receipt_name(folder, name) for name in names}
     found = store.read_many(list(paths.values()))
     return {name: parse_sealed_json(found[path], store.where(path)) for name, path in paths.items() if path in found}
 
 
-def commit_part(store: Store, folder: str, name: str, make: Callable[[Path], Receipt]) -> Receipt:
-    """The receipt of a part: `make` writes its files into a private folder, unless the part is committed already.
+def commit_part(store: Store, folder: str, name: str, write: Callable[[Path], PartReceipt]) -> PartReceipt:
+    """Write and commit a part unless it is committed already, and return its receipt.
 
-    As stage 1 commits: the part's folder is named by its content, and of two attempts at once the one that creates the
-    receipt has made the part.
+    Of several concurrent attempts, the one that creates the receipt has committed the part, and all return its receipt.
+
+    Args:
+        write: writes the part's files into the given empty folder, and returns the fields to add to the receipt.
     """
-    return create_once(store, _receipt(folder, name), lambda: _put(store, folder, name, make))
+    return create_once(store, _receipt_name(folder, name), lambda: _store_part(store, folder, name, write))
 
 
-def _put(store: Store, folder: str, name: str, make: Callable[[Path], Receipt]) -> Receipt:
+def _store_part(store: Store, folder: str, name: str, write: Callable[[Path], PartReceipt]) -> PartReceipt:
+    """Write a part's files in a private folder, move them to `folder`, and return the receipt to create."""
     with attempt_folder(store, f"{folder}-{name}".replace("/", "-")) as private:
         part = private / "part"
         part.mkdir()
         started = time.monotonic()
-        about = make(part) | {"seconds": round(time.monotonic() - started, 3)}
+        fields = write(part) | {"seconds": round(time.monotonic() - started, 3)}
         files = record_files(part, {})
-        place_name = f"{folder}/{name}.{content_hash(files)}"
-        store_part(store, part, place_name, files)
-        return {**about, "part": place_name, "files": {file: record.sha256 for file, record in files.items()}}
+        target = f"{folder}/{name}.{content_hash(files)}"
+        store_part(store, part, target, files)
+        return {**fields, "part": target, "files": {file: record.sha256 for file, record in files.items()}}
 
 
 def seconds_of_parts(store: Store) -> float:
-    """That all committed parts of a store took, each on its worker."""
+    """Return the total time that workers spent on the committed parts of a store."""
     receipts = store.read_many([f"{FOLDER}/{name}" for name in store.files(FOLDER)])
     return float(sum(parse_sealed_json(data, store.where(name)).get("seconds", 0) for name, data in receipts.items()))
 
 
-def read_part(store: Store, receipt: Receipt) -> dict[str, bytes]:
-    """A committed part's files by name, in the receipt's order.
+def read_part(store: Store, receipt: PartReceipt) -> dict[str, bytes]:
+    """Return file name → content for a committed part, in the receipt's order.
 
     Raises:
-        DamagedInput: a file is missing, or differs from what was committed.
+        DamagedInput: a file is missing, or its SHA-256 does not match the receipt.
     """
     folder = receipt["part"]
     found = store.read_many([f"{folder}/{file}" for file in receipt["files"]])
@@ -78,18 +90,20 @@ def read_part(store: Store, receipt: Receipt) -> dict[str, bytes]:
         if data is None or hashlib.sha256(data).hexdigest() != sha256:
             raise DamagedInput(
                 f"{store.where(f'{folder}/{file}')} is {'missing' if data is None else 'damaged'}. Restore it from a "
-                f"copy; or remove that folder and its receipt in {store.where(FOLDER)}, and the same command makes "
-                f"that part again."
+                f"copy; or delete its folder and the folder's receipt in {store.where(FOLDER)}, and run the same "
+                f"command again to recreate them."
             )
         files[file] = data
     return files
 
 
 def create_once(store: Store, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The sealed JSON at `name`, made where there is none; of two that make it at once, the first one's counts.
+    """Return the sealed JSON at `name`, after creating it from `make()` if it does not exist.
+
+    Of several concurrent calls, one creates the file, and all return its content.
 
     Raises:
-        DamagedFile: it is not as it was written.
+        DamagedFile: the file is damaged.
     """
     if (found := read_sealed(store, name)) is None:
         store.create(name, sealed_json(make()))
@@ -99,10 +113,10 @@ def create_once(store: Store, name: str, make: Callable[[], dict[str, Any]]) -> 
 
 
 def read_sealed(store: Store, name: str) -> dict[str, Any] | None:
-    """The sealed JSON at `name`; None where there is none.
+    """Return the sealed JSON at `name`, or None if it does not exist.
 
     Raises:
-        DamagedFile: it is not as it was written.
+        DamagedFile: the file is damaged.
     """
     try:
         return parse_sealed_json(store.read(name), store.where(name))
@@ -113,12 +127,17 @@ def read_sealed(store: Store, name: str) -> dict[str, Any] | None:
 def write_once(
     store: Store, name: str, content: dict[str, Any], refusal: Callable[[dict[str, Any]], Exception]
 ) -> None:
-    """Write `content` as sealed JSON where there is none yet; what is there must be the same, or `refusal` says why."""
+    """Create a sealed JSON, or check that the existing one has the same content.
+
+    Raises:
+        Exception: the existing content differs. `refusal` builds the exception from it.
+        DamagedFile: the existing file is damaged.
+    """
     store.create(name, sealed_json(content))
     found = parse_sealed_json(store.read(name), store.where(name))
     if canonical_json(found) != canonical_json(content):
         raise refusal(found)
 
 
-def _receipt(folder: str, name: str) -> str:
+def _receipt_name(folder: str, name: str) -> str:
     return f"{FOLDER}/{folder}/{name}.json"

@@ -1,6 +1,6 @@
-"""Networks that turn pictures into features, each from a local file or folder, known by its content.
+"""Networks that extract features from pictures. Each is loaded from a local path and identified by its content.
 
-A picture of any size is brought to the network's own as the extractor says: that is part of the metric's id.
+Every extractor resizes pictures to its own input size in its own way, which is therefore part of a metric's id.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
 from evaluation.features import open_clip
-from evaluation.features.open_clip import View
+from evaluation.features.open_clip import Preprocessing
 from evaluation.metrics.table import ExtractorName
 from shards.base.config import Config
 from shards.base.durable import canonical_json, sha256_file
@@ -24,103 +24,119 @@ from shards.base.errors import RequestError
 from shards.format.models import FILES, OTHER_VOCABULARIES, TOKENIZER_FILES, read_model_config
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-DINOV2_VIEW = View(224, False, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+DINOV2_PREPROCESSING = Preprocessing(224, False, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 BILINEAR, CROPPED, SQUASHED = "bilinear as TensorFlow 1", "bicubic antialias, center", "bicubic antialias"
+"""Descriptions of resizing. They are hashed into metric ids, so they must not change."""
 TOY_CELLS = 4
+"""Side of the grid whose mean colours are the toy extractor's features."""
 WEIGHTS_NAME = "model.safetensors"
 
 Pixels = np.ndarray
 """(N, height, width, 3) uint8."""
 Extractor = Callable[[Pixels], Tensor]
-"""→ (N, D) float32."""
+"""Pictures → (N, D) float32."""
 
 
 class ExtractorConfig(Config):
-    """A network by its local path; nothing is fetched."""
+    """A feature extractor, loaded from a local path. Nothing is downloaded."""
 
     weights: Path | None = None
-    """inception: torch-fidelity's file; clip: a folder of transformers or open_clip; dinov2: of transformers; null: not
-    used."""
+    """For `inception`, torch-fidelity's weights file. For `clip`, a folder in transformers' or open_clip's format. For
+    `dinov2`, a folder in transformers' format. null: the extractor is not used."""
     sha256: str | None = None
-    """What the weights must hash to; null: whatever is there, and it is in the metric's id."""
+    """Expected SHA-256 of the weights. null: any weights are accepted. Metric ids contain the hash in either case."""
 
 
 class ExtractorsConfig(Config):
-    """The networks that metrics are taken over."""
+    """The feature extractors that metrics use."""
 
     inception: ExtractorConfig = ExtractorConfig()
-    """For fid, fid_infinity, kid, precision and recall."""
+    """Inception, for `fid`, `fid_infinity`, `kid`, `precision` and `recall`."""
     clip: ExtractorConfig = ExtractorConfig()
-    """For clip_fid, cmmd and clip_score."""
+    """CLIP, for `clip_fid`, `cmmd` and `clip_score`."""
     dinov2: ExtractorConfig = ExtractorConfig()
-    """For fd_dinov2."""
+    """DINOv2, for `fd_dinov2`."""
     toy: bool = Field(False)
-    """Mean colours of 4 × 4 cells, for toy_fid and toy_kid: for demos, where no weights are at hand."""
+    """Use the mean colours of 4 × 4 cells as features, for `toy_fid` and `toy_kid`. Meant for demos without weights."""
     batch_size: int = Field(64, ge=1)
-    """Pictures at a time."""
+    """Pictures per batch."""
 
 
 def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[str, Any]:
-    """What its features depend on, by content.
+    """Return everything that an extractor's features depend on: its kind, its weights' hash and its resizing.
 
     Raises:
-        RequestError: no weights are given for it, they are not there, or they hash to something else.
+        RequestError: the weights are not set, do not exist, belong to a different model, or have an unexpected hash.
     """
     if kind == "toy":
         return {"kind": kind, "resize": f"area {TOY_CELLS}"}
     given: ExtractorConfig = getattr(config, kind)
     option = f"extractors.{kind}.weights"
-    if given.weights is None or not given.weights.exists():
-        what = "are not given" if given.weights is None else f"are not at {given.weights}"
+    if given.weights is None:
         raise RequestError(
-            f"The weights of {kind} {what}. Give their local path as {option}; nothing is downloaded here "
-            f"(docs/evaluation.md says where others have them from)."
+            f"The weights of {kind} are not set. Set {option} to a local path; nothing is downloaded automatically "
+            f"(docs/evaluation.md lists where to download them)."
         )
-    of_open_clip = open_clip.weights_file(given.weights) if kind == "clip" else None
-    if not (of_open_clip or (given.weights if kind == "inception" else given.weights / WEIGHTS_NAME)).is_file():
-        what = (
-            "torch-fidelity's file"
-            if kind == "inception"
-            else f"a transformers folder with config.json and {WEIGHTS_NAME}"
-        )
-        other = f", or open_clip's with {open_clip.CONFIG_NAME} and its weights" if kind == "clip" else ""
+    if not given.weights.exists():
         raise RequestError(
-            f"{given.weights} is not what {kind} is read from, {what}{other}. Give its path as {option}."
+            f"The weights of {kind} do not exist at {given.weights}. Correct {option}; nothing is downloaded "
+            f"automatically (docs/evaluation.md lists where to download them)."
         )
-    if kind != "inception" and of_open_clip is None:
-        found = read_model_config(given.weights).get("model_type")
-        if found != kind:  # transformers would load none of its weights, and go on with random ones
-            raise RequestError(
-                f"{given.weights} holds a model of type {found!r}, and not {kind}. Give its path as {option}."
-            )
-    sha256 = _hash(given.weights, of_open_clip)
+    open_clip_weights = open_clip.weights_file(given.weights) if kind == "clip" else None
+    _check_files(kind, given.weights, open_clip_weights, option)
+    sha256 = _hash(given.weights, open_clip_weights)
     if given.sha256 is not None and sha256 != given.sha256:
         raise RequestError(
-            f"{given.weights} hashes to {sha256}, and extractors.{kind}.sha256 asks for {given.sha256}: other "
-            f"weights, config or tokenizer give other numbers. Put the right files there, or drop the sha256."
+            f"{given.weights} has the SHA-256 {sha256}, but extractors.{kind}.sha256 is {given.sha256}. Different "
+            f"weights, configs or tokenizers give different metrics. Restore the expected files, or remove the sha256."
         )
     resize = {"inception": BILINEAR, "clip": CROPPED, "dinov2": SQUASHED}[kind]
-    if of_open_clip and not open_clip.read_view(given.weights).crop:
+    if open_clip_weights and not open_clip.read_preprocessing(given.weights).crop:
         resize = SQUASHED
     return {"kind": kind, "sha256": sha256, "resize": resize}
 
 
+def _check_files(kind: ExtractorName, weights: Path, open_clip_weights: Path | None, option: str) -> None:
+    """Check that existing weights are in the format that `kind` is loaded from.
+
+    Raises:
+        RequestError: a file is missing, or the folder contains a different type of model.
+    """
+    file = open_clip_weights or (weights if kind == "inception" else weights / WEIGHTS_NAME)
+    if not file.is_file():
+        expected = f"a transformers folder with config.json and {WEIGHTS_NAME}"
+        if kind == "inception":
+            expected = "torch-fidelity's weights file"
+        elif kind == "clip":
+            expected += f", or an open_clip folder with {open_clip.CONFIG_NAME} and its weights"
+        raise RequestError(f"{weights} does not contain the weights of {kind}. Set {option} to {expected}.")
+    if kind != "inception" and open_clip_weights is None:
+        found = read_model_config(weights).get("model_type")
+        if found != kind:  # transformers would load none of the weights, and silently initialise the model at random
+            raise RequestError(
+                f"{weights} contains a model of type {found!r} instead of {kind!r}. Set {option} to a {kind} model."
+            )
+
+
 def extractor_id(description: dict[str, Any]) -> str:
-    """For folders."""
+    """Return a short id of an extractor, used as a folder name."""
     return f"{description['kind']}-{hashlib.sha256(canonical_json(description)).hexdigest()[:12]}"
 
 
 def load_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Extractor:
-    """The network on `device`, in float32."""
+    """Load an extractor to `device`, in float32."""
     if kind == "toy":
-        return lambda pixels: adaptive_avg_pool2d(_floats(pixels, device), TOY_CELLS).flatten(1)
+        return lambda pixels: adaptive_avg_pool2d(_to_floats(pixels, device), TOY_CELLS).flatten(1)
     assert weights is not None
     clip = _open_clip if open_clip.weights_file(weights) else _clip
     return {"inception": _inception, "clip": clip, "dinov2": _dinov2}[kind](weights, device)
 
 
 def load_text_features(weights: Path, device: str) -> Callable[[list[str]], Tensor]:
-    """Prompts → (N, D) float32, in the space of `clip`'s features. Prompts are cut where the tokenizer ends."""
+    """Load CLIP's text encoder: prompts → (N, D) float32 in the space of the `clip` extractor's features.
+
+    Prompts are truncated to the tokenizer's maximum length.
+    """
     from transformers import AutoTokenizer, CLIPModel
 
     if open_clip.weights_file(weights):
@@ -141,12 +157,13 @@ def load_text_features(weights: Path, device: str) -> Callable[[list[str]], Tens
 def _inception(weights: Path, device: str) -> Extractor:
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-    try:  # torch-fidelity itself would run what a pickle asks for
+    try:
+        # torch-fidelity loads the file without weights_only, so a malicious pickle would be executed
         torch.load(weights, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise RequestError(
-            f"{weights} cannot be read as weights alone ({type(error).__name__}). Give torch-fidelity's file "
-            f"weights-inception-2015-12-05-6726825d.pth."
+            f"{weights} cannot be loaded as a file that contains only weights ({type(error).__name__}). Use "
+            f"torch-fidelity's weights-inception-2015-12-05-6726825d.pth."
         ) from error
     model = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(weights))
     model = model.eval().to(device)
@@ -163,53 +180,70 @@ def _clip(weights: Path, device: str) -> Extractor:
     from transformers import CLIPModel
 
     model = CLIPModel.from_pretrained(weights, use_safetensors=True).eval().to(device)
-    view = View(model.config.vision_config.image_size, True, CLIP_MEAN, CLIP_STD)
-    return _shown_to(lambda x: model.visual_projection(model.vision_model(pixel_values=x).pooler_output), view, device)
+    preprocessing = Preprocessing(model.config.vision_config.image_size, True, CLIP_MEAN, CLIP_STD)
+
+    def encode(pictures: Tensor) -> Tensor:
+        embeds: Tensor = model.visual_projection(model.vision_model(pixel_values=pictures).pooler_output)
+        return embeds
+
+    return _with_preprocessing(encode, preprocessing, device)
 
 
 def _open_clip(weights: Path, device: str) -> Extractor:
-    return _shown_to(open_clip.load_model(weights, device).encode_image, open_clip.read_view(weights), device)
+    model = open_clip.load_model(weights, device)
+    return _with_preprocessing(model.encode_image, open_clip.read_preprocessing(weights), device)
 
 
 def _dinov2(weights: Path, device: str) -> Extractor:
     from transformers import Dinov2Model
 
     model = Dinov2Model.from_pretrained(weights, use_safetensors=True).eval().to(device)
-    return _shown_to(lambda x: model(pixel_values=x).pooler_output, DINOV2_VIEW, device)
+
+    def encode(pictures: Tensor) -> Tensor:
+        class_tokens: Tensor = model(pixel_values=pictures).pooler_output
+        return class_tokens
+
+    return _with_preprocessing(encode, DINOV2_PREPROCESSING, device)
 
 
-def _shown_to(encode: Callable[[Tensor], Tensor], view: View, device: str) -> Extractor:
-    """`encode`: (N, 3, side, side), normalised → (N, D)."""
+def _with_preprocessing(encode: Callable[[Tensor], Tensor], preprocessing: Preprocessing, device: str) -> Extractor:
+    """Combine preprocessing with a network: (N, 3, side, side) normalised pictures → (N, D)."""
 
     @torch.inference_mode()
     def extract(pixels: Pixels) -> Tensor:
-        return encode(_shown(_floats(pixels, device), view)).float()
+        return encode(_preprocess(_to_floats(pixels, device), preprocessing)).float()
 
     return extract
 
 
-def _floats(pixels: Pixels, device: str) -> Tensor:
-    """(N, 3, height, width) in [0, 1]."""
+def _to_floats(pixels: Pixels, device: str) -> Tensor:
+    """Convert pictures to (N, 3, height, width) float32 in [0, 1] on `device`."""
     return torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).float() / 255
 
 
-def _shown(pictures: Tensor, view: View) -> Tensor:
-    """(N, 3, side, side): the shorter side resized and the middle cut, or both sides resized; normalised."""
-    (height, width), side = pictures.shape[-2:], view.side
-    scale = side / min(height, width)
-    size = (max(side, round(height * scale)), max(side, round(width * scale))) if view.crop else (side, side)
+def _preprocess(pictures: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """Resize, center-crop and normalise: (N, 3, height, width) in [0, 1] → (N, 3, side, side)."""
+    (height, width), side = pictures.shape[-2:], preprocessing.side
+    size = (side, side)
+    if preprocessing.crop:
+        scale = side / min(height, width)
+        size = (max(side, round(height * scale)), max(side, round(width * scale)))
     if size != (height, width):
         pictures = interpolate(pictures, size, mode="bicubic", antialias=True).clamp(0, 1)
     top, left = (size[0] - side) // 2, (size[1] - side) // 2
     pictures = pictures[:, :, top : top + side, left : left + side]
-    return (pictures - pictures.new_tensor(view.mean)[:, None, None]) / pictures.new_tensor(view.std)[:, None, None]
+    mean = pictures.new_tensor(preprocessing.mean)[:, None, None]
+    std = pictures.new_tensor(preprocessing.std)[:, None, None]
+    return (pictures - mean) / std
 
 
-def _hash(weights: Path, of_open_clip: Path | None) -> str:
-    """Of a file; of a folder's config, weights and tokenizer."""
+def _hash(weights: Path, open_clip_weights: Path | None) -> str:
+    """Hash a weights file; or the config, weights and tokenizer of a folder."""
     if weights.is_file():
         return sha256_file(weights)
-    names = FILES if of_open_clip is None else (open_clip.CONFIG_NAME, of_open_clip.name, *TOKENIZER_FILES)
+    names: tuple[str, ...] = FILES
+    if open_clip_weights is not None:
+        names = (open_clip.CONFIG_NAME, open_clip_weights.name, *TOKENIZER_FILES)
     vocabularies = () if (weights / "vocab.json").is_file() else OTHER_VOCABULARIES
     digest = hashlib.sha256()
     for name in (*names, *vocabularies):

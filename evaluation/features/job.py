@@ -1,4 +1,4 @@
-"""Features of every unit of a source, stored once in parts, and read back as one array."""
+"""Extract features of a source's units on Ray, store them in parts, and read them back as one array."""
 
 import functools
 import hashlib
@@ -25,10 +25,10 @@ from evaluation.features.extractors import (
     load_extractor,
     load_text_features,
 )
-from evaluation.features.sources import ReferenceConfig, SampleUnit, Taken, Unit, reference_units
+from evaluation.features.sources import InputRecord, ReferenceConfig, SampleUnit, Unit, reference_units
 from evaluation.metrics.frechet import Moments
 from evaluation.metrics.table import ExtractorName
-from evaluation.parts import Receipt, commit_part, read_part, read_receipts, read_sealed, write_once
+from evaluation.parts import PartReceipt, commit_part, read_part, read_receipts, read_sealed, write_once
 from evaluation.units import ending_broken_processes, run_units
 from shards.base.device import is_accelerator, worker_device
 from shards.base.durable import canonical_json
@@ -38,20 +38,24 @@ from shards.open import open_store
 
 RECORD = "reference.json"
 NO_REFERENCE = (
-    "No reference is given. Set reference.place, and reference.pictures where it is new; or reference.moments."
+    "No reference was given. Set reference.place to where its features are stored, and reference.pictures to its "
+    "pictures if the features do not exist yet; or set reference.moments."
 )
 ISOLATE_FROM = 2
-"""Attempt from which pictures are decoded in a child process: the attempt before may have died of one of them."""
+"""First attempt that decodes pictures in a child process, because a picture may have killed the previous attempt."""
 FEATURES, TEXTS, MOMENTS = "features.npy", "texts.npy", "moments.npz"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ExtractionJob:
+    """Settings that all units of a job share."""
+
     kind: ExtractorName
     weights: Path | None
     folder: str
-    """Of the features, in `place`."""
+    """Folder of the features, relative to `place`."""
     place: Path | str
+    """The sample set or the reference."""
     batch_size: int
     device: str
     num_cpus: float
@@ -59,36 +63,38 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Features:
-    """Of a whole source, in its order."""
+    """Features of a whole source, in its order."""
 
     values: np.ndarray
     """(N, D) float32."""
     texts: np.ndarray | None
-    """(N, D) of the samples' prompts, where the extractor has a text side."""
+    """(N, D) features of the samples' prompts, if the extractor has a text encoder."""
     extractor: dict[str, Any]
+    """The extractor's description, as returned by `describe_extractor`."""
     inputs: dict[str, str]
-    """Unit → SHA-256 of what it was taken from."""
+    """Unit → SHA-256 of its input."""
     rejected: dict[str, int]
+    """Reason → number of rejected pictures."""
 
 
 def extract(
     units: Sequence[Unit], kind: ExtractorName, config: ExtractorsConfig, place: Path | str, workers: FleetConfig
 ) -> Features:
-    """Features of all units, those that are missing computed on Ray and kept at `place`.
+    """Return the features of all units. Missing ones are computed on Ray and stored at `place`.
 
     Raises:
-        RequestError: the extractor's weights are missing, or others.
-        WorkError: units failed.
+        RequestError: the extractor's weights are missing or unexpected.
+        WorkError: some units failed.
     """
     description = describe_extractor(kind, config)
     folder, store = f"features/{extractor_id(description)}", open_store(place)
     weights = None if kind == "toy" else getattr(config, kind).weights.absolute()
     device = worker_device(workers.num_gpus)
-    recipe = Recipe(kind, weights, folder, place, config.batch_size, device, workers.num_cpus)
+    job = ExtractionJob(kind, weights, folder, place, config.batch_size, device, workers.num_cpus)
     names = [unit.name for unit in units]
     receipts = read_receipts(store, folder, names)
     missing = [(unit.name, unit) for unit in units if unit.name not in receipts]
-    run_units(missing, partial(extract_on_worker, recipe=recipe), workers, kind)
+    run_units(missing, partial(extract_on_worker, job=job), workers, kind)
     return read_features(store, folder, names, description, receipts)
 
 
@@ -97,80 +103,89 @@ def read_features(
     folder: str,
     names: Sequence[str],
     description: dict[str, Any],
-    known: dict[str, Receipt] | None = None,
+    known: dict[str, PartReceipt] | None = None,
 ) -> Features:
-    """Read the committed parts `names` and join them; receipts in `known` are not read again.
+    """Read the committed parts `names` and join them. Receipts in `known` are not read again.
 
     Raises:
-        WorkError: some are missing, or none holds a picture.
+        WorkError: a part is missing, or none of them contains a picture.
+        DamagedInput: a file is missing or damaged.
     """
     known = known or {}
     found = read_receipts(store, folder, [name for name in names if name not in known]) | known
     receipts = {name: found[name] for name in names if name in found}
     if len(receipts) < len(names):
         raise WorkError(
-            f"{store.where(folder)} has features of {len(receipts)} of {len(names)} parts. Give the same command with "
-            f"the pictures (reference.pictures), and it goes on."
+            f"{store.where(folder)} has the features of only {len(receipts)} of {len(names)} parts. Run the same "
+            f"command with reference.pictures set to extract the others."
         )
     parts = [read_part(store, receipt) for receipt in receipts.values() if receipt["count"]]
     if not parts:
-        raise WorkError(f"{store.where(folder)} holds features of no picture: all were rejected, or too small.")
+        raise WorkError(
+            f"{store.where(folder)} has no features, because every picture was rejected or too small. The receipts in "
+            f"{store.where('receipts')} count the reasons. Use different pictures."
+        )
     values, texts = (
         [np.load(io.BytesIO(part[name]), allow_pickle=False) for part in parts if name in part]
         for name in (FEATURES, TEXTS)
     )
     rejected = sum((Counter(receipt["rejected"]) for receipt in receipts.values()), Counter[str]())
     inputs = {name: receipt["input"] for name, receipt in receipts.items()}
-    joined = np.concatenate(texts) if texts else None
-    return Features(np.concatenate(values), joined, description, inputs, rejected)
+    joined_texts = np.concatenate(texts) if texts else None
+    return Features(np.concatenate(values), joined_texts, description, inputs, rejected)
 
 
-def extract_on_worker(unit: Unit, attempt: int, report: Callable[[int], None], recipe: Recipe) -> Receipt:
+def extract_on_worker(unit: Unit, attempt: int, report: Callable[[int], None], job: ExtractionJob) -> PartReceipt:
     """Make one attempt at one unit, and report the number of pictures processed so far.
 
-    A picture that crashes its decoder or never ends costs the first attempt its worker. Later attempts decode in a
+    A picture that crashes its decoder or never finishes costs the first attempt its worker. Later attempts decode in a
     child process, where such a picture is rejected and the others are kept.
     """
-    torch.set_num_threads(1 if is_accelerator(recipe.device) else max(1, int(recipe.num_cpus)))
+    torch.set_num_threads(1 if is_accelerator(job.device) else max(1, int(job.num_cpus)))
     with ending_broken_processes():
-        make = partial(extract_part, unit, recipe, report, attempt >= ISOLATE_FROM)
-        return commit_part(open_store(recipe.place), recipe.folder, unit.name, make)
+        write = partial(extract_part, unit, job, report, attempt >= ISOLATE_FROM)
+        return commit_part(open_store(job.place), job.folder, unit.name, write)
 
 
-def extract_part(unit: Unit, recipe: Recipe, report: Callable[[int], None], isolate: bool, folder: Path) -> Receipt:
-    """Write the features of a unit's pictures to `folder`; with `isolate`, a child process decodes the pictures."""
-    extractor = cached_extractor(recipe.kind, recipe.weights, recipe.device)
-    taken, rows = Taken(), []
-    with closing(unit.pictures(taken, isolate)) as pictures:
-        for batch in batches(pictures, recipe.batch_size):
-            rows.append(finite(extractor(batch).cpu().numpy(), unit, recipe))
+def extract_part(
+    unit: Unit, job: ExtractionJob, report: Callable[[int], None], isolate: bool, folder: Path
+) -> PartReceipt:
+    """Write the features of a unit's pictures to `folder`, and return the receipt's fields.
+
+    With `isolate`, a child process decodes the pictures.
+    """
+    extractor = cached_extractor(job.kind, job.weights, job.device)
+    record, rows = InputRecord(), []
+    with closing(unit.pictures(record, isolate)) as pictures:
+        for batch in batches(pictures, job.batch_size):
+            rows.append(check_finite(extractor(batch).cpu().numpy(), unit, job))
             report(sum(map(len, rows)))
     if rows:
         np.save(folder / FEATURES, np.concatenate(rows))
-    if recipe.kind == "clip" and isinstance(unit, SampleUnit) and recipe.weights is not None:
-        encode = cached_texts(recipe.weights, recipe.device)
-        starts = range(0, len(unit.texts), recipe.batch_size)
-        texts = [encode(list(unit.texts[start : start + recipe.batch_size])).cpu().numpy() for start in starts]
-        np.save(folder / TEXTS, finite(np.concatenate(texts), unit, recipe))
-    return {"count": sum(map(len, rows)), "rejected": dict(taken.rejected), "input": taken.input}
+    if job.kind == "clip" and isinstance(unit, SampleUnit) and job.weights is not None:
+        encode = cached_text_encoder(job.weights, job.device)
+        starts = range(0, len(unit.texts), job.batch_size)
+        texts = [encode(list(unit.texts[start : start + job.batch_size])).cpu().numpy() for start in starts]
+        np.save(folder / TEXTS, check_finite(np.concatenate(texts), unit, job))
+    return {"count": sum(map(len, rows)), "rejected": dict(record.rejected), "input": record.input}
 
 
-def finite(values: np.ndarray, unit: Unit, recipe: Recipe) -> np.ndarray:
-    """The values, (N, D).
+def check_finite(values: np.ndarray, unit: Unit, job: ExtractionJob) -> np.ndarray:
+    """Return (N, D) features unchanged after checking that all are finite.
 
     Raises:
-        WorkError: some are not finite, and every metric over them would be wrong, some without a word.
+        WorkError: some are not. Metrics computed from them would be wrong, some of them without any sign of it.
     """
     if not np.isfinite(values).all():
         raise WorkError(
-            f"{recipe.kind} gave features of {unit.name} that are not finite: its weights are damaged, or they do not "
-            f"suit this code. Nothing of it is kept. Give other weights (extractors.{recipe.kind}.weights)."
+            f"{job.kind} returned non-finite features for {unit.name}, so its weights are damaged or do not match the "
+            f"model. Nothing was stored for this part. Use different weights (extractors.{job.kind}.weights)."
         )
     return values
 
 
 def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
-    """(N, height, width, 3) uint8."""
+    """Stack pictures into batches, (N, height, width, 3) uint8. The last one may be smaller."""
     pictures = iter(pictures)
     while batch := list(islice(pictures, batch_size)):
         yield np.stack(batch)
@@ -178,21 +193,24 @@ def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndar
 
 @functools.lru_cache(maxsize=1)
 def cached_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Extractor:
+    """Load an extractor, which the worker keeps for its next unit."""
     return load_extractor(kind, weights, device)
 
 
 @functools.lru_cache(maxsize=1)
-def cached_texts(weights: Path, device: str) -> Callable[[list[str]], torch.Tensor]:
+def cached_text_encoder(weights: Path, device: str) -> Callable[[list[str]], torch.Tensor]:
+    """Load CLIP's text encoder, which the worker keeps for its next unit."""
     return load_text_features(weights, device)
 
 
 def reference_features(
     config: ReferenceConfig, kind: ExtractorName, extractors: ExtractorsConfig, workers: FleetConfig
 ) -> tuple[Features, str]:
-    """Features of the reference, and its id: of its pictures and of how they become pixels.
+    """Return the features of a reference, and an id of its pictures and of how they become pixels.
 
     Raises:
-        RequestError: there is no such reference, or it was made otherwise.
+        RequestError: the reference does not exist, or was made from other pictures or with other settings.
+        WorkError: some units failed.
     """
     if config.place is None:
         raise RequestError(NO_REFERENCE)
@@ -201,25 +219,27 @@ def reference_features(
         units = reference_units(config)
         names = [unit.name for unit in units]
         content = record | {"units": names, "pictures": config.pictures}
-        write_once(store, RECORD, content, lambda found: _another(store, found, content))
-        found = extract(units, kind, extractors, config.place, workers)
+        write_once(store, RECORD, content, lambda found: _different_reference(store, found, content))
+        features = extract(units, kind, extractors, config.place, workers)
     else:
         content = read_sealed(store, RECORD) or {}
         if not content:
-            raise RequestError(f"{store.where()} is no reference. Make it: set reference.pictures, too.")
+            raise RequestError(
+                f"{store.where()} is not a reference: it has no {RECORD}. Set reference.pictures to create one there."
+            )
         if any(content.get(key) != value for key, value in record.items()):
-            raise _another(store, content, record)
+            raise _different_reference(store, content, record)
         description = describe_extractor(kind, extractors)
-        found = read_features(store, f"features/{extractor_id(description)}", content["units"], description)
-    named = {key: content[key] for key in record} | {"inputs": found.inputs}
-    return found, hashlib.sha256(canonical_json(named)).hexdigest()[:16]
+        features = read_features(store, f"features/{extractor_id(description)}", content["units"], description)
+    identity = {key: content[key] for key in record} | {"inputs": features.inputs}
+    return features, hashlib.sha256(canonical_json(identity)).hexdigest()[:16]
 
 
 def read_moments(path: Path) -> tuple[Moments, str]:
-    """Moments that others made, and their id.
+    """Read published moments from an npz file, and return them with their id, a hash of the file.
 
     Raises:
-        RequestError: the file is missing, or holds something else.
+        RequestError: the file is missing, or does not contain a mean and a covariance.
     """
     try:
         data = path.read_bytes()
@@ -227,39 +247,41 @@ def read_moments(path: Path) -> tuple[Moments, str]:
             mean, covariance = (np.asarray(arrays[name], np.float64) for name in ("mu", "sigma"))
     except (OSError, ValueError, KeyError, TypeError, BadZipFile, EOFError) as error:
         raise RequestError(
-            f"{path} cannot be read as moments: {error}. They are an npz of `mu`, (D,), and `sigma`, (D, D)."
+            f"{path} cannot be read as moments: {error}. reference.moments must be an npz file with `mu`, of shape "
+            f"(D,), and `sigma`, of shape (D, D)."
         ) from error
-    sound = mean.ndim == 1 and covariance.shape == (len(mean), len(mean)) and np.allclose(covariance, covariance.T)
-    if not sound or not np.isfinite(mean).all():
+    is_valid = mean.ndim == 1 and covariance.shape == (len(mean), len(mean)) and np.allclose(covariance, covariance.T)
+    if not is_valid or not np.isfinite(mean).all():
         raise RequestError(
-            f"{path} holds no Gaussian: `mu` has the shape {mean.shape} and `sigma` {covariance.shape}, and they must "
-            f"be (D,) and (D, D), finite and symmetric."
+            f"{path} does not contain valid moments: `mu` has shape {mean.shape} and `sigma` has shape "
+            f"{covariance.shape}. They must be (D,) and (D, D), finite and symmetric."
         )
     return Moments(mean, covariance), hashlib.sha256(data).hexdigest()[:16]
 
 
-def reference_moments(config: ReferenceConfig, found: Features, reference_id: str) -> Moments:
-    """The Gaussian of a reference's features, computed once: `mu` and `sigma` of an npz, as pytorch-fid has them.
+def reference_moments(config: ReferenceConfig, features: Features, reference_id: str) -> Moments:
+    """Return the moments of a reference's features, which are computed once and stored in pytorch-fid's format.
 
     Raises:
-        DamagedInput: the file is not as it was written.
+        DamagedInput: the stored file is damaged.
     """
 
-    def make(folder: Path) -> Receipt:
-        moments = Moments.of(found.values)
+    def write(folder: Path) -> PartReceipt:
+        moments = Moments.of(features.values)
         np.savez(folder / MOMENTS, mu=moments.mean, sigma=moments.covariance)
-        return {"reference": reference_id, "count": len(found.values)}
+        return {"reference": reference_id, "count": len(features.values)}
 
     assert config.place is not None
     store = open_store(config.place)
-    receipt = commit_part(store, f"moments/{extractor_id(found.extractor)}", reference_id, make)
+    receipt = commit_part(store, f"moments/{extractor_id(features.extractor)}", reference_id, write)
     arrays = np.load(io.BytesIO(read_part(store, receipt)[MOMENTS]), allow_pickle=False)
     return Moments(arrays["mu"], arrays["sigma"])
 
 
-def _another(store: Store, found: dict[str, Any], wanted: dict[str, Any]) -> RequestError:
-    differ = ", ".join(f"{k} {found.get(k)!r} ≠ {v!r}" for k, v in wanted.items() if found.get(k) != v)
+def _different_reference(store: Store, found: dict[str, Any], wanted: dict[str, Any]) -> RequestError:
+    differences = [f"{key} {found.get(key)!r} ≠ {value!r}" for key, value in wanted.items() if found.get(key) != value]
     return RequestError(
-        f"{store.where()} is a reference of other pictures or another size: {differ} (there ≠ asked for). Pictures are "
-        f"held against a reference of their own size, made in one way. Give another reference.place."
+        f"{store.where()} is a reference with different pictures or settings: {', '.join(differences)} (stored ≠ "
+        f"requested). Samples can only be compared with a reference of the same size, made with the same settings. Set "
+        f"reference.place to a different location, or use the stored settings."
     )

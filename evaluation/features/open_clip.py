@@ -1,6 +1,6 @@
-"""CLIP from open_clip's own files: a folder with open_clip_config.json and one file of weights.
+"""CLIP in open_clip's format: a folder with open_clip_config.json and one weights file.
 
-open_clip computes; which file it reads, and how a picture is brought to the network's size, is decided here.
+open_clip runs the model. This module decides which weights file it loads and how pictures are resized.
 """
 
 import json
@@ -18,94 +18,104 @@ from shards.format.models import read_model_config
 
 CONFIG_NAME = "open_clip_config.json"
 WEIGHTS_NAMES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-"""As open_clip's `push_to_hf_hub` names them."""
+"""File names that open_clip's `push_to_hf_hub` writes, in order of preference."""
 CROPS = {"shortest": True, "squash": False}
-"""open_clip's `resize_mode` → whether the shorter side is brought to the size and the middle cut."""
+"""open_clip's `resize_mode` → whether the shorter side is resized and the picture center-cropped."""
 
 
 @dataclass(frozen=True)
-class View:
-    """How pictures are shown to a network."""
+class Preprocessing:
+    """How pictures are resized and normalised for a network with a square input."""
 
     side: int
+    """Side of the network's input, in pixels."""
     crop: bool
-    """The shorter side is resized and the middle cut; else both sides are resized."""
+    """Resize the shorter side and center-crop. If false, resize both sides regardless of the aspect ratio."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
 
 def weights_file(folder: Path) -> Path | None:
-    """The weights of a folder of open_clip's; None where it is none, or is a folder of transformers' CLIP as well."""
+    """Return the weights file of an open_clip folder.
+
+    Returns:
+        None if the folder is not in open_clip's format, or also contains a CLIP model in transformers' format.
+    """
     found = [folder / name for name in WEIGHTS_NAMES if (folder / name).is_file()]
     if not found or not (folder / CONFIG_NAME).is_file():
         return None
-    # timm leaves a config.json and a model.safetensors of its own beside open_clip's
+    # a config.json may also be timm's, which is written next to open_clip's files
     has_both = (folder / "model.safetensors").is_file() and (folder / "config.json").is_file()
     return None if has_both and read_model_config(folder).get("model_type") == "clip" else found[0]
 
 
-def read_view(folder: Path) -> View:
-    """As the folder's `preprocess_cfg` has it, and where that is silent, as open_clip has it.
+def read_preprocessing(folder: Path) -> Preprocessing:
+    """Read the preprocessing from the folder's `preprocess_cfg`, with open_clip's defaults for missing fields.
 
     Raises:
-        RequestError: the config cannot be read, asks for a resize that is not done here, or names what is elsewhere.
+        RequestError: the config cannot be read, asks for an unsupported resize, or needs a text model from the hub.
     """
     from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 
-    with readable(folder / CONFIG_NAME):
-        given = json.loads((folder / CONFIG_NAME).read_text())
-        side = given["model_cfg"]["vision_cfg"].get("image_size", 224)
-        asked = PreprocessCfg(**merge_preprocess_dict(PreprocessCfg(), given.get("preprocess_cfg", {})))
-        view = View(side, CROPS.get(asked.resize_mode, False), tuple(asked.mean), tuple(asked.std))
-        of_hub = given["model_cfg"]["text_cfg"].get("hf_model_name")
-    if asked.interpolation != "bicubic" or asked.resize_mode not in CROPS or not isinstance(side, int):
+    with open_clip_errors(folder / CONFIG_NAME):
+        config = json.loads((folder / CONFIG_NAME).read_text())
+        side = config["model_cfg"]["vision_cfg"].get("image_size", 224)
+        given = PreprocessCfg(**merge_preprocess_dict(PreprocessCfg(), config.get("preprocess_cfg", {})))
+        preprocessing = Preprocessing(side, CROPS.get(given.resize_mode, False), tuple(given.mean), tuple(given.std))
+        hub_name = config["model_cfg"]["text_cfg"].get("hf_model_name")
+    if given.interpolation != "bicubic" or given.resize_mode not in CROPS or not isinstance(side, int):
         raise RequestError(
-            f"{folder / CONFIG_NAME} asks for pictures of {side} by {asked.interpolation}, {asked.resize_mode}. Here "
-            f"they become squares by bicubic, {' or '.join(CROPS)}. Give another model."
+            f"{folder / CONFIG_NAME} asks for {given.interpolation} interpolation, resize mode {given.resize_mode} and "
+            f"image size {side}. Only bicubic interpolation, the resize modes {' and '.join(CROPS)}, and square images "
+            f"are supported. Use a different model."
         )
-    if of_hub is not None:
+    if hub_name is not None:
         raise RequestError(
-            f"{folder / CONFIG_NAME} takes its text model from the hub ({of_hub}), and nothing is downloaded here. "
-            f"Give another model."
+            f"{folder / CONFIG_NAME} loads its text model from the hub ({hub_name}), but evaluation downloads nothing. "
+            f"Use a different model."
         )
-    return view
+    return preprocessing
 
 
 def load_model(folder: Path, device: str) -> Any:
-    """open_clip's model, in float32.
+    """Load an open_clip model in float32.
 
     Raises:
-        RequestError: the weights are not those of its config.
+        RequestError: the weights cannot be read or do not match the folder's config.
     """
     import open_clip
 
     file = weights_file(folder)
     assert file is not None
-    with readable(file):  # by that file's name: open_clip takes whatever weights it finds in the folder, or none
+    with open_clip_errors(file):
+        # without a file name, open_clip would load any weights it finds in the folder, or none
         model = open_clip.create_model(f"local-dir:{folder}", load_weights=False, pretrained_text=False)
         open_clip.load_checkpoint(model, str(file))
     return model.eval().to(device)
 
 
 @contextmanager
-def readable(file: Path) -> Iterator[None]:
-    """Whatever open_clip raises over a file is the file's fault."""
+def open_clip_errors(file: Path) -> Iterator[None]:
+    """Turn any exception that open_clip raises over a file into a RequestError that names the file."""
     try:
         yield
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise RequestError(
-            f"{file} cannot be read by open_clip ({type(error).__name__}: {reason}). Give a folder that open_clip "
-            f"wrote, or a transformers folder."
+            f"open_clip cannot read {file} ({type(error).__name__}: {reason}). Use a folder that was written by "
+            f"open_clip, or a transformers folder."
         ) from error
 
 
 def load_text_features(folder: Path, device: str) -> Callable[[list[str]], Tensor]:
-    """Prompts → (N, D) float32, in the space of the pictures' features. Prompts are cut where the tokenizer ends."""
+    """Load the text encoder: prompts → (N, D) float32 in the space of the picture features.
+
+    Prompts are truncated to the tokenizer's maximum length.
+    """
     import open_clip
 
     model = load_model(folder, device)
-    with readable(folder / CONFIG_NAME):
+    with open_clip_errors(folder / CONFIG_NAME):
         tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
-"""Where pictures come from, in units: parts of a sample set, tars, files of a folder.
+"""Sources of pictures, divided into units: parts of a sample set, tars, or image files of a folder.
 
-A reference's pictures go through stage 1's own pixel path, whatever they are in: a model is held against pictures that
-were cut and scaled as those that it was trained on.
+Reference pictures go through stage 1's pixel path, whatever their format, so that a model is compared with pictures
+that were cropped and resized like those it was trained on.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 from pydantic import Field, field_validator, model_validator
 
-from evaluation.parts import Receipt, read_part
+from evaluation.parts import PartReceipt, read_part
 from evaluation.sampling.job import SampleSet
 from precompute.encode.overlap import Stuck, threads
 from precompute.input.layout import IMAGE_SUFFIXES
@@ -33,54 +33,55 @@ from shards.open import open_store
 
 FILES_PER_UNIT = 500
 Decode = Callable[..., Picture]
-"""The signature of `precompute.pixels.decode.decode`."""
-WHICH_PICTURES = {"formats", "max_pixels", "max_side", "max_bytes"}
-"""Limits that decide which pictures are in a reference."""
+"""Function with the signature of `precompute.pixels.decode.decode`."""
+SELECTING_LIMITS = {"formats", "max_pixels", "max_side", "max_bytes"}
+"""Limits that decide which pictures belong to a reference."""
 
 
 class ReferenceConfig(Config):
-    """The pictures that a model's are held against."""
+    """The pictures that a model's samples are compared with."""
 
     place: Place | None = None
-    """Where its features are kept, or are to be: a folder or an address."""
+    """Folder or URL where the reference's features are stored."""
     pictures: str | None = None
-    """A folder or address of tars, or a folder of pictures; null: the features are there already."""
+    """Folder or URL of tars, or a folder of image files. null: the features already exist at `place`."""
     moments: Path | None = None
-    """In place of both: an npz of `mu` and `sigma`, as pytorch-fid and MLPerf have them. It is good for Fréchet
-    distances at N alone."""
+    """An npz file with `mu` and `sigma`, as pytorch-fid and MLPerf publish them. Replaces `place` and `pictures`, but
+    suffices only for Fréchet distances at N samples."""
     size: BucketName = "512x512"
-    """WIDTHxHEIGHT in pixels, that of the samples. Smaller pictures are left out."""
+    """WIDTHxHEIGHT in pixels, equal to that of the samples. Smaller pictures are left out."""
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
     batch_size: int = Field(64, ge=1)
-    """Pictures at a time."""
+    """Pictures per batch."""
 
     @field_validator("pictures")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        # the record at `place` names the pictures: one folder must have one name, whatever the working directory
+        # the record at `place` contains this path, so it must not depend on the working directory
         return value if value is None or "://" in value else str(Path(value).absolute())
 
     @model_validator(mode="after")
-    def one_of_both(self) -> Self:
+    def _pictures_or_moments(self) -> Self:
         if self.moments is not None and self.pictures is not None:
-            raise ValueError("moments take the place of a reference's pictures: give moments or pictures")
+            raise ValueError("`moments` replaces the reference's pictures, so set either moments or pictures")
         return self
 
     def record(self) -> dict[str, Any]:
-        """How pictures become pixels, and which do."""
+        """Return the settings that decide which pictures belong to the reference, and their pixels."""
         pixels = self.pixels
         own = {"size": self.size, "decoder": pixels.decoder, "resampling": pixels.resampling, "crop": pixels.crop}
-        return own | {"limits": self.limits.model_dump(mode="json", include=WHICH_PICTURES)}
+        return own | {"limits": self.limits.model_dump(mode="json", include=SELECTING_LIMITS)}
 
 
 @dataclass
-class Taken:
-    """What a unit was found to hold."""
+class InputRecord:
+    """Facts about a unit's input, filled in while its pictures are read."""
 
     input: str = ""
-    """SHA-256 of its bytes."""
+    """SHA-256 of the input's content."""
     rejected: Counter[str] = field(default_factory=Counter)
+    """Reason → number of rejected pictures."""
 
 
 @dataclass(frozen=True)
@@ -89,80 +90,92 @@ class SampleUnit:
 
     name: str
     place: Path | str
-    receipt: Receipt
+    """The sample set."""
+    receipt: PartReceipt
     texts: tuple[str, ...]
-    """Its prompts, one for each picture."""
+    """Prompt of each picture."""
 
-    def pictures(self, taken: Taken, isolate: bool = False) -> Generator[np.ndarray, None, None]:
+    def pictures(self, record: InputRecord, isolate: bool = False) -> Generator[np.ndarray, None, None]:
         """Yield the pictures, (height, width, 3) uint8, in order.
 
-        `isolate` has no effect, because `sample` itself wrote these files.
+        `isolate` has no effect, because `evaluation sample` itself wrote these files.
+
+        Raises:
+            DamagedInput: a file is missing or damaged.
         """
         files = read_part(open_store(self.place), self.receipt)
-        taken.input = hashlib.sha256("".join(self.receipt["files"].values()).encode()).hexdigest()
+        record.input = hashlib.sha256("".join(self.receipt["files"].values()).encode()).hexdigest()
         for data in files.values():
             yield np.asarray(Image.open(io.BytesIO(data), formats=["PNG", "WEBP"]))
 
 
 @dataclass(frozen=True)
 class TarUnit:
+    """A tar of reference pictures."""
+
     name: str
     tar: InputTar
     config: ReferenceConfig
     decode: Decode = decode
 
-    def pictures(self, taken: Taken, isolate: bool = False) -> Generator[np.ndarray, None, None]:
+    def pictures(self, record: InputRecord, isolate: bool = False) -> Generator[np.ndarray, None, None]:
         """Yield the valid pictures that are large enough, (height, width, 3) uint8, in the tar's order.
 
-        With `isolate`, a child process decodes them, and a picture that crashes it or never ends is rejected as
+        With `isolate`, a child process decodes them, and a picture that crashes it or never finishes is rejected as
         `decoder_crash`.
 
         Raises:
-            Stuck: a picture was decoded in a thread and did not end, so this process must.
+            Stuck: decoding a picture in a thread did not finish, so the process must be ended.
         """
         limits = self.config.limits
-        with local_copy(self.tar.address, ".tar") as path, _decoding(self.decode, limits, isolate) as decode:
+        with local_copy(self.tar.address, ".tar") as path, _decoder(self.decode, limits, isolate) as decode:
             tar = Tar(path, limits.max_bytes)
             tar.check(self.tar, counted_samples(self.tar))
-            taken.input = tar.sha256
+            record.input = tar.sha256
             for sample in tar.samples():
-                yield from _cut(sample.image, self.config, taken, decode)
+                yield from _decode_and_crop(sample.image, self.config, record, decode)
 
 
 @dataclass(frozen=True)
 class FilesUnit:
+    """Some of the image files of a folder of reference pictures."""
+
     name: str
     paths: tuple[Path, ...]
     config: ReferenceConfig
     decode: Decode = decode
 
-    def pictures(self, taken: Taken, isolate: bool = False) -> Generator[np.ndarray, None, None]:
-        """Yield pictures in the files' order. Isolation, shapes and errors are those of `TarUnit.pictures`."""
+    def pictures(self, record: InputRecord, isolate: bool = False) -> Generator[np.ndarray, None, None]:
+        """Yield the valid pictures that are large enough, (height, width, 3) uint8, in the order of `paths`.
+
+        `isolate` and errors are those of `TarUnit.pictures`.
+        """
         digest = hashlib.sha256()
-        with _decoding(self.decode, self.config.limits, isolate) as decode:
+        with _decoder(self.decode, self.config.limits, isolate) as decode:
             for path in self.paths:
                 data = path.read_bytes()
                 digest.update(hashlib.sha256(data).digest())
-                yield from _cut(data, self.config, taken, decode)
-        taken.input = digest.hexdigest()
+                yield from _decode_and_crop(data, self.config, record, decode)
+        record.input = digest.hexdigest()
 
 
 Unit = SampleUnit | TarUnit | FilesUnit
 
 
-def sample_units(found: SampleSet) -> list[SampleUnit]:
-    texts = {prompt.id: prompt.text for prompt in found.prompts}
+def sample_units(samples: SampleSet) -> list[SampleUnit]:
+    """Return the parts of a sample set as units."""
+    texts = {prompt.id: prompt.text for prompt in samples.prompts}
     return [
-        SampleUnit(name, found.place, receipt, tuple(texts[prompt_id] for prompt_id, _ in receipt["samples"]))
-        for name, receipt in found.parts.items()
+        SampleUnit(name, samples.place, receipt, tuple(texts[prompt_id] for prompt_id, _ in receipt["samples"]))
+        for name, receipt in samples.parts.items()
     ]
 
 
 def reference_units(config: ReferenceConfig) -> list[TarUnit] | list[FilesUnit]:
-    """The tars of a reference, or its files by 500.
+    """Return the tars of a reference, or its image files in units of `FILES_PER_UNIT`.
 
     Raises:
-        RequestError: there are neither.
+        RequestError: the folder contains neither tars nor image files.
     """
     assert config.pictures is not None
     folder = Path(config.pictures).absolute()
@@ -170,7 +183,9 @@ def reference_units(config: ReferenceConfig) -> list[TarUnit] | list[FilesUnit]:
         return [TarUnit(tar.name, tar, config) for tar in list_tars(config.pictures)]
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower().lstrip(".") in IMAGE_SUFFIXES)
     if not paths:
-        raise RequestError(f"{folder} holds neither tars nor pictures. Set reference.pictures to a folder of either.")
+        raise RequestError(
+            f"{folder} contains neither tars nor image files. Set reference.pictures to a folder of either."
+        )
     starts = range(0, len(paths), FILES_PER_UNIT)
     return [
         FilesUnit(f"{number:05d}", tuple(paths[start : start + FILES_PER_UNIT]), config)
@@ -179,7 +194,7 @@ def reference_units(config: ReferenceConfig) -> list[TarUnit] | list[FilesUnit]:
 
 
 @contextmanager
-def _decoding(decode: Decode, limits: LimitsConfig, isolate: bool) -> Iterator[Decode]:
+def _decoder(decode: Decode, limits: LimitsConfig, isolate: bool) -> Iterator[Decode]:
     """Provide `decode` with a time limit: in a child process if `isolate`, otherwise in a thread."""
     if isolate:
         with Isolated(decode, limits) as isolated:
@@ -188,7 +203,7 @@ def _decoding(decode: Decode, limits: LimitsConfig, isolate: bool) -> Iterator[D
     seconds = CLOCK_PER_PROCESSOR_SECOND * limits.decode_seconds
     with threads(1, seconds) as pool:
 
-        def in_time(*args: Any) -> Picture:
+        def decode_in_time(*args: Any) -> Picture:
             future = pool.submit(decode, *args)
             try:
                 future.exception(seconds)
@@ -196,14 +211,17 @@ def _decoding(decode: Decode, limits: LimitsConfig, isolate: bool) -> Iterator[D
                 raise Stuck(f"decoding a picture took more than {seconds} s") from None
             return future.result()
 
-        yield in_time
+        yield decode_in_time
 
 
-def _cut(data: bytes | None, config: ReferenceConfig, taken: Taken, decode: Decode) -> Iterator[np.ndarray]:
+def _decode_and_crop(
+    data: bytes | None, config: ReferenceConfig, record: InputRecord, decode: Decode
+) -> Iterator[np.ndarray]:
+    """Yield the picture at the reference's size, or count it as rejected."""
     bucket = Bucket.parse(config.size)
     try:
         if data is None:
             raise Reject("no_image", "the sample has no picture")
         yield decode(data, [bucket], config.pixels, config.limits).pixels[bucket]
     except Reject as reject:
-        taken.rejected[reject.reason] += 1
+        record.rejected[reject.reason] += 1

@@ -1,9 +1,9 @@
-"""Fréchet distances of Gaussians fitted to features: FID, CLIP-FID and FD-DINOv2 by the extractor.
+"""Fréchet distances between Gaussians fitted to features. The extractor makes them FID, CLIP-FID or FD-DINOv2.
 
     d²(N(m₁, C₁), N(m₂, C₂)) = |m₁ − m₂|² + tr(C₁) + tr(C₂) − 2·tr((C₂^½·C₁·C₂^½)^½)      (Dowson and Landau, 1982)
 
-Over N samples it is too large by about a constant/N (Chong and Forsyth, 2020): (2d + d(d + 1)/2)/N for two samples of
-one white Gaussian.
+With N samples, the distance is biased upwards by about a constant/N (Chong and Forsyth, 2020): by
+(2d + d(d + 1)/2)/N for two samples of the same white Gaussian in d dimensions.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ import numpy as np
 from evaluation.metrics.intervals import GROUPS, Estimate, groups_of, jackknife
 from shards.base.errors import RequestError
 
-LEFT_OUT = 2
-"""Groups at a time."""
+MAX_LEFT_OUT = 2
+"""Number of groups that the jackknife leaves out at a time, at most."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """A Gaussian."""
+    """Mean and covariance of a Gaussian."""
 
     mean: np.ndarray
     """(D,) float64."""
@@ -29,20 +29,20 @@ class Moments:
 
     @classmethod
     def of(cls, features: np.ndarray) -> "Moments":
-        """Mean and unbiased covariance of (N, D) features."""
+        """Compute the mean and the unbiased covariance of (N, D) features."""
         features = features.astype(np.float64)
         return cls(features.mean(0), np.atleast_2d(np.cov(features, rowvar=False)))
 
     @cached_property
     def root(self) -> np.ndarray:
-        """(D, D) symmetric square root of the covariance."""
+        """Symmetric square root of the covariance, (D, D)."""
         values, vectors = np.linalg.eigh(self.covariance)
         root: np.ndarray = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
         return root
 
 
 def frechet_distance(first: Moments, second: Moments) -> float:
-    """d² of two Gaussians; exact for singular covariances, too."""
+    """Return d² between two Gaussians. It is exact even if a covariance is singular."""
     product = second.root @ first.covariance @ second.root
     trace = np.sqrt(np.maximum(np.linalg.eigvalsh(product), 0)).sum()
     gap = first.mean - second.mean
@@ -50,12 +50,12 @@ def frechet_distance(first: Moments, second: Moments) -> float:
 
 
 class GroupSums:
-    """Counts, sums and products of features by group, from which the moments without some groups follow."""
+    """Counts, sums and products of features per group, from which the moments without some groups are computed."""
 
     def __init__(self, features: np.ndarray, groups: np.ndarray):
-        """`features`: (N, D); `groups`: (N,)."""
+        """Sum (N, D) features by their (N,) groups."""
         features = features.astype(np.float64)
-        self.origin = features.mean(0)  # sums of squares far from it would lose digits
+        self.origin = features.mean(0)  # centred first, because sums of squares of large values lose digits
         parts = [features[groups == group] - self.origin for group in range(GROUPS)]
         self.counts = np.array([len(part) for part in parts])
         self.sums = np.stack([part.sum(0) for part in parts])
@@ -63,7 +63,7 @@ class GroupSums:
         self.all_products = self.products.sum(0)
 
     def without(self, left_out: tuple[int, ...]) -> Moments:
-        """Of the other groups' samples."""
+        """Return the moments of all samples outside the groups `left_out`."""
         gone = list(left_out)
         count = self.counts.sum() - self.counts[gone].sum()
         mean = (self.sums.sum(0) - self.sums[gone].sum(0)) / count
@@ -72,10 +72,13 @@ class GroupSums:
 
 
 def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments) -> Estimate:
-    """The distance of (N, D) features from a fixed reference.
+    """Estimate the distance of (N, D) features from a fixed reference. The upward bias at N samples remains.
+
+    Args:
+        clusters: (N,) ids of the samples' prompts.
 
     Raises:
-        RequestError: fewer samples than the covariance needs.
+        RequestError: there are fewer samples than the covariance needs.
     """
     check_enough(features)
     sums = GroupSums(features, groups_of(clusters))
@@ -84,30 +87,35 @@ def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments)
 
 
 def frechet_infinity(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
-    """The distance at infinitely many samples of both sides; group i of both is left out together.
+    """Estimate the distance at infinitely many samples on both sides, from (N, D) and (M, D) features.
+
+    The jackknife leaves out the same group on both sides at once.
+
+    Args:
+        clusters: (N,) ids of the samples' prompts.
 
     Raises:
-        RequestError: fewer samples than a covariance needs, on either side.
+        RequestError: either side has fewer samples than its covariance needs.
     """
     check_enough(features)
     check_enough(reference, "in the reference")
     sums = GroupSums(features, groups_of(clusters))
-    theirs = GroupSums(reference, groups_of(np.arange(len(reference))))
-    jack = jackknife(lambda left_out: frechet_distance(sums.without(left_out), theirs.without(left_out)))
-    return jack.interval("distance between all that the model draws and all that the reference is drawn from", True)
+    reference_sums = GroupSums(reference, groups_of(np.arange(len(reference))))
+    jack = jackknife(lambda left_out: frechet_distance(sums.without(left_out), reference_sums.without(left_out)))
+    return jack.interval("distance between the model's distribution and the reference's", unbiased=True)
 
 
 def check_enough(features: np.ndarray, where: str = "drawn") -> None:
-    """Refuse a covariance of more dimensions than samples, when the groups that the interval leaves out are gone.
+    """Check that the covariance of (N, D) features is regular even without the groups that the jackknife leaves out.
 
     Raises:
-        RequestError: there are fewer.
+        RequestError: there are too few samples.
     """
     count, dimensions = features.shape
-    needed = -(-(dimensions + 1) * GROUPS // (GROUPS - LEFT_OUT))
+    needed = -(-(dimensions + 1) * GROUPS // (GROUPS - MAX_LEFT_OUT))
     if count < needed:
         raise RequestError(
-            f"A Fréchet distance over features of {dimensions} dimensions needs {needed} pictures or more, and there "
-            f"are {count} {where}: below that the covariance is singular, and the number says more of N than of the "
-            f"model. Take more, or kid or cmmd, which have no such bound."
+            f"A Fréchet distance over features of {dimensions} dimensions needs at least {needed} pictures, but there "
+            f"are only {count} {where}. With fewer, the covariance is singular, and the distance depends on the number "
+            f"of pictures more than on the model. Use more pictures, or kid or cmmd, which have no such minimum."
         )

@@ -1,4 +1,4 @@
-"""What names a metric: all that changes its number but the model. Numbers of two ids are never compared."""
+"""Ids of metrics: a hash of everything that changes a value except for the model. Only equal ids are comparable."""
 
 import hashlib
 from typing import Any
@@ -6,22 +6,29 @@ from typing import Any
 from shards.base.durable import canonical_json
 from shards.base.errors import RequestError
 
-NOT_THE_METRIC = ("seed",)
-"""Of the drawing: another draw of the same."""
+NOT_IN_ID = ("seed",)
+"""Fields of the drawing that are left out: a different seed gives different draws of the same metric."""
 
 
 def metric_id(name: str, extractor: dict[str, Any], drawing: dict[str, Any], reference: str | None) -> str:
-    """Over the metric, the extractor with its resize, how pictures are drawn and stored, N, prompts and reference."""
-    kept = {key: value for key, value in drawing.items() if key not in NOT_THE_METRIC}
+    """Return 16 hex digits that identify a metric.
+
+    Args:
+        name: name of the metric.
+        extractor: the extractor's description, with its weights' hash and its resize.
+        drawing: how pictures are drawn and stored, with their number and the prompts' hash.
+        reference: id of the reference, or None for metrics without one.
+    """
+    kept = {key: value for key, value in drawing.items() if key not in NOT_IN_ID}
     content = {"metric": name, "extractor": extractor, "drawing": kept, "reference": reference}
     return hashlib.sha256(canonical_json(content)).hexdigest()[:16]
 
 
 def check_comparable(rows: list[dict[str, Any]]) -> None:
-    """See that numbers of one name, from any runs, are of one metric.
+    """Check that values with the same metric name, from any runs, have the same metric id.
 
     Raises:
-        RequestError: they are not.
+        RequestError: two of them have different ids.
     """
     first: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -29,6 +36,7 @@ def check_comparable(rows: list[dict[str, Any]]) -> None:
         if row["id"] != before["id"]:
             raise RequestError(
                 f"{row['metric']} {row['id']} ({row['model']}) and {before['metric']} {before['id']} "
-                f"({before['model']}) are two metrics: they differ in the extractor, N, prompts, reference or sampler, "
-                f"so their numbers say nothing of each other. Evaluate both models under one config."
+                f"({before['model']}) are different metrics: they differ in the extractor, the number of pictures, the "
+                f"prompts, the reference or the sampler, so their values cannot be compared. Evaluate both models with "
+                f"the same config."
             )

@@ -1,8 +1,9 @@
-"""A statistic's bias and variance from what it is without some of its samples.
+"""Confidence intervals of metrics: the bias and variance of a statistic, from its values without some of the samples.
 
-Samples are left out by groups, each of whole prompts: pictures of one prompt depend on each other. The variance is
-Efron and Stein's ("The jackknife estimate of variance", Annals of Statistics 9, 1981, section 5), which takes from the
-jackknife's what second-order terms put into it twice. Near equality of two distributions these terms are all there is.
+Samples are left out in groups of whole prompts, because pictures of the same prompt are not independent. The variance
+is that of Efron and Stein ("The jackknife estimate of variance", Annals of Statistics 9, 1981, section 5), which
+corrects the plain jackknife for counting second-order terms twice. When two distributions are nearly equal, these terms
+are all there is.
 """
 
 from collections.abc import Callable
@@ -14,55 +15,66 @@ import numpy as np
 from scipy.stats import t
 
 GROUPS = 12
-LEAST_CLUSTERS = 2 * GROUPS
-"""Prompts, or pictures of a reference, below which a group has one alone: intervals are too narrow then."""
+"""Number of groups that samples are divided into."""
+MIN_CLUSTERS = 2 * GROUPS
+"""Minimum number of prompts, or of pictures in a reference: two per group. With fewer, intervals are too narrow."""
 COVERAGE = 0.95
-LEAST_SHARE = 0.6
-"""Of the plain jackknife's variance that is kept: a half would do (it holds the second-order part twice), but that both
-are noisy over 12 groups. `python -m bench.outputs.intervals` shows what it is good for."""
-LEAST_DEVIATIONS = 4.0
+MIN_SHARE = 0.6
+"""Minimum share of the plain jackknife's variance that is kept. In theory a half would do, because the plain variance
+counts the second-order part twice, but over 12 groups both parts are noisy. `python -m bench.outputs.intervals`
+measures the effect."""
+MIN_DEVIATIONS = 4.0
+"""Minimum distance that the interval's width is computed for, in standard deviations (see `Jackknife.interval`)."""
 
 Statistic = Callable[[tuple[int, ...]], float]
-"""Groups that are left out → its value over the others."""
+"""Groups to leave out → value of the statistic over all other groups."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, and how sure it is."""
+    """A value with its 95 % interval."""
 
     value: float
     low: float
     high: float
-    """Of a 95 % interval."""
     estimand: str
-    """What the interval covers."""
+    """Quantity that the interval covers."""
 
 
 @dataclass(frozen=True)
 class Jackknife:
-    """What a statistic is over all samples, without its 1/N bias, and how it varies."""
+    """Value, bias and variance of a statistic."""
 
     value: float
+    """Value over all samples."""
     unbiased: float
+    """Value without its 1/N bias."""
     variance: float
     linear: float
-    """Of the variance, what first-order terms make."""
+    """Part of the variance that is due to first-order terms."""
 
     def interval(self, estimand: str, unbiased: bool = False) -> Estimate:
-        """By Student's t over the groups, of a squared distance: the first-order part of its variance is proportional
-        to it. So, as Wilson's of a share, the interval is of all θ that would vary enough to give this value:
+        """Return the 95 % interval of a squared distance, by Student's t over the groups.
+
+        The first-order part of the variance of a squared distance is proportional to the distance. So, as in Wilson's
+        interval of a share, the interval contains all θ whose variance would be large enough to give this value:
 
             (θ − value)² ≤ t²·(variance + slope·(θ − value)),    slope = linear / distance
 
-        A distance that is not seen to differ from 0 counts as `LEAST_DEVIATIONS` standard deviations.
+        where the distance is at least `MIN_DEVIATIONS` standard deviations, in case it cannot be told apart from 0.
 
-        No distance is below 0, so neither is the interval. An unbiased estimate can be: over equal distributions it is
-        so in about half of all draws. Its interval is then that of an estimate of 0, which contains all of the
-        unrestricted interval that is possible, so it covers the true distance at least as often.
+        A distance is never below 0, so the interval is cut off there. An unbiased estimate can be below 0; for equal
+        distributions it is, in about half of all draws. Its interval is then the one of an estimate of 0, which
+        contains the whole non-negative part of the unrestricted interval and so covers the true distance at least as
+        often.
+
+        Args:
+            estimand: the quantity that the interval covers, for people.
+            unbiased: report the unbiased value instead of the one over all samples.
         """
         value = self.unbiased if unbiased else self.value
         t2 = t.ppf((1 + COVERAGE) / 2, GROUPS - 1) ** 2
-        distance = max(self.unbiased, LEAST_DEVIATIONS * self.variance**0.5)
+        distance = max(self.unbiased, MIN_DEVIATIONS * self.variance**0.5)
         middle = t2 * self.linear / distance / 2 if distance > 0 else 0.0
         half = (middle**2 + t2 * self.variance) ** 0.5
         center = max(value, 0.0) + middle
@@ -70,12 +82,13 @@ class Jackknife:
 
 
 def jackknife(statistic: Statistic) -> Jackknife:
-    """Leave out each group, and each pair of groups: 1 + G + G(G − 1)/2 values of the statistic.
+    """Estimate bias and variance by leaving out each group, and each pair of groups.
 
-    With S₍ᵢ₎ and S₍ᵢⱼ₎ for these,
+    The statistic is computed 1 + G + G(G − 1)/2 times, for G groups. With its values S, S₍ᵢ₎ and S₍ᵢⱼ₎:
 
-        unbiased   G·S − (G − 1)·mean S₍ᵢ₎                                     (no 1/N term is left)
-        variance   (G − 1)/G·Σᵢ(S₍ᵢ₎ − mean)² − 1/(G(G − 1))·Σᵢ﹤ⱼ(Qᵢⱼ − mean Q)²    (linear part: less twice it)
+        unbiased   G·S − (G − 1)·mean S₍ᵢ₎                                     (without a 1/N term)
+        variance   (G − 1)/G·Σᵢ(S₍ᵢ₎ − mean)² − 1/(G(G − 1))·Σᵢ﹤ⱼ(Qᵢⱼ − mean Q)²
+        linear     the same, minus the second sum once more
         Qᵢⱼ        G·S − (G − 1)·(S₍ᵢ₎ + S₍ⱼ₎) + (G − 2)·S₍ᵢⱼ₎
     """
     count = GROUPS
@@ -89,24 +102,31 @@ def jackknife(statistic: Statistic) -> Jackknife:
     )
     first = (count - 1) / count * ((without - without.mean()) ** 2).sum()
     second = ((pairs - pairs.mean()) ** 2).sum() / (count * (count - 1))
-    variance = max(first - second, LEAST_SHARE * first)
+    variance = max(first - second, MIN_SHARE * first)
     return Jackknife(whole, count * whole - (count - 1) * without.mean(), variance, max(0.0, first - 2 * second))
 
 
 def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
-    """(N,) ids of clusters, such as prompts → (N,) group of each sample; clusters are dealt out evenly, at random.
+    """Assign whole clusters, such as prompts, to groups at random and evenly: (N,) cluster ids → (N,) groups.
 
-    In turn, kinds of prompts that take turns in a file would each have a group, and these would differ too much.
+    Round-robin assignment would give each kind of prompt its own group if kinds alternate in the prompt file, and the
+    groups would differ too much. The assignment depends only on the number of clusters and their order.
     """
     _, first, inverse = np.unique(clusters, return_index=True, return_inverse=True)
-    rank = np.argsort(np.argsort(first))  # clusters by their first appearance
-    dealt = np.random.default_rng(len(first)).permutation(len(first)) % num_groups
-    groups: np.ndarray = dealt[rank[inverse]]
+    rank = np.argsort(np.argsort(first))  # position of each cluster by first appearance
+    group_of_rank = np.random.default_rng(len(first)).permutation(len(first)) % num_groups
+    groups: np.ndarray = group_of_rank[rank[inverse]]
     return groups
 
 
 def mean_interval(values: np.ndarray, clusters: np.ndarray, estimand: str) -> Estimate:
-    """A mean over samples, clustered: the ratio of the clusters' sums to their sizes, and its linearised variance."""
+    """Return the mean of clustered samples and its interval, from the linearised variance of the ratio estimator.
+
+    Args:
+        values: (N,) values.
+        clusters: (N,) cluster ids, such as prompts.
+        estimand: the quantity that the interval covers, for people.
+    """
     _, inverse = np.unique(clusters, return_inverse=True)
     sizes = np.bincount(inverse)
     mean = float(values.mean())
@@ -118,19 +138,27 @@ def mean_interval(values: np.ndarray, clusters: np.ndarray, estimand: str) -> Es
 
 
 def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Estimate:
-    """A share of samples: Wilson's interval for as many independent samples as would vary as these, clustered, do."""
+    """Return the share of hits among clustered samples and Wilson's interval at the effective sample size.
+
+    The effective size is the number of independent samples whose share would have the same variance.
+
+    Args:
+        hits: (N,) bool.
+        clusters: (N,) cluster ids, such as prompts.
+        estimand: the quantity that the interval covers, for people.
+    """
     share = float(hits.mean())
     plain = mean_interval(hits.astype(np.float64), clusters, estimand)
     count = len(np.unique(clusters))
-    z = t.ppf((1 + COVERAGE) / 2, count - 1)
-    variance = ((plain.high - plain.low) / 2 / z) ** 2
+    quantile = t.ppf((1 + COVERAGE) / 2, count - 1)
+    variance = ((plain.high - plain.low) / 2 / quantile) ** 2
     effective = min(len(hits), share * (1 - share) / variance) if variance else count
-    low, high = wilson(share, effective, z)
+    low, high = wilson(share, effective, quantile)
     return Estimate(share, float(low), float(high), estimand)
 
 
 def wilson(share: Any, count: Any, quantile: Any) -> tuple[Any, Any]:
-    """Wilson's interval (1927) of a share p of n independent samples, at the quantile q: it stays within [0, 1].
+    """Return Wilson's interval (1927) of a share p of n independent samples at quantile q, which stays within [0, 1].
 
     (p + q²/2n ± q·√(p(1 − p)/n + q²/4n²)) / (1 + q²/n)
     """

@@ -1,7 +1,8 @@
-"""Improved precision and recall (Kynkäänniemi et al., 2019): whose pictures lie near the others'.
+"""Improved precision and recall (Kynkäänniemi et al., 2019).
 
-A set's manifold is the union of balls about its points, each as wide as the way to its third nearest neighbour.
-Precision is the share of the samples in the reference's manifold; recall that of the reference in the samples'.
+The manifold of a set of features is the union of a ball around each point, whose radius is the distance to the point's
+third nearest neighbour. Precision is the share of samples inside the reference's manifold. Recall is the share of the
+reference inside the samples' manifold.
 """
 
 from collections.abc import Iterator
@@ -14,37 +15,36 @@ from evaluation.metrics.intervals import Estimate, share_interval
 from shards.base.device import best_device
 
 NEIGHBOURS = 3
-ROWS = 1024
-"""At a time."""
+BLOCK_ROWS = 1024
+"""Rows of the distance matrix that are computed at a time."""
 
 
 def precision(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
-    """The share of the (N, D) features that are in the manifold of the (M, D) reference."""
-    return share_interval(
-        covered(features, reference), clusters, "share of all that the model draws in this reference's manifold"
-    )
+    """Estimate the share of (N, D) features inside the manifold of the (M, D) reference."""
+    estimand = "share of the model's distribution inside this reference's manifold"
+    return share_interval(covered(features, reference), clusters, estimand)
 
 
 def recall(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
-    """The share of the (M, D) reference that is in the manifold of the (N, D) features."""
-    own = np.arange(len(reference))
-    estimand = "share of all that the reference is drawn from in these samples' manifold"
-    return share_interval(covered(reference, features), own, estimand)
+    """Estimate the share of the (M, D) reference inside the manifold of the (N, D) features."""
+    estimand = "share of the reference's distribution inside these samples' manifold"
+    return share_interval(covered(reference, features), np.arange(len(reference)), estimand)
 
 
 def covered(queries: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """(N,) whether each of the (N, D) queries lies in the ball of one of the (M, D) points."""
+    """Return (N,) bool: whether each of the (N, D) queries is inside the manifold of the (M, D) points."""
     device = best_device()
-    origin = points.mean(0)  # distances stay, and digits with them
+    origin = points.mean(0)  # centring leaves distances unchanged and keeps more of their digits
     x, y = (torch.from_numpy((rows - origin).astype(np.float64)).to(device) for rows in (queries, points))
-    # itself is the nearest of them
-    radii = torch.cat([distances.kthvalue(NEIGHBOURS + 1, dim=1).values for distances in _squared(y, y)])
-    hits: np.ndarray = torch.cat([(distances <= radii).any(1) for distances in _squared(x, y)]).cpu().numpy()
-    return hits
+    # + 1 because each point is its own nearest neighbour
+    radii = torch.cat([distances.kthvalue(NEIGHBOURS + 1, dim=1).values for distances in _squared_distances(y, y)])
+    hits = torch.cat([(distances <= radii).any(1) for distances in _squared_distances(x, y)])
+    result: np.ndarray = hits.cpu().numpy()
+    return result
 
 
-def _squared(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
-    """(ROWS, M) squared distances of some rows from all columns, block by block."""
+def _squared_distances(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
+    """Yield the squared distances of all rows from all columns in blocks, (BLOCK_ROWS, M)."""
     lengths = (columns**2).sum(1)
-    for block in rows.split(ROWS):
+    for block in rows.split(BLOCK_ROWS):
         yield ((block**2).sum(1, keepdim=True) + lengths - 2 * block @ columns.T).clamp_min(0)

@@ -1,4 +1,4 @@
-"""Every metric by name: over which extractor's features, how, and which way is better."""
+"""All metrics by name: the extractor whose features they use, the computation, and which direction is better."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from evaluation.metrics.frechet import Moments, check_enough, frechet_at_n, frechet_infinity
-from evaluation.metrics.intervals import LEAST_CLUSTERS, Estimate, mean_interval
+from evaluation.metrics.intervals import MIN_CLUSTERS, Estimate, mean_interval
 from evaluation.metrics.kernels import cmmd, kid
 from evaluation.metrics.manifold import precision, recall
 from shards.base.errors import RequestError
@@ -29,65 +29,73 @@ ExtractorName = Literal["inception", "clip", "dinov2", "toy"]
 
 
 @dataclass(frozen=True)
-class Inputs:
+class MetricInputs:
+    """Everything that a metric is computed from."""
+
     features: np.ndarray
-    """(N, D) of the samples."""
+    """(N, D) features of the samples."""
     clusters: np.ndarray
-    """(N,) int: which prompt each is of."""
+    """(N,) int ids of the samples' prompts."""
     reference: np.ndarray | None
-    """(M, D)."""
+    """(M, D) features of the reference."""
     texts: np.ndarray | None
-    """(N, D) of the prompts."""
+    """(N, D) features of the samples' prompts."""
     moments: Callable[[], Moments] | None = None
-    """Of the reference."""
+    """Computes or reads the reference's moments."""
 
 
 @dataclass(frozen=True)
 class Metric:
+    """A metric over the features of one extractor."""
+
     extractor: ExtractorName
-    compute: Callable[[Inputs], Estimate]
+    compute: Callable[[MetricInputs], Estimate]
     better: Literal["lower", "higher"]
-    held_against: Literal["nothing", "moments", "features"] = "features"
-    """What it needs of a reference."""
+    compared_with: Literal["nothing", "moments", "features"] = "features"
+    """Part of the reference that the metric needs."""
 
 
-def clip_score(inputs: Inputs) -> Estimate:
-    """100·cos of picture and prompt, or 0 where that is less (Hessel et al., 2021, with weight 100), over samples."""
+def clip_score(inputs: MetricInputs) -> Estimate:
+    """Estimate the CLIP score: max(0, 100·cos) of picture and prompt (Hessel et al., 2021, with weight 100)."""
     assert inputs.texts is not None
     scores = np.maximum(100 * cosines(inputs.features, inputs.texts), 0)
-    return mean_interval(scores, inputs.clusters, "mean over prompts like these and all draws")
+    return mean_interval(scores, inputs.clusters, "mean over prompts like these, and over draws")
 
 
 def cosines(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """(N,) of the rows of two (N, D)."""
+    """Return (N,) cosines between the rows of two (N, D) arrays."""
     x, y = x.astype(np.float64), y.astype(np.float64)
     values: np.ndarray = (x * y).sum(1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))
     return values
 
 
-def _fid(inputs: Inputs) -> Estimate:
+def _fid(inputs: MetricInputs) -> Estimate:
     assert inputs.moments is not None
     if inputs.reference is not None:
         check_enough(_reference(inputs), "in the reference")
     moments, dimensions = inputs.moments(), inputs.features.shape[1]
     if len(moments.mean) != dimensions:
         raise RequestError(
-            f"The reference's moments are of {len(moments.mean)} features, and the extractor has {dimensions}: they "
-            f"are another extractor's. Give reference.moments of this one, or other metrics (--metrics)."
+            f"The reference's moments have {len(moments.mean)} dimensions, but the extractor's features have "
+            f"{dimensions}, so the moments were computed with a different extractor. Set reference.moments to those of "
+            f"this extractor, or choose other metrics (--metrics)."
         )
     return frechet_at_n(inputs.features, inputs.clusters, moments)
 
 
-def _with_reference(compute: Callable[[np.ndarray, np.ndarray, np.ndarray], Estimate]) -> Callable[[Inputs], Estimate]:
+def _with_reference(
+    compute: Callable[[np.ndarray, np.ndarray, np.ndarray], Estimate],
+) -> Callable[[MetricInputs], Estimate]:
+    """Adapt a function of (features, clusters, reference) to `MetricInputs`."""
     return lambda inputs: compute(inputs.features, inputs.clusters, _reference(inputs))
 
 
-def _reference(inputs: Inputs) -> np.ndarray:
+def _reference(inputs: MetricInputs) -> np.ndarray:
     assert inputs.reference is not None
-    if len(inputs.reference) < LEAST_CLUSTERS:
+    if len(inputs.reference) < MIN_CLUSTERS:
         raise RequestError(
-            f"The reference has {len(inputs.reference)} pictures, and a metric with its interval needs "
-            f"{LEAST_CLUSTERS} or more. Give reference.pictures more of them, and another reference.place."
+            f"The reference has only {len(inputs.reference)} pictures, but a metric with an interval needs at least "
+            f"{MIN_CLUSTERS}. Set reference.pictures to a larger set, and reference.place to a new location."
         )
     return inputs.reference
 

@@ -9,15 +9,15 @@ from shards.base.errors import RequestError
 from shards.format.models import PIPELINE_INDEX
 
 OWN = "train.export.trimmed_pipeline"
-"""Module whose file `train export` copies into a pipeline of a network that was trained on trimmed captions."""
+"""Module that `train export` copies into the pipeline of a network that was trained on trimmed captions."""
 
 
 def code_files(folder: Path) -> list[Path]:
-    """List the files that diffusers executes to load the pipeline, with whatever they may import beside them.
+    """List the files that diffusers executes to load the pipeline, and all Python files that they may import.
 
-    model_index.json names them: a `_class_name` of [module, class] is the pipeline's own class in module.py, and a
-    component of [module, class] is of the component's own code if its folder has a module.py. Other Python files are
-    never executed.
+    model_index.json names them. If `_class_name` is [module, class], the pipeline's class is defined in module.py. If a
+    component is [module, class] and its folder contains module.py, the component's class is defined there. Python files
+    in other folders are never executed.
     """
     index = json.loads((folder / PIPELINE_INDEX).read_text())
     found = list(folder.glob("*.py")) if isinstance(index.get("_class_name"), list) else []
@@ -28,7 +28,7 @@ def code_files(folder: Path) -> list[Path]:
 
 
 def has_foreign_code(folder: Path) -> bool:
-    """Whether loading the pipeline would execute code other than the file that `train export` writes."""
+    """Return whether loading the pipeline would execute code other than the file that `train export` writes."""
     spec = importlib.util.find_spec(OWN)
     assert spec is not None and spec.origin is not None
     files = code_files(folder)
@@ -38,14 +38,14 @@ def has_foreign_code(folder: Path) -> bool:
 
 
 def check_code(folder: Path, allowed: bool) -> None:
-    """Check that the pipeline can be loaded without foreign code, or that the user allowed it.
+    """Check that the pipeline contains no foreign code, unless the user allowed it.
 
     Raises:
-        RequestError: it has such code, and `trust_remote_code` is not set.
+        RequestError: it contains such code, and `trust_remote_code` is not set.
     """
     if not allowed and has_foreign_code(folder):
         names = ", ".join(path.relative_to(folder).as_posix() for path in code_files(folder))
         raise RequestError(
-            f"The pipeline in {folder} comes with Python code of its own ({names}), which sampling would execute on "
-            f"every worker. Read it, and set trust_remote_code to true if you trust it: --trust_remote_code true."
+            f"The pipeline in {folder} contains Python code ({names}), which every worker would execute. Read the "
+            f"code, and if you trust it, add --trust_remote_code true."
         )

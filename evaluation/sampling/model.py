@@ -1,7 +1,7 @@
-"""The model that is sampled, made ready as a diffusers pipeline folder that every worker sees.
+"""The model to sample, provided as a diffusers pipeline folder that all workers can read.
 
-A run's checkpoint is exported by `python -m train export`, whole, before the first picture: nothing is read from the
-run afterwards, so that the trainer may drop the checkpoint. Exports and hub pipelines are used where they are.
+A run's checkpoint is exported completely by `python -m train export` before the first picture is drawn. The run is not
+read afterwards, so the trainer may prune the checkpoint. Exports and hub pipelines are used in place.
 """
 
 import hashlib
@@ -25,66 +25,76 @@ from shards.format.models import PIPELINE_INDEX as INDEX
 from shards.format.models import model_folder
 from shards.open import open_store
 
-EXPORTED, RECORD, STATE = "model", "model.json", "state.json"
+EXPORTED = "model"
+"""Folder of a run's exported model, in the output."""
+RECORD = "model.json"
+"""Record of the model that the output's pictures are drawn with."""
+STATE = "state.json"
+"""File that completes a checkpoint, because the trainer writes it last."""
 HUB_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model", "*.py", "*/*.py")
 CLASS = "_class_name"
-CONTENT = (".json", ".safetensors", ".txt", ".model")
+HASHED_SUFFIXES = (".json", ".safetensors", ".txt", ".model")
 Weights = Literal["auto", "raw", "ema"]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A pipeline, by content."""
+    """A pipeline, identified by its content."""
 
     name: str
-    """As it was asked for: a run, a folder, a name on the hub."""
+    """Name given by the user: a run, a folder, or a name on the hub."""
     step: int | None
-    """Of a run's checkpoint."""
+    """Step of the run's checkpoint. None for other pipelines."""
     weights: Weights
     content: str
-    """SHA-256 of the pipeline."""
+    """SHA-256 of the pipeline's content."""
 
 
 def is_run(name: str) -> bool:
-    """Whether `name` is a run folder, by its config.yaml; at an address, nothing else is looked for."""
+    """Return whether `name` is a run: a folder with a config.yaml, or any URL."""
     return "://" in name or (Path(name) / "config.yaml").is_file()
 
 
 def checkpoints_in(names: Iterable[str]) -> dict[int, list[str]]:
-    """Find the checkpoints among the names of files below checkpoints/: those with STATE, which is written last.
+    """Find the checkpoints among the names of files below checkpoints/. A checkpoint without STATE is not complete.
 
     Returns:
-        Step → the checkpoint's files. At an object-store address each launch of a run uploads to folders of its own,
-        `step-00001000.0004/`; of several of one step, the newest launch's counts.
+        Step → the checkpoint's files. In an object store, each launch of a run uploads to separate folders, such as
+        `step-00001000.0004/`; if several launches wrote the same step, the newest launch's checkpoint is used.
     """
     found: dict[tuple[int, int], list[str]] = {}
     for name in names:
         if match := re.match(r"step-(\d{8,})(?:\.(\d{4,}))?/", name):
             found.setdefault((int(match[1]), int(match[2] or 0)), []).append(name)
-    whole = {key: files for key, files in found.items() if any(name.partition("/")[2] == STATE for name in files)}
-    return {step: whole[step, launch] for step, launch in sorted(whole)}
+    complete = {key: files for key, files in found.items() if any(name.partition("/")[2] == STATE for name in files)}
+    return {step: complete[step, launch] for step, launch in sorted(complete)}
 
 
-def chosen_step(run: Store, step: int | None) -> int:
-    """The checkpoint that was asked for, or the newest.
+def choose_step(run: Store, step: int | None) -> int:
+    """Return the requested step after checking that it has a checkpoint, or the newest step if None was requested.
 
     Raises:
-        RequestError: there is none.
+        RequestError: there is no such checkpoint.
     """
     steps = sorted(checkpoints_in(run.files("checkpoints")))
-    if not steps or (step is not None and step not in steps):
-        there = f"It has {', '.join(map(str, steps))}" if steps else "It has no complete checkpoint yet"
-        raise RequestError(f"{run.where()} has no checkpoint{f' of step {step}' if step is not None else ''}. {there}.")
+    if not steps:
+        raise RequestError(f"{run.where()} has no complete checkpoint yet. Run the command again once it has one.")
+    if step is not None and step not in steps:
+        raise RequestError(
+            f"{run.where()} has no checkpoint of step {step}. Choose one of its steps: {', '.join(map(str, steps))}."
+        )
     return step if step is not None else steps[-1]
 
 
-def make_ready(name: str, step: int | None, weights: Weights, output: Store, trust_remote_code: bool = False) -> Model:
-    """The model, once every worker can open it: by its name, or, of a run, in `output`.
+def prepare_model(
+    name: str, step: int | None, weights: Weights, output: Store, trust_remote_code: bool = False
+) -> Model:
+    """Make a model available to all workers: export a run's checkpoint to `output`, or check an existing pipeline.
 
     Raises:
-        RequestError: there is no such model, its folder has code that is not trusted, or `output` was begun with
-            another.
-        WorkError: the checkpoint is damaged, or vanished while it was read.
+        RequestError: the model does not exist, its folder contains code that is not trusted, or `output` contains
+            samples of a different model.
+        WorkError: the checkpoint is damaged, or was removed while it was read.
     """
     found = Model(**record) if (record := read_sealed(output, RECORD)) else None
     name = str(Path(name).absolute()) if Path(name).is_dir() else name
@@ -92,91 +102,99 @@ def make_ready(name: str, step: int | None, weights: Weights, output: Store, tru
         check_code(folder := pipeline_folder(name), trust_remote_code)
         model = Model(name, None, weights, hash_pipeline(folder))
     elif found is not None and is_exported(output):
-        # it was exported, and the run may have dropped the checkpoint since
+        # the run may have pruned the checkpoint since its export, so the export is used without looking at the run
         model = replace(found, name=name, step=found.step if step is None else step, weights=weights)
     else:
-        model = _export(name, chosen_step(open_store(name), step), weights, output)
+        model = _export(name, choose_step(open_store(name), step), weights, output)
     if found is None:
         output.write(RECORD, sealed_json(asdict(model)))
     elif found.step is not None and found == replace(model, name=found.name):
-        return found  # the run lies elsewhere now, or is called otherwise
+        return found  # the same checkpoint, although the run was moved or is named differently
     elif found != model:
         raise RequestError(
-            f"{output.where()} holds samples of another model ({found.name}, step {found.step}, {found.weights}, "
-            f"{found.content[:12]}…). Give another --output, or the model that it was begun with."
+            f"{output.where()} contains samples of a different model ({found.name}, step {found.step}, {found.weights} "
+            f"weights, content {found.content[:12]}…). Set --output to a different location, or use that model."
         )
     return model
 
 
 def _export(name: str, step: int, weights: Weights, output: Store) -> Model:
+    """Export a checkpoint to `output` in a separate process."""
     with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch:
         target = Path(scratch) / EXPORTED
         words = ["export", name, "--step", str(step), "--weights", weights, "--output", str(target)]
         result = subprocess.run([sys.executable, "-m", "train", *words], capture_output=True, text=True)
         if result.returncode:
-            said = " ".join(result.stderr.split()).rpartition("error: ")[2]
-            raise WorkError(f"Step {step} of {name} cannot be sampled: {said} The other checkpoints may be sound.")
+            reason = " ".join(result.stderr.split()).rpartition("error: ")[2]
+            raise WorkError(
+                f"The checkpoint of step {step} in {name} cannot be exported, so it cannot be sampled: {reason} Other "
+                f"checkpoints may be intact."
+            )
         content = hash_pipeline(target)
         files = [path for path in sorted(target.rglob("*")) if path.is_file()]
-        files.sort(key=lambda path: path.name == INDEX)  # last: who finds it finds all
+        files.sort(key=lambda path: path.name == INDEX)  # the index comes last, because it marks the export as complete
         output.put({f"{EXPORTED}/{path.relative_to(target).as_posix()}": path for path in files})
     return Model(name, step, weights, content)
 
 
 def is_exported(output: Store) -> bool:
-    """Whether a run's model is there to be sampled."""
+    """Return whether `output` contains a complete export of a run's checkpoint."""
     return output.size(f"{EXPORTED}/{INDEX}") is not None and output.size(RECORD) is not None
 
 
 def drop_export(output: Store) -> None:
-    """Remove a run's exported model, of which all pictures are drawn; what it was stays on record."""
+    """Delete an exported model whose pictures are all drawn. Its record stays."""
     output.remove([f"{EXPORTED}/{name}" for name in output.files(EXPORTED)])
 
 
 @contextmanager
-def opened(model: Model, output: Store) -> Iterator[Path]:
-    """The pipeline's folder on this machine.
+def open_pipeline(model: Model, output: Store) -> Iterator[Path]:
+    """Provide the pipeline's folder on this machine, after checking its content.
 
     Raises:
-        WorkError: this machine has another one under that name.
+        WorkError: this machine has different files under the model's name.
     """
     if model.step is not None:
         with output.local(EXPORTED) as folder:
-            yield _checked(folder, model)
+            yield _check_content(folder, model)
     else:
-        yield _checked(pipeline_folder(model.name), model)
+        yield _check_content(pipeline_folder(model.name), model)
 
 
-def _checked(folder: Path, model: Model) -> Path:
+def _check_content(folder: Path, model: Model) -> Path:
     if not (folder / INDEX).is_file() or hash_pipeline(folder) != model.content:
         raise WorkError(
-            f"{folder} does not hold the model that was to be sampled ({model.content[:12]}…): all nodes must see it, "
-            f"or the same one under this name."
+            f"{folder} on this machine does not contain the model to sample (content {model.content[:12]}…). Put the "
+            f"model on storage that all nodes share, or the same files under this name on every node."
         )
     return folder
 
 
 def pipeline_folder(name: str) -> Path:
-    """The folder of a pipeline by path or hub name.
+    """Return the folder of a pipeline, given its path or its name on the hub.
 
     Raises:
-        RequestError: there is none.
+        RequestError: there is no such pipeline.
     """
     folder = model_folder(name, HUB_FILES)
     if not (folder / INDEX).is_file():
         raise RequestError(
-            f"{name} is neither a run folder (it has no config.yaml) nor a diffusers pipeline (it has no {INDEX})."
+            f"{name} is neither a run folder (it has no config.yaml) nor a diffusers pipeline (it has no {INDEX}). "
+            f"Correct --model."
         )
     return folder
 
 
 def hash_pipeline(folder: Path) -> str:
-    """Hash a pipeline's content (SHA-256): the index with the pipeline's class, but without the version and the path
-    that wrote it; every component's files; and all code that loading it executes."""
+    """Return the SHA-256 of a pipeline's content.
+
+    It covers the index (with the pipeline's class, but without the diffusers version and path that wrote it), every
+    component's files, and all code that loading the pipeline executes.
+    """
     written = json.loads((folder / INDEX).read_text())
     index = {key: value for key, value in written.items() if key == CLASS or not key.startswith("_")}
     digest = hashlib.sha256(canonical_json(index))
-    files = [path for path in folder.glob("*/*") if path.suffix in CONTENT and path.parent.name in index]
+    files = [path for path in folder.glob("*/*") if path.suffix in HASHED_SUFFIXES and path.parent.name in index]
     for path in sorted([*files, *code_files(folder)]):
         digest.update(f"{path.relative_to(folder).as_posix()} {sha256_file(path)}\n".encode())
     return digest.hexdigest()

@@ -1,7 +1,7 @@
-"""Noise as a pure function of (seed, prompt id, index): the same on any worker, in any batch.
+"""Noise as a pure function of (seed, prompt id, index), so a picture does not depend on its worker or its batch.
 
-Philox-4x64-10 (Salmon et al., SC 2011), NumPy's: it promises the raw stream of its bit generators, and not what it
-makes of them, so the normals are made here.
+The generator is NumPy's Philox-4x64-10 (Salmon et al., SC 2011). NumPy guarantees the raw streams of its bit generators
+across versions, but not the distributions computed from them, so normals are computed here.
 """
 
 import hashlib
@@ -12,27 +12,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-EARLIER_BITS = 11
-"""Of 64, so that 53 are left: a float64's."""
+DROPPED_BITS = 11
+"""Low bits of each 64-bit word that are dropped, which leaves the 53 bits of a float64's precision."""
 
 
 def key_of(seed: int, prompt_id: str, index: int) -> int:
-    """128 bits that name a sample's stream."""
+    """Return the 128-bit key of a sample's random stream."""
     name = json.dumps([seed, prompt_id, index]).encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:16], "little")
 
 
 def initial_noise(seed: int, prompt_id: str, index: int, shape: tuple[int, ...]) -> Tensor:
-    """`shape` float32 standard normals on the CPU, by the Box-Muller transform in float64."""
+    """Return standard normals of the given shape, float32 on the CPU, by the Box-Muller transform in float64."""
     count = math.prod(shape)
     words = np.random.Philox(key=key_of(seed, prompt_id, index)).random_raw(count + count % 2)
-    u1, u2 = np.split(((words >> EARLIER_BITS) + 0.5) * 2.0**-53, 2)  # (0, 1)
+    u1, u2 = np.split(((words >> DROPPED_BITS) + 0.5) * 2.0**-53, 2)  # (0, 1)
     radius, angle = np.sqrt(-2 * np.log(u1)), 2 * np.pi * u2
     normals = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
     return torch.from_numpy(normals[:count].reshape(shape).astype(np.float32))
 
 
 def step_generator(seed: int, prompt_id: str, index: int) -> torch.Generator:
-    """What a stochastic sampler draws from, on the CPU. (torch keeps 32 bits of a seed: two of 30,000 samples may
-    share the noise of their steps, never that of their start.)"""
+    """Return the CPU generator for the noise that a stochastic sampler adds at each step.
+
+    torch keeps only 32 bits of a seed, so two of 30,000 samples may share the noise of their steps. They never share
+    their initial noise.
+    """
     return torch.Generator().manual_seed(key_of(seed, prompt_id, index) & (2**32 - 1))

@@ -1,4 +1,4 @@
-"""A diffusers pipeline drawing pictures whose noise is keyed by sample."""
+"""Draw pictures with a diffusers pipeline, from noise keyed by sample."""
 
 import hashlib
 import inspect
@@ -31,36 +31,37 @@ SCHEDULERS: dict[SamplerName, str] = {
     "heun": "HeunDiscreteScheduler",
     "unipc": "UniPCMultistepScheduler",
 }
+"""Sampler → class name in diffusers."""
 FLOW = "flow_prediction"
 PACKED = 4
-"""Latents of a patch that pipelines pack into one token, 2 × 2."""
-SWITCHED_OFF = ("use_resolution_binning", "clean_caption")
-"""Options of pipelines that default to true in some: drawing in the nearest of the pipeline's own sizes and scaling the
-result, and rewriting prompts, which stage 1 did not do to captions."""
+"""Number of latent pixels (2 × 2) that some pipelines pack into one token."""
+DISABLED_OPTIONS = ("use_resolution_binning", "clean_caption")
+"""Options that default to true in some pipelines. The first draws at the nearest of the pipeline's preset sizes and
+rescales the result. The second rewrites prompts, which stage 1 did not do to captions."""
 ZEROS = "force_zeros_for_empty_prompt"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture that is to be drawn."""
+    """A picture to draw."""
 
     number: int
-    """Its place in the sample set."""
+    """Position in the sample set."""
     prompt: Prompt
     index: int
-    """Which of the prompt's pictures."""
+    """Index among the pictures of the prompt."""
 
 
 def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_code: bool = False) -> Any:
-    """Load the pipeline to `device`, without a safety checker, which would replace suspicious pictures by black ones.
+    """Load a pipeline to `device`, without its safety checker, which would replace flagged pictures by black ones.
 
     Raises:
-        RequestError: the folder has code of its own that is not trusted.
+        RequestError: the folder contains code that is not trusted.
     """
     check_code(folder, trust_remote_code)
     index = DiffusionPipeline.load_config(folder)
     options: dict[str, Any] = {"safety_checker": None} if "safety_checker" in index else {}
-    if code_files(folder):  # the export's own, or trusted
+    if code_files(folder):  # written by `train export`, or trusted
         options["trust_remote_code"] = True
     pipeline = DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **options)
     pipeline.set_progress_bar_config(disable=True)
@@ -68,26 +69,29 @@ def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_
 
 
 def load_scheduler(folder: Path) -> Any:
-    """The scheduler of a pipeline's folder."""
+    """Load the scheduler of a pipeline's folder."""
     _, name = DiffusionPipeline.load_config(folder)["scheduler"]
     return getattr(diffusers, name).from_pretrained(folder, subfolder="scheduler")
 
 
 def sampler_of(scheduler: Any, name: SamplerName) -> Any:
-    """The pipeline's own scheduler, or another over the same noise.
+    """Return the pipeline's own scheduler, or build the named one with the same noise schedule.
 
     Raises:
-        RequestError: the model was trained for flow matching, which the named one knows nothing of.
+        RequestError: the model was trained with flow matching, which the named samplers do not support.
     """
     if name == "own":
         return scheduler
     if scheduler.config.get("prediction_type", FLOW) == FLOW:
-        raise RequestError(f"sampler {name} is not for flow matching, for which this model was trained. Set it to own.")
+        raise RequestError(
+            f"The sampler {name} does not support flow matching, with which this model was trained. Set "
+            f"sampling.sampler to own."
+        )
     return getattr(diffusers, SCHEDULERS[name]).from_config(scheduler.config)
 
 
-def describe(scheduler: Any) -> str:
-    """A scheduler's class and its settings' hash."""
+def describe_scheduler(scheduler: Any) -> str:
+    """Return a scheduler's class and a hash of its config."""
     settings = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return f"{type(scheduler).__name__} {digest}"
@@ -95,10 +99,10 @@ def describe(scheduler: Any) -> str:
 
 @torch.inference_mode()
 def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
-    """(N, 3, height, width) float32 in [0, 1], before any rounding.
+    """Draw pictures: (N, 3, height, width) float32 in [0, 1], not yet rounded.
 
     Raises:
-        WorkError: a picture is not finite.
+        WorkError: a picture has non-finite pixels.
     """
     bucket, setting = Bucket.parse(drawing.size), drawing.setting
     keys = [(drawing.seed, sample.prompt.id, sample.index) for sample in samples]
@@ -109,8 +113,8 @@ def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
     latents = torch.stack([initial_noise(*key, shape) for key in keys]).to(network.dtype)
     if is_packed:
         latents = pipeline._pack_latents(latents, len(keys), *shape)
-    accepts = inspect.signature(pipeline.__call__).parameters
-    options = {name: False for name in SWITCHED_OFF if name in accepts}
+    accepted = inspect.signature(pipeline.__call__).parameters
+    options = {name: False for name in DISABLED_OPTIONS if name in accepted}
     pictures: Tensor = pipeline(
         [sample.prompt.text for sample in samples],
         height=bucket.height,
@@ -124,16 +128,17 @@ def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
     ).images.float()
     if not torch.isfinite(pictures).all():
         raise WorkError(
-            f"The model draws pictures that are not finite, {samples[0].prompt.text!r} among them. Try "
-            f"sampling.precision float32; if they stay so, the checkpoint's weights are broken."
+            f"The model drew pictures with non-finite pixels, in the batch that starts with the prompt "
+            f"{samples[0].prompt.text!r}. Try --sampling.precision float32. If that does not help, the checkpoint's "
+            f"weights are broken."
         )
     return pictures
 
 
 def guidance_arguments(pipeline: Any, drawing: Drawing, count: int) -> dict[str, Any]:
-    """Build the arguments that make the pipeline guide a batch of `count` prompts away from what `drawing` says.
+    """Build the pipeline arguments that guide a batch of `count` prompts as `drawing` asks.
 
-    Without a negative prompt the unconditional input is the one that training used for dropped captions. A pipeline
+    Without a negative prompt, the unconditional input is the one that training used for dropped captions. A pipeline
     that replaces a missing negative prompt by zeros gets none; all others get the empty caption, because some of them
     skip guidance unless there is a negative prompt.
     """
@@ -146,16 +151,16 @@ def guidance_arguments(pipeline: Any, drawing: Drawing, count: int) -> dict[str,
     scale = drawing.guidance_input
     if scale is None:
         scale = pipeline.transformer.config.get(TRAINED_GUIDANCE)
-    # `guidance_scale` is an input of the network here; without a value the pipeline's default holds
+    # here, `guidance_scale` is an input of the network; without a value, the pipeline's default applies
     return arguments | ({} if scale is None else {"guidance_scale": scale})
 
 
 def has_guidance_input(folder: Path) -> bool:
-    """Whether a pipeline's network takes a guidance scale as an input."""
+    """Return whether a pipeline's network takes a guidance scale as an input."""
     config = folder / "transformer" / "config.json"
     return config.is_file() and bool(json.loads(config.read_text()).get("guidance_embeds", False))
 
 
 def to_bytes(pictures: Tensor) -> Tensor:
-    """(N, 3, H, W) in [0, 1] → (N, H, W, 3) uint8 on the CPU, rounded to the nearest level."""
+    """Round to the nearest level: (N, 3, H, W) in [0, 1] → (N, H, W, 3) uint8 on the CPU."""
     return (pictures * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()

@@ -19,153 +19,174 @@ from shards.base.errors import RequestError
 TEXT_COLUMNS = ("prompt", "prompts", "caption", "text")
 ID_COLUMNS = ("id", "key")
 CATEGORY_COLUMN = "category"
-MOST_NAMED = 5
+MAX_NAMED = 5
+"""Maximum number of places that an error message names."""
+PARSE_ERRORS = (
+    *(ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError),
+    *(csv.Error, pa.ArrowException),
+)
 
 
 class PromptsConfig(Config):
-    """Which prompts are sampled."""
+    """The prompts to sample."""
 
     file: Path | None = None
-    """Text (.txt, a prompt a line), .csv, .tsv, .json (COCO's captions, MJHQ's) or .parquet."""
+    """Prompt file: .txt with one prompt per line, .csv, .tsv, .json (in the format of COCO's captions or of MJHQ) or
+    .parquet."""
     column: str | None = None
-    """Of a table: where the prompts are; null: `prompt`, `prompts`, `caption` or `text`, in any case of letters."""
+    """Column of a table that contains the prompts. null: `prompt`, `prompts`, `caption` or `text`, ignoring case."""
     limit: int | None = Field(None, ge=1)
-    """The first so many; null: all."""
+    """Number of prompts to use, from the start of the file. null: all."""
     duplicates: Literal["refuse", "keep"] = "refuse"
-    """Of one prompt that stands there twice without ids of its own: `keep` samples it twice, with noise of its own."""
+    """What happens if the file repeats a prompt and has no ids: `refuse` stops, `keep` samples each repetition with
+    different noise."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to sample, and the id that its noise is keyed by."""
+    """A prompt with the id that its noise is keyed by."""
 
     id: str
-    """The file's own, where it has ids; else a hash of the text, which a line more above it does not change."""
+    """Id given in the file, or else a hash of the text. The hash does not depend on the prompt's position."""
     text: str
     category: str | None = None
 
 
 @dataclass(frozen=True)
 class _Row:
+    """An entry of a prompt file, not yet validated."""
+
     place: str
-    """For people: `line 17`."""
+    """Position in the file, for error messages: `line 17`."""
     text: Any
     id: Any = None
     category: Any = None
 
 
 def read_prompts(config: PromptsConfig) -> list[Prompt]:
-    """The prompts of a file, in its order.
+    """Read a prompt file, in its order.
 
     Raises:
-        RequestError: no such file, not of a known layout, a prompt without text, or one that stands there twice.
+        RequestError: the file does not exist, has an unknown format or cannot be parsed; or a prompt is empty, is not
+            text, or appears twice.
     """
     if config.file is None:
-        raise RequestError("No prompts were given. Name a file of them: --prompts.file PATH, or make's PROMPTS=PATH.")
+        raise RequestError("No prompt file was given. Name one with --prompts.file PATH, or with make, PROMPTS=PATH.")
     reader = READERS.get(config.file.suffix.lower())
     if reader is None:
-        raise RequestError(f"{config.file} is no prompt file: its name must end in {', '.join(READERS)}.")
+        raise RequestError(
+            f"{config.file} is not a prompt file, because its name ends in none of {', '.join(READERS)}. Convert it to "
+            f"one of these formats, or rename it."
+        )
     try:
         rows = list(reader(config.file, config.column))
     except FileNotFoundError:
-        raise RequestError(f"There is no prompt file {config.file}. Give the right path as --prompts.file.") from None
-    except (
-        *(ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError, csv.Error, pa.ArrowException),
-    ) as error:
+        raise RequestError(f"There is no prompt file {config.file}. Correct --prompts.file.") from None
+    except PARSE_ERRORS as error:
         raise RequestError(
-            f"The prompt file {config.file} cannot be read: {type(error).__name__}: {error}. Mend it and try again."
+            f"The prompt file {config.file} cannot be parsed: {type(error).__name__}: {error}. Fix the file and run "
+            f"the command again."
         ) from error
-    return _checked(rows[: config.limit], config)
+    return _make_prompts(rows[: config.limit], config)
 
 
 def prompts_sha256(prompts: list[Prompt]) -> str:
-    """What stands for a list of prompts: their ids and texts, in order."""
+    """Return a hash that identifies a list of prompts, with their ids and their order."""
     return hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts]).encode()).hexdigest()
 
 
-def _checked(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
-    other = [row.place for row in rows if row.text is not None and not is_text(row.text)]
-    if other:
+def _make_prompts(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
+    """Validate the rows of a prompt file, and give each prompt an id.
+
+    Raises:
+        RequestError: a prompt is empty, is not text, or appears twice.
+    """
+    not_text = [row.place for row in rows if row.text is not None and not is_text(row.text)]
+    if not_text:
         raise RequestError(
-            f"{config.file} has what is no text in place of a prompt, at {_named(other)}. Give texts there, in UTF-8; "
-            f"of a table, the column that has them is named by prompts.column."
+            f"{config.file} contains prompts that are not valid text, at {_join(not_text)}. Replace them by text in "
+            f"UTF-8; if the file is a table, check that prompts.column names the column of the prompts."
         )
     empty = [row.place for row in rows if not (row.text or "").strip()]
-    if empty or not rows:
-        where = f"at {_named(empty)}" if empty else "anywhere in it"
+    if empty:
         raise RequestError(
-            f"{config.file} has no prompt {where}. An empty prompt would be sampled as any other and count in every "
-            f"metric: remove it."
+            f"{config.file} contains empty prompts, at {_join(empty)}. They would be sampled and counted in every "
+            f"metric. Remove them."
         )
+    if not rows:
+        raise RequestError(f"{config.file} contains no prompts. Add some, or choose a different --prompts.file.")
     places: dict[str, list[str]] = defaultdict(list)
     prompts = []
     for row in rows:
         text = row.text.strip()
-        own = str(row.id) if row.id is not None else hashlib.sha256(text.encode()).hexdigest()[:16]
-        before = len(places[own])
-        places[own].append(row.place)
-        is_again = before and row.id is None and config.duplicates == "keep"
-        prompts.append(Prompt(f"{own}-{before + 1}" if is_again else own, text, row.category and str(row.category)))
-    twice = [" = ".join(found) for found in places.values() if len(found) > 1]
-    if twice and len({prompt.id for prompt in prompts}) < len(prompts):
+        id = str(row.id) if row.id is not None else hashlib.sha256(text.encode()).hexdigest()[:16]
+        earlier = len(places[id])
+        places[id].append(row.place)
+        if earlier and row.id is None and config.duplicates == "keep":
+            id = f"{id}-{earlier + 1}"
+        prompts.append(Prompt(id, text, row.category and str(row.category)))
+    duplicates = [" = ".join(found) for found in places.values() if len(found) > 1]
+    if duplicates and len({prompt.id for prompt in prompts}) < len(prompts):
         raise RequestError(
-            f"{config.file} has prompts twice: {_named(twice)}. Each would count twice in every metric, with the same "
-            f"noise. Remove the second; for more pictures of each prompt set sampling.images_per_prompt; or, where the "
-            f"file is meant to be so and has no ids, set prompts.duplicates to keep."
+            f"{config.file} contains duplicate prompts: {_join(duplicates)}. They would be sampled with the same "
+            f"noise, and count twice in every metric. Remove the duplicates. To draw several pictures per prompt, set "
+            f"sampling.images_per_prompt. If the duplicates are intended and the file has no ids, set "
+            f"prompts.duplicates to keep."
         )
     return prompts
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is one that can be written as UTF-8: half of a surrogate pair cannot."""
+    """Return whether a value is a string that can be encoded as UTF-8, which lone surrogates cannot."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
-def _named(places: list[str]) -> str:
-    more = f" and {len(places) - MOST_NAMED} more" if len(places) > MOST_NAMED else ""
-    return ", ".join(places[:MOST_NAMED]) + more
+def _join(places: list[str]) -> str:
+    more = f" and {len(places) - MAX_NAMED} more" if len(places) > MAX_NAMED else ""
+    return ", ".join(places[:MAX_NAMED]) + more
 
 
-def _lines(path: Path, column: str | None) -> Iterator[_Row]:
-    # as editors count lines: str.splitlines() would also cut at a form feed, and at three more
+def _read_lines(path: Path, column: str | None) -> Iterator[_Row]:
+    # split like editors do: str.splitlines() would also split at form feeds and other characters
     text = path.read_text(encoding="utf-8-sig").removesuffix("\n")
     for number, line in enumerate(text.split("\n") if text else [], start=1):
         yield _Row(f"line {number}", line)
 
 
-def _csv(path: Path, column: str | None, delimiter: str = ",") -> Iterator[_Row]:
+def _read_csv(path: Path, column: str | None, delimiter: str = ",") -> Iterator[_Row]:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        # PartiPrompts has lone quotation marks
+        # PartiPrompts' TSV contains unpaired quotation marks
         table = csv.DictReader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE if delimiter == "\t" else 0)
-        yield from _table(list(table.fieldnames or []), table, column, lambda _: f"line {table.line_num}")
+        yield from _read_table(list(table.fieldnames or []), table, column, lambda _: f"line {table.line_num}")
 
 
-def _tsv(path: Path, column: str | None) -> Iterator[_Row]:
-    return _csv(path, column, "\t")
+def _read_tsv(path: Path, column: str | None) -> Iterator[_Row]:
+    return _read_csv(path, column, "\t")
 
 
-def _parquet(path: Path, column: str | None) -> Iterator[_Row]:
+def _read_parquet(path: Path, column: str | None) -> Iterator[_Row]:
     table = pq.read_table(path)
-    yield from _table(table.column_names, iter(table.to_pylist()), column, lambda number: f"row {number}")
+    yield from _read_table(table.column_names, iter(table.to_pylist()), column, lambda number: f"row {number}")
 
 
-def _table(
+def _read_table(
     names: list[str], rows: Iterator[dict[str, Any]], column: str | None, place: Callable[[int], str]
 ) -> Iterator[_Row]:
     by_name = {name.lower(): name for name in reversed(names)}
     text = by_name.get((column or next((n for n in TEXT_COLUMNS if n in by_name), "")).lower())
     if text is None:
-        raise ValueError(f"it has no column {column or ' or '.join(TEXT_COLUMNS)}, only {', '.join(names)}")
-    own = next((by_name[name] for name in ID_COLUMNS if name in by_name), "")
+        wanted = column or " or ".join(TEXT_COLUMNS)
+        raise ValueError(f"the table has no column {wanted}, only {', '.join(names)}")
+    id_column = next((by_name[name] for name in ID_COLUMNS if name in by_name), "")
     category = by_name.get(CATEGORY_COLUMN, "")
     for number, row in enumerate(rows, start=1):
         if None in row:
-            raise ValueError(f"{place(number)} has more cells than there are columns: put text with commas into quotes")
-        yield _Row(place(number), row[text], row.get(own), row.get(category))
+            raise ValueError(f"{place(number)} has more cells than the header; put text that contains commas in quotes")
+        yield _Row(place(number), row[text], row.get(id_column), row.get(category))
 
 
-def _json(path: Path, column: str | None) -> Iterator[_Row]:
-    content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_each_once)
+def _read_json(path: Path, column: str | None) -> Iterator[_Row]:
+    content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_reject_duplicate_keys)
     if "annotations" in content:  # COCO's captions
         for number, entry in enumerate(content["annotations"], start=1):
             yield _Row(f"annotation {number}", entry["caption"], entry["id"])
@@ -174,18 +195,18 @@ def _json(path: Path, column: str | None) -> Iterator[_Row]:
             yield _Row(f"entry {key}", entry["prompt"], key, entry.get("category"))
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands there twice")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} appears twice")
     return found
 
 
 READERS: dict[str, Callable[[Path, str | None], Iterator[_Row]]] = {
-    ".txt": _lines,
-    ".csv": _csv,
-    ".tsv": _tsv,
-    ".json": _json,
-    ".parquet": _parquet,
+    ".txt": _read_lines,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
 }

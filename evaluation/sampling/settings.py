@@ -1,4 +1,4 @@
-"""How pictures are drawn, and what names a sample set: all that its pictures depend on, by content."""
+"""Sampling settings, and the identity of a sample set: everything that its pictures depend on."""
 
 import hashlib
 from dataclasses import asdict, dataclass
@@ -18,45 +18,46 @@ VERSION = 1
 
 
 class SamplingConfig(Config):
-    """How pictures are drawn. Several values of `guidance`, `steps` and `sampler` make a sample set each."""
+    """How pictures are drawn. Every combination of `guidance`, `steps` and `sampler` gives a separate sample set."""
 
     seed: int = Field(0, ge=0, lt=2**63)
-    """With a prompt's id and the picture's index it keys the noise."""
+    """Seed of the noise, which is keyed by seed, prompt id and picture index."""
     images_per_prompt: int = Field(1, ge=1)
-    """Pictures of each prompt, each from noise of its own."""
+    """Number of pictures per prompt, each from different noise."""
     size: BucketName = "512x512"
     """WIDTHxHEIGHT in pixels."""
     guidance: list[float] = Field([8.0], min_length=1)
-    """Scales of classifier-free guidance; 1 is none."""
+    """Scales of classifier-free guidance. 1 disables guidance."""
     guidance_input: float | None = None
-    """Value for networks that take a guidance scale as an input (guidance-distilled ones). null: the value of the run's
-    training; for other models, the pipeline's default."""
+    """Guidance scale that is an input of the network, as in guidance-distilled models. null: the scale that the run was
+    trained with; for other models, the pipeline's default."""
     steps: list[PositiveInt] = Field([50], min_length=1)
     """Numbers of sampling steps."""
     sampler: list[SamplerName] = Field(["own"], min_length=1)
-    """`own` is the pipeline's; the others are diffusers' schedulers over the same noise."""
+    """Samplers. `own` is the pipeline's scheduler. The others are diffusers' schedulers, with the pipeline's noise
+    schedule."""
     negative_prompt: str | None = None
-    """Text that guidance leads away from. null: the input that stood for dropped captions in training, which for most
-    models is the empty caption and for others zeros."""
+    """Text that guidance moves away from. null: the input that replaced dropped captions in training, which is the
+    empty caption for most models and zeros for others."""
     precision: PrecisionOption = "float32"
-    """Type of the whole pipeline. `auto` is that of the sample set; for a new set, it is bfloat16 where a worker's
-    device supports it, and float32 elsewhere."""
+    """Data type of the whole pipeline. `auto`: that of an existing sample set; for a new one, bfloat16 if the workers'
+    device supports it, otherwise float32."""
     batch_size: int = Field(16, ge=1)
-    """Pictures at a time, each run with a prompt and, with guidance, without."""
+    """Pictures per batch. Guidance runs the network twice per picture."""
     part_size: int = Field(256, ge=1)
-    """Pictures of a part, the unit of work, retry and commit."""
+    """Pictures per part, the unit of work, retry and commit."""
     codec: Codec = "png"
-    """Both keep every pixel."""
+    """File format of the pictures. Both are lossless."""
 
     @property
     def grid(self) -> list["Setting"]:
-        """Every combination, each once."""
+        """All combinations of guidance, steps and sampler, without duplicates."""
         return list(dict.fromkeys(Setting(*values) for values in product(self.guidance, self.steps, self.sampler)))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One point of the grid."""
+    """One combination of guidance, steps and sampler."""
 
     guidance: float
     steps: int
@@ -68,7 +69,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Drawing:
-    """All that a sample set's pictures depend on but the model. Batch size and parts are not: they change rounding."""
+    """Everything that the pictures of a sample set depend on, except for the model.
+
+    Batch and part size are not included, because they change rounding only.
+    """
 
     prompts: str
     """SHA-256 of the prompts."""
@@ -78,16 +82,17 @@ class Drawing:
     size: str
     setting: Setting
     scheduler: str
-    """Class of the sampler that was used, and its config's SHA-256."""
+    """Class of the scheduler, and a hash of its config."""
     negative_prompt: str | None
     guidance_input: float | None
     precision: Precision
     codec: Codec
 
     def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON, with a format version."""
         return {"version": VERSION, **asdict(self)}
 
     @property
     def id(self) -> str:
-        """Of how pictures are drawn, whatever the model: sample sets of one id can be compared."""
+        """Hash of the drawing. Sample sets of different models are comparable if their drawings have the same id."""
         return hashlib.sha256(canonical_json(self.as_json())).hexdigest()[:16]

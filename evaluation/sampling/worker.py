@@ -1,4 +1,4 @@
-"""What a worker does: load the pipeline once, then draw one part after another."""
+"""The work of a sampling worker: load the pipeline once, then draw one part after another."""
 
 import functools
 import os
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from evaluation.parts import Receipt, commit_part
-from evaluation.sampling.model import Model, opened
+from evaluation.parts import PartReceipt, commit_part
+from evaluation.sampling.model import Model, open_pipeline
 from evaluation.sampling.pipeline import Sample, draw, load_pipeline, sampler_of, to_bytes
 from evaluation.sampling.settings import Codec, Drawing
 from evaluation.units import ending_broken_processes
@@ -26,77 +26,85 @@ ENCODING_THREADS = 4
 
 
 @dataclass(frozen=True)
-class Part:
-    """A unit of work: some samples of one set."""
+class SamplePart:
+    """A unit of work: some samples of one sample set."""
 
     name: str
     output: Path | str
-    """The sample set."""
+    """Folder or URL of the sample set."""
     drawing: Drawing
     samples: tuple[Sample, ...]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SamplingJob:
+    """Settings that all parts of a job share."""
+
     model: Model
     output: Path | str
-    """Where a run's exported model is."""
+    """Folder or URL that contains a run's exported model."""
     batch_size: int
     device: str
     num_cpus: float
     trust_remote_code: bool = False
 
 
-def draw_on_worker(part: Part, attempt: int, report: Callable[[int], None], recipe: Recipe) -> Receipt:
-    """One attempt at one part; `report` hears how many pictures were drawn."""
-    torch.set_num_threads(1 if is_accelerator(recipe.device) else max(1, int(recipe.num_cpus)))
+def draw_on_worker(part: SamplePart, attempt: int, report: Callable[[int], None], job: SamplingJob) -> PartReceipt:
+    """Make one attempt at one part, and report the number of pictures drawn so far."""
+    torch.set_num_threads(1 if is_accelerator(job.device) else max(1, int(job.num_cpus)))
     with ending_broken_processes():
-        pipeline, own = load_model(
-            recipe.model, recipe.output, recipe.device, part.drawing.precision, recipe.trust_remote_code
+        pipeline, own_scheduler = cached_pipeline(
+            job.model, job.output, job.device, part.drawing.precision, job.trust_remote_code
         )
-        pipeline.scheduler = sampler_of(own, part.drawing.setting.sampler)
-        make = functools.partial(draw_part, part, pipeline, recipe.batch_size, report)
-        return commit_part(open_store(part.output), PICTURES, part.name, make)
+        pipeline.scheduler = sampler_of(own_scheduler, part.drawing.setting.sampler)
+        write = functools.partial(draw_part, part, pipeline, job.batch_size, report)
+        return commit_part(open_store(part.output), PICTURES, part.name, write)
 
 
 @functools.lru_cache(maxsize=1)
-def load_model(
+def cached_pipeline(
     model: Model, output: Path | str, device: str, precision: Any, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """The pipeline and its own scheduler; kept for the next part."""
-    with opened(model, open_store(output)) as folder:
+    """Load the pipeline, which the worker keeps for its next part, and return it with its own scheduler."""
+    with open_pipeline(model, open_store(output)) as folder:
         pipeline = load_pipeline(folder, device, precision, trust_remote_code)
     return pipeline, pipeline.scheduler
 
 
-def draw_part(part: Part, pipeline: Any, batch_size: int, report: Callable[[int], None], folder: Path) -> Receipt:
-    """Every picture of a part into `folder`, encoded beside the drawing."""
+def draw_part(
+    part: SamplePart, pipeline: Any, batch_size: int, report: Callable[[int], None], folder: Path
+) -> PartReceipt:
+    """Draw the pictures of a part, write them to `folder`, and return the receipt's fields.
+
+    Threads encode the files of one batch while the next one is drawn.
+    """
     with ThreadPoolExecutor(ENCODING_THREADS) as threads:
-        writing = []
+        pending = []
         for start in range(0, len(part.samples), batch_size):
             batch = part.samples[start : start + batch_size]
-            pictures = to_bytes(draw(pipeline, filled_up(batch, batch_size), part.drawing)).numpy()
+            pictures = to_bytes(draw(pipeline, pad_batch(batch, batch_size), part.drawing)).numpy()
             for sample, pixels in zip(batch, pictures, strict=False):
                 path = folder / file_name(sample.number, part.drawing.codec)
-                writing.append(threads.submit(write_picture, path, pixels, part.drawing.codec))
+                pending.append(threads.submit(write_picture, path, pixels, part.drawing.codec))
             report(start + len(batch))
-        for written in writing:
-            written.result()
+        for future in pending:
+            future.result()
     ids = [[sample.prompt.id, sample.index] for sample in part.samples]
-    where = {"host": socket.gethostname(), "pid": os.getpid(), "batch_size": batch_size}
-    return {"drawing": part.drawing.id, "samples": ids, "made_by": where}
+    made_by = {"host": socket.gethostname(), "pid": os.getpid(), "batch_size": batch_size}
+    return {"drawing": part.drawing.id, "samples": ids, "made_by": made_by}
 
 
-def filled_up(batch: Sequence[Sample], batch_size: int) -> list[Sample]:
-    """A batch of one size whatever the part's length: a device picks its kernels by shape."""
+def pad_batch(batch: Sequence[Sample], batch_size: int) -> list[Sample]:
+    """Repeat the last sample until the batch is full, because devices choose kernels by shape."""
     return [*batch, *[batch[-1]] * (batch_size - len(batch))]
 
 
 def file_name(number: int, codec: Codec) -> str:
+    """Return the file name of a sample."""
     return f"{number:07d}.{codec}"
 
 
 def write_picture(path: Path, pixels: np.ndarray, codec: Codec) -> None:
-    """(height, width, 3) uint8 as a file that keeps every pixel, without metadata."""
+    """Write a picture, (height, width, 3) uint8, losslessly and without metadata."""
     options: dict[str, Any] = {"lossless": True, "exact": True} if codec == "webp" else {}
     Image.fromarray(pixels).save(path, **options)

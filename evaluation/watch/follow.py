@@ -1,16 +1,15 @@
-"""The loop of `evaluation watch`: which checkpoints are whole and due, and each of them evaluated once.
+"""`python -m evaluation watch`: evaluate each due checkpoint of a run once, while training continues.
 
-    RUN/checkpoints/step-00001000/                        the trainer's; only read
-    RUN/evaluations/step-00001000-auto/evaluated-ID.json  this step is done, under this config
+    RUN/checkpoints/step-00001000/                        written by the trainer; only read here
+    RUN/evaluations/step-00001000-auto/evaluated-ID.json  receipt: this step was evaluated with this config
 
-Watchers do not exclude each other. Two at work on one step share its parts, and each part, number and receipt is
-created by one of them alone; the other takes what is there.
+Any number of watchers may follow a run, without locks. Watchers on the same step share its parts. Each part, metric
+record and receipt is created by exactly one of them, and the others use it.
 """
 
 import hashlib
 import json
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,183 +28,258 @@ from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.open import open_store
 
-TRIES = 3
-"""At a checkpoint as it lies there; one that is written anew has as many again."""
+MAX_ATTEMPTS = 3
+"""Attempts at evaluating a checkpoint. The count starts over if its files are written again."""
 
 
 class FollowConfig(Config):
-    """Which checkpoints of a run are evaluated, and for how long it is followed."""
+    """Which checkpoints of a run are evaluated, and how long the run is followed."""
 
     every: int | None = Field(None, ge=1)
-    """Checkpoints of steps that this divides, and the run's last; null: as the run's `evaluate.every` asks, or all."""
+    """Evaluate the checkpoints whose step is a multiple of this, and the run's last one. null: `evaluate.every` of the
+    run's config, or else all checkpoints."""
     until: int | None = Field(None, ge=0)
-    """The last step; null: the run's `max_steps`."""
+    """Last step to evaluate, after which watching ends. null: the run's `max_steps`."""
     once: bool = False
-    """Evaluate what is there, and end."""
+    """Evaluate the checkpoints that exist now, then end."""
     poll_seconds: float = Field(30.0, gt=0)
-    """Between looks at the run folder."""
+    """Seconds between checks for new checkpoints."""
     keep_models: bool = False
-    """Keep each checkpoint's exported pipeline once its pictures are drawn and measured."""
+    """Keep the exported pipeline of each checkpoint after its evaluation."""
+
+
+@dataclass(frozen=True)
+class CheckpointSchedule:
+    """Checkpoints that the run's own config asks to evaluate."""
+
+    every: int
+    """Evaluate the checkpoints whose step is a multiple of this."""
+    last: int
+    """Last step of the run, whose checkpoint is always evaluated."""
+
+
+@dataclass
+class WatchedCheckpoint:
+    """A watcher's knowledge of one checkpoint."""
+
+    step: int
+    place: Path | str
+    """Folder or URL of its evaluation: sample sets, the exported model and the receipt."""
+    receipt: str
+    """Name of the receipt in `place`, which exists once the step has been evaluated with the current config."""
+    version: str = ""
+    """Identifies the checkpoint's files: it changes if they are written again."""
+    attempts: int = 0
+    """Attempts at evaluating this version."""
+    failure: str | None = None
+    """Error of the last attempt; None if it succeeded."""
+    is_done: bool = False
+    """Whether the step was evaluated and evaluations.jsonl has its metrics."""
+    is_reported_incomplete: bool = False
+
+    def update(self, version: str) -> None:
+        """Record the version of the checkpoint's files, and allow new attempts if it changed."""
+        if version != self.version:
+            self.version, self.attempts = version, 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the checkpoint still has to be evaluated and may be attempted."""
+        return not self.is_done and self.attempts < MAX_ATTEMPTS
+
+    def is_exported(self) -> bool:
+        """Return whether its model was exported, so that the checkpoint itself is no longer needed."""
+        return is_exported(open_store(self.place))
+
+    def has_receipt(self) -> bool:
+        """Return whether this or any other watcher has evaluated the step with the current config."""
+        return read_sealed(open_store(self.place), self.receipt) is not None
 
 
 @dataclass
 class Follower:
+    """The loop of `evaluation watch`."""
+
     run: Store
     output: Path | str
-    """Holds evaluations/: the run itself, or a place of its own."""
+    """Folder or URL that contains evaluations/: the run itself, or a separate place."""
     config: FollowConfig
     weights: str
     settings: dict[str, Any]
-    """What the evaluation of a step depends on, but for the step."""
+    """Everything that the evaluation of a step depends on, except for the step."""
     evaluate: Callable[[int, Path | str], None]
-    """Draw and measure a step at a place; what is there is not made again."""
-    track: Callable[[int, list[Evaluation]], None]
-    """Tell the tracker of a step, given all evaluations."""
-    tell_rest: Callable[[], None]
-    """Called once no step is left."""
-    tried: Counter[tuple[int, str]] = field(default_factory=Counter)
-    failed: dict[int, str] = field(default_factory=dict)
-    said: set[str] = field(default_factory=set)
-    merged: set[int] = field(default_factory=set)
-    """Steps that are done and in evaluations.jsonl, as far as this watcher knows."""
+    """Sample and score a step at the given place. Existing results there are not computed again."""
+    log_step: Callable[[int, list[Evaluation]], None]
+    """Log a step to the run's tracker, given all evaluations of the run."""
+    log_remaining: Callable[[], None]
+    """Called once, after the last step."""
+    checkpoints: dict[int, WatchedCheckpoint] = field(default_factory=dict)
+    """Step → checkpoint, for all steps seen so far."""
+    is_reported_empty: bool = False
 
     def follow(self) -> None:
-        """Until the run's last step is evaluated, or what is there, where that was asked for.
+        """Evaluate checkpoints until the run's last step is done, or those that exist now if `once` is set.
 
         Raises:
-            Preempted: told to leave.
-            RequestError: the folder is no run, or the evaluation is not possible as asked for.
-            WorkError: checkpoints could not be evaluated; the others are.
+            Preempted: a stop signal arrived.
+            RequestError: the folder is not a run, or the evaluation is impossible as requested.
+            WorkError: some checkpoints could not be evaluated. All others were.
         """
-        ended = False
-        while not ended:
+        is_over = False
+        while not is_over:
             with StopSignal() as stop:
-                ended, waited = self.look(stop), time.monotonic() + self.config.poll_seconds
-                while not ended and not stop.received and time.monotonic() < waited:
+                is_over = self.poll(stop)
+                next_poll = time.monotonic() + self.config.poll_seconds
+                while not is_over and not stop.received and time.monotonic() < next_poll:
                     time.sleep(0.1)
             if stop.received:
-                raise Preempted(f"told to leave {self.run.where()}. The same command goes on.")
-        self.tell_rest()
-        if self.failed:
-            steps = "; ".join(f"step {step}: {reason}" for step, reason in sorted(self.failed.items()))
+                raise Preempted(
+                    f"A stop signal ended the evaluation of {self.run.where()}. All finished work was saved; run the "
+                    f"same command again to continue."
+                )
+        self.log_remaining()
+        failures = {step: each.failure for step, each in sorted(self.checkpoints.items()) if each.failure is not None}
+        if failures:
+            reasons = "; ".join(f"step {step}: {failure}" for step, failure in failures.items())
+            count = "1 checkpoint" if len(failures) == 1 else f"{len(failures)} checkpoints"
             raise WorkError(
-                f"{len(self.failed)} checkpoints of {self.run.where()} were not evaluated ({steps}). The others are. "
-                f"The same command again tries just these."
+                f"{count} of {self.run.where()} could not be evaluated ({reasons}). All others were evaluated. Run the "
+                f"same command again to retry only the failed ones."
             )
 
-    def look(self, stop: StopSignal) -> bool:
-        """Evaluate what is due now; whether the last step is behind us."""
-        wanted = read_wants(self.run)
-        every, last = self.config.every or wanted.every, wanted.last if self.config.until is None else self.config.until
+    def poll(self, stop: StopSignal) -> bool:
+        """Evaluate every checkpoint that is due now, and return whether watching is over.
+
+        Raises:
+            Preempted, RequestError: as `follow`.
+        """
+        schedule = read_schedule(self.run)
+        every = self.config.every or schedule.every
+        last = schedule.last if self.config.until is None else self.config.until
         entries = self.run.listing("checkpoints")
-        steps = checkpoints_in(list(entries))
-        if not steps:
-            self._say_once(f"{self.run.where()} has no checkpoint yet: waiting for one.")
-        # of an exported one the trainer may have dropped the checkpoint since
-        found = {step: EXPORTED for step in self._begun()} | {
-            step: json.dumps(sorted((name, entries[name].etag) for name in files)) for step, files in steps.items()
-        }
-        due = (step for step in sorted(found) if step <= last and (step % every == 0 or step == wanted.last))
-        stamps = {step: found[step] for step in due}
-        adopted = [step for step in stamps if step not in self.merged and self._is_done(step)]
-        if adopted:
+        files = checkpoints_in(list(entries))
+        if not files and not self.is_reported_empty:
+            self.is_reported_empty = True
+            print(f"{self.run.where()} has no checkpoint yet; waiting for the first one.", flush=True)
+
+        # the trainer may have pruned a checkpoint since its export
+        versions = dict.fromkeys(self._exported_steps(), EXPORTED)
+        for step, names in files.items():
+            versions[step] = json.dumps(sorted((name, entries[name].etag) for name in names))
+        due = []
+        for step, version in sorted(versions.items()):
+            if step <= last and (step % every == 0 or step == schedule.last):
+                checkpoint = self._checkpoint(step)
+                checkpoint.update(version)
+                due.append(checkpoint)
+
+        already_evaluated = [checkpoint for checkpoint in due if not checkpoint.is_done and checkpoint.has_receipt()]
+        if already_evaluated:
             write_lines(self.output)
-        for step, stamp in stamps.items():
-            if step in adopted or (step not in self.merged and not stop.received and self._evaluate(step, stamp)):
-                self._tidy(step)
-        left = [s for s, stamp in stamps.items() if s not in self.merged and self.tried[s, stamp] < TRIES]
-        return self.config.once or (max(steps, default=-1) >= last and not left)
+        for checkpoint in already_evaluated:
+            self._finish(checkpoint)
+        for checkpoint in due:
+            if checkpoint.is_pending and not stop.received and self._evaluate(checkpoint):
+                self._finish(checkpoint)
+        is_complete_run = max(files, default=-1) >= last
+        return self.config.once or (is_complete_run and not any(checkpoint.is_pending for checkpoint in due))
 
-    def _is_ready(self, step: int, stamp: str) -> bool:
-        if self.tried[step, stamp] >= TRIES:
-            return False
-        if not self._is_exported(step) and not is_whole(self.run, step):
-            self._say_once(f"step {step} of {self.run.where()} is not whole yet: passed over until it is.")
-            return False
-        return True
+    def _checkpoint(self, step: int) -> WatchedCheckpoint:
+        if step not in self.checkpoints:
+            place = step_place(self.output, step, self.weights)
+            self.checkpoints[step] = WatchedCheckpoint(step, place, self._receipt)
+        return self.checkpoints[step]
 
-    def _evaluate(self, step: int, stamp: str) -> bool:
-        """Whether the step is done afterwards; if not, why is said."""
-        if not self._is_ready(step, stamp):
+    def _exported_steps(self) -> list[int]:
+        """List the unfinished steps whose model any watcher has exported."""
+        steps = []
+        for name in open_store(below(self.output, FOLDER)).entries():
+            match = STEP_FOLDER.fullmatch(name)
+            if match and match[2] == self.weights:
+                checkpoint = self._checkpoint(int(match[1]))
+                if not checkpoint.is_done and checkpoint.is_exported():
+                    steps.append(checkpoint.step)
+        return steps
+
+    def _evaluate(self, checkpoint: WatchedCheckpoint) -> bool:
+        """Attempt to evaluate a checkpoint, and return whether it is evaluated now."""
+        if not checkpoint.is_exported() and not is_complete(self.run, checkpoint.step):
+            if not checkpoint.is_reported_incomplete:
+                checkpoint.is_reported_incomplete = True
+                print(
+                    f"The checkpoint of step {checkpoint.step} in {self.run.where()} is incomplete; it is skipped "
+                    f"until all its files exist.",
+                    flush=True,
+                )
             return False
-        self.tried[step, stamp] += 1
+        checkpoint.attempts += 1
         try:
-            self.evaluate(step, step_place(self.output, step, self.weights))
-            self._conclude(step)
+            self.evaluate(checkpoint.step, checkpoint.place)
+            self._record(checkpoint)
         except Preempted:
             raise
         except (RequestError, WorkError) as error:
-            if self._is_done(step):  # by another watcher, which tidied up after itself
-                write_lines(self.output)
-                return True
-            if step not in checkpoints_in(self.run.files("checkpoints")) and not self._is_exported(step):
-                self.failed.pop(step, None)
-                print(f"step {step} of {self.run.where()} was removed while it was read: skipped.", flush=True)
-                return False
-            if isinstance(error, RequestError):
-                raise
-            self.failed[step] = str(error)
-            say(error)
-            return False
-        self.failed.pop(step, None)
+            return self._is_evaluated_despite(error, checkpoint)
         return True
 
-    def _conclude(self, step: int) -> None:
-        """Lines, tracker, and then the receipt: a watcher that dies in between does all of it again."""
+    def _is_evaluated_despite(self, error: Exception, checkpoint: WatchedCheckpoint) -> bool:
+        """Handle the error of an attempt, and return whether another watcher has evaluated the checkpoint.
+
+        Raises:
+            RequestError: `error`, unless it is due to another watcher or to pruning.
+        """
+        if checkpoint.has_receipt():  # another watcher was faster, and deleted the exported model that was in use here
+            write_lines(self.output)
+            return True
+        step = checkpoint.step
+        if step not in checkpoints_in(self.run.files("checkpoints")) and not checkpoint.is_exported():
+            checkpoint.failure = None
+            print(
+                f"The checkpoint of step {step} in {self.run.where()} was removed while it was being read; it is "
+                f"skipped.",
+                flush=True,
+            )
+            return False
+        if isinstance(error, RequestError):
+            raise error
+        checkpoint.failure = str(error)
+        say(error)
+        return False
+
+    def _record(self, checkpoint: WatchedCheckpoint) -> None:
+        """Write evaluations.jsonl, log to the tracker, then create the receipt.
+
+        A watcher that dies in between repeats all three when it is run again.
+        """
         found = write_lines(self.output)
-        if not self._is_done(step):
-            self.track(step, [each for each in found if each.weights == self.weights])
-            place = step_place(self.output, step, self.weights)
-            create_once(open_store(place), self._receipt, lambda: {"step": step, "settings": self.settings})
+        if not checkpoint.has_receipt():
+            self.log_step(checkpoint.step, [each for each in found if each.weights == self.weights])
+            content = {"step": checkpoint.step, "settings": self.settings}
+            create_once(open_store(checkpoint.place), checkpoint.receipt, lambda: content)
 
-    def _tidy(self, step: int) -> None:
+    def _finish(self, checkpoint: WatchedCheckpoint) -> None:
+        """Delete the exported model of an evaluated checkpoint, and mark the checkpoint as done."""
         if not self.config.keep_models:
-            drop_export(open_store(step_place(self.output, step, self.weights)))
-        self.merged.add(step)
-
-    def _begun(self) -> list[int]:
-        """Steps of which a watcher has exported the model, and not said that they are done."""
-        names = open_store(below(self.output, FOLDER)).entries()
-        matches = (STEP_FOLDER.fullmatch(name) for name in names)
-        steps = [int(match[1]) for match in matches if match and match[2] == self.weights]
-        return [step for step in steps if step not in self.merged and self._is_exported(step)]
-
-    def _is_exported(self, step: int) -> bool:
-        return is_exported(open_store(step_place(self.output, step, self.weights)))
-
-    def _is_done(self, step: int) -> bool:
-        return read_sealed(open_store(step_place(self.output, step, self.weights)), self._receipt) is not None
+            drop_export(open_store(checkpoint.place))
+        checkpoint.is_done, checkpoint.failure = True, None
 
     @property
     def _receipt(self) -> str:
         return f"evaluated-{hashlib.sha256(canonical_json(self.settings)).hexdigest()[:12]}.json"
 
-    def _say_once(self, text: str) -> None:
-        if text not in self.said:
-            self.said.add(text)
-            print(text, flush=True)
 
-
-@dataclass(frozen=True)
-class Wants:
-    """What a run's own config says."""
-
-    every: int
-    last: int
-
-
-def read_wants(run: Store) -> Wants:
-    """Of the run's config.yaml.
+def read_schedule(run: Store) -> CheckpointSchedule:
+    """Read from a run's config.yaml which checkpoints should be evaluated.
 
     Raises:
-        RequestError: it has none.
+        RequestError: the run has no config.yaml, or it cannot be parsed.
     """
     content = run_config(run)
-    return Wants((content.get("evaluate") or {}).get("every") or 1, content["max_steps"])
+    return CheckpointSchedule((content.get("evaluate") or {}).get("every") or 1, content["max_steps"])
 
 
-def is_whole(run: Store, step: int) -> bool:
-    """Whether every file that a checkpoint names is there. What they hold is checked when it is exported."""
+def is_complete(run: Store, step: int) -> bool:
+    """Return whether every file that a checkpoint's state.json lists exists. Hashes are verified by the export."""
     files = checkpoints_in(run.files("checkpoints")).get(step)
     if files is None:
         return False

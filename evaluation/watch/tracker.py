@@ -1,9 +1,9 @@
-"""What a run's tracker is told of evaluations: curves, and pictures of fixed prompts, at the checkpoint's own step.
+"""Log evaluations to a run's tracker: metric curves and pictures of fixed prompts, at the checkpoint's step.
 
-TensorBoard gets a file for each step, created if absent, in a folder of its own: it reads one file of a folder at a
-time, and would lose sight of the trainer's. For any other tracker a sheet is left in the run, created if absent, and
-the run tells its tracker (`train/run/telling/evaluations.py`): a second process that writes to a run of wandb's
-overwrites what the first one wrote, in wandb's shared mode too (its issues 10349 and 12269).
+TensorBoard gets one event file per step, created if absent, in a separate folder: it reads one file of a folder at a
+time, so it would stop reading the trainer's. For any other tracker, a *sheet* is created in the run, and the trainer
+sends it to the tracker (`train/run/telling/evaluations.py`). A second process that writes to a wandb run overwrites
+what the first one wrote, even in wandb's shared mode (its issues 10349 and 12269).
 
     RUN/tracker/evaluations/0000001000.3f2a9c1d.zip    a sheet: values.json, with the step, and a PNG for each picture
 """
@@ -27,68 +27,88 @@ from evaluation.report.records import Evaluation, run_config
 from shards.base.store import Store
 from shards.open import open_store
 
-PROMPTS, GRID, COLUMNS = 4, 16, 4
-"""With a strip each, and in a grid."""
-MOST_STEPS, SIDE = 12, 256
-"""Of a strip, and of a picture in pixels."""
-EVENTS = "tracker/evaluations/events.out.tfevents.{step:010d}.{names}"
-SHEET, TOLD = "{step:010d}.{names}.zip", ".told.json"
+STRIP_PROMPTS = 4
+"""Number of prompts that get a strip: their pictures over the steps, side by side."""
+MAX_STRIP_STEPS = 12
+"""Maximum number of pictures in a strip."""
+GRID_PICTURES, GRID_COLUMNS = 16, 4
+SIDE = 256
+"""Maximum side of a logged picture, in pixels."""
 SHEETS = "tracker/evaluations"
+EVENTS = "tracker/evaluations/events.out.tfevents.{step:010d}.{names}"
+SHEET = "{step:010d}.{names}.zip"
+LOGGED = ".told.json"
+"""Suffix of the file that the trainer creates next to a sheet once the tracker has it."""
 
-Track = Callable[[int, list[Evaluation]], None]
+LogStep = Callable[[int, list[Evaluation]], None]
+"""Log a step to a tracker, given all evaluations of the run."""
 
 
-def open_tracker(run: Store, output: Path | str) -> Track:
-    """What tells the tracker of the run's own config (`log.tracker`) of a step, given all evaluations."""
+def open_tracker(run: Store, output: Path | str) -> LogStep:
+    """Return the function that logs a step to the tracker named by the run's config (`log.tracker`).
+
+    Args:
+        output: the folder or URL that contains evaluations/.
+
+    Raises:
+        RequestError: the run has no config.yaml, or it cannot be parsed.
+    """
     name = run_config(run).get("log", {}).get("tracker", "none")
     store = open_store(output)
     if name == "none":
         return lambda step, found: None
     if name == "tensorboard":
         if find_spec(name) is None:
-            print("tensorboard is told nothing of evaluations: it is not installed here. They are in the report.")
+            print("Evaluations are not logged to tensorboard, which is not installed here. The report contains them.")
             return lambda step, found: None
-        return lambda step, found: to_tensorboard(store, step, found)
+        return lambda step, found: write_events(store, step, found)
     if store.where() != run.where():
-        print(f"{name} is told nothing of evaluations: they lie outside of the run. They are in the report.")
+        print(f"Evaluations are not logged to {name}, because --output is outside the run. The report contains them.")
         return lambda step, found: None
-    return lambda step, found: leave_sheet(run, step, found)
+    return lambda step, found: write_sheet(run, step, found)
 
 
 def scalars(step: int, found: list[Evaluation]) -> dict[str, float]:
-    """Name → value, of each metric and the ends of its interval; the metric's id is in its name."""
-    rows = [(each.setting, row) for each in found if each.step == step for row in each.rows]
-    return {
-        f"evaluation/{row['metric']}/{setting} {row['id'][:8]}{end and ' ' + end}": row[end or "value"]
-        for setting, row in rows
-        for end in ("", "low", "high")
-    }
+    """Return curve name → value, for each metric of a step and both ends of its interval.
+
+    Names contain the start of the metric's id, so values of different ids never share a curve.
+    """
+    values: dict[str, float] = {}
+    for evaluation in found:
+        if evaluation.step != step:
+            continue
+        for row in evaluation.rows:
+            name = f"evaluation/{row['metric']}/{evaluation.setting} {row['id'][:8]}"
+            values |= {name: row["value"], f"{name} low": row["low"], f"{name} high": row["high"]}
+    return values
 
 
 def images(step: int, found: list[Evaluation]) -> dict[str, Image.Image]:
-    """Name → picture: of each sample set of the step a grid, and a strip for each of its first prompts."""
+    """Return name → picture, for each sample set of a step: a grid, and a strip for each of its first prompts."""
     drawn = {}
-    for each in [each for each in found if each.step == step]:
-        shown = first_pictures(each.place, GRID, SIDE)
-        drawn[f"evaluation/samples/{each.setting}"] = grid([one.picture for one in shown], COLUMNS)
-        earlier = [other for other in found if other.setting == each.setting and other.step <= step]
-        for prompt, strip in strips(earlier, PROMPTS).items():
-            drawn[f"evaluation/strips/{each.setting}/{prompt}"] = strip
+    for evaluation in found:
+        if evaluation.step != step:
+            continue
+        shown = first_pictures(evaluation.place, GRID_PICTURES, SIDE)
+        drawn[f"evaluation/samples/{evaluation.setting}"] = grid([one.picture for one in shown], GRID_COLUMNS)
+        earlier = [other for other in found if other.setting == evaluation.setting and other.step <= step]
+        for prompt, strip in strips(earlier, STRIP_PROMPTS).items():
+            drawn[f"evaluation/strips/{evaluation.setting}/{prompt}"] = strip
     return drawn
 
 
 def strips(found: list[Evaluation], count: int) -> dict[str, Image.Image]:
-    """Prompt's id → its pictures over the steps of one setting."""
-    steps = {each.step: each for each in found}
+    """Return prompt id → its pictures over the steps of one setting, side by side, for the first `count` prompts."""
+    by_step = {evaluation.step: evaluation for evaluation in found}
     pictures: dict[str, dict[str, Image.Image]] = {}
-    for step in spread(sorted(steps), MOST_STEPS):
-        for one in first_pictures(steps[step].place, count, SIDE):
+    for step in spread(sorted(by_step), MAX_STRIP_STEPS):
+        for one in first_pictures(by_step[step].place, count, SIDE):
             pictures.setdefault(one.prompt.id, {})[f"step {step}"] = one.picture
-    return {prompt: side_by_side(its) for prompt, its in pictures.items()}
+    return {prompt: side_by_side(by_label) for prompt, by_label in pictures.items()}
 
 
-def to_tensorboard(store: Store, step: int, found: list[Evaluation]) -> None:
-    """One file of events, whole or not at all."""
+def write_events(store: Store, step: int, found: list[Evaluation]) -> None:
+    """Create TensorBoard's event file of a step, atomically."""
     from torch.utils.tensorboard import SummaryWriter
 
     values = scalars(step, found)
@@ -102,8 +122,8 @@ def to_tensorboard(store: Store, step: int, found: list[Evaluation]) -> None:
         store.create(EVENTS.format(step=step, names=hash_names(values)), path.read_bytes())
 
 
-def leave_sheet(run: Store, step: int, found: list[Evaluation]) -> None:
-    """For the run's own launches, which tell its tracker."""
+def write_sheet(run: Store, step: int, found: list[Evaluation]) -> None:
+    """Create the sheet of a step, which the trainer will send to the run's tracker."""
     values, packed = scalars(step, found), BytesIO()
     with ZipFile(packed, "w") as sheet:
         sheet.writestr("values.json", json.dumps({"step": step, "values": values}))
@@ -113,18 +133,19 @@ def leave_sheet(run: Store, step: int, found: list[Evaluation]) -> None:
     run.create(f"{SHEETS}/{SHEET.format(step=step, names=hash_names(values))}", packed.getvalue())
 
 
-def tell_rest(run: Store, name: str) -> None:
-    """Have a launch of the run's own tell its tracker of sheets that came after training had ended, if there are any.
+def log_remaining_sheets(run: Store, name: str) -> None:
+    """Run `python -m train tell` if the tracker lacks sheets, because training ended before they were created.
 
-    `name`: the run, as the user named it.
+    Args:
+        name: the run, as named by the user.
     """
     files = set(run.files(SHEETS))
-    if any(file.endswith(".zip") and file.removesuffix(".zip") + TOLD not in files for file in files):
-        words = [sys.executable, "-m", "train", "tell", name]
-        result = subprocess.run(words, capture_output=True, text=True)
+    if any(file.endswith(".zip") and file.removesuffix(".zip") + LOGGED not in files for file in files):
+        command = [sys.executable, "-m", "train", "tell", name]
+        result = subprocess.run(command, capture_output=True, text=True)
         print((result.stdout or result.stderr).strip(), flush=True)
 
 
 def hash_names(values: dict[str, float]) -> str:
-    """Of the curves that a step is told of."""
+    """Return 8 hex digits that identify a step's set of curves."""
     return hashlib.sha256(" ".join(sorted(values)).encode()).hexdigest()[:8]

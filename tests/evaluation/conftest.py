@@ -1,4 +1,4 @@
-"""A pipeline of small random models, as an export has it; a run, and how it is watched."""
+"""Fixtures: a pipeline of small random models, a training run, and arguments that evaluate it."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from train.__main__ import run as train
 
 @pytest.fixture(scope="session")
 def pipeline(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a StableDiffusionPipeline for 64 px. Not to be written to."""
+    """Folder of a StableDiffusionPipeline for 64 px. Tests must not modify it."""
     torch.manual_seed(1)
     unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
     folder = tmp_path_factory.mktemp("pipeline")
@@ -36,7 +36,7 @@ def pipeline(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with checkpoints of steps 2, 4 and 6, whose tracker is TensorBoard. Not to be written to."""
+    """A run folder with checkpoints of steps 2, 4 and 6, which logs to TensorBoard. Tests must not modify it."""
     folder = tmp_path_factory.mktemp("trained")
     changes = {"checkpoint": {"keep": 3}, "log": {"tracker": "tensorboard"}, "optimizer": {"lr": 0.01}}
     fields = train_fields(latents, folder / "run", **changes)
@@ -47,13 +47,13 @@ def trained(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_dir(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be evaluated."""
+    """A copy of the run that tests may modify."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options of `watch`: 60 pictures of 64 px in two parts, the toy's metrics."""
+    """Options of `evaluation watch`: 60 pictures of 64 px in two parts, and the toy extractor's metrics."""
     folder = tmp_path_factory.mktemp("words")
     make_tar(folder / "tars", "00000", make_samples(0, 60, [(80, 64)]))
     prompts = folder / "prompts.txt"

@@ -1,4 +1,4 @@
-"""What the pages on evaluation tell people to type is understood; nothing is run."""
+"""The evaluation commands in the docs have valid arguments. Nothing is executed."""
 
 import re
 import shlex
@@ -19,28 +19,28 @@ RUNS: dict[str, Callable[[list[str]], None]] = {"evaluation": evaluate.run, "eva
 
 
 class UnderstoodError(Exception):
-    """Arguments are read, and work would begin."""
+    """The arguments were parsed, and the actual work would begin."""
 
 
 def commands() -> list[list[str]]:
-    """Words of each command on evaluation in a code block."""
+    """Return the words of each evaluation command in the code blocks of the docs."""
     blocks = [block for page in PAGES for block in re.findall(r"```\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
     lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
     return [shlex.split(line, comments=True) for line in lines if COMMAND.match(line)]
 
 
 def modules(words: list[str]) -> list[list[str]]:
-    """What the command runs of evaluation: module, arguments."""
+    """Return the evaluation modules that a command runs, each followed by its arguments."""
     if words[0] != "make":
         return [words[2:]]
-    told = make("--dry-run", *words[1:])
-    assert told.returncode == 0, told.stderr
-    lines = [shlex.split(line) for line in told.stdout.replace("\\\n", "").splitlines() if "-m evaluation" in line]
+    dry_run = make("--dry-run", *words[1:])
+    assert dry_run.returncode == 0, dry_run.stderr
+    lines = [shlex.split(line) for line in dry_run.stdout.replace("\\\n", "").splitlines() if "-m evaluation" in line]
     return [line[line.index("-m") + 1 :] for line in lines]
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_commands_of_the_pages_are_understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_in_the_docs_have_valid_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def then_stop(read: Callable[..., Any]) -> Callable[..., Any]:
         def stop(*arguments: Any) -> Any:
             read(*arguments)

@@ -1,4 +1,4 @@
-"""Features and metrics of sample sets, against references made through stage 1's pixel path."""
+"""Features and metrics of sample sets, with references that go through stage 1's pixel path."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from evaluation.features.sources import ReferenceConfig, sample_units
 from evaluation.metrics.frechet import Moments, frechet_distance
 from evaluation.sampling.job import read_set
 from evaluation.sampling.prompts import Prompt
-from evaluation.scoring import choose_metrics, score, table
+from evaluation.scoring import choose_metrics, format_metrics, score
 from shards.base.durable import read_sealed_json
 from shards.base.errors import DamagedInput, RequestError, WorkError, exit_code_of
 from tests.evaluation.sets import draw_here, sampling
@@ -42,14 +42,14 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def drawn(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty pictures of 64 px, two of each prompt."""
+    """A sample set of 60 pictures of 64 px, two per prompt."""
     place = tmp_path_factory.mktemp("drawn")
     return draw_here(pipeline, place, sampling(part_size=25, batch_size=20, steps=[1]), MANY)
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same 70 pictures in two tars and as files; three more are too small or broken."""
+    """The same 70 pictures in two tars and as image files, and two more entries that are not images."""
     folder = tmp_path_factory.mktemp("references")
     for shard in range(2):
         samples = make_samples(shard, 35, [(80, 64), (200, 150)])
@@ -63,11 +63,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reference(place: Path, pictures: Path | None, **changes: Any) -> ReferenceConfig:
-    """At 64 px."""
+    """Return the config of a reference at 64 px."""
     return ReferenceConfig(place=place, pictures=pictures and str(pictures), size="64x64", **changes)
 
 
-def test_metrics_come_with_interval_n_and_id_and_features_are_taken_once(
+def test_metrics_have_interval_n_and_id_and_features_are_extracted_once(
     drawn: Path, references: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = reference(tmp_path / "reference", references / "tars")
@@ -76,7 +76,7 @@ def test_metrics_come_with_interval_n_and_id_and_features_are_taken_once(
     assert all(row["low"] <= row["value"] <= row["high"] and row["n"] == 60 for row in rows)
     assert all(row["reference_n"] == 70 and len(row["id"]) == 16 for row in rows)
     assert read_sealed_json(drawn / "metrics.json") == {"metrics": json.loads(json.dumps(rows))}
-    assert "toy_fid" in table(rows) and "against this reference" in table(rows)
+    assert "toy_fid" in format_metrics(rows) and "against this reference" in format_metrics(rows)
 
     pixels = [np.asarray(Image.open(path)) for path in sorted((drawn / "pictures").rglob("*.png"))]
     cells = np.stack(pixels).reshape(60, 4, 16, 4, 16, 3).mean((2, 4)).transpose(0, 3, 1, 2).reshape(60, 48) / 255
@@ -88,29 +88,29 @@ def test_metrics_come_with_interval_n_and_id_and_features_are_taken_once(
     assert again == rows[:1]
 
     (path,) = (tmp_path / "reference" / "moments").rglob("moments.npz")
-    theirs, number = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
-    assert path.parent.name.startswith(number)
-    np.testing.assert_array_equal(np.load(path)["mu"], theirs.values.astype(np.float64).mean(0))
-    np.testing.assert_allclose(np.load(path)["sigma"], np.cov(theirs.values.T.astype(np.float64)))
-    monkeypatch.setattr(Moments, "of", None)  # read, and not computed again
+    features, reference_id = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
+    assert path.parent.name.startswith(reference_id)
+    np.testing.assert_array_equal(np.load(path)["mu"], features.values.astype(np.float64).mean(0))
+    np.testing.assert_allclose(np.load(path)["sigma"], np.cov(features.values.T.astype(np.float64)))
+    monkeypatch.setattr(Moments, "of", None)  # moments are read, not computed again
     for record in (drawn / "metrics").glob("toy_fid-*"):
         record.unlink()
     assert score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", None), WORKERS) == again
 
 
-def test_moments_of_others_are_a_reference_of_frechet_distances(drawn: Path, references: Path, tmp_path: Path) -> None:
-    """As MLPerf's: the same number as of the pictures that they were taken of, and another id."""
+def test_published_moments_are_a_reference_for_frechet_distances(drawn: Path, references: Path, tmp_path: Path) -> None:
+    """They give the same value as the pictures that they were computed from, with a different id."""
     (row,) = score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", references / "tars"), WORKERS)
-    theirs, _ = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
-    path, moments = tmp_path / "stats.npz", Moments.of(theirs.values)
+    features, _ = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
+    path, moments = tmp_path / "stats.npz", Moments.of(features.values)
     np.savez(path, mu=moments.mean, sigma=moments.covariance)
     given = ReferenceConfig(moments=path)
     (found,) = score(read_set(drawn), choose_metrics(["toy_fid"], TOY, given), TOY, given, WORKERS)
     assert (found["value"], found["low"], found["high"]) == (row["value"], row["low"], row["high"])
-    assert found["id"] != row["id"] and found["reference_n"] is None and "N 60" in table([found])
-    with pytest.raises(RequestError, match="toy_kid cannot be held against moments alone"):
+    assert found["id"] != row["id"] and found["reference_n"] is None and "N 60" in format_metrics([found])
+    with pytest.raises(RequestError, match=r"toy_kid cannot be computed from reference\.moments"):
         choose_metrics(None, TOY, given)
-    with pytest.raises(ValueError, match="give moments or pictures"):
+    with pytest.raises(ValueError, match="set either moments or pictures"):
         ReferenceConfig(moments=path, pictures=str(tmp_path))
 
 
@@ -119,12 +119,12 @@ def test_moments_of_others_are_a_reference_of_frechet_distances(drawn: Path, ref
     [
         (None, "cannot be read as moments"),
         ({"mu": np.zeros(48)}, "cannot be read as moments: .*sigma"),
-        ({"mu": np.zeros(48), "sigma": np.eye(47)}, "holds no Gaussian"),
-        ({"mu": np.full(48, np.nan), "sigma": np.eye(48)}, "holds no Gaussian"),
-        ({"mu": np.zeros(8), "sigma": np.eye(8)}, "moments are of 8 features, and the extractor has 48"),
+        ({"mu": np.zeros(48), "sigma": np.eye(47)}, "does not contain valid moments"),
+        ({"mu": np.full(48, np.nan), "sigma": np.eye(48)}, "does not contain valid moments"),
+        ({"mu": np.zeros(8), "sigma": np.eye(8)}, "moments have 8 dimensions, but the extractor's features have 48"),
     ],
 )
-def test_moments_that_are_none(drawn: Path, tmp_path: Path, arrays: dict[str, Any] | None, message: str) -> None:
+def test_invalid_moments_are_refused(drawn: Path, tmp_path: Path, arrays: dict[str, Any] | None, message: str) -> None:
     path = tmp_path / "stats.npz"
     if arrays is None:
         path.write_bytes(b"<html>")
@@ -134,37 +134,37 @@ def test_moments_that_are_none(drawn: Path, tmp_path: Path, arrays: dict[str, An
         score(read_set(drawn), ["toy_fid"], TOY, ReferenceConfig(moments=path), WORKERS)
 
 
-def test_other_limits_make_another_reference(drawn: Path, references: Path, tmp_path: Path) -> None:
-    """They decide which pictures are in it."""
+def test_limits_are_part_of_a_reference(drawn: Path, references: Path, tmp_path: Path) -> None:
+    """Limits decide which pictures the reference contains."""
     rows = []
     for name, limits in (("all", {}), ("small", {"max_pixels": 6000})):
         made = reference(tmp_path / name, references / "tars", limits=limits)
         rows.append(score(read_set(drawn), ["toy_kid"], TOY, made, WORKERS)[0])
     assert [row["reference_n"] for row in rows] == [70, 36] and rows[0]["id"] != rows[1]["id"]
-    with pytest.raises(RequestError, match="is a reference of other pictures or another size: limits"):
+    with pytest.raises(RequestError, match="is a reference with different pictures or settings: limits"):
         score(read_set(drawn), ["toy_kid"], TOY, reference(tmp_path / "small", references / "tars"), WORKERS)
 
 
-def test_features_that_are_not_finite_are_refused(
+def test_non_finite_features_are_refused(
     pipeline: Path, references: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row of them would make an ordinary recall of 0."""
+    """A single non-finite row could give a recall of 0 without any error."""
     toy = load_extractor("toy", None, "cpu")
 
-    def one_is_not(pictures: np.ndarray) -> torch.Tensor:
+    def with_infinity(pictures: np.ndarray) -> torch.Tensor:
         features = toy(pictures)
         features[0, 0] = torch.inf
         return features
 
-    monkeypatch.setattr("evaluation.features.job.cached_extractor", lambda *_: one_is_not)
+    monkeypatch.setattr("evaluation.features.job.cached_extractor", lambda *_: with_infinity)
     place = draw_here(pipeline, tmp_path / "drawn", sampling(part_size=30, batch_size=30, steps=[1]), MANY)
     made = reference(tmp_path / "reference", references / "tars")
-    with pytest.raises(WorkError, match=r"toy gave features of .* that are not finite: its weights are damaged"):
+    with pytest.raises(WorkError, match=r"toy returned non-finite features for .*, so its weights are damaged"):
         score(read_set(place), ["toy_kid"], TOY, made, WORKERS)
     assert not list(place.rglob("features.npy"))
 
 
-def test_what_cannot_be_measured_is_refused_before_it_is_drawn(
+def test_impossible_metrics_are_refused_before_anything_is_drawn(
     references: Path,
     tmp_path: Path,
     pipeline: Path,
@@ -177,25 +177,29 @@ def test_what_cannot_be_measured_is_refused_before_it_is_drawn(
     words = ["score", "--model", str(pipeline), "--output", str(tmp_path / "out"), "--extractors.toy", "true"]
     words += ["--sampling.size", "64x64", "--reference.size", "64x64", "--reference.pictures", str(references / "tars")]
 
-    def said(prompts: str, *more: str) -> str:
+    def error_of(prompts: str, *more: str) -> str:
         assert exit_code_of(lambda: command([*words, "--prompts.file", str(tmp_path / prompts), *more])) == 2
         return " ".join(capsys.readouterr().err.split())
 
     place = ["--reference.place", str(tmp_path / "reference")]
-    assert "There are 23 prompts, and a metric's interval needs 24 or more" in said("few.txt", *place)
-    assert "Set reference.size to 64x64" in said("many.txt", *place, "--reference.size", "128x128")
-    assert "No reference is given. Set reference.place" in said("many.txt")
-    assert "sampling.steps.0" in said("many.txt", *place, "--sampling.steps", "[0]")
+    assert "There are only 23 prompts, but the interval of a metric needs at least 24" in error_of("few.txt", *place)
+    assert "Set reference.size to 64x64" in error_of("many.txt", *place, "--reference.size", "128x128")
+    assert "No reference was given. Set reference.place" in error_of("many.txt")
+    assert "sampling.steps.0" in error_of("many.txt", *place, "--sampling.steps", "[0]")
 
 
 def test_a_small_reference_is_refused(drawn: Path, tmp_path: Path) -> None:
     make_tar(tmp_path / "tars", "00000", make_samples(0, 23, [(80, 64)]))
     made = reference(tmp_path / "reference", tmp_path / "tars")
-    with pytest.raises(RequestError, match="The reference has 23 pictures, and a metric with its interval needs 24"):
+    with pytest.raises(
+        RequestError, match="The reference has only 23 pictures, but a metric with an interval needs at least 24"
+    ):
         score(read_set(drawn), ["toy_kid"], TOY, made, WORKERS)
 
 
-def test_a_reference_from_files_is_the_one_from_tars(drawn: Path, references: Path, tmp_path: Path) -> None:
+def test_files_and_tars_of_the_same_pictures_give_the_same_metrics(
+    drawn: Path, references: Path, tmp_path: Path
+) -> None:
     values = []
     for kind in ("tars", "files"):
         made = reference(tmp_path / kind, references / kind)
@@ -206,25 +210,25 @@ def test_a_reference_from_files_is_the_one_from_tars(drawn: Path, references: Pa
     assert values[0]["id"] != values[1]["id"]
 
 
-def test_what_is_wrong_with_a_reference(drawn: Path, references: Path, tmp_path: Path) -> None:
+def test_invalid_references_are_refused(drawn: Path, references: Path, tmp_path: Path) -> None:
     def attempt(config: ReferenceConfig) -> None:
         score(read_set(drawn), ["toy_kid"], TOY, config, WORKERS)
 
-    with pytest.raises(RequestError, match="samples are 64x64 and the reference is 128x128"):
+    with pytest.raises(RequestError, match="samples have size 64x64, but the reference has size 128x128"):
         attempt(ReferenceConfig(place=tmp_path, size="128x128"))
-    with pytest.raises(RequestError, match="No reference is given"):
+    with pytest.raises(RequestError, match="No reference was given"):
         attempt(ReferenceConfig(size="64x64"))
-    with pytest.raises(RequestError, match="is no reference"):
+    with pytest.raises(RequestError, match="is not a reference"):
         attempt(reference(tmp_path / "absent", None))
-    with pytest.raises(RequestError, match="holds neither tars nor pictures"):
+    with pytest.raises(RequestError, match="contains neither tars nor image files"):
         attempt(reference(tmp_path / "absent", tmp_path))
     attempt(reference(tmp_path / "made", references / "tars"))
     with pytest.raises(
-        RequestError, match="a reference of other pictures or another size: resampling 'bicubic' ≠ 'lan"
+        RequestError, match="a reference with different pictures or settings: resampling 'bicubic' ≠ 'lan"
     ):
         attempt(reference(tmp_path / "made", None, pixels={"resampling": "lanczos"}))
     next((tmp_path / "made" / "receipts").rglob("00001.json")).unlink()
-    with pytest.raises(WorkError, match="features of 1 of 2 parts"):
+    with pytest.raises(WorkError, match="features of only 1 of 2 parts"):
         attempt(reference(tmp_path / "made", None))
 
 
@@ -233,20 +237,22 @@ def test_a_damaged_picture_is_named(pipeline: Path, tmp_path: Path) -> None:
     found = read_set(place)
     (picture,) = (place / "pictures").glob("00001.*/0000005.png")
     picture.write_bytes(b"flipped")
-    with pytest.raises(DamagedInput, match=r"0000005\.png is damaged.*its receipt in .*, and the same command"):
+    with pytest.raises(
+        DamagedInput, match=r"0000005\.png is damaged.*the folder's receipt in .*, and run the same command"
+    ):
         extract(sample_units(found), "toy", TOY, place, WORKERS)
 
 
-def test_metrics_without_weights_are_refused() -> None:
-    with pytest.raises(RequestError, match="no extractor is given"):
+def test_metrics_need_weights() -> None:
+    with pytest.raises(RequestError, match="no feature extractor has weights"):
         choose_metrics(None, ExtractorsConfig(), ReferenceConfig())
-    with pytest.raises(RequestError, match="weights of clip are not given"):
+    with pytest.raises(RequestError, match="weights of clip are not set"):
         choose_metrics(["clip_score"], TOY, ReferenceConfig())
 
 
 @pytest.fixture(scope="module")
 def clip(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CLIP with small random towers, and its tokenizer."""
+    """A CLIP model with small random encoders, and its tokenizer."""
     folder = tmp_path_factory.mktemp("clip")
     tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     tokenizer = CLIPTokenizer.from_pretrained(models / "tokenizer")
@@ -258,8 +264,8 @@ def clip(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_clip_features_are_the_models_own(clip: Path, drawn: Path) -> None:
-    """On pictures of the model's own size nothing is resized: as transformers' preprocessing has it."""
+def test_clip_features_match_transformers(clip: Path, drawn: Path) -> None:
+    """The pictures have the model's input size, so nothing is resized."""
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
     mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
     model = CLIPModel.from_pretrained(clip).eval()
@@ -267,8 +273,8 @@ def test_clip_features_are_the_models_own(clip: Path, drawn: Path) -> None:
         shown = torch.from_numpy((pixels / 255 - mean) / std).float().permute(0, 3, 1, 2)
         tokens = CLIPTokenizer.from_pretrained(clip)(["a b"], padding="max_length", max_length=16, return_tensors="pt")
         both = model(**tokens, pixel_values=shown)
-    ours = torch.nn.functional.normalize(load_extractor("clip", clip, "cpu")(pixels), dim=1)
-    torch.testing.assert_close(ours, both.image_embeds)
+    images = torch.nn.functional.normalize(load_extractor("clip", clip, "cpu")(pixels), dim=1)
+    torch.testing.assert_close(images, both.image_embeds)
     texts = torch.nn.functional.normalize(load_text_features(clip, "cpu")(["a b"]), dim=1)
     torch.testing.assert_close(texts, both.text_embeds)
 
@@ -277,10 +283,10 @@ def test_clip_features_are_the_models_own(clip: Path, drawn: Path) -> None:
     assert row["reference_n"] is None and 0 <= row["low"] <= row["value"] <= row["high"]
 
 
-def test_the_toys_distance_is_frechets(drawn: Path, references: Path, tmp_path: Path) -> None:
+def test_toy_fid_is_the_frechet_distance_of_toy_features(drawn: Path, references: Path, tmp_path: Path) -> None:
     made = reference(tmp_path, references / "tars")
     (row,) = score(read_set(drawn), ["toy_fid"], TOY, made, WORKERS)
-    (extractor,) = (tmp_path / "features").iterdir()  # the toy's alone; beside the samples' lie others'
+    (extractor,) = (tmp_path / "features").iterdir()  # the reference has only toy features, the samples have others too
     sides = []
     for folder in (drawn, tmp_path):
         parts = sorted((folder / "features" / extractor.name).rglob("features.npy"))
@@ -288,10 +294,10 @@ def test_the_toys_distance_is_frechets(drawn: Path, references: Path, tmp_path: 
     assert row["value"] == pytest.approx(frechet_distance(*sides))
 
 
-def test_a_runs_checkpoint_from_the_command_line(
+def test_score_evaluates_the_requested_checkpoint(
     latents: Path, references: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An earlier checkpoint than the newest; one that is not there, and one that is damaged."""
+    """Evaluate an older checkpoint, a missing one and a damaged one."""
     run_dir = tmp_path / "run"
     config = write_config(tmp_path, train_fields(latents, run_dir, max_steps=4))
     trained = run_module("train", "--config", str(config))
@@ -313,9 +319,9 @@ def test_a_runs_checkpoint_from_the_command_line(
     ]
     assert f"{rows[0]['value']:.4f}" in scored.stdout
     assert exit_code_of(lambda: command([*words, "--step", "3"])) == 2
-    assert "has no checkpoint of step 3. It has 2, 4." in capsys.readouterr().err.replace("\n", " ")
+    assert "has no checkpoint of step 3. Choose one of its steps: 2, 4." in capsys.readouterr().err.replace("\n", " ")
     weights = run_dir / "checkpoints" / "step-00000004" / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     assert exit_code_of(lambda: command([*words, "--step", "4"])) == 1
-    said = capsys.readouterr().err.replace("\n", " ")
-    assert "Step 4 of" in said and "does not have the SHA-256" in said
+    error = capsys.readouterr().err.replace("\n", " ")
+    assert "The checkpoint of step 4 in" in error and "does not have the SHA-256" in error

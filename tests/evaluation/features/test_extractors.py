@@ -1,4 +1,4 @@
-"""Features against golden ones and the libraries' own, and weights that are refused."""
+"""Compare features with golden values and with the original libraries, and refuse unusable weights."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from evaluation.features.extractors import (
     load_extractor,
     load_text_features,
 )
-from evaluation.features.open_clip import read_view, weights_file
+from evaluation.features.open_clip import read_preprocessing, weights_file
 from shards.base.errors import RequestError
 
 GOLDEN = [5.3117069853e-08, 6.9220661203e-08, 3.7036953504e-09]
@@ -31,7 +31,7 @@ GOLDEN = [5.3117069853e-08, 6.9220661203e-08, 3.7036953504e-09]
 
 @pytest.fixture(scope="module")
 def inception(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A seeded random Inception in the file that torch-fidelity reads."""
+    """A weights file in torch-fidelity's format, with seeded random weights."""
     path: Path = tmp_path_factory.mktemp("inception") / "weights.pth"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch_fidelity.feature_extractor_inceptionv3.load_state_dict_from_url", lambda *_, **__: {})
@@ -41,39 +41,41 @@ def inception(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_golden_features_of_a_seeded_random_inception(inception: Path) -> None:
+def test_inception_features_match_golden_values(inception: Path) -> None:
     pixels = np.arange(2 * 40 * 50 * 3, dtype=np.int64).reshape(2, 40, 50, 3).astype(np.uint8)
     features = load_extractor("inception", inception, "cpu")(pixels)
     assert features.shape == (2, 2048) and features.dtype == torch.float32
     assert features[0, :3].tolist() == pytest.approx(GOLDEN, rel=1e-3)
 
 
-def test_weights_that_would_run_code_are_refused(tmp_path: Path) -> None:
+def test_weights_that_execute_code_are_refused(tmp_path: Path) -> None:
     torch.save({"weight": Path("x")}, tmp_path / "weights.pth")
-    with pytest.raises(RequestError, match=r"weights\.pth cannot be read as weights alone"):
+    with pytest.raises(RequestError, match=r"weights\.pth cannot be loaded as a file that contains only weights"):
         load_extractor("inception", tmp_path / "weights.pth", "cpu")
 
 
-def test_absent_and_other_weights_are_named(tmp_path: Path) -> None:
+def test_missing_and_unexpected_weights_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "inception.pth"
-    with pytest.raises(RequestError, match="weights of inception are not at"):
+    with pytest.raises(RequestError, match="weights of inception do not exist at"):
         describe_extractor("inception", ExtractorsConfig(inception=ExtractorConfig(weights=path)))
-    with pytest.raises(RequestError, match=r"are not given. Give their local path as extractors\.inception\.weights"):
+    with pytest.raises(RequestError, match=r"are not set. Set extractors\.inception\.weights to a local path"):
         describe_extractor("inception", ExtractorsConfig())
-    with pytest.raises(RequestError, match="is not what inception is read from, torch-fidelity's file"):
+    with pytest.raises(RequestError, match=r"does not contain the weights of inception\. Set .* to torch-fidelity"):
         describe_extractor("inception", ExtractorsConfig(inception=ExtractorConfig(weights=tmp_path)))
     path.write_bytes(b"other")
-    for weights in (path, tmp_path):  # a file; a folder that has other files
-        with pytest.raises(RequestError, match="is not what clip is read from, a transformers folder"):
+    for weights in (path, tmp_path):  # a file, and a folder without the expected files
+        with pytest.raises(
+            RequestError, match=r"does not contain the weights of clip\. Set .* to a transformers folder"
+        ):
             describe_extractor("clip", ExtractorsConfig(clip=ExtractorConfig(weights=weights)))
-    with pytest.raises(RequestError, match=r"hashes to d9298a10.* asks for 0000"):
+    with pytest.raises(RequestError, match=r"has the SHA-256 d9298a10.* extractors\.inception\.sha256 is 0000"):
         config = ExtractorsConfig(inception=ExtractorConfig(weights=path, sha256="0000"))
         describe_extractor("inception", config)
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, open_clip.CLIP]:
-    """A small random model in a folder as open_clip's `push_to_hf_hub` leaves it, and the model."""
+def open_clip_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, open_clip.CLIP]:
+    """A small random model, and its folder in the layout that open_clip's `push_to_hf_hub` writes."""
     folder = tmp_path_factory.mktemp("open_clip")
     vision = {"image_size": 32, "layers": 2, "width": 32, "patch_size": 8, "head_width": 16}
     text = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
@@ -86,7 +88,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, open_clip.CL
 
 
 def with_preprocess(folder: Path, copy: Path, **changes: object) -> Path:
-    """A copy of the folder that shows pictures otherwise."""
+    """Copy the folder, with changes to its preprocessing config."""
     shutil.copytree(folder, copy)
     config = json.loads((copy / "open_clip_config.json").read_text())
     config["preprocess_cfg"] |= changes
@@ -94,15 +96,15 @@ def with_preprocess(folder: Path, copy: Path, **changes: object) -> Path:
     return copy
 
 
-def described(weights: Path) -> dict[str, str]:
+def describe_clip(weights: Path) -> dict[str, str]:
     return describe_extractor("clip", ExtractorsConfig(clip=ExtractorConfig(weights=weights)))
 
 
-def test_open_clips_own_files_give_what_open_clip_gives(theirs: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
-    folder, model = theirs
+def test_features_match_those_of_open_clip(open_clip_folder: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
+    folder, model = open_clip_folder
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
     pictures = [Image.fromarray(each) for each in pixels]
-    captions = ["a red square", "two dogs and very many more words than there is room for, " * 3]
+    captions = ["a red square", "two dogs and many more words than the context length allows, " * 3]
     with torch.inference_mode():
         shown = torch.stack([open_clip.image_transform(32, is_train=False)(each) for each in pictures])
         images = model.encode_image(shown)
@@ -113,53 +115,57 @@ def test_open_clips_own_files_give_what_open_clip_gives(theirs: tuple[Path, open
     shutil.copytree(folder, pickled)
     (pickled / "open_clip_model.safetensors").unlink()
     torch.testing.assert_close(load_extractor("clip", pickled, "cpu")(pixels), images)
-    found = described(folder)
-    assert found["resize"] == "bicubic antialias, center" and found["sha256"] != described(pickled)["sha256"]
+    found = describe_clip(folder)
+    assert found["resize"] == "bicubic antialias, center" and found["sha256"] != describe_clip(pickled)["sha256"]
 
 
-def test_pictures_are_squashed_where_open_clip_squashes(theirs: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
+def test_resize_mode_squash_matches_open_clip(open_clip_folder: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
     changes: dict[str, Any] = {"resize_mode": "squash", "mean": [0.5] * 3, "std": [0.25] * 3}
-    folder = with_preprocess(theirs[0], tmp_path / "squash", **changes)
+    folder = with_preprocess(open_clip_folder[0], tmp_path / "squash", **changes)
     pixels = np.random.default_rng(0).integers(0, 256, (2, 48, 64, 3), dtype=np.uint8)
     transform = image_transform_v2(PreprocessCfg(size=32, **changes), is_train=False)
     with torch.inference_mode():
-        images = theirs[1].encode_image(torch.stack([transform(Image.fromarray(each)) for each in pixels]))
-    # Pillow rounds what it resized to whole steps of a pixel
+        images = open_clip_folder[1].encode_image(torch.stack([transform(Image.fromarray(each)) for each in pixels]))
+    # Pillow rounds resized pixels to whole levels
     torch.testing.assert_close(load_extractor("clip", folder, "cpu")(pixels), images, atol=0.02, rtol=0)
-    assert described(folder)["resize"] == "bicubic antialias"
+    assert describe_clip(folder)["resize"] == "bicubic antialias"
 
 
-def test_a_folder_of_both_forms_is_read_as_transformers(theirs: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
-    both = with_preprocess(theirs[0], tmp_path / "both")
+def test_a_folder_with_both_formats_is_read_as_transformers(
+    open_clip_folder: tuple[Path, open_clip.CLIP], tmp_path: Path
+) -> None:
+    both = with_preprocess(open_clip_folder[0], tmp_path / "both")
     CLIPConfig(projection_dim=8).save_pretrained(both)
     (both / "model.safetensors").write_bytes(b"")
-    assert described(both)["sha256"] != described(theirs[0])["sha256"] and weights_file(both) is None
-    (both / "config.json").write_text('{"architecture": "vit_base_patch16_clip_224"}')  # as timm's
+    assert describe_clip(both)["sha256"] != describe_clip(open_clip_folder[0])["sha256"] and weights_file(both) is None
+    (both / "config.json").write_text('{"architecture": "vit_base_patch16_clip_224"}')  # as timm writes it
     assert weights_file(both) == both / "open_clip_model.safetensors"
     (both / "open_clip_config.json").unlink()
-    with pytest.raises(RequestError, match="holds a model of type None, and not clip"):
-        described(both)
+    with pytest.raises(RequestError, match="contains a model of type None instead of 'clip'"):
+        describe_clip(both)
 
 
-def test_open_clips_files_that_do_not_fit_are_named(theirs: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
-    bilinear = with_preprocess(theirs[0], tmp_path / "bilinear", interpolation="bilinear")
-    with pytest.raises(RequestError, match="asks for pictures of 32 by bilinear, shortest"):
-        described(bilinear)
-    odd = with_preprocess(theirs[0], tmp_path / "odd", mean=None, fill="white")  # which open_clip leaves alone
-    assert read_view(odd) == read_view(theirs[0])
-    hub = with_preprocess(theirs[0], tmp_path / "hub")
+def test_unsupported_open_clip_folders_are_refused(
+    open_clip_folder: tuple[Path, open_clip.CLIP], tmp_path: Path
+) -> None:
+    bilinear = with_preprocess(open_clip_folder[0], tmp_path / "bilinear", interpolation="bilinear")
+    with pytest.raises(RequestError, match="asks for bilinear interpolation, resize mode shortest and image size 32"):
+        describe_clip(bilinear)
+    odd = with_preprocess(open_clip_folder[0], tmp_path / "odd", mean=None, fill="white")  # open_clip ignores both
+    assert read_preprocessing(odd) == read_preprocessing(open_clip_folder[0])
+    hub = with_preprocess(open_clip_folder[0], tmp_path / "hub")
     config = json.loads((hub / "open_clip_config.json").read_text())
     config["model_cfg"]["text_cfg"]["hf_model_name"] = "org/text"
     (hub / "open_clip_config.json").write_text(json.dumps(config))
-    with pytest.raises(RequestError, match=r"takes its text model from the hub \(org/text\)"):
-        described(hub)
-    broken = with_preprocess(theirs[0], tmp_path / "broken")
+    with pytest.raises(RequestError, match=r"loads its text model from the hub \(org/text\)"):
+        describe_clip(hub)
+    broken = with_preprocess(open_clip_folder[0], tmp_path / "broken")
     (broken / "open_clip_model.safetensors").write_bytes(b"weights")
-    with pytest.raises(RequestError, match=r"open_clip_model\.safetensors cannot be read by open_clip"):
+    with pytest.raises(RequestError, match=r"open_clip cannot read .*open_clip_model\.safetensors"):
         load_extractor("clip", broken, "cpu")
     (broken / "open_clip_config.json").write_text("{}")
-    with pytest.raises(RequestError, match=r"open_clip_config\.json cannot be read by open_clip"):
-        described(broken)
+    with pytest.raises(RequestError, match=r"open_clip cannot read .*open_clip_config\.json"):
+        describe_clip(broken)
 
 
 def test_dinov2_features_are_the_class_token(tmp_path: Path) -> None:

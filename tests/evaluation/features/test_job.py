@@ -1,4 +1,4 @@
-"""Features of a reference whose pictures crash their decoder, and the number of requests for receipts."""
+"""Feature extraction from pictures that crash their decoder, and the number of requests for receipts."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ import ray
 from cluster.fleet import FleetConfig
 from evaluation.features.extractors import ExtractorsConfig
 from evaluation.features.job import extract
-from evaluation.features.sources import FilesUnit, ReferenceConfig, Taken, TarUnit, reference_units
+from evaluation.features.sources import FilesUnit, InputRecord, ReferenceConfig, TarUnit, reference_units
 from precompute.encode.overlap import Stuck
 from precompute.input.tars import list_tars
 from precompute.pixels.decode import LimitsConfig
@@ -25,11 +25,11 @@ TOY = ExtractorsConfig(toy=True, batch_size=4)
 WORKERS = FleetConfig(num_gpus=0, num_cpus=1, backoff=0)
 CONFIG = ReferenceConfig(size="64x64")
 IMPATIENT = ReferenceConfig(size="64x64", limits=LimitsConfig(decode_seconds=1))
-SOUND = [members["jpg"] for _, members in make_samples(0, 6, [(80, 64)])]
+VALID = [members["jpg"] for _, members in make_samples(0, 6, [(80, 64)])]
 
 
 def in_this_process(monkeypatch: pytest.MonkeyPatch, attempt: int) -> None:
-    """Make that attempt at each unit here instead of on Ray."""
+    """Run the given attempt at each unit in this process instead of on Ray."""
 
     def here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *rest: object) -> None:
         for _, unit in units:
@@ -54,16 +54,16 @@ def tar_unit(folder: Path, pictures: Sequence[bytes]) -> TarUnit:
 
 
 @pytest.mark.parametrize("unit_of", [files_unit, tar_unit])
-def test_a_second_attempt_rejects_what_crashes_its_decoder_and_measures_the_rest(
+def test_the_second_attempt_rejects_pictures_that_crash_their_decoder_and_keeps_the_others(
     unit_of: Callable[[Path, Sequence[bytes]], FilesUnit | TarUnit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_this_process(monkeypatch, attempt=1)
-    sound = extract([unit_of(tmp_path / "sound", SOUND)], "toy", TOY, tmp_path / "one", WORKERS)
+    valid = extract([unit_of(tmp_path / "valid", VALID)], "toy", TOY, tmp_path / "one", WORKERS)
     in_this_process(monkeypatch, attempt=2)
-    unit = unit_of(tmp_path / "poisoned", [*SOUND[:3], b"ABORT", b"<html>", *SOUND[3:], b"EXIT"])
+    unit = unit_of(tmp_path / "poisoned", [*VALID[:3], b"ABORT", b"<html>", *VALID[3:], b"EXIT"])
     found = extract([unit], "toy", TOY, tmp_path / "two", WORKERS)
-    assert found.rejected == {"decoder_crash": 2, "not_an_image": 1} and sound.rejected == {}
-    assert len(found.values) == len(SOUND) and np.array_equal(found.values, sound.values)
+    assert found.rejected == {"decoder_crash": 2, "not_an_image": 1} and valid.rejected == {}
+    assert len(found.values) == len(VALID) and np.array_equal(found.values, valid.values)
 
 
 @pytest.fixture
@@ -74,25 +74,25 @@ def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray.shutdown()
 
 
-def test_pictures_that_cost_a_worker_cost_the_reference_nothing_else(own_ray: None, tmp_path: Path) -> None:
-    """On Ray: the first attempt at each part is lost with its worker, and the next one rejects the picture."""
-    killed, loop = ([*SOUND[:2], poison, *SOUND[2:]] for poison in (b"KILLED", b"LOOP"))
+def test_pictures_that_kill_their_worker_are_the_only_ones_lost(own_ray: None, tmp_path: Path) -> None:
+    """On Ray, the first attempt at each part is lost with its worker, and the next one rejects the picture."""
+    killed, loop = ([*VALID[:2], poison, *VALID[2:]] for poison in (b"KILLED", b"LOOP"))
     units = [files_unit(tmp_path / "killed", killed), files_unit(tmp_path / "loop", loop, IMPATIENT)]
     found = extract(units, "toy", TOY, tmp_path / "place", WORKERS)
-    assert found.rejected == {"decoder_crash": 2} and len(found.values) == 2 * len(SOUND)
+    assert found.rejected == {"decoder_crash": 2} and len(found.values) == 2 * len(VALID)
 
 
-def test_a_picture_that_never_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evaluation.features.sources.CLOCK_PER_PROCESSOR_SECOND", 0.2)
     with pytest.raises(Stuck, match=r"decoding a picture took more than 0\.2 s"):
-        list(files_unit(tmp_path / "files", [b"NAP"], IMPATIENT).pictures(Taken()))
+        list(files_unit(tmp_path / "files", [b"NAP"], IMPATIENT).pictures(InputRecord()))
 
 
-def test_each_receipt_is_read_once_and_in_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that joins the parts does so, because on an object store each read takes a round trip."""
+def test_each_receipt_is_read_once_in_a_single_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This matters on an object store, where each read takes a round trip."""
     in_this_process(monkeypatch, attempt=1)
     monkeypatch.setattr("evaluation.features.sources.FILES_PER_UNIT", 2)
-    files_unit(tmp_path / "files", SOUND)
+    files_unit(tmp_path / "files", VALID)
     units = reference_units(ReferenceConfig(pictures=str(tmp_path / "files"), size="64x64"))
     assert [unit.name for unit in units] == ["00000", "00001", "00002"]
     place = f"memory://{tmp_path.name}/reference"
@@ -123,6 +123,6 @@ def test_each_receipt_is_read_once_and_in_one_batch(tmp_path: Path, monkeypatch:
     batches.clear()
     again = extract(units, "toy", TOY, place, WORKERS)
     assert batches == [["00000.json", "00001.json", "00002.json"], ["00001.json"]]
-    assert set(singly) == {"00001.json"}  # by the worker that commits the part
+    assert set(singly) == {"00001.json"}  # read by the worker that commits the part
     assert np.array_equal(again.values, first.values) and list(again.inputs) == list(first.inputs)
     store.remove(store.files())

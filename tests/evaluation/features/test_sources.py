@@ -1,4 +1,4 @@
-"""Which pictures a reference is made of."""
+"""The pictures of a reference."""
 
 from pathlib import Path
 
@@ -7,9 +7,7 @@ import pytest
 from evaluation.features.sources import ReferenceConfig
 
 
-def test_a_relative_path_and_the_absolute_one_are_one_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_and_absolute_paths_name_the_same_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert ReferenceConfig(pictures="tars") == ReferenceConfig(pictures=str(tmp_path / "tars"))
     assert ReferenceConfig(pictures="s3://bucket/tars").pictures == "s3://bucket/tars"

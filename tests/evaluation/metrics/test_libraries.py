@@ -1,4 +1,4 @@
-"""Metrics against those of torchmetrics and torch-fidelity, on random features in float64."""
+"""Compare metrics with torchmetrics and torch-fidelity, on random features in float64."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ DIMENSIONS = 12
 
 
 class Flat(nn.Module):
-    """Pictures of 12 numbers are their own features."""
+    """An extractor that flattens pictures of 12 values."""
 
     num_features = DIMENSIONS
 
@@ -27,37 +27,42 @@ class Flat(nn.Module):
 
 
 @pytest.fixture
-def two_sides() -> tuple[np.ndarray, np.ndarray]:
+def feature_pair() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     mixing = rng.normal(size=(DIMENSIONS, DIMENSIONS))
     return rng.gamma(2, size=(300, DIMENSIONS)) @ mixing, rng.gamma(3, size=(250, DIMENSIONS)) @ mixing
 
 
-def fed(metric: nn.Module, x: np.ndarray, y: np.ndarray) -> nn.Module:
+def updated(metric: nn.Module, x: np.ndarray, y: np.ndarray) -> nn.Module:
+    """Feed generated features `x` and real features `y` to a metric of torchmetrics."""
     for rows, real in ((x, False), (y, True)):
         metric.update(torch.from_numpy(rows).reshape(-1, 3, 2, 2), real=real)  # type: ignore[operator]
     return metric
 
 
-def test_frechet_as_torchmetrics_and_torch_fidelity_have_it(two_sides: tuple[np.ndarray, np.ndarray]) -> None:
-    x, y = two_sides
+def test_frechet_matches_torchmetrics_and_torch_fidelity(feature_pair: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = feature_pair
     found = frechet_distance(Moments.of(x), Moments.of(y))
-    theirs = fed(FrechetInceptionDistance(feature=Flat(), input_img_size=(3, 2, 2)).set_dtype(torch.float64), x, y)
-    assert found == pytest.approx(float(theirs.compute()), rel=1e-6)  # type: ignore[operator]
+    expected = updated(
+        FrechetInceptionDistance(feature=Flat(), input_img_size=(3, 2, 2)).set_dtype(torch.float64), x, y
+    )
+    assert found == pytest.approx(float(expected.compute()), rel=1e-6)  # type: ignore[operator]
     statistics = [fid_features_to_statistics(torch.from_numpy(rows)) for rows in (x, y)]
     fidelity = fid_statistics_to_metric(*statistics, verbose=False)["frechet_inception_distance"]
     assert found == pytest.approx(fidelity, rel=1e-6)
 
 
-def test_kid_as_torchmetrics_has_it_over_one_subset_of_all(two_sides: tuple[np.ndarray, np.ndarray]) -> None:
-    x, y = two_sides[0][:250], two_sides[1]
-    theirs = fed(KernelInceptionDistance(feature=Flat(), subsets=1, subset_size=250).set_dtype(torch.float64), x, y)
-    mean, _ = theirs.compute()  # type: ignore[operator]
+def test_kid_matches_torchmetrics_with_all_samples_in_one_subset(feature_pair: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = feature_pair[0][:250], feature_pair[1]
+    expected = updated(
+        KernelInceptionDistance(feature=Flat(), subsets=1, subset_size=250).set_dtype(torch.float64), x, y
+    )
+    mean, _ = expected.compute()  # type: ignore[operator]
     assert kid(x, np.arange(250), y).value == pytest.approx(float(mean), rel=1e-6)
 
 
-def test_precision_and_recall_as_torch_fidelity_has_them(two_sides: tuple[np.ndarray, np.ndarray]) -> None:
-    x, y = two_sides
-    theirs = calculate_precision_recall_full(torch.from_numpy(x), torch.from_numpy(y), 3, 10000)
-    assert precision(x, np.arange(300), y).value == pytest.approx(float(theirs[0]))
-    assert recall(x, np.arange(300), y).value == pytest.approx(float(theirs[1]))
+def test_precision_and_recall_match_torch_fidelity(feature_pair: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = feature_pair
+    expected = calculate_precision_recall_full(torch.from_numpy(x), torch.from_numpy(y), 3, 10000)
+    assert precision(x, np.arange(300), y).value == pytest.approx(float(expected[0]))
+    assert recall(x, np.arange(300), y).value == pytest.approx(float(expected[1]))

@@ -1,4 +1,4 @@
-"""Metrics against closed forms, scipy, the obvious loops, and laws that they must follow."""
+"""Check metrics against closed forms, scipy, plain loops, and properties that they must have."""
 
 from itertools import product
 
@@ -15,7 +15,7 @@ from evaluation.metrics.frechet import GroupSums, Moments, frechet_at_n, frechet
 from evaluation.metrics.identity import check_comparable, metric_id
 from evaluation.metrics.intervals import (
     GROUPS,
-    LEAST_DEVIATIONS,
+    MIN_DEVIATIONS,
     Jackknife,
     groups_of,
     jackknife,
@@ -25,14 +25,14 @@ from evaluation.metrics.intervals import (
 )
 from evaluation.metrics.kernels import cmmd, kid
 from evaluation.metrics.manifold import precision, recall
-from evaluation.metrics.table import METRICS, Inputs, clip_score
+from evaluation.metrics.table import METRICS, MetricInputs, clip_score
 from shards.base.errors import RequestError
 
 seeds = st.integers(0, 2**32 - 1)
 
 
 def features(seed: int, count: int = 120, dimensions: int = 5, shift: float = 0.0) -> np.ndarray:
-    """Correlated, skewed rows."""
+    """Return correlated, skewed features."""
     rng = np.random.default_rng(seed)
     mixing = rng.normal(size=(dimensions, dimensions))
     return rng.gamma(2.0, size=(count, dimensions)) @ mixing + shift
@@ -43,8 +43,8 @@ def features(seed: int, count: int = 120, dimensions: int = 5, shift: float = 0.
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 6), seeds)
-def test_frechet_of_independent_gaussians_in_closed_form(dimensions: int, seed: int) -> None:
-    """With diagonal covariances: Σ (m₁ − m₂)² + (s₁ − s₂)²."""
+def test_frechet_distance_matches_its_closed_form_for_diagonal_covariances(dimensions: int, seed: int) -> None:
+    """The closed form is Σ (m₁ − m₂)² + (s₁ − s₂)²."""
     rng = np.random.default_rng(seed)
     m1, m2 = rng.normal(size=(2, dimensions))
     s1, s2 = rng.uniform(0, 3, size=(2, dimensions))
@@ -54,7 +54,7 @@ def test_frechet_of_independent_gaussians_in_closed_form(dimensions: int, seed: 
 
 @settings(max_examples=25, deadline=None)
 @given(seeds)
-def test_frechet_as_scipy_computes_it_and_its_laws(seed: int) -> None:
+def test_frechet_distance_matches_scipy_and_is_symmetric_and_invariant_to_rotation(seed: int) -> None:
     x, y = features(seed), features(seed + 1, shift=1)
     a, b = Moments.of(x), Moments.of(y)
     root = np.real(sqrtm(np.cov(x, rowvar=False) @ np.cov(y, rowvar=False)))
@@ -64,11 +64,11 @@ def test_frechet_as_scipy_computes_it_and_its_laws(seed: int) -> None:
     assert found == pytest.approx(expected, rel=1e-6)
     assert found == pytest.approx(frechet_distance(b, a), rel=1e-6) and found > 0
     assert frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
-    turn, _ = np.linalg.qr(np.random.default_rng(seed).normal(size=(5, 5)))
-    assert frechet_distance(Moments.of(x @ turn), Moments.of(y @ turn)) == pytest.approx(found, rel=1e-6)
+    rotation, _ = np.linalg.qr(np.random.default_rng(seed).normal(size=(5, 5)))
+    assert frechet_distance(Moments.of(x @ rotation), Moments.of(y @ rotation)) == pytest.approx(found, rel=1e-6)
 
 
-def test_moments_without_groups_are_those_of_the_rest() -> None:
+def test_moments_without_groups_match_those_of_the_other_samples() -> None:
     x, groups = features(0) + 1000, groups_of(np.arange(120) // 2)
     sums = GroupSums(x, groups)
     for left_out in ((), (3,), (2, 9)):
@@ -77,54 +77,56 @@ def test_moments_without_groups_are_those_of_the_rest() -> None:
         np.testing.assert_allclose(found.covariance, expected.covariance, rtol=1e-9, atol=1e-9)
 
 
-def test_the_bias_law_and_no_bias_at_infinity() -> None:
-    """Two samples of N from one white Gaussian: E[FID] = (2d + d(d + 1)/2)/N, and 0 at infinity."""
+def test_bias_at_n_samples_and_at_infinity() -> None:
+    """For two samples of N from the same white Gaussian, E[FID] is (2d + d(d + 1)/2)/N, and 0 at infinity."""
     d, count, draws = 16, 400, 40
     rng = np.random.default_rng(5)
     pairs = [(rng.normal(size=(count, d)), rng.normal(size=(count, d))) for _ in range(draws)]
     at_n = [frechet_distance(Moments.of(x), Moments.of(y)) for x, y in pairs]
-    law = (2 * d + d * (d + 1) / 2) / count
-    assert np.mean(at_n) == pytest.approx(law, rel=0.05)
+    bias = (2 * d + d * (d + 1) / 2) / count
+    assert np.mean(at_n) == pytest.approx(bias, rel=0.05)
     at_infinity = [frechet_infinity(x, np.arange(count), y).value for x, y in pairs]
     assert abs(np.mean(at_infinity)) < 3 * np.std(at_infinity) / draws**0.5
-    assert abs(np.mean(at_infinity)) < law / 10
+    assert abs(np.mean(at_infinity)) < bias / 10
 
 
 def test_too_few_samples_are_refused() -> None:
     x, reference = features(0, count=25, dimensions=22), features(1, count=200, dimensions=22)
-    with pytest.raises(RequestError, match="features of 22 dimensions needs 28 pictures or more, and there are 25"):
+    with pytest.raises(
+        RequestError, match="features of 22 dimensions needs at least 28 pictures, but there are only 25 drawn"
+    ):
         frechet_at_n(x, np.arange(25), Moments.of(reference))
-    few = Inputs(reference, np.arange(200), x, None, lambda: Moments.of(x))
+    few = MetricInputs(reference, np.arange(200), x, None, lambda: Moments.of(x))
     for name in ("fid", "fid_infinity"):
-        with pytest.raises(RequestError, match="needs 28 pictures or more, and there are 25 in the reference"):
+        with pytest.raises(RequestError, match="needs at least 28 pictures, but there are only 25 in the reference"):
             METRICS[name].compute(few)
 
 
-# --- laws of them all ---
+# --- properties of all metrics ---
 
 
 @settings(max_examples=3, deadline=None)
 @given(seeds)
-def test_no_metric_knows_an_order_or_a_direction(seed: int) -> None:
-    """The same of rotated features; and of pictures in another order, but for what deals them to groups."""
+def test_metrics_are_invariant_to_order_and_rotation(seed: int) -> None:
+    """Order may matter only through the assignment to groups, which `fid_infinity` depends on."""
     rng = np.random.default_rng(seed)
     x, y, texts = features(seed), features(seed + 1, count=100, shift=0.2), features(seed + 2)
     clusters = np.repeat(np.arange(60), 2)
-    turned, _ = np.linalg.qr(rng.normal(size=(5, 5)))
+    rotation, _ = np.linalg.qr(rng.normal(size=(5, 5)))
     rows, others = rng.permutation(120), rng.permutation(100)
     for name, metric in METRICS.items():
-        found = metric.compute(Inputs(x, clusters, y, texts, lambda: Moments.of(y)))
+        found = metric.compute(MetricInputs(x, clusters, y, texts, lambda: Moments.of(y)))
         assert found.low <= found.value <= found.high, name
         rotated = metric.compute(
-            Inputs(x @ turned, clusters, y @ turned, texts @ turned, lambda: Moments.of(y @ turned))
+            MetricInputs(x @ rotation, clusters, y @ rotation, texts @ rotation, lambda: Moments.of(y @ rotation))
         )
         ends = [found.value, found.low, found.high]
         assert [rotated.value, rotated.low, rotated.high] == pytest.approx(ends, rel=1e-6, abs=1e-9), name
         if name != "fid_infinity":
-            mixed = metric.compute(
-                Inputs(x[rows], clusters[rows], y[others], texts[rows], lambda: Moments.of(y[others]))
+            shuffled = metric.compute(
+                MetricInputs(x[rows], clusters[rows], y[others], texts[rows], lambda: Moments.of(y[others]))
             )
-            assert mixed.value == pytest.approx(found.value, rel=1e-9, abs=1e-12), name
+            assert shuffled.value == pytest.approx(found.value, rel=1e-9, abs=1e-12), name
         if metric.better == "higher":
             assert 0 <= found.value <= (100 if name == "clip_score" else 1), name
 
@@ -133,7 +135,7 @@ def test_no_metric_knows_an_order_or_a_direction(seed: int) -> None:
 
 
 def mmd_by_loops(x: np.ndarray, y: np.ndarray, clusters: np.ndarray, kernel) -> float:  # type: ignore[no-untyped-def]
-    """Straight from the definition."""
+    """Compute MMD² from its definition."""
     within = [kernel(x[i], x[j]) for i, j in product(range(len(x)), repeat=2) if clusters[i] != clusters[j]]
     others = [kernel(y[i], y[j]) for i, j in product(range(len(y)), repeat=2) if i != j]
     between = [kernel(a, b) for a in x for b in y]
@@ -141,7 +143,7 @@ def mmd_by_loops(x: np.ndarray, y: np.ndarray, clusters: np.ndarray, kernel) -> 
 
 
 @pytest.mark.parametrize("per_prompt", [1, 3])
-def test_kernel_distances_from_their_definition(per_prompt: int) -> None:
+def test_kernel_distances_match_their_definition(per_prompt: int) -> None:
     x, y, clusters = features(0, count=48), features(1, count=40, shift=0.3), np.arange(48) // per_prompt
     assert kid(x, clusters, y).value == pytest.approx(mmd_by_loops(x, y, clusters, lambda a, b: (a @ b / 5 + 1) ** 3))
     unit_x, unit_y = (rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (x, y))
@@ -150,7 +152,7 @@ def test_kernel_distances_from_their_definition(per_prompt: int) -> None:
 
 
 def test_kid_is_unbiased() -> None:
-    """Its mean over draws from one distribution is 0; the biased one's is not."""
+    """The mean over draws from equal distributions is 0, which is not true of the biased estimator."""
     rng = np.random.default_rng(3)
     found = [kid(rng.normal(size=(48, 4)), np.arange(48), rng.normal(size=(48, 4))).value for _ in range(200)]
     assert abs(np.mean(found)) < 3 * np.std(found) / 200**0.5
@@ -160,14 +162,14 @@ def test_kid_is_unbiased() -> None:
 
 
 def manifold_by_loops(points: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    """Whether each query lies in a ball of the points, as wide as to its third neighbour."""
+    """Return whether each query is inside the ball around a point that reaches to its third neighbour."""
     radii = np.sort(cdist(points, points), axis=1)[:, 3]
     return (cdist(queries, points) <= radii).any(1)
 
 
 @settings(max_examples=10, deadline=None)
 @given(seeds)
-def test_precision_and_recall_from_their_definition(seed: int) -> None:
+def test_precision_and_recall_match_their_definition(seed: int) -> None:
     x, y = features(seed, count=80), features(seed + 1, count=70, shift=2)
     found = precision(x, np.arange(80), y), recall(x, np.arange(80), y)
     assert found[0].value == manifold_by_loops(y, x).mean()
@@ -179,18 +181,17 @@ def test_precision_and_recall_from_their_definition(seed: int) -> None:
 # --- scores and intervals ---
 
 
-def test_clip_score_by_hand() -> None:
+def test_clip_score_matches_a_computation_by_hand() -> None:
     pictures, texts = np.array([[3.0, 4.0], [1.0, 0.0], [1.0, 0.0]]), np.array([[3.0, 4.0], [1.0, 1.0], [-1.0, 0.0]])
-    found = clip_score(Inputs(pictures, np.arange(3), None, texts))
+    found = clip_score(MetricInputs(pictures, np.arange(3), None, texts))
     assert found.value == pytest.approx((100 + 100 / 2**0.5 + 0) / 3)
 
 
 @pytest.mark.parametrize(("unbiased", "linear"), [(2.0, 0.04), (2.0, 0.0), (0.1, 0.04), (-0.3, 0.04), (0.0, 0.0)])
-def test_the_interval_is_of_all_distances_that_would_vary_enough(unbiased: float, linear: float) -> None:
-    """Its ends are the roots of the docstring's equation, but for what is below 0; without a linear part it is
-    Student's."""
+def test_interval_ends_solve_the_equation_in_the_docstring(unbiased: float, linear: float) -> None:
+    """Except that the interval is cut off at 0. Without a linear part, it is Student's interval."""
     found = Jackknife(unbiased + 0.1, unbiased, 0.05, linear).interval("")
-    slope = linear / max(unbiased, LEAST_DEVIATIONS * 0.05**0.5)
+    slope = linear / max(unbiased, MIN_DEVIATIONS * 0.05**0.5)
     t2 = student.ppf(0.975, GROUPS - 1) ** 2
     center = max(found.value, 0.0)
 
@@ -207,8 +208,8 @@ def test_the_interval_is_of_all_distances_that_would_vary_enough(unbiased: float
 
 
 @pytest.mark.parametrize("value", [-0.3, -1e-3, 0.0, 1e-3, 0.3])
-def test_no_interval_of_a_distance_is_below_zero(value: float) -> None:
-    """Nor is it a single point, however far below 0 the unbiased estimate is; the estimate itself stays as it is."""
+def test_intervals_of_distances_are_not_negative(value: float) -> None:
+    """Even for a negative estimate, which is reported as it is, the interval is more than a single point."""
     found = Jackknife(value, value, 1e-4, 1e-5).interval("")
     assert found.value == value
     assert 0 <= found.low < found.high
@@ -216,16 +217,16 @@ def test_no_interval_of_a_distance_is_below_zero(value: float) -> None:
     assert found.high >= zero.high
 
 
-def test_a_mean_over_prompts_has_the_textbook_interval() -> None:
+def test_mean_interval_matches_the_textbook_over_prompts() -> None:
     values = np.array([1.0, 2.0, 4.0, 9.0])
     found = mean_interval(values, np.arange(4), "")
     assert found.value == 4 and found.high - found.value == pytest.approx(3.182446 * values.std(ddof=1) / 2)
     repeated = mean_interval(np.repeat(values, 5), np.repeat(np.arange(4), 5), "")
-    assert repeated.high == pytest.approx(found.high)  # five equal pictures of a prompt say no more than one
+    assert repeated.high == pytest.approx(found.high)  # equal pictures of a prompt add no information
 
 
 @pytest.mark.parametrize("hits", [0, 1, 700, 2000])
-def test_a_share_has_wilsons_interval(hits: int) -> None:
+def test_share_interval_matches_wilsons(hits: int) -> None:
     values = np.arange(2000) < hits
     found, expected = share_interval(values, np.arange(2000), ""), binomtest(hits, 2000).proportion_ci(method="wilson")
     assert (found.low, found.high) == (pytest.approx(expected.low, abs=1e-4), pytest.approx(expected.high, abs=1e-4))
@@ -235,27 +236,27 @@ def test_a_share_has_wilsons_interval(hits: int) -> None:
     ("hits", "count", "low", "high"),
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
-def test_wilsons_interval_as_published(hits: int, count: int, low: float, high: float) -> None:
+def test_wilsons_interval_matches_published_values(hits: int, count: int, low: float, high: float) -> None:
     """Newcombe, "Two-sided confidence intervals for the single proportion", Statistics in Medicine, 1998, table I."""
     assert wilson(hits / count, count, 1.959964) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
 @settings(max_examples=20, deadline=None)
 @given(seeds)
-def test_the_jackknife_knows_the_mean_and_the_squared_mean(seed: int) -> None:
-    """Of the mean: its textbook variance, no bias. Of its square: the known unbiased estimate."""
+def test_jackknife_of_the_mean_and_the_squared_mean(seed: int) -> None:
+    """The mean has its textbook variance and no bias; its square has a known unbiased estimate."""
     x = np.random.default_rng(seed).normal(size=GROUPS)
 
-    def kept(left_out: tuple[int, ...]) -> float:
+    def mean_without(left_out: tuple[int, ...]) -> float:
         return float(np.delete(x, left_out).mean())
 
-    mean, square = jackknife(kept), jackknife(lambda left_out: kept(left_out) ** 2)
+    mean, square = jackknife(mean_without), jackknife(lambda left_out: mean_without(left_out) ** 2)
     assert mean.unbiased == pytest.approx(x.mean()) and mean.variance == pytest.approx(x.var(ddof=1) / GROUPS)
     assert square.unbiased == pytest.approx(x.mean() ** 2 - x.var(ddof=1) / GROUPS)
 
 
-def test_the_jackknifes_variance_of_a_second_order_statistic_is_not_doubled() -> None:
-    """Var(|x̄|²) = 2d/n² where the mean of d white dimensions is 0; the plain jackknife gives about twice that."""
+def test_jackknife_variance_of_a_second_order_statistic_is_not_doubled() -> None:
+    """Var(|x̄|²) = 2d/n² for the mean of d white dimensions with mean 0. The plain jackknife gives about twice that."""
     d, draws = 20, 300
     rows = np.random.default_rng(1).normal(size=(draws, GROUPS, d))
     found = [
@@ -270,19 +271,21 @@ def test_groups_keep_prompts_together() -> None:
     groups = groups_of(clusters, 20)
     assert all(len(set(groups[clusters == cluster])) == 1 for cluster in range(100))
     assert np.bincount(groups).tolist() == [15] * 20
-    assert np.array_equal(groups, groups_of(clusters + 7, 20))  # by their order, not by their names
+    assert np.array_equal(
+        groups, groups_of(clusters + 7, 20)
+    )  # groups depend on the order of clusters, not on their ids
 
 
-def test_kinds_of_prompts_that_take_turns_are_in_every_group() -> None:
+def test_alternating_kinds_of_prompts_are_in_every_group() -> None:
     kinds = np.arange(1000) % 20
     shares = [np.bincount(kinds[groups_of(np.arange(1000), 20) == group], minlength=20).max() for group in range(20)]
-    assert max(shares) < 15  # of 50; dealt in turn, all of a group would be of one kind
+    assert max(shares) < 15  # of 50; round-robin assignment would give 50
 
 
 # --- identity ---
 
 
-def test_every_part_of_a_metric_is_in_its_id_but_not_the_seed() -> None:
+def test_metric_id_covers_everything_except_the_seed() -> None:
     drawing = {
         "prompts": "p",
         "seed": 1,
@@ -303,8 +306,8 @@ def test_every_part_of_a_metric_is_in_its_id_but_not_the_seed() -> None:
     assert len({first, *others}) == 1 + len(others)
 
 
-def test_numbers_of_two_metrics_are_not_compared() -> None:
+def test_values_with_different_ids_are_not_compared() -> None:
     rows = [{"metric": "fid", "id": "a", "model": "x"}, {"metric": "kid", "id": "b", "model": "x"}]
     check_comparable([*rows, {"metric": "fid", "id": "a", "model": "y"}])
-    with pytest.raises(RequestError, match=r"fid c \(y\) and fid a \(x\) are two metrics"):
+    with pytest.raises(RequestError, match=r"fid c \(y\) and fid a \(x\) are different metrics"):
         check_comparable([*rows, {"metric": "fid", "id": "c", "model": "y"}])

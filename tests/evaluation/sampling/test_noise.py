@@ -1,4 +1,4 @@
-"""Noise by sample."""
+"""Noise keyed by sample."""
 
 import math
 from itertools import product
@@ -14,7 +14,7 @@ SHAPE = (4, 8, 8)
 GOLDEN = [-1.6681451797485352, 1.253499984741211, -1.4484471082687378]
 
 
-def test_every_part_of_the_name_gives_other_noise_and_nothing_else_does() -> None:
+def test_noise_depends_on_every_part_of_the_key_and_on_nothing_else() -> None:
     names = list(product((0, 1, 2**62), ("a", "b", "1"), (0, 1)))
     drawn = {initial_noise(*name, SHAPE).numpy().tobytes() for name in names}
     assert len(drawn) == len(names)
@@ -24,8 +24,8 @@ def test_every_part_of_the_name_gives_other_noise_and_nothing_else_does() -> Non
     assert key_of(1, "1", 1) != key_of(11, "1", 1) != key_of(1, "11", 1)
 
 
-def test_normals_by_the_formula_from_the_raw_stream() -> None:
-    """Philox-4x64 of this key, word by word through Python's own arithmetic. An odd count drops the last."""
+def test_normals_match_the_formula_on_the_raw_stream() -> None:
+    """The expected values are computed word by word with Python floats. An odd count drops the last normal."""
     words = [int(word) for word in np.random.Philox(key=key_of(3, "x", 7)).random_raw(6)]
     u = [((word >> 11) + 0.5) / 2**53 for word in words]
     radii = [math.sqrt(-2 * math.log(value)) for value in u[:3]]
@@ -34,18 +34,18 @@ def test_normals_by_the_formula_from_the_raw_stream() -> None:
     assert initial_noise(3, "x", 7, (5,)).tolist() == pytest.approx(expected[:5], rel=1e-6)
 
 
-def test_golden() -> None:
-    """What was drawn once is drawn for ever."""
+def test_golden_values() -> None:
+    """Noise must never change between versions."""
     assert initial_noise(0, "a fox", 0, (3,)).tolist() == pytest.approx(GOLDEN, rel=1e-6)
 
 
-def test_it_is_normal() -> None:
+def test_noise_is_normal_and_uncorrelated() -> None:
     values = np.concatenate([initial_noise(0, str(i), 0, SHAPE).numpy().ravel() for i in range(200)])
     assert kstest(values, "norm").pvalue > 1e-3
     pairs = np.stack([initial_noise(0, "a", i, (2000,)).numpy() for i in range(2)])
     assert abs(np.corrcoef(pairs)[0, 1]) < 0.08
 
 
-def test_stochastic_samplers_draw_by_sample_too() -> None:
+def test_the_generator_of_stochastic_samplers_is_keyed_by_sample() -> None:
     first, again, other = (torch.randn(4, generator=step_generator(0, name, 0)) for name in ("a", "a", "b"))
     assert torch.equal(first, again) and not torch.equal(first, other)

@@ -1,4 +1,4 @@
-"""Prompt files in the layouts that people have them in, and what is wrong with one."""
+"""Prompt files in all supported formats, and invalid ones."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,9 @@ MJHQ = {"8a3c": {"category": "animals", "prompt": "a fox"}, "77b1": {"category":
 
 
 DRAWBENCH = 'Prompts,Category\n"A red, big car.",Colors\nA pie,Food\n'
-PARTI = 'Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\tx\n5" nail\tArt\tBasic\t\n'  # a lone quotation mark
+PARTI = (
+    'Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\tx\n5" nail\tArt\tBasic\t\n'  # an unpaired quotation mark
+)
 MLPERF = "image_id\tid\tcaption\n391895\t770337\tA man on a bike\n"
 
 
@@ -32,7 +34,7 @@ MLPERF = "image_id\tid\tcaption\n391895\t770337\tA man on a bike\n"
         ("b.json", json.dumps(MJHQ), ["a fox", "a pie"], ["8a3c", "77b1"], ["animals", "food"]),
     ],
 )
-def test_layouts(
+def test_formats(
     tmp_path: Path, name: str, content: str, texts: list[str], ids: list[str] | None, categories: list[str | None]
 ) -> None:
     (tmp_path / name).write_text(content)
@@ -42,13 +44,13 @@ def test_layouts(
     assert ids is None or [prompt.id for prompt in prompts] == ids
 
 
-def test_parquet_and_a_named_column(tmp_path: Path) -> None:
+def test_parquet_with_a_named_column(tmp_path: Path) -> None:
     pq.write_table(pa.table({"n": [1, 2], "Frage": ["ein Fuchs", "ein Haus"]}), tmp_path / "a.parquet")
     prompts = read_prompts(PromptsConfig(file=tmp_path / "a.parquet", column="Frage", limit=1))
     assert [prompt.text for prompt in prompts] == ["ein Fuchs"]
 
 
-def test_an_id_is_the_texts_own_wherever_it_stands(tmp_path: Path) -> None:
+def test_ids_do_not_depend_on_the_position(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a fox\na pie\n")
     (tmp_path / "b.txt").write_text("a house\na pie\n")
     first, second = (read_prompts(PromptsConfig(file=tmp_path / name)) for name in ("a.txt", "b.txt"))
@@ -56,7 +58,7 @@ def test_an_id_is_the_texts_own_wherever_it_stands(tmp_path: Path) -> None:
     assert prompts_sha256(first) != prompts_sha256(second)
 
 
-def test_kept_duplicates_have_ids_of_their_own(tmp_path: Path) -> None:
+def test_kept_duplicates_have_different_ids(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a fox\na pie\na fox\n")
     prompts = read_prompts(PromptsConfig(file=tmp_path / "a.txt", duplicates="keep"))
     assert [prompt.text for prompt in prompts] == ["a fox", "a pie", "a fox"]
@@ -66,36 +68,36 @@ def test_kept_duplicates_have_ids_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "a fox\n\na pie\n  \n", "has no prompt at line 2, line 4"),
-        ("a.txt", "", "has no prompt anywhere in it"),
-        ("a.txt", "a fox\na pie\na fox \n", "has prompts twice: line 1 = line 3"),
+        ("a.txt", "a fox\n\na pie\n  \n", "contains empty prompts, at line 2, line 4"),
+        ("a.txt", "", "contains no prompts"),
+        ("a.txt", "a fox\na pie\na fox \n", "contains duplicate prompts: line 1 = line 3"),
         ("a.csv", "Name,Category\nx,y\n", "no column prompt or prompts or caption or text, only Name, Category"),
-        ("a.json", "{", "cannot be read: JSONDecodeError"),
-        ("a.json", "[1]", "cannot be read: "),
+        ("a.json", "{", "cannot be parsed: JSONDecodeError"),
+        ("a.json", "[1]", "cannot be parsed: "),
         ("a.json", json.dumps({"annotations": [COCO["annotations"][0]] * 2}), "annotation 1 = annotation 2"),
-        ("a.parquet", "no parquet", "cannot be read: ArrowInvalid"),
-        ("a.csv", "prompt\na cat, black\n", "line 2 has more cells than there are columns: put text with commas"),
-        ("a.json", json.dumps({"a": {"prompt": ["x", "y"]}}), "what is no text in place of a prompt, at entry a"),
-        ("a.json", '{"a": {"prompt": "\\ud800"}}', "what is no text in place of a prompt, at entry a"),
-        ("a.json", '{"a": {"prompt": "x"}, "a": {"prompt": "y"}}', "a stands there twice"),
-        ("a.json", '{"annotations":' + "[" * 100_000, "cannot be read: RecursionError"),
-        ("a.docx", "", "is no prompt file: its name must end in .txt, .csv"),
+        ("a.parquet", "no parquet", "cannot be parsed: ArrowInvalid"),
+        ("a.csv", "prompt\na cat, black\n", "line 2 has more cells than the header; put text that contains commas"),
+        ("a.json", json.dumps({"a": {"prompt": ["x", "y"]}}), "contains prompts that are not valid text, at entry a"),
+        ("a.json", '{"a": {"prompt": "\\ud800"}}', "contains prompts that are not valid text, at entry a"),
+        ("a.json", '{"a": {"prompt": "x"}, "a": {"prompt": "y"}}', "the key a appears twice"),
+        ("a.json", '{"annotations":' + "[" * 100_000, "cannot be parsed: RecursionError"),
+        ("a.docx", "", "is not a prompt file, because its name ends in none of .txt, .csv"),
     ],
 )
-def test_what_is_wrong_with_a_file(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(RequestError, match=message.replace("[", r"\[")):
         read_prompts(PromptsConfig(file=tmp_path / name))
 
 
-def test_bytes_and_missing_numbers_are_no_prompts(tmp_path: Path) -> None:
+def test_bytes_and_nan_are_refused(tmp_path: Path) -> None:
     for column in ([b"a"], [float("nan")]):
         pq.write_table(pa.table({"prompt": column}), tmp_path / "a.parquet")
-        with pytest.raises(RequestError, match="what is no text in place of a prompt, at row 1"):
+        with pytest.raises(RequestError, match="contains prompts that are not valid text, at row 1"):
             read_prompts(PromptsConfig(file=tmp_path / "a.parquet"))
 
 
-def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:
+def test_lines_end_only_at_newlines(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("\ufeffa\u2028fox\x0c, red\r\na pie".encode())
     assert [prompt.text for prompt in read_prompts(PromptsConfig(file=tmp_path / "a.txt"))] == [
         "a\u2028fox\x0c, red",
@@ -103,7 +105,7 @@ def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:
     ]
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="There is no prompt file"):
         read_prompts(PromptsConfig(file=tmp_path / "absent.txt"))
     with pytest.raises(RequestError, match=r"--prompts\.file"):

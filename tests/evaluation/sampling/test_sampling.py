@@ -1,4 +1,4 @@
-"""Sampling: the same pictures from any number of workers, in any batches, whatever was killed on the way."""
+"""Sampling gives the same pictures for any number of workers, any batch size, and after any interruption."""
 
 import inspect
 import io
@@ -33,8 +33,8 @@ from tests.fake_hub import ask, fake_hub
 from tests.runs import run_module, train_fields, write_config
 from train.__main__ import run as train
 
-STEP = 1 / 255
-"""Of a pixel's levels."""
+LEVEL = 1 / 255
+"""Distance between two pixel levels."""
 COMMAND = """
 import sys
 
@@ -45,7 +45,7 @@ run(sys.argv[1:])
 
 
 def drawn(pipeline: Path, batch_size: int, **changes: object) -> torch.Tensor:
-    """Every picture before rounding, in batches of that size."""
+    """Draw every picture in batches of the given size, and return them before rounding."""
     config = sampling(**changes)
     (setting,) = config.grid
     drawing = describe_drawing(pipeline, PROMPTS, config, setting)
@@ -57,16 +57,18 @@ def drawn(pipeline: Path, batch_size: int, **changes: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sampler", ["own", "ddim", "ddpm", "dpm_solver", "euler", "euler_ancestral", "heun", "unipc"])
-def test_any_batch_size_gives_the_same_pictures(pipeline: Path, sampler: SamplerName) -> None:
-    """Within a thousandth of a level, before rounding, the samplers that draw noise at each step among them."""
-    steps = 6 if sampler == "heun" else 2  # in few, its second evaluations enlarge rounding in an untrained network
+def test_the_batch_size_does_not_change_the_pictures(pipeline: Path, sampler: SamplerName) -> None:
+    """Up to a thousandth of a level before rounding, including samplers that add noise at each step."""
+    steps = (
+        6 if sampler == "heun" else 2
+    )  # with fewer steps, its second evaluations amplify rounding in an untrained network
     alone, together = (drawn(pipeline, size, sampler=[sampler], steps=[steps]) for size in (1, 4))
-    assert (alone - together).abs().max() <= 1e-3 * STEP
-    assert alone.std(0).mean() > 5 * STEP  # each sample is another picture
+    assert (alone - together).abs().max() <= 1e-3 * LEVEL
+    assert alone.std(0).mean() > 5 * LEVEL  # samples differ from each other
 
 
-def test_as_the_bare_pipeline_draws_them(pipeline: Path) -> None:
-    ours = drawn(pipeline, 5, images_per_prompt=1, guidance=[3.0], steps=[3])
+def test_pictures_match_those_of_the_bare_pipeline(pipeline: Path) -> None:
+    found = drawn(pipeline, 5, images_per_prompt=1, guidance=[3.0], steps=[3])
     noise = torch.stack([initial_noise(0, prompt.id, 0, (4, 8, 8)) for prompt in PROMPTS])
     bare = load_pipeline(pipeline, "cpu", "float32")(
         [prompt.text for prompt in PROMPTS],
@@ -77,17 +79,17 @@ def test_as_the_bare_pipeline_draws_them(pipeline: Path) -> None:
         guidance_scale=3.0,
         output_type="pt",
     )
-    assert torch.equal(ours, bare.images)
+    assert torch.equal(found, bare.images)
 
 
 class RewritesPrompts(StableDiffusionPipeline):
-    """A pipeline that cleans prompts by default, as PixArtSigmaPipeline does where ftfy and bs4 are installed."""
+    """A pipeline that cleans prompts by default, as PixArtSigmaPipeline does if ftfy and bs4 are installed."""
 
     def __call__(self, prompt: list[str], clean_caption: bool = True, **options: Any) -> Any:
         return super().__call__([text.replace("blobs", "") if clean_caption else text for text in prompt], **options)
 
 
-def test_prompts_reach_the_text_encoder_as_they_are(pipeline: Path) -> None:
+def test_prompts_reach_the_text_encoder_unchanged(pipeline: Path) -> None:
     """Stage 1 does not clean captions, so a pipeline must not clean prompts."""
     assert inspect.signature(PixArtSigmaPipeline.__call__).parameters["clean_caption"].default is True
     config = sampling(images_per_prompt=1)
@@ -103,7 +105,7 @@ def test_prompts_reach_the_text_encoder_as_they_are(pipeline: Path) -> None:
     assert not torch.equal(draw(plain, shorter, drawing), draw(plain, samples, drawing))
 
 
-def test_pictures_are_rounded_and_files_hold_nothing_else(pipeline: Path, tmp_path: Path) -> None:
+def test_pictures_are_rounded_and_stored_without_metadata(pipeline: Path, tmp_path: Path) -> None:
     levels = torch.tensor([0.0, 0.4999, 0.5001, 1.2, 254.6, 255.0]) / 255
     assert to_bytes(levels.expand(1, 3, 1, 6))[0, 0, :, 0].tolist() == [0, 0, 1, 1, 255, 255]
     before = drawn(pipeline, 2)
@@ -117,7 +119,7 @@ def test_pictures_are_rounded_and_files_hold_nothing_else(pipeline: Path, tmp_pa
             assert np.array_equal(np.asarray(picture), to_bytes(before[number : number + 1])[0].numpy())
 
 
-def test_another_division_into_parts_gives_the_same_files(pipeline: Path, tmp_path: Path) -> None:
+def test_the_part_size_does_not_change_the_files(pipeline: Path, tmp_path: Path) -> None:
     first = pictures(draw_here(pipeline, tmp_path / "a", sampling(part_size=4)))
     second = pictures(draw_here(pipeline, tmp_path / "b", sampling(part_size=10)))
     assert first == second and len(first) == 10
@@ -126,48 +128,48 @@ def test_another_division_into_parts_gives_the_same_files(pipeline: Path, tmp_pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"guidance": [2.0]}, "drawing.setting.guidance differ"),
-        ({"seed": 4}, "drawing.seed differ"),
-        ({"part_size": 5}, "part_size differ"),
+        ({"guidance": [2.0]}, "different value of drawing.setting.guidance"),
+        ({"seed": 4}, "different value of drawing.seed"),
+        ({"part_size": 5}, "different value of part_size"),
     ],
 )
-def test_a_set_goes_on_under_its_own_settings_alone(
+def test_a_sample_set_continues_only_with_the_same_settings(
     pipeline: Path, tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     place = draw_here(pipeline, tmp_path, sampling())
     assert draw_here(pipeline, tmp_path, sampling(batch_size=5)) == place
     with pytest.raises(RequestError, match=message):
         draw_here(pipeline, tmp_path, sampling(**change))
-    with pytest.raises(RequestError, match=r"its prompts differ|drawing\.num_samples"):
+    with pytest.raises(RequestError, match=r"different value of (prompts|drawing\.num_samples)"):
         draw_here(pipeline, tmp_path, sampling(), PROMPTS[:4])
 
 
-def test_a_set_that_is_not_all_there(pipeline: Path, tmp_path: Path) -> None:
+def test_an_incomplete_sample_set(pipeline: Path, tmp_path: Path) -> None:
     place = draw_here(pipeline, tmp_path, sampling())
     assert [len(receipt["samples"]) for receipt in read_set(place).parts.values()] == [4, 4, 2]
     (place / "receipts" / "pictures" / "00001.json").unlink()
-    with pytest.raises(WorkError, match="has 6 of 10 pictures"):
+    with pytest.raises(WorkError, match="has only 6 of 10 pictures"):
         read_set(place)
     draw_here(pipeline, tmp_path, sampling())
     assert read_set(place).prompts == PROMPTS
-    with pytest.raises(RequestError, match="is no sample set"):
+    with pytest.raises(RequestError, match="is not a sample set"):
         read_set(tmp_path)
 
 
-def test_flow_matching_takes_its_own_sampler(pipeline: Path) -> None:
+def test_flow_matching_needs_its_own_sampler(pipeline: Path) -> None:
     scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
     assert sampler_of(scheduler, "own") is scheduler
-    with pytest.raises(RequestError, match="not for flow matching"):
+    with pytest.raises(RequestError, match="does not support flow matching"):
         sampler_of(scheduler, "ddim")
 
 
-def test_a_guidance_input_is_for_networks_that_have_one(pipeline: Path) -> None:
+def test_a_guidance_input_is_refused_by_networks_without_one(pipeline: Path) -> None:
     config = sampling(guidance_input=3.5)
     with pytest.raises(RequestError, match=r"guidance_input is 3\.5, but the network in .* takes no"):
         describe_drawing(pipeline, PROMPTS, config, config.grid[0])
 
 
-def test_an_empty_negative_prompt_and_none_are_different_settings(pipeline: Path) -> None:
+def test_an_empty_and_a_missing_negative_prompt_are_different_settings(pipeline: Path) -> None:
     ids = {
         describe_drawing(pipeline, PROMPTS, config, config.grid[0]).id
         for config in (sampling(), sampling(negative_prompt=""), sampling(negative_prompt="blurry"))
@@ -176,7 +178,7 @@ def test_an_empty_negative_prompt_and_none_are_different_settings(pipeline: Path
 
 
 def arguments(pipeline: Path, output: Path, *more: str) -> list[str]:
-    """`evaluation sample` with the settings of `sampling`, on the CPU."""
+    """Return arguments of `evaluation sample` that match the settings of `sampling`, on the CPU."""
     prompts = output.parent / "prompts.json"
     prompts.write_text("{" + ", ".join(f'"{p.id}": {{"prompt": "{p.text}"}}' for p in PROMPTS) + "}")
     words = ["sample", "--model", str(pipeline), "--output", str(output), "--prompts.file", str(prompts)]
@@ -185,8 +187,8 @@ def arguments(pipeline: Path, output: Path, *more: str) -> list[str]:
     return [*words, "--workers.num_gpus", "0", "--workers.num_cpus", "1", *more]
 
 
-def test_killed_and_given_again_with_other_workers(pipeline: Path, tmp_path: Path) -> None:
-    """Four workers at once, the whole job killed after a part or more; then one at a time: as in one process."""
+def test_killed_and_run_again_with_a_different_number_of_workers(pipeline: Path, tmp_path: Path) -> None:
+    """A job with four workers is killed after at least one part, then continued with one worker at a time."""
     expected = pictures(draw_here(pipeline, tmp_path / "here", sampling(part_size=2, guidance=[1.0])))
     words = arguments(pipeline, tmp_path / "out", "--sampling.guidance", "1,4")
     receipts = tmp_path / "out" / "g1-s2-own" / "receipts" / "pictures"
@@ -205,7 +207,7 @@ def test_killed_and_given_again_with_other_workers(pipeline: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_killed_at_random_with_one_two_and_four_workers(pipeline: Path, tmp_path: Path) -> None:
+def test_killed_at_random_times_with_one_two_and_four_workers(pipeline: Path, tmp_path: Path) -> None:
     expected = pictures(draw_here(pipeline, tmp_path / "here", sampling(part_size=2, guidance=[1.0])))
     words = arguments(pipeline, tmp_path / "out", "--sampling.guidance", "1,4")
     rng, kills = random.Random(0), 0
@@ -233,7 +235,7 @@ def test_killed_at_random_with_one_two_and_four_workers(pipeline: Path, tmp_path
         (["--prompts.file", "/absent.txt"], "There is no prompt file /absent.txt"),
     ],
 )
-def test_wrong_requests_write_nothing(
+def test_invalid_requests_write_nothing(
     pipeline: Path, tmp_path: Path, change: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code_of(lambda: command(arguments(pipeline, tmp_path / "out", *change))) == 2
@@ -241,7 +243,7 @@ def test_wrong_requests_write_nothing(
     assert not list((tmp_path / "out").rglob("*.png"))
 
 
-def test_the_grid_names_each_combination_once() -> None:
+def test_the_grid_has_each_combination_once() -> None:
     config = SamplingConfig(guidance=[1, 7.5, 1], steps=[10, 50], sampler=["own", "ddim"])
     assert [str(setting) for setting in config.grid][:3] == ["g1-s10-own", "g1-s10-ddim", "g1-s50-own"]
     assert len(config.grid) == 8
@@ -249,8 +251,8 @@ def test_the_grid_names_each_combination_once() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 50))
-def test_each_prompt_is_in_exactly_one_part_as_often_as_asked(count: int, per_prompt: int, part_size: int) -> None:
-    """Whatever the parts: nothing is padded, nothing is twice."""
+def test_each_sample_is_in_exactly_one_part(count: int, per_prompt: int, part_size: int) -> None:
+    """For any part size, there is no padding and no duplicate."""
     prompts = [Prompt(str(i), "x") for i in range(count)]
     samples = list_samples(prompts, per_prompt)
     parts = [part for _, part in split(samples, part_size)]
@@ -260,8 +262,8 @@ def test_each_prompt_is_in_exactly_one_part_as_often_as_asked(count: int, per_pr
     assert max(map(len, parts)) <= part_size
 
 
-def test_mlperfs_30000_prompts_are_each_drawn_once() -> None:
-    """On any number of workers, which take parts: the last is shorter, and nothing fills it up."""
+def test_each_of_mlperfs_30000_prompts_is_drawn_once() -> None:
+    """Workers take whole parts, of which the last is smaller and not padded."""
     prompts = [Prompt(str(i), "x") for i in range(30_000)]
     parts = [part for _, part in split(list_samples(prompts, 1), SamplingConfig().part_size)]
     assert len(parts) == 118 and len(parts[-1]) == 48
@@ -271,8 +273,8 @@ def test_mlperfs_30000_prompts_are_each_drawn_once() -> None:
         assert sorted(sample.number for sample in drawn) == list(range(30_000))
 
 
-def test_pictures_of_a_pipeline_of_the_hub(pipeline: Path, tmp_path: Path) -> None:
-    """Fetched by the command and opened by Ray's workers under its name: those of the same pipeline in a folder."""
+def test_a_hub_pipeline_gives_the_same_pictures_as_its_folder(pipeline: Path, tmp_path: Path) -> None:
+    """The command downloads the pipeline, and Ray's workers load it by its name."""
     with fake_hub(pipeline) as hub:
         words = arguments(pipeline, tmp_path / "out", "--model", "someone/a-pipeline", "--sampling.guidance", "3")
         assert "g3-s2-own: 10 pictures" in ask(COMMAND, hub, tmp_path / "cache", *words)
@@ -282,8 +284,8 @@ def test_pictures_of_a_pipeline_of_the_hub(pipeline: Path, tmp_path: Path) -> No
     assert len(pictures(here)) == 10 and pictures(tmp_path / "out" / "g3-s2-own") == pictures(here)
 
 
-def test_pictures_of_an_average_that_was_rebuilt(latents: Path, tmp_path: Path) -> None:
-    """Those that the pipeline of the raw weights draws once it is given the average's in memory."""
+def test_a_posthoc_average_gives_the_pictures_of_its_weights(latents: Path, tmp_path: Path) -> None:
+    """Pictures match those of the raw weights' pipeline after the average's weights are loaded into it."""
     run_dir = tmp_path / "run"
     changes = {"ema": {"snapshot_every": 2}, "optimizer": {"lr": 1e-2}}
     train(["--config", str(write_config(tmp_path, train_fields(latents, run_dir, **changes)))])

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from evaluation.parts import Receipt, commit_part
+from evaluation.parts import PartReceipt, commit_part
 from evaluation.sampling.job import begin_set
 from evaluation.sampling.model import Model
 from evaluation.sampling.prompts import Prompt, prompts_sha256
 from evaluation.sampling.settings import Drawing, SamplingConfig, Setting
-from evaluation.sampling.worker import PICTURES, Part, file_name, write_picture
+from evaluation.sampling.worker import PICTURES, SamplePart, file_name, write_picture
 from evaluation.study.prepare import prepare
 from evaluation.study.protocol import ProtocolConfig, Study, read_study
 from evaluation.study.schedule import KeyedDraws, Showing, make_schedule
@@ -43,8 +43,8 @@ def make_set(place: Path, model: int, prompts: list[Prompt] = PROMPTS, **changes
     )
     width, height = map(int, config.size.split("x"))
 
-    def draw(part: Part) -> Callable[[Path], Receipt]:
-        def make(folder: Path) -> Receipt:
+    def draw(part: SamplePart) -> Callable[[Path], PartReceipt]:
+        def make(folder: Path) -> PartReceipt:
             for sample in part.samples:
                 pixels = np.random.default_rng([model, sample.number]).integers(0, 255, (height, width, 3), np.uint8)
                 pixels[0, 0] = (model, sample.number, 0)

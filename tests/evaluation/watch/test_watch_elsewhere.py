@@ -1,4 +1,4 @@
-"""Following a run from other machines: nodes come and go, and the run's own files are only read."""
+"""Following a run from other machines: nodes join and leave, and the trainer's files are only read."""
 
 import json
 import os
@@ -21,22 +21,22 @@ from tests.faults.cluster import TwoNodes, workers_of
 from tests.ranks import SERVER
 
 OWN = {"evaluations", "evaluations.jsonl", ".unfinished"}
-"""What a watcher adds to a run folder, beside the tracker's."""
+"""Entries that a watcher adds to a run folder, besides the tracker's files."""
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 WAITS = "No node of the cluster can take a worker"
 
 
 def drawn(place: Path) -> dict[str, bytes]:
-    """Every picture that a sample set's receipts name."""
+    """Return file name → content for all pictures of a sample set."""
     store = open_store(place)
     return {name: data for part in read_set(place).parts.values() for name, data in read_part(store, part).items()}
 
 
 @pytest.mark.slow
-def test_nodes_come_and_go_while_it_watches(
+def test_nodes_join_and_leave_while_watching(
     run_dir: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One, two, another one, none, and one more: as from this process alone, and each checkpoint once."""
+    """The cluster has one, two, one, no and one node. The result is that of a run without Ray, without repetitions."""
     words = list(words)
     for name, value in {"steps": "40", "part_size": "10", "batch_size": "10"}.items():
         words[words.index(f"--sampling.{name}") + 1] = value
@@ -67,17 +67,17 @@ def test_nodes_come_and_go_while_it_watches(
         wait_until(lambda: WAITS in log.read_text())
         nodes.add_node()
         assert driver.wait(400) == 0, log.read_text()[-3000:]
-    said = log.read_text()
+    output = log.read_text()
     assert numbers(run_dir) == numbers(tmp_path / "still") and len(written(run_dir)) == 6
     for place in sorted((tmp_path / "still" / "evaluations").glob("step-*/g8*")):
         found = sets / place.relative_to(tmp_path / "still" / "evaluations")
         assert drawn(found) == drawn(place) and len(drawn(found)) == 60
-        assert said.count(f"{found}: 60 pictures") == 1 and len(list(found.parent.glob("evaluated-*"))) == 1
+        assert output.count(f"{found}: 60 pictures") == 1 and len(list(found.parent.glob("evaluated-*"))) == 1
     assert len(list((run_dir / "tracker" / "evaluations").iterdir())) == 3
 
 
-def everything(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
-    """Each file and folder: inode, mode, when it changed, what it holds."""
+def snapshot(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
+    """Return inode, mode, modification time and content of each file and folder."""
     found = {}
     for path in [folder, *folder.rglob("*")]:
         about = path.stat()
@@ -86,17 +86,17 @@ def everything(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
     return found
 
 
-def test_nothing_of_the_trainers_is_touched(
+def test_the_trainers_files_are_not_modified(
     run_dir: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stay_here(monkeypatch)
-    before = everything(run_dir)
+    before = snapshot(run_dir)
     words = [*words, "--until", "2"]
     assert watch(run_dir, words, "--output", str(tmp_path / "elsewhere")) == 0
-    assert everything(run_dir) == before
+    assert snapshot(run_dir) == before
     assert watch(run_dir, words) == 0
-    after = everything(run_dir)
-    parents = {".", "tracker"}  # into which the watcher's own are put
+    after = snapshot(run_dir)
+    parents = {".", "tracker"}  # the watcher creates entries in these
     assert {name: after.get(name) for name in before.keys() - parents} == {
         name: before[name] for name in before.keys() - parents
     }
@@ -104,51 +104,51 @@ def test_nothing_of_the_trainers_is_touched(
     assert {name.split("/")[0] for name in added} == OWN
 
 
-def test_what_a_look_costs_the_run(run_dir: Path, words: list[str], tmp_path: Path) -> None:
-    """The config and a listing while nothing is new; of a new checkpoint each file once or twice, none for writing."""
-    told = tmp_path / "told.json"
-    process = SERVER.Process(target=_watch_and_tell, args=(run_dir, words, told))
+def test_what_a_poll_costs_the_run(run_dir: Path, words: list[str], tmp_path: Path) -> None:
+    """An idle poll reads the config and one listing. A new checkpoint's files are read once or twice."""
+    result = tmp_path / "polls.json"
+    process = SERVER.Process(target=_count_accesses, args=(run_dir, words, result))
     process.start()
     process.join(240)
     assert process.exitcode == 0
-    first, *idle, end = json.loads(told.read_text())
-    for look in idle:
-        assert look["read"] == {"config.yaml": 1} and set(look["listed"].values()) == {1}
-        assert all(Path(name).parts[0] == "checkpoints" for name in look["listed"])
+    first, *idle, end = json.loads(result.read_text())
+    for poll in idle:
+        assert poll["read"] == {"config.yaml": 1} and set(poll["listed"].values()) == {1}
+        assert all(Path(name).parts[0] == "checkpoints" for name in poll["listed"])
     files = {path.relative_to(run_dir).as_posix() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()}
     assert set(first["read"]) == files | {"config.yaml"}
     again = {name for name in files if "/ema/" in name or name.endswith("/state.json")}
     assert {name: first["read"][name] for name in files} == {name: 1 + (name in again) for name in files}
     assert end["listed"] == {"tracker/evaluations": 1} and not end["read"]
-    assert not any(look["written"] for look in (first, *idle, end))
+    assert not any(poll["written"] for poll in (first, *idle, end))
     reads = {name.split("/", 2)[2]: first["read"][name] for name in sorted(files) if "step-00000002" in name}
     print(f"nothing new: read {idle[-1]['read']}, checkpoints listed {idle[-1]['listed']['checkpoints']} times")
     print(f"a new checkpoint: read {reads}; opened for writing: {first['written']}")
 
 
-def _watch_and_tell(run_dir: Path, words: list[str], told: Path) -> None:
-    """Three looks at a run that has not ended; of each, which of the run's files and folders were opened, how often."""
-    looks: list[dict[str, Counter[str]]] = []
+def _count_accesses(run_dir: Path, words: list[str], result: Path) -> None:
+    """Poll an unfinished run three times, and count how often each of the run's files and folders is opened."""
+    polls: list[dict[str, Counter[str]]] = []
 
-    def hear(event: str, arguments: tuple[object, ...]) -> None:
-        if event in ("open", "os.scandir", "os.listdir") and looks and str(arguments[0]).startswith(str(run_dir)):
+    def audit(event: str, arguments: tuple[object, ...]) -> None:
+        if event in ("open", "os.scandir", "os.listdir") and polls and str(arguments[0]).startswith(str(run_dir)):
             name = str(Path(str(arguments[0])).relative_to(run_dir))
             writes = event == "open" and int(str(arguments[2])) & WRITES
-            looks[-1]["written" if writes else "read" if event == "open" else "listed"][name] += 1
+            polls[-1]["written" if writes else "read" if event == "open" else "listed"][name] += 1
 
-    def look(follower: Follower, *rest: object) -> bool:
-        looks.append({"read": Counter(), "listed": Counter(), "written": Counter()})
-        look_once(follower, *rest)
-        ended = len(looks) == 3
+    def poll(follower: Follower, *rest: object) -> bool:
+        polls.append({"read": Counter(), "listed": Counter(), "written": Counter()})
+        poll_once(follower, *rest)
+        ended = len(polls) == 3
         if ended:
-            looks.append({"read": Counter(), "listed": Counter(), "written": Counter()})
+            polls.append({"read": Counter(), "listed": Counter(), "written": Counter()})
         return ended
 
     monkeypatch = pytest.MonkeyPatch()
     stay_here(monkeypatch)
-    look_once: Callable[..., bool] = Follower.look
-    monkeypatch.setattr(Follower, "look", look)
-    sys.addaudithook(hear)
-    code = watch(run_dir, words, "--output", str(told.with_name("elsewhere")), "--until", "100")
-    told.write_text(json.dumps(looks))
+    poll_once: Callable[..., bool] = Follower.poll
+    monkeypatch.setattr(Follower, "poll", poll)
+    sys.addaudithook(audit)
+    code = watch(run_dir, words, "--output", str(result.with_name("elsewhere")), "--until", "100")
+    result.write_text(json.dumps(polls))
     os._exit(code)

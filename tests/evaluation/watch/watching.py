@@ -1,4 +1,4 @@
-"""`evaluation watch` without Ray and without further processes: here, or in a process of its own that can be killed."""
+"""Run `evaluation watch` without Ray and without child processes: in this process, or in one that can be killed."""
 
 import json
 import os
@@ -19,41 +19,45 @@ from train.__main__ import run as train
 
 
 def run_here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *rest: object) -> None:
-    """In place of Ray."""
+    """Run all units in this process, in place of `run_units`."""
     for _, unit in units:
         function(unit, 1, lambda count: None)
 
 
-RUN_ELSEWHERE = subprocess.run
+RUN_SUBPROCESS = subprocess.run
 
 
 def train_here(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """In place of `python -m train …`; other commands run as ever."""
+    """Run `python -m train …` in this process, in place of `subprocess.run`. Other commands run as usual."""
     if words[1:3] != ["-m", "train"]:
-        return RUN_ELSEWHERE(words, **options)
-    said = StringIO()
+        return RUN_SUBPROCESS(words, **options)
+    output = StringIO()
     try:
-        with redirect_stdout(said):
+        with redirect_stdout(output):
             train(words[3:])
     except (RequestError, WorkError) as error:
         return subprocess.CompletedProcess(words, 1, "", f"error: {error}")
-    return subprocess.CompletedProcess(words, 0, said.getvalue(), "")
+    return subprocess.CompletedProcess(words, 0, output.getvalue(), "")
 
 
 def stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything in this process."""
+    """Replace Ray and child processes by calls in this process."""
     monkeypatch.setattr("evaluation.features.job.run_units", run_here)
     monkeypatch.setattr("evaluation.sampling.job.run_units", run_here)
     monkeypatch.setattr("subprocess.run", train_here)
 
 
 def watch(run_dir: Path | str, words: list[str], *more: str) -> int:
-    """The command; its exit code."""
+    """Run `evaluation watch` and return its exit code."""
     return exit_code_of(lambda: command(["watch", str(run_dir), *words, *more]))
 
 
 def watcher(run_dir: Path, words: list[str], dies_at: str | None = None) -> BaseProcess:
-    """The same in a process, which has begun; `dies_at`: the function at whose call it is gone."""
+    """Start `evaluation watch` in a process.
+
+    Args:
+        dies_at: dotted path of a function; the process exits with code 9 when it is called.
+    """
     process = SERVER.Process(target=_watch, args=(run_dir, words, dies_at))
     process.start()
     return process
@@ -68,10 +72,10 @@ def _watch(run_dir: Path, words: list[str], dies_at: str | None) -> None:
 
 
 def written(place: Path) -> list[dict[str, Any]]:
-    """evaluations.jsonl."""
+    """Return the rows of evaluations.jsonl."""
     return [json.loads(line) for line in (place / "evaluations.jsonl").read_text().splitlines()]
 
 
 def numbers(place: Path) -> list[tuple[Any, ...]]:
-    """Of evaluations.jsonl, without where the run lay."""
+    """Return the values in evaluations.jsonl, without the run's path."""
     return [tuple(row[name] for name in ("step", "set", "metric", "id", "value", "low")) for row in written(place)]
