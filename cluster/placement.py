@@ -75,9 +75,11 @@ def missing_workers(
 
 def surplus_workers(units: list[Unit[Any]], num_running: int, workers: list[Worker], avoided: Avoided) -> list[Worker]:
     """Return the workers that have not started and that no unit waits for any more."""
+    surplus = len(workers) - len(units) - num_running
+    if surplus <= 0:
+        return []
     starting = [worker for worker in workers if worker.node is None]
     nodes = {worker.node for worker in workers if worker.node is not None}
     # the last worker that was requested is for a unit that avoids the nodes of all started ones
     is_reserved = bool(nodes) and any(avoided(unit) >= nodes for unit in units)
-    surplus = min(len(workers) - len(units) - num_running, len(starting) - is_reserved)
-    return starting[: max(0, surplus)]
+    return starting[: max(0, min(surplus, len(starting) - is_reserved))]

@@ -52,6 +52,9 @@ class PlayedPool(WorkerPool[str, str]):
 
     def place(self) -> bool:
         """Start workers where there is room, spread over the nodes. Return whether there were any."""
+        num_started = sum(worker.node is not None for worker in self.workers)
+        if num_started == len(self.workers) or num_started >= sum(has["CPU"] for has in self.nodes.values()):
+            return False
         used = Counter(worker.node for worker in self.workers)
         free = {node: int(has["CPU"]) - used[node] for node, has in self.nodes.items() if has["CPU"] > used[node]}
         placed = False
@@ -175,7 +178,8 @@ class TimedPool(PlayedPool):
     def wait(self, seconds: float) -> list[Attempt[str] | StartFailure]:
         if self.place():
             return []
-        if not self.is_idle:
-            first = min((attempt.result[0] for attempt in self.running), default=math.inf)
-            self.clock.until(min(self.clock.now + seconds, first))
-        return super().wait(seconds)
+        if self.is_idle:
+            return []
+        first = min(self.running, key=lambda attempt: attempt.result[0], default=None)
+        self.clock.until(min(self.clock.now + seconds, first.result[0] if first else math.inf))
+        return [first] if first and first.result[0] <= self.clock.now else []

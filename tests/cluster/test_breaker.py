@@ -51,7 +51,7 @@ DISK = raised(OSError(28, "No space left on device"))
 
 def missing_model() -> Failure:
     """As a worker finds it."""
-    with pytest.raises(UnfitNode, match="There is no model folder") as caught:
+    with pytest.raises(UnfitNode, match="neither an existing folder nor a hub name") as caught:
         _recorded(Weights(name="absent", sha256="0" * 64))
     return raised(caught.value)
 
@@ -100,7 +100,7 @@ def test_a_missing_model_stops_the_job_within_a_minute(clock: Clock, monkeypatch
     pool = TimedPool(clock, {"a": 8, "b": 8}, lambda *_: (1, lacking))
     fleet: Fleet[str, str] = make_fleet(monkeypatch, pool, KEYS, backoff=5)
     with pytest.raises(
-        WorkError, match=r"(?s)4 consecutive attempts \(.*\) failed because of an outage.*no model folder absent"
+        WorkError, match=r"(?s)4 consecutive attempts \(.*\) failed because of an outage.*The model absent is neither"
     ) as caught:
         without_state(fleet)
     print(f"a missing model: stopped after {clock.now - 1000:.0f} s")
