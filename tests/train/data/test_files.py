@@ -351,8 +351,8 @@ def test_aspect_buckets_have_one_order_on_any_simulated_machines(root: Path, wor
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (b"{", "is not an index that stage 1 wrote"),
-        (b'{"version": 2, "shards": [{"raw_data": {"basename": "a"}}]}', "is not an index that stage 1 wrote"),
+        (b"{", "is not an index written by stage 1"),
+        (b'{"version": 2, "shards": [{"raw_data": {"basename": "a"}}]}', "is not an index written by stage 1"),
     ],
 )
 def test_invalid_indexes_are_refused(index: bytes, message: str) -> None:
