@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.kit.families import FAMILIES, read_family
 from plan.arithmetic.costs import checkpoint_bytes
+from plan.arithmetic.work import build_image_tower, build_text_tower, network_calls
 from plan.config import Plan
+from shards.base.config import load_config
 from shards.base.errors import RequestError
-from tests.families import small
+from tests.families.small import FAMILIES
 from tests.runs import UNET, curve, train_fields, write_config
 from train.__main__ import run as command
 from train.model.blocks import BlockHook, add_hook, find_blocks
@@ -94,16 +95,20 @@ class Calls(BlockHook):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_blocks_of_every_family_are_hooked(name: str) -> None:
-    """Each block is called once, and names and weights stay as they were; at the family's full size."""
-    family = read_family(name)
-    names, calls = list(family.network.state_dict()), Calls()
-    blocks = find_blocks(family.network)
-    remove = add_hook(family.network, list(blocks), calls)
-    family.call()
-    assert len(blocks) >= 10 and sorted(calls.names) == sorted(blocks)
-    assert list(family.network.state_dict()) == names
-    remove()
-    family.call()
+    """Each block is called once, and names and weights stay as they were; at the family's full size, on meta."""
+    networks = load_config(Plan, f"configs/{name}/plan.yaml", [], "plan").networks
+    with torch.device("meta"), torch.no_grad():
+        _, image = build_image_tower(networks.vae)
+        texts = {each: build_text_tower(each, text)[1] for each, text in networks.texts.items()}
+        ((network, call),) = network_calls(networks, {"latents": (32, 32)}, image, texts).values()
+        names, calls = list(network.state_dict()), Calls()
+        blocks = find_blocks(network)
+        remove = add_hook(network, list(blocks), calls)
+        call()
+        assert len(blocks) >= 10 and sorted(calls.names) == sorted(blocks)
+        assert list(network.state_dict()) == names
+        remove()
+        call()
     assert len(calls.names) == len(blocks)
 
 
@@ -129,7 +134,7 @@ class Routing(BlockHook):
 
 def test_tokens_are_routed_past_blocks() -> None:
     """A hook changes what blocks are called with; what they do not see comes out as it went in."""
-    fields = small.FAMILIES["pixart-sigma"].network | {"num_layers": 4}
+    fields = FAMILIES["pixart-sigma"].network | {"num_layers": 4}
     torch.manual_seed(0)
     network = class_of(fields, "the config").from_config(fields)
     inner, widths = ["transformer_blocks.1", "transformer_blocks.2"], list[int]()

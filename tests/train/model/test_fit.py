@@ -162,4 +162,4 @@ def test_a_bucket_that_the_unet_cannot_halve(root: Path, tmp_path: Path, capsys:
     streams = [{"root": str(root), "bucket": "64x96"}]
     backbone, data = {"config": str(unet)}, {"streams": streams}
     message = refusal(tmp_path, train_fields(root, tmp_path / "run", backbone=backbone, data=data), capsys)
-    assert "it halves 3 times; latents of 64x96 are (12, 8)" in message
+    assert "it halves both sides 3 times, but the latents of 64x96 are (12, 8)" in message

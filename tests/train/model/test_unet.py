@@ -105,7 +105,7 @@ def test_float32_weights_are_preferred_to_half_precision_ones(
             path.unlink()
     load_pretrained(ours, str(tmp_path))
     assert not all(value.equal(expected[name]) for name, value in ours.state_dict().items())
-    assert "has half-precision weights only" in capsys.readouterr().out
+    assert "has only half-precision weights" in capsys.readouterr().out
 
 
 def test_a_transformer_for_another_sample_size_is_refused(tmp_path: Path) -> None:
