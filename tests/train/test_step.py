@@ -39,7 +39,7 @@ from train.objective.config import ObjectiveConfig
 from train.objective.latents import StoredLatents
 from train.objective.loss import DiffusionLoss
 from train.objective.validation import Validation
-from train.step import TrainStep
+from train.step import TrainStep, place_network
 
 META = torch.device("meta")
 MICROBATCHES, SIZE, SIDE = 4, 2, 8
@@ -185,6 +185,7 @@ def test_a_step_alone_trains_as_a_run_does(latents: Path, tmp_path: Path) -> Non
     root = open_data(config, global_batch_size=8)
     loader = Loader(config, root, 8, seed=0, step=0, slots=torch.arange(8))
     accelerator, network = Accelerator(cpu=True), build_unet(UNET, seed=0)
+    place_network(network, accelerator.device)
     adamw = build_optimizer(dict(network.named_parameters()), AdamWConfig())
     optimizer = Optimizer(adamw, accelerator, AdamWConfig(), schedule, max_steps=3)
     loss = DiffusionLoss(ObjectiveConfig(), root, accelerator.device)
