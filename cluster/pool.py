@@ -110,8 +110,7 @@ class WorkerActor(Generic[Work, Result]):
 class WorkerPool(Generic[Work, Result]):
     """The workers of one job on the cluster that `start_ray` joined or started.
 
-    The pool does what it is told: the fleet decides how many workers there are, which unit goes where, and what is
-    retried.
+    The pool makes no decisions. The fleet determines the number of workers, which unit goes where, and what is retried.
     """
 
     def __init__(self, config: ResourcesConfig, function: Function[Work, Result], at_once: int = 1):

@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def raised(error: Exception) -> Failure:
-    """What the fleet hears of a worker's exception."""
+    """Return the failure that the fleet sees when a worker raises."""
     try:
         raise error
     except type(error):
@@ -36,7 +36,7 @@ def raised(error: Exception) -> Failure:
 
 
 def stored(error: Exception) -> Failure:
-    """What it hears where a store's client raises."""
+    """Return the failure that the fleet sees when a store's client raises."""
     try:
         with store_errors("s3://bucket/tars/00007.tar", FileNotFoundError):
             raise error
@@ -50,7 +50,7 @@ DISK = raised(OSError(28, "No space left on device"))
 
 
 def missing_model() -> Failure:
-    """As a worker finds it."""
+    """Return the failure of a worker that lacks a model."""
     with pytest.raises(UnfitNode, match="neither an existing folder nor a hub name") as caught:
         _recorded(Weights(name="absent", sha256="0" * 64))
     return raised(caught.value)
@@ -118,10 +118,10 @@ def test_an_outage_without_an_end_stops_the_job(clock: Clock, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("by", ["attempt", "node"])
-def test_alternating_causes_stop_the_job_as_one_cause_does(
+def test_alternating_causes_stop_the_job_like_a_single_cause(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    """Each change of the cause once began the count anew, and the job paused for ever."""
+    """A change of cause must not restart the count, or the job would stay paused forever."""
     lacking, number = missing_model(), count()
 
     def act(key: str, node: str, now: float) -> tuple[float, Outcome]:
@@ -135,7 +135,7 @@ def test_alternating_causes_stop_the_job_as_one_cause_does(
     assert len(pool.begun) < 60
 
 
-def test_what_one_node_lacks_is_done_elsewhere(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_leave_a_node_that_lacks_a_model(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = missing_model()
     pool = TimedPool(
         clock, {"a": 2, "b": 2, "c": 2}, lambda key, node, now: (1, lacking) if node == "a" else (20, "ok")
@@ -150,8 +150,8 @@ def test_what_one_node_lacks_is_done_elsewhere(clock: Clock, monkeypatch: pytest
     assert Counter(node for _, _, node in pool.begun)["a"] < 20
 
 
-def test_what_one_tar_alone_meets_is_its_own(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an object that nobody may read."""
+def test_an_outage_of_a_single_unit_is_counted(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as an object that nobody may read."""
     pool = TimedPool(clock, {"a": 2, "b": 2}, lambda key, node, now: (1, EXPIRED) if key == "00007" else (20, "ok"))
     events = without_state(make_fleet(monkeypatch, pool, KEYS * 2, backoff=1, lost_attempts=3))
     last = [event for event in events if isinstance(event, Failed)][-1]
@@ -159,7 +159,7 @@ def test_what_one_tar_alone_meets_is_its_own(clock: Clock, monkeypatch: pytest.M
     assert len({event.key for event in events if isinstance(event, Done)}) == len(KEYS) - 1
 
 
-def test_what_the_cluster_refuses_is_an_outage_and_a_lost_worker_is_none() -> None:
+def test_cluster_errors_are_outages_and_lost_workers_are_not() -> None:
     assert describe_failure(ray.exceptions.RuntimeEnvSetupError("pip failed")).outage is not None
     assert not describe_failure(ray.exceptions.RuntimeEnvSetupError("pip failed")).is_lost
     lost = describe_failure(ray.exceptions.WorkerCrashedError())
@@ -187,7 +187,7 @@ def test_failures_are_written_beside_a_folder(tmp_path: Path) -> None:
     assert "503 SlowDown" in lines[1]["cause"]
 
 
-def test_failures_wait_while_their_own_store_is_away(
+def test_failures_are_kept_while_their_store_is_unavailable(
     s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*arguments: object) -> bool:
@@ -211,6 +211,6 @@ def test_failures_wait_while_their_own_store_is_away(
     assert "root.failures cannot be written (no route). Its last lines:" in said and '"shard": "00003"' in said
 
 
-def test_a_long_list_of_failures_is_cut() -> None:
+def test_a_long_list_of_failures_is_shortened() -> None:
     assert summarize([("b", "y"), ("a", "x")]) == "a: x; b: y"
     assert summarize([(str(i), "x") for i in range(7)]) == "0: x; 1: x; 2: x; 3: x; 4: x; and 2 more"

@@ -139,7 +139,7 @@ def test_a_bucket_is_not_added_if_the_side_files_count_differently(models: Path,
 
     encode("64x64")
     tar.with_suffix(".parquet").unlink()
-    with pytest.raises(WorkError, match="now count 2 samples, but 3 when shard 00000 was encoded before"):
+    with pytest.raises(WorkError, match="now contain 2 samples; they contained 3 when shard 00000 was first encoded"):
         encode("128x128")
     (receipt,) = load_tars(open_store(tmp_path / "root"))
     assert receipt.samples_in == 3 and list(receipt.parts) == ["64x64"]
