@@ -52,7 +52,7 @@ UNSUITABLE = (AttributeError, IndexError, KeyError, TypeError, ValueError, Runti
 def _check_name(name: str) -> str:
     if not re.fullmatch(r"[a-z0-9_]+", name):
         raise ValueError(
-            f"a tower's name may contain only a-z, 0-9 and _, because columns are named after it: {name!r}"
+            f"{name!r} is not a valid tower name: use only a-z, 0-9 and _, because columns are named after it"
         )
     return name
 
