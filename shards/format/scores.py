@@ -7,7 +7,7 @@ records the names of its scores, so a change of the list affects only new roots.
 To add a score, add an entry to the list. A program can also append one before it imports anything else of latentmill:
 
     from shards.format.scores import SCORES, Score
-    SCORES.append(Score("hps", "human preference score v2"))
+    SCORES.append(Score("hps", "Human preference score v2"))
 
 Ray workers do not see such an appended entry. They read the score from the JSON field of the same name, but do not know
 its aliases.
@@ -41,10 +41,10 @@ class Score:
 
 
 SCORES = [
-    Score("aesthetic", "predicted aesthetic score", metadata_name="AESTHETIC_SCORE", aliases=("aesthetic_score",)),
+    Score("aesthetic", "Predicted aesthetic score", metadata_name="AESTHETIC_SCORE", aliases=("aesthetic_score",)),
     Score("similarity", "CLIP similarity of picture and caption"),
-    Score("punsafe", "predicted probability that the picture is unsafe"),
-    Score("pwatermark", "predicted probability of a watermark"),
+    Score("punsafe", "Predicted probability that the picture is unsafe"),
+    Score("pwatermark", "Predicted probability of a watermark"),
 ]
 LAION_SCORES = tuple(score.name for score in SCORES)
 """Names of LAION's scores. A root that records no names has these."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shards.format.scores import SCORES, Score
 
-SCORES.append(Score("hps", "human preference score", aliases=("hps_v2",)))
+SCORES.append(Score("hps", "Human preference score", aliases=("hps_v2",)))
 
 from precompute.select.metadata import OUTPUT_SCHEMA, find_columns
 from shards.base.config import load_config
