@@ -191,7 +191,7 @@ def test_layering(package: str, forbidden: list[str]) -> None:
         ({"evaluate": {"every": 3}}, "evaluate.every 3 is not a multiple of checkpoint.every 2"),
         ({"optimizer": {"lr": -1.0}}, "`optimizer.lr` = -1.0: input should be greater than 0"),
         ({"optimiser": {"lr": 1.0}}, "unknown key `optimiser` (did you mean `optimizer`?)"),
-        ({"backbone": {"config": "/absent.json"}}, "The U-Net config /absent.json cannot be read"),
+        ({"backbone": {"config": "/absent.json"}}, "The network config /absent.json cannot be read"),
         ({"num_processes": 2}, "num_processes is 2, but 1 were started"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
