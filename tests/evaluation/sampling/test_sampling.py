@@ -229,7 +229,7 @@ def test_killed_at_random_times_with_one_two_and_four_workers(pipeline: Path, tm
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--model", "/absent"], "There is no model folder /absent"),
+        (["--model", "/absent"], "The model /absent is neither an existing folder nor a hub name"),
         (["--sampling.sampler", "magic"], "sampling.sampler"),
         (["--sampling.size", "64"], "is not a bucket: write WIDTHxHEIGHT"),
         (["--prompts.file", "/absent.txt"], "There is no prompt file /absent.txt"),
