@@ -45,7 +45,7 @@ def test_the_product_says_so(quoted: str) -> None:
 
 KINDS = {"WorkError", "Outage", "UnfitNode", "Preempted", "Stuck"}
 PLACES = [f"precompute/{name}" for name in ("cluster", "job", "encode")]
-PLACES += [f"train/{name}" for name in ("data", "run", "launch.py", "trainer.py")]
+PLACES += [f"train/{name}" for name in ("data", "run", "launch.py", "slurm.py", "ssh.py", "trainer.py")]
 PAGES = ("incidents.md", "resume.md")
 
 
