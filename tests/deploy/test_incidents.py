@@ -44,8 +44,8 @@ def test_the_product_says_so(quoted: str) -> None:
 
 
 KINDS = {"WorkError", "Outage", "UnfitNode", "Preempted", "Stuck"}
-PLACES = ["cluster", *(f"precompute/{name}" for name in ("job", "encode"))]
-PLACES += [f"train/{name}" for name in ("data", "run", "launch.py", "trainer.py")]
+PLACES = ["cluster", "precompute/job", "precompute/encode"]
+PLACES += [f"train/{name}" for name in ("data", "run", "launch.py", "slurm.py", "ssh.py", "trainer.py")]
 PAGES = ("incidents.md", "resume.md")
 
 

@@ -76,7 +76,7 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
 @pytest.mark.parametrize("missing", [name for name in STEP if name != "SLURM_NTASKS"])
 def test_a_process_outside_srun_is_refused(missing: str) -> None:
     rest = {name: value for name, value in STEP.items() if name != missing}
-    with pytest.raises(RequestError, match=rf"{missing} is not set: .* Start it as srun python -m train"):
+    with pytest.raises(RequestError, match=rf"{missing} is not set, so .* Start it as srun python -m train"):
         slurm.slurm_variables(rest)
 
 
