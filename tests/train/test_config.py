@@ -49,12 +49,12 @@ def test_one_stream(tmp_path: Path, streams: list | None, words: list[str], expe
         (
             TWO,
             ["--data.bucket", "512x512"],
-            "data.bucket would stand for one stream, but the file's data.streams lists 2; change them there, or give",
+            "data.bucket can only change a single stream, but the file's data.streams lists 2; change them in the file, or give",
         ),
         (
             ONE,
             ["--data.root", "c", "--data.bucket", "64x64", "--data.streams", '[{"root": "d", "bucket": "64x64"}]'],
-            "data.root and data.bucket and data.streams are two ways to say what is read; give one of them",
+            "data.root and data.bucket and data.streams both set the data to read; give only one of them",
         ),
         (None, ["--data.root", "c"], "`data.streams.0.bucket` is missing"),
         (None, ["--data.bucket", "64x64"], "`data.streams.0.root` is missing"),

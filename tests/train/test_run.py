@@ -231,7 +231,7 @@ def test_a_run_whose_index_was_deleted(latents: Path, tmp_path: Path, capsys: py
         index.unlink()
     fields = train_fields(root, tmp_path / "run", max_steps=20)
     message = refused(tmp_path / "data", fields, capsys)
-    assert "has no index " in message and "write it anew with `python -m shards index" in message
+    assert "has no index " in message and "rebuild it with `python -m shards index" in message
     write_indexes(LocalStore(root))  # the new index names the same parts, so it is identical
     assert exit_code_of(lambda: command(["check", "--config", str(write_config(tmp_path / "again", fields))])) == 0
 
