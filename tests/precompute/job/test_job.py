@@ -87,7 +87,7 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
         (["--bukets", "[]"], "did you mean `buckets`?"),
         (["--workers.batch_size", "0"], "`workers.batch_size` = '0': input should be greater than or equal to 1"),
         (["--buckets", '["100x100"]'], "not a multiple of the VAE's downsampling factor, 8"),
-        (["--vae", "/absent"], "There is no model folder /absent"),
+        (["--vae", "/absent"], "The model /absent is neither an existing folder nor a hub name"),
         (["--input", "/absent"], "The `input` folder /absent does not exist"),
     ],
 )
