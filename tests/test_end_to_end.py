@@ -43,7 +43,9 @@ def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
 
     result = run_module("train", "export", str(tmp_path / "phase2"))
     assert result.returncode == 2
-    assert f"The model {tmp_path}/models/vae is neither an existing folder nor a hub name" in result.stderr.replace("\n", " ")
+    assert f"The model {tmp_path}/models/vae is neither an existing folder nor a hub name" in result.stderr.replace(
+        "\n", " "
+    )
 
     shutil.move(tmp_path / "hidden", tmp_path / "models")
     result = run_module("train", "export", str(tmp_path / "phase2"))

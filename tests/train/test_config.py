@@ -49,7 +49,7 @@ def test_one_stream(tmp_path: Path, streams: list | None, words: list[str], expe
         (
             TWO,
             ["--data.bucket", "512x512"],
-            "data.bucket can only change a single stream, but the file's data.streams lists 2; change them in the file, or give",
+            "data.bucket can only change a single stream, but the file's data.streams lists 2; change them in the file",
         ),
         (
             ONE,

@@ -407,7 +407,9 @@ def test_several_buckets_in_one_order_on_one_and_two_ranks(latents: Path, tmp_pa
 
 def test_the_same_bucket_twice_is_refused(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     streams = [{"root": str(latents), "bucket": "64x64"}] * 2
-    assert "64x64 twice. List it once" in refused(tmp_path, train_fields(latents, tmp_path / "run", data={"streams": streams}), capsys)
+    assert "64x64 twice. List it once" in refused(
+        tmp_path, train_fields(latents, tmp_path / "run", data={"streams": streams}), capsys
+    )
 
 
 def test_all_checkpoints_damaged_is_no_quiet_restart(
