@@ -70,7 +70,7 @@ def address_of(node: str, has: Resources) -> str:
 
 
 def describe(resources: Resources, wanted: Resources | None = None) -> str:
-    """Format amounts for people: `1 GPUs and 8 CPUs`; with `wanted`, only resources that it names."""
+    """Format amounts for messages: `1 GPUs and 8 CPUs`; with `wanted`, only resources that it names."""
     named = [f"{resources.get(name, 0):g} {plural(name)}" for name in wanted or resources]
     return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
@@ -99,7 +99,7 @@ class NodeWatch:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to look again."""
+        """Return whether the list of live nodes should be refreshed."""
         return time.monotonic() - self.looked_at >= LOOK_SECONDS
 
     def address(self, node: str | None) -> str | None:

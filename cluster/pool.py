@@ -44,7 +44,7 @@ class Failure(Exception):
     line: str
     """The cause in one line."""
     text: str
-    """Message for people: `line` for a user-facing error, the worker's traceback for a bug."""
+    """User-facing message: `line` for a user-facing error, the worker's traceback for a bug."""
     trace: str = ""
     """The worker's traceback in either case."""
     outage: Outage | None = None

@@ -73,7 +73,7 @@ class Unit(Generic[Work]):
         return self.errors < config.attempts and self.lost < config.lost_attempts
 
     def describe_failure(self, lost: bool, config: RetryConfig) -> str:
-        """Describe the last failure for people: `attempt 2 of 3 failed`."""
+        """Describe the last failure for a message: `attempt 2 of 3 failed`."""
         if lost:
             return f"an attempt was lost ({self.lost} of {config.lost_attempts})"
         return f"attempt {self.errors} of {config.attempts} failed"
@@ -115,7 +115,7 @@ class UnitQueue(Generic[Work]):
         self.failed: deque[Unit[Work]] = deque()
 
     def __bool__(self) -> bool:
-        """Whether units may be left."""
+        """Return whether any units may still need to run."""
         return self.source is not None or bool(self.new or self.failed)
 
     def due(self, limit: int) -> list[Unit[Work]]:

@@ -52,7 +52,7 @@ class Inputs:
         return towers
 
     def sample_bytes(self, bucket: str) -> float:
-        """Return the bytes of one stored sample of `bucket`."""
+        """Return the size of one stored sample of `bucket` in bytes."""
         data, work = self.plan.data, self.work
         moments = data.posterior == "moments" and work.has_posterior
         return sample_bytes(

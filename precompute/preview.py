@@ -90,7 +90,7 @@ def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, lis
 
 
 def names_of_bucket(store: Store, bucket: str) -> list[str]:
-    """Return the names of a bucket's receipts in force, sorted by tar."""
+    """Return the names of a bucket's active receipts, sorted by tar."""
     names = by_tar_and_bucket(active_receipts(list_commits(store)))
     return [name for name in names if name.split("/")[1] == bucket]
 

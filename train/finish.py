@@ -70,7 +70,7 @@ def next_commands(config: TrainConfig, config_file: Path | None) -> list[str]:
 
 
 def following_phases(config: TrainConfig, config_file: Path | None) -> list[Path]:
-    """Return the config files in the same folder as the run's whose `init_from` is the run."""
+    """Return List the config files beside the run's own that start from this run (`init_from`)."""
     if config_file is None:
         return []
     return [path for path in sorted(config_file.parent.glob("*.yaml")) if _init_from(path) == config.run_dir]

@@ -261,7 +261,7 @@ def start_processes(arguments: list[str], shutdown: Shutdown) -> int:
     parser = launch_command_parser()
     parser.epilog = EXAMPLE
     options = parser.parse_args(arguments)
-    options.quiet = False  # otherwise accelerate replaces a single process's exit code by 1
+    options.quiet = False  # otherwise accelerate replaces a single process's exit code with 1
     try:
         launch_command(options)
     except ChildFailedError as failed:

@@ -69,7 +69,7 @@ class Jackknife:
         often.
 
         Args:
-            estimand: the quantity that the interval covers, for people.
+            estimand: human-readable name of the quantity that the interval covers.
             unbiased: report the unbiased value instead of the one over all samples.
         """
         value = self.unbiased if unbiased else self.value
@@ -125,7 +125,7 @@ def mean_interval(values: np.ndarray, clusters: np.ndarray, estimand: str) -> Es
     Args:
         values: (N,) values.
         clusters: (N,) cluster ids, such as prompts.
-        estimand: the quantity that the interval covers, for people.
+        estimand: human-readable name of the quantity that the interval covers.
     """
     _, inverse = np.unique(clusters, return_inverse=True)
     sizes = np.bincount(inverse)
@@ -145,7 +145,7 @@ def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Est
     Args:
         hits: (N,) bool.
         clusters: (N,) cluster ids, such as prompts.
-        estimand: the quantity that the interval covers, for people.
+        estimand: human-readable name of the quantity that the interval covers.
     """
     share = float(hits.mean())
     plain = mean_interval(hits.astype(np.float64), clusters, estimand)

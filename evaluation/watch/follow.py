@@ -33,7 +33,7 @@ MAX_ATTEMPTS = 3
 
 
 class FollowConfig(Config):
-    """Which checkpoints of a run are evaluated, and how long the run is followed."""
+    """Selection of the checkpoints to evaluate, and of when to stop following a run."""
 
     every: int | None = Field(None, ge=1)
     """Evaluate the checkpoints whose step is a multiple of this, and the run's last one. null: `evaluate.every` of the

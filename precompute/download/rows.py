@@ -186,7 +186,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def read_rows(tar: PlannedTar, extra_columns: list[str] | None) -> pa.Table:
-    """Read the rows of a tar, under their stored names.
+    """Read the rows of a tar, with the column names that tars use.
 
     Raises:
         RequestError: The columns do not fit; see `name_columns`.

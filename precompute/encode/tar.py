@@ -46,7 +46,7 @@ def encode_tar(
             this one is being committed.
 
     Returns:
-        The receipts in force afterwards, which are the existing ones if there was nothing to do.
+        The active receipts afterwards, which are the existing ones if there was nothing to do.
 
     Raises:
         DamagedInput: the tar is damaged, or its samples are not those that img2dataset counted.
@@ -108,7 +108,7 @@ def fill(
 ) -> None:
     """Encode batches of pixels into `parts`, in order. Each stage runs ahead of the next one."""
     clock = DeviceClock(towers.device, stopwatch)
-    # a batch is started on the device while the one before is being written
+    # a batch is started on the device while the previous batch is being written
     started = start_batches(in_background(batches, ahead=1), towers, clock, turns)
     with closing(in_background(started, ahead=1)) as on_device:
         for batch in on_device:

@@ -78,7 +78,7 @@ class TextTowers:
     ):
         """
         Args:
-            batch_sizes: exceptions from `batch_size`, by `texts.NAME` or `features.NAME`.
+            batch_sizes: overrides of `batch_size`, by `texts.NAME` or `features.NAME`.
             one_by_one: whether only one tower is on the device at a time.
         """
         self.texts = texts

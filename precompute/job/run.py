@@ -72,7 +72,7 @@ def explain_lack(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> 
 
 
 def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:
-    """Return the tars without a receipt in force for every one of `buckets`. Lists the root once.
+    """Return the tars without an active receipt for every one of `buckets`. Lists the root once.
 
     Raises:
         RequestError: a tar's name cannot be used for a receipt.

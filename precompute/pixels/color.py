@@ -54,7 +54,9 @@ def to_srgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         image = _eight_bit_grey(image)
     if image.mode == "CMYK" and image.format == "JPEG" and "adobe" not in image.info:
-        image = ImageChops.invert(image)  # Pillow assumes that every CMYK JPEG is Adobe's, which are stored inverted
+        image = ImageChops.invert(
+            image
+        )  # Pillow Pillow assumes that Adobe software wrote every CMYK JPEG, which stores CMYK inverted
     alpha = None
     if image.mode in ALPHA_MODES or "transparency" in image.info:
         rgba = image.convert("RGBA")

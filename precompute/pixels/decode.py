@@ -157,7 +157,7 @@ def _open(data: bytes, limits: LimitsConfig) -> ImageFile:
     if image.width * image.height > limits.max_pixels or max(image.size) > limits.max_side:
         raise Reject("too_many_pixels", f"{image.width}x{image.height}")
     if image.format == "TIFF":
-        image.info.pop("xmp", None)  # otherwise Pillow would turn the image by its XMP orientation, but only on load
+        image.info.pop("xmp", None)  # otherwise Pillow applies the XMP orientation, but only in load()
     with rejecting("undecodable"):
         scale_transparency(image)
     return image

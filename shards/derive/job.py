@@ -137,7 +137,7 @@ def check_buckets(source: Store, rules: Mapping[str, str], wanted: Mapping[str, 
 
 
 def missing(target: Store, tars: list[SourceTar]) -> list[SourceTar]:
-    """Return the tars for which the target lacks a receipt in force in at least one bucket."""
+    """Return the tars for which the target lacks an active receipt in at least one bucket."""
     done = committed_parts(target)
     return [tar for tar in tars if not {(bucket, tar.name) for bucket in tar.buckets} <= done]
 

@@ -72,7 +72,7 @@ def derive_tar(
         report: called with the number of samples done so far. It may raise to stop.
 
     Returns:
-        The target's receipts in force afterwards.
+        The target's active receipts afterwards.
 
     Raises:
         DamagedFile: a source part does not match its receipt.

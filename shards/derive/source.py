@@ -31,7 +31,7 @@ class Contents:
     """The committed parts of the source root."""
 
     parts: dict[str, dict[str, str]]
-    """Tar → bucket → name of the receipt in force."""
+    """Tar → bucket → name of the active receipt."""
     rules: dict[str, str]
     """Bucket → rule that selects its pictures."""
 
@@ -65,7 +65,7 @@ def list_contents(source: Store) -> Contents:
 
 
 def superseded(source: Store, target: Store) -> list[Receipt]:
-    """Return the target's receipts in force whose source part was recalled.
+    """Return the target's active receipts whose source part was recalled.
 
     Parts whose source was re-encoded with identical content are not returned.
     """
@@ -82,7 +82,7 @@ def superseded(source: Store, target: Store) -> list[Receipt]:
 
 
 def _load_parts(store: Store, parts: Container[tuple[str, str]], etags: dict[str, str]) -> Iterator[Receipt]:
-    """Yield the receipts in force of these (tar, bucket) pairs."""
+    """Yield the active receipts of these (tar, bucket) pairs."""
     parsed_names = ((name, parse_name(name)) for name in active_receipts(etags))
     names = [name for name, parsed in parsed_names if parsed and (parsed[1], parsed[0]) in parts]
     return (found.receipt for found in _load(store, names, etags))

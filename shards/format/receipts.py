@@ -209,7 +209,7 @@ def generations(names: Iterable[str]) -> dict[tuple[str, str], tuple[set[int], s
 
 
 def active_receipts(names: Iterable[str]) -> list[str]:
-    """Return the receipts in force among the names in commits/: the newest of each tar and bucket, unless recalled."""
+    """Return the active receipts among the names in commits/: the newest of each tar and bucket, unless recalled."""
     return [
         receipt_name(bucket, tar, max(made))
         for (tar, bucket), (made, recalled) in sorted(generations(names).items())

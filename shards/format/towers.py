@@ -24,7 +24,7 @@ ONLY_TEXT = "text"
 
 
 class Weights(Config):
-    """Reference to a model: its name for people, its content hash for verification."""
+    """Reference to a model: a name to show, and a content hash to verify."""
 
     name: str
     """Hub name or folder, as given in the config."""

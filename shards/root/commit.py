@@ -83,7 +83,7 @@ def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
     """Move or upload an attempt's parts into the root and create their receipts.
 
     Returns:
-        Bucket → the receipt now in force. It belongs to a different attempt if that one committed the part first.
+        Bucket → the receipt that is now active. It belongs to a different attempt if that one committed the part first.
 
     Raises:
         WorkError: the root already has parts of this shard from a different tar, or with a different sample count.
@@ -166,7 +166,7 @@ def create_receipt(store: Store, receipt: Receipt) -> Receipt:
     """Create the receipt of a stored part.
 
     Returns:
-        The receipt in force: this one, or that of the attempt that committed the part first.
+        The active receipt: this one, or that of the attempt that committed the part first.
     """
     while True:
         generation, _ = current_generation(store, receipt.bucket, receipt.tar)

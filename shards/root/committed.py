@@ -1,6 +1,6 @@
 """List and load a root's receipts, and aggregate them per tar.
 
-A receipt is in force if no tombstone recalls it and it has the latest generation.
+A receipt is active if no tombstone recalls it and it has the latest generation.
 """
 
 from collections import Counter
@@ -32,13 +32,13 @@ class Committed(NamedTuple):
 def list_commits(store: Store) -> dict[str, str]:
     """List commits/ in one pass, tombstones included: name relative to the root → ETag.
 
-    `active_receipts` selects the receipts in force.
+    `active_receipts` selects the active receipts.
     """
     return store.etags(FOLDER)
 
 
 def committed_parts(store: Store) -> set[tuple[str, str]]:
-    """Return (bucket, tar) of every part with a receipt in force, from object names alone."""
+    """Return (bucket, tar) of every part with an active receipt, from object names alone."""
     return {parsed[:2] for name in active_receipts(list_commits(store)) if (parsed := parse_name(name))}
 
 
@@ -65,7 +65,7 @@ def read_receipts(store: Store, names: Sequence[str]) -> Iterator[Receipt]:
 
 
 def iter_receipts(store: Store) -> Iterator[Receipt]:
-    """Yield the receipts in force, ordered by tar and bucket.
+    """Yield the active receipts, ordered by tar and bucket.
 
     A large root has 158,000 receipts, which take 6 GB as Python objects, so keep the fields you need rather than the
     receipts.
@@ -142,7 +142,7 @@ def rejected_once(parts: Iterable[Receipt]) -> dict[str, int]:
 
 
 def group_by_tar(receipts: Iterable[Receipt]) -> list[TarReceipts]:
-    """Group receipts in force by tar, ordered by tar name."""
+    """Group active receipts by tar, ordered by tar name."""
     parts: dict[str, dict[str, Receipt]] = {}
     for receipt in receipts:
         parts.setdefault(receipt.tar, {})[receipt.bucket] = receipt
@@ -163,7 +163,7 @@ def iter_committed_tars(store: Store) -> Iterator[TarReceipts]:
     """Yield the receipts of one tar after another, and fail if nothing has been committed.
 
     Raises:
-        RequestError: the root has no receipts in force; or as `parse_receipt`.
+        RequestError: the root has no active receipts; or as `parse_receipt`.
         DamagedFile: as `parse_receipt`.
     """
     is_empty = True
@@ -175,7 +175,7 @@ def iter_committed_tars(store: Store) -> Iterator[TarReceipts]:
 
 
 def load_receipts(store: Store) -> list[Receipt]:
-    """Load all receipts in force, ordered by tar and bucket. Only for small roots; raises as `parse_receipt`."""
+    """Load all active receipts, ordered by tar and bucket. Only for small roots; raises as `parse_receipt`."""
     return list(iter_receipts(store))
 
 

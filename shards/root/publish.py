@@ -132,7 +132,7 @@ def in_force(listed: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict
     """Split a listing of commits/ by bucket.
 
     Returns:
-        Bucket → receipts in force (name → ETag), and bucket → sorted names of the recalled parts.
+        Bucket → active receipts (name → ETag), and bucket → sorted names of the recalled parts.
     """
     wanted: dict[str, dict[str, str]] = {}
     recalled: dict[str, list[str]] = {}

@@ -41,7 +41,7 @@ def parse_age(text: str) -> float:
 def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
     """Delete orphaned parts, folders of attempts, unfinished files and unfinished uploads.
 
-    A part is orphaned if no receipt refers to it, whether in force or recalled. A folder is deleted only if all of its
+    A part is orphaned if no receipt refers to it, whether active or recalled. A folder is deleted only if all of its
     files are older than `older_than` seconds. Attempts that are running on this machine keep their folders.
 
     Returns:
@@ -86,7 +86,7 @@ def _is_alive(store: Store, folder: str) -> bool:
 
 
 def named_parts(store: Store) -> set[str]:
-    """Return the folders of all parts that have a receipt, whether in force or recalled."""
+    """Return the folders of all parts that have a receipt, whether active or recalled."""
     names = [name for name in list_commits(store) if (parsed := parse_name(name)) and not parsed[3]]
     return {receipt.folder for receipt in read_receipts(store, sorted(names))}
 

@@ -15,7 +15,7 @@ from shards.root.committed import iter_receipts, iter_tars, rejected_once
 
 
 def node_totals(store: Store) -> list[dict[str, Any]]:
-    """Return totals per host and GPU: parts in force, samples stored and rejected, and samples per second.
+    """Return totals per host and GPU: active parts, samples stored and rejected, and samples per second.
 
     Unlike in `stats`, a sample counts as rejected if any part rejects it, even if another bucket stores it. Several
     parts of a tar that reject a sample for the same reason count it once. Rates use the total time of each attempt.
@@ -159,7 +159,7 @@ class RecallCandidate(NamedTuple):
 
 
 def recall_candidates(store: Store, recall_filter: RecallFilter) -> list[RecallCandidate]:
-    """Return the receipts in force that match a filter.
+    """Return the active receipts that match a filter.
 
     Raises:
         RequestError: `store` is not a latents root.

@@ -31,7 +31,7 @@ def verify_root(store: Store) -> Iterator[str]:
 
     Checks:
     - the checksum of every receipt and sealed record
-    - size and SHA-256 of every file that a receipt lists, whether the receipt is in force or recalled
+    - size and SHA-256 of every file that a receipt lists, whether the receipt is active or recalled
     - that parts contain no unlisted files
     - shape and finiteness of every sample, and the number of samples per part
     - that sample tables match the receipts' counts and bitmaps

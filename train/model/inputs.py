@@ -186,7 +186,7 @@ Input = Annotated[States | Pooled | Sizes | Positions | Guidance, Field(discrimi
 
 
 def example(texts: dict[str, TextTower], target: tuple[int, int]) -> Conditioning:
-    """Return conditioning of one sample with the shapes of these towers' outputs, on the default device."""
+    """Create dummy conditioning of one sample, with the shapes of these towers' outputs, on the default device."""
     import torch
 
     return Conditioning(
