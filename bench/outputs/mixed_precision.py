@@ -1,6 +1,6 @@
 """Measure what bfloat16 autocast costs FLUX and SANA: `python -m bench.outputs.mixed_precision`.
 
-The table is for docs/evidence/families.txt. Each network has its family's real heads, but fewer of them, fewer
+The tables are in docs/evidence/families.txt. Each network has its family's real heads, but fewer of them, fewer
 blocks, and random weights, because no trained ones were at hand. "Error" is ‖x − x₃₂‖ / ‖x₃₂‖ against the same pass
 in float32. x is the prediction, or the gradient of its mean square over all weights.
 
@@ -29,6 +29,7 @@ CAPTION_TOKENS = 32
 TOKENS_PER_SIDE = 16
 """A 512 px image of SANA, or a 256 px image of FLUX."""
 
+
 def flux(blocks: int) -> tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]:
     """Build FLUX with `blocks` blocks of both kinds, and a function that makes its arguments at given timesteps."""
     fields = json.loads((CONFIGS / "flux1/backbone.json").read_text())
@@ -52,6 +53,7 @@ def flux(blocks: int) -> tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]:
         }
 
     return model, arguments
+
 
 def sana(blocks: int) -> tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]:
     """Build SANA with `blocks` blocks, and a function that makes its arguments at given timesteps."""
@@ -77,6 +79,7 @@ def sana(blocks: int) -> tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]:
 
     return model, arguments
 
+
 @contextmanager
 def exact_timestep(model: nn.Module, arguments: dict[str, Any]) -> Iterator[None]:
     """Pass the float32 timestep to FLUX's timestep embedding, instead of the one that autocast rounded."""
@@ -87,6 +90,7 @@ def exact_timestep(model: nn.Module, arguments: dict[str, Any]) -> Iterator[None
         yield
     finally:
         handle.remove()
+
 
 @contextmanager
 def float32_attention(model: nn.Module, arguments: dict[str, Any]) -> Iterator[None]:
@@ -108,6 +112,7 @@ def float32_attention(model: nn.Module, arguments: dict[str, Any]) -> Iterator[N
         for attention in attentions:
             del attention.forward
 
+
 def run(model: nn.Module, arguments: dict[str, Any], autocast: bool) -> tuple[Tensor, Tensor]:
     """Return the prediction, and the gradient of its mean square over all weights, both flat and in float32."""
     model.zero_grad(set_to_none=True)
@@ -117,9 +122,11 @@ def run(model: nn.Module, arguments: dict[str, Any], autocast: bool) -> tuple[Te
     gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
     return prediction.detach().float().flatten(), torch.cat(gradients)
 
+
 def error(found: Tensor, expected: Tensor) -> float:
     """Compute ‖found − expected‖ / ‖expected‖."""
     return float((found - expected).norm() / expected.norm())
+
 
 def main() -> None:
     """Print the table."""
@@ -147,6 +154,7 @@ def main() -> None:
         ]
     print(f"{machine()}\n{options.blocks} blocks of each kind\n")
     print(table(["network", "arithmetic", "error of the prediction", "error of the gradient"], rows))
+
 
 if __name__ == "__main__":
     main()
