@@ -54,9 +54,8 @@ def to_srgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         image = _eight_bit_grey(image)
     if image.mode == "CMYK" and image.format == "JPEG" and "adobe" not in image.info:
-        image = ImageChops.invert(
-            image
-        )  # Pillow Pillow assumes that Adobe software wrote every CMYK JPEG, which stores CMYK inverted
+        # Pillow assumes that Adobe software wrote every CMYK JPEG, which stores CMYK inverted
+        image = ImageChops.invert(image)
     alpha = None
     if image.mode in ALPHA_MODES or "transparency" in image.info:
         rgba = image.convert("RGBA")
