@@ -274,7 +274,9 @@ def test_a_bit_of_a_picture(models: Path, tmp_path: Path) -> None:
     """Nothing in a tar tells; the SHA-256 that img2dataset took of what it was served does."""
     changed(lambda data: flip(data, b"000000003.jpg", 512 + 300))(tmp_path)
     config = config_with(models, tmp_path, tmp_path / "rejected", check_sha256=True)
-    with pytest.raises(DamagedInput, match=r"sample 000000003 has not the sha256 of its JSON"):
+    with pytest.raises(
+        DamagedInput, match=r"The image of sample 000000003 does not have the sha256 that its JSON records"
+    ):
         encode_all(config, models)
     assert load_tars(open_store(config.output)) == []
     _, receipt = salvaged(models, tmp_path, check_sha256=True)

@@ -136,7 +136,7 @@ def test_metrics_with_different_ids_are_not_compared(tmp_path: Path, capsys: pyt
         add_evaluation(first, step, "id1", step)
     add_evaluation(second, 10, "id2", 7)
     assert exit_code_of(lambda: command(["compare", str(first), str(second)])) == 2
-    assert "are two metrics: they differ in the extractor" in capsys.readouterr().err.replace("\n", " ")
+    assert "are different metrics: they differ in the extractor" in capsys.readouterr().err.replace("\n", " ")
     add_evaluation(second, 20, "id1", 4)
     assert exit_code_of(lambda: command(["compare", str(first), str(second)])) == 0
     shown = capsys.readouterr().out.splitlines()

@@ -93,7 +93,7 @@ def test_folders_that_are_not_a_readable_study(tmp_path: Path) -> None:
     path = study.folder / "protocol.json"
     content = read_sealed_json(path)
     write_sealed_json(path, content | {"version": 2})
-    with pytest.raises(RequestError, match=r"protocol\.json has format version 2, and this version of"):
+    with pytest.raises(RequestError, match=r"protocol\.json has format version 2, but this version of"):
         read_study(study.folder)
     write_sealed_json(path, content)
     (study.folder / "secret").write_bytes(b"x" * 32)
@@ -140,7 +140,7 @@ def test_invalid_requests_are_rejected(tmp_path: Path) -> None:
             prepare(sets, config(), tmp_path / "study")
     with pytest.raises(RequestError, match=r"votes_per_item = 4 is more than protocol\.raters = 3, and a rater votes"):
         prepare([a, b], config(votes_per_item=4), tmp_path / "study")
-    with pytest.raises(RequestError, match="is no sample set"):
+    with pytest.raises(RequestError, match="is not a sample set"):
         prepare([a, tmp_path / "none"], config(), tmp_path / "study")
     next(b.glob("receipts/pictures/*")).unlink()
     with pytest.raises(WorkError, match=r"has \d of 8 pictures"):

@@ -107,7 +107,7 @@ def test_a_database_of_a_different_version_is_rejected(study: Study) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version = {VERSION + 1}")
     with (
-        pytest.raises(RequestError, match=r"votes\.sqlite has format version 2, and this version of"),
+        pytest.raises(RequestError, match=r"votes\.sqlite has format version 2, but this version of"),
         open_votes(study),
     ):
         pass
