@@ -112,7 +112,7 @@ def test_adding_tables_later_gives_the_same_root(aspect_root: Path, shapes: Path
         (["64x64"], {"bases": [64], "step": 8}, "`nearest, base 64, step 16, max_ratio 2`.*step 8, max_ratio 2`"),
         (["64x64"], {"bases": [64], "step": 16, "max_ratio": 1.7}, "max_ratio 2`.*max_ratio 1.7`"),
         (["128x128"], ASPECT, "bucket 64x64 by the rule `covers`"),
-        (["64x64", "80x48"], {}, "bucket 80x48 by the rule `nearest.*would be `covers`"),
+        (["64x64", "80x48"], {}, "bucket 80x48 by the rule `nearest.*would use `covers`"),
     ],
     ids=["step", "ratio", "square", "explicit"],
 )
