@@ -73,7 +73,9 @@ def test_a_node_without_torchao_is_refused(
         record(models, tars, towers, "float8")
     for module in ("torchao", "torchao.quantization"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UnfitNode, match=r"has no torchao .*is needed for a text tower's int8 weights\. Install it there"):
+    with pytest.raises(
+        UnfitNode, match=r"has no torchao .*is needed for a text tower's int8 weights\. Install it there"
+    ):
         quantise(nn.Linear(2, 2), "int8")
     with pytest.raises(ValueError, match=r"texts\.t5\.weights: products with int8 weights overflow float16"):
         config(models, tars, tars / "none", towers, "int8", precision="float16")
