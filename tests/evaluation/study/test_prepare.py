@@ -143,7 +143,7 @@ def test_invalid_requests_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="is not a sample set"):
         prepare([a, tmp_path / "none"], config(), tmp_path / "study")
     next(b.glob("receipts/pictures/*")).unlink()
-    with pytest.raises(WorkError, match=r"has \d of 8 pictures"):
+    with pytest.raises(WorkError, match=r"has only \d of 8 pictures"):
         prepare([a, b], config(), tmp_path / "study")
 
 
