@@ -32,13 +32,14 @@ def test_a_node_with_an_altered_checkout_is_refused_by_name(
     fields["workers"] |= {"outage_probes": 1}
     (config := tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
     monkeypatch.setenv("PYTHONPATH", str(altered))  # the raylet's, and its workers'
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # of this cluster, whatever other tests left in this process
     with tempfile.TemporaryDirectory(prefix="rf-") as short, TwoNodes(Path(short)) as nodes:
         done = subprocess.run(
             [sys.executable, "-m", "precompute", "--config", str(config)],
             cwd=tmp_path,  # or Ray would have workers look in the driver's checkout first
             capture_output=True,
             text=True,
-            env=environment(RAY_ADDRESS=nodes.cluster.address, PYTHONPATH=str(REPOSITORY)),
+            env=environment(RAY_ADDRESS=nodes.cluster.address, RAY_AUTH_MODE="disabled", PYTHONPATH=str(REPOSITORY)),
             timeout=400,
         )
     said = done.stderr.replace("\n", " ")
