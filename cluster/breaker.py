@@ -19,7 +19,7 @@ comes 35 s after the first."""
 
 
 class OutageConfig(Config):
-    """When a job gives up on an outage."""
+    """Conditions under which a job gives up on an outage."""
 
     outage_probes: int = Field(16, ge=1)
     """Consecutive attempts that storage, credentials or the cluster may fail before the job stops, each at a different

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 Report = Callable[[int], None]
 """Called in a worker with the amount of its unit that is done."""
 Function = Callable[[Work, int, Report], Result]
-"""What workers run: (work, number of the attempt from 1, report) → result. It is pickled once per job."""
+"""Function that workers run: (work, number of the attempt from 1, report) → result. It is pickled once per job."""
 
 NODE_ID = "ray.io/node-id"
 """Ray's label of a node's id."""

@@ -25,7 +25,7 @@ CROPS = {"shortest": True, "squash": False}
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How pictures are resized and normalised for a network with a square input."""
+    """Preprocessing of pictures for a network with a square input: resizing and normalisation."""
 
     side: int
     """Side of the network's input, in pixels."""

@@ -159,7 +159,7 @@ def read_set(place: Path | str) -> SampleSet:
     """Read a sample set, and check that it is complete.
 
     Raises:
-        RequestError: there is no sample set.
+        RequestError: the sample set does not exist.
         WorkError: some of its parts are missing.
     """
     store = open_store(place)

@@ -74,7 +74,7 @@ def choose_step(run: Store, step: int | None) -> int:
     """Return the requested step after checking that it has a checkpoint, or the newest step if None was requested.
 
     Raises:
-        RequestError: there is no such checkpoint.
+        RequestError: the checkpoint does not exist.
     """
     steps = sorted(checkpoints_in(run.files("checkpoints")))
     if not steps:
@@ -174,7 +174,7 @@ def pipeline_folder(name: str) -> Path:
     """Return the folder of a pipeline, given its path or its name on the hub.
 
     Raises:
-        RequestError: there is no such pipeline.
+        RequestError: the pipeline does not exist.
     """
     folder = model_folder(name, HUB_FILES)
     if not (folder / INDEX).is_file():

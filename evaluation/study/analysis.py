@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class RaterReport:
-    """How far a rater got, and how consistent the answers are."""
+    """A rater's progress and consistency."""
 
     number: int
     done: int

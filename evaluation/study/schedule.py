@@ -1,4 +1,4 @@
-"""Which rater sees which items, in which order, on which side: pure functions of the protocol and the study's secret.
+"""Assignment of items to raters, with their order and sides: pure functions of the protocol and the study's secret.
 
 Every draw is keyed by (secret, seed, purpose, rater, item). A restart therefore changes nothing, and nobody without the
 secret can tell which side a model is on.

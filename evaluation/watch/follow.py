@@ -88,7 +88,7 @@ class WatchedCheckpoint:
         return not self.is_done and self.attempts < MAX_ATTEMPTS
 
     def is_exported(self) -> bool:
-        """Return whether its model was exported, so that the checkpoint itself is no longer needed."""
+        """Return whether the checkpoint's model was exported, so that the checkpoint itself is not needed."""
         return is_exported(open_store(self.place))
 
     def has_receipt(self) -> bool:

@@ -37,7 +37,7 @@ def model_class(name: str) -> Any:
     """Return a class of transformers or, for MODULE.CLASS, a class defined in diffusers.pipelines.MODULE.
 
     Raises:
-        AttributeError, ImportError: there is no such class.
+        AttributeError, ImportError: the class does not exist.
     """
     module, _, class_name = name.rpartition(".")
     namespace = importlib.import_module(f"diffusers.pipelines.{module}") if module else transformers
@@ -201,7 +201,7 @@ def set_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """Where and how a network runs."""
+    """Device and execution settings of a network."""
 
     device: torch.device
     precision: Precision

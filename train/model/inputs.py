@@ -54,7 +54,7 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class InputContext:
-    """What an argument may be computed from."""
+    """Data that an argument may be computed from."""
 
     conditioning: Conditioning
     grid: tuple[int, int]
