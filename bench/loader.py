@@ -30,7 +30,7 @@ from train.data.loader import Loader
 from train.data.selection import FilterConfig, select
 from train.data.spec import DataConfig, DataSpec
 from train.data.streams import open_data
-from train.run.telling.json_lines import read_json_lines
+from train.run.reporting.json_lines import read_json_lines
 
 UNET = Path("examples/shapes/unet.json")
 DEMO_BUCKET, DEMO_TEXT = "64x64", (16, 64)

@@ -11,8 +11,8 @@ import yaml
 
 from tests import ranks
 from tests.ranks import environment as environment
-from train.run.saving.checkpoint import list_checkpoints, verify_checkpoint
-from train.run.telling.json_lines import read_json_lines
+from train.run.checkpoints.checkpoint import list_checkpoints, verify_checkpoint
+from train.run.reporting.json_lines import read_json_lines
 
 UNET = Path(__file__).with_name("tiny_unet.json")
 PYTHON = (sys.executable,)

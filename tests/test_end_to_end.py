@@ -15,7 +15,7 @@ from shards.root.committed import load_tars
 from tests.evaluation.sets import draw_here, pictures, sampling
 from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module, train_fields, write_config
-from train.run.telling.json_lines import read_json_lines
+from train.run.reporting.json_lines import read_json_lines
 
 
 def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:

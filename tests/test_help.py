@@ -35,12 +35,16 @@ READ = [
     *(f"{program}.__main__.load_from_args" for program in ("evaluation", "precompute", "train")),
     *(f"precompute.{name}.__main__.load_from_args" for name in ("select", "download")),
     *(f"{program}.__main__.load_config" for program in ("evaluation", "evaluation.study", "plan")),
-    *(f"train.{name}.load_for_run" for name in ("export.pipeline", "export.posthoc", "run.telling.tell")),
+    *(f"train.{name}.load_for_run" for name in ("export.pipeline", "export.posthoc", "run.reporting.notify")),
 ]
 """Functions that read what was typed."""
 WORK = [
     *("shards.__main__.open_store", "precompute.preview.open_store", "shards.tools.init.write_configs"),
-    *("train.run.telling.plot.plot_run", "accelerate.commands.launch.launch_command", "evaluation.__main__.read_runs"),
+    *(
+        "train.run.reporting.plot.plot_run",
+        "accelerate.commands.launch.launch_command",
+        "evaluation.__main__.read_runs",
+    ),
 ]
 """Functions with which work begins, where argparse reads."""
 

@@ -18,7 +18,7 @@ from shards.dataset import LatentDataset
 from shards.open import open_store
 from tests.conftest import precompute_config
 from tests.runs import curve, run_module, train_fields, write_config
-from train.run.telling.json_lines import read_json_lines
+from train.run.reporting.json_lines import read_json_lines
 
 TIMED = {"started", "seconds", "attempts", "sha256", "input", "token", "tar"}
 """What receipts of the same tars at two addresses may differ in."""

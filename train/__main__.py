@@ -97,7 +97,7 @@ def check(arguments: list[str]) -> None:
 
 def plot(arguments: list[str]) -> None:
     """Draw RUN/loss.png from the run's metrics."""
-    from train.run.telling.plot import plot_run
+    from train.run.reporting.plot import plot_run
 
     epilog = "example: python -m train plot runs/phase1"
     parser = argparse.ArgumentParser(prog="python -m train plot", description=plot.__doc__, epilog=epilog)
@@ -118,7 +118,7 @@ def ema(arguments: list[str]) -> None:
 
 
 def tell(arguments: list[str]) -> None:
-    from train.run.telling.tell import tell_finished
+    from train.run.reporting.notify import tell_finished
 
     print(tell_finished(arguments))
 

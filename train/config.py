@@ -17,9 +17,9 @@ from train.model.backbone import BackboneConfig
 from train.model.config import AdamWConfig, AnyOptimizer, DdpConfig, EmaConfig, ScheduleConfig, Sharding
 from train.objective.config import ObjectiveConfig, RepaConfig, ValidationConfig
 from train.run.alarm import AlarmConfig
-from train.run.saving.config import CheckpointConfig
-from train.run.saving.local_copy import work_folder
-from train.run.telling.config import LogConfig
+from train.run.checkpoints.config import CheckpointConfig
+from train.run.checkpoints.local_copy import work_folder
+from train.run.reporting.config import LogConfig
 
 
 class RequestConfig(Config):

@@ -9,8 +9,8 @@ from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from train.config import TrainConfig
 from train.finish import describe_if_finished
+from train.run.checkpoints.checkpoint import list_checkpoints
 from train.run.preflight import check_run_dir
-from train.run.saving.checkpoint import list_checkpoints
 
 
 def answer_early(config: TrainConfig, file: Path | None) -> str | None:

@@ -12,8 +12,8 @@ from shards.base.durable import DamagedFile
 from shards.base.store import Place, parse_place
 from shards.open import open_store
 from train.config import TrainConfig
-from train.run.saving.checkpoint import list_checkpoints, step_folder, step_of, verify_checkpoint
-from train.run.saving.local_copy import parse_folder, remote_folder, stored_checkpoints
+from train.run.checkpoints.checkpoint import list_checkpoints, step_folder, step_of, verify_checkpoint
+from train.run.checkpoints.local_copy import parse_folder, remote_folder, stored_checkpoints
 
 NOT_COMPARED = ("num_processes", "sharding")
 """Fields that a launcher may set, so they may differ between the launches of a run."""

@@ -28,11 +28,8 @@ from train.model.optimizer import freeze_except
 from train.model.unet import build_unet, load_pretrained
 from train.objective.alignment import Aligned, find_features, layer_shape, make_head
 from train.objective.validation import FoundValidation, Validation, find_validation, open_validation
-from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
-from train.run.launches import Sign, wait_until_free
-from train.run.preflight import World, check_launch, check_run_dir, check_tracker
-from train.run.saving import away, local_copy
-from train.run.saving.checkpoint import (
+from train.run.checkpoints import local_copy, remote
+from train.run.checkpoints.checkpoint import (
     Checkpoint,
     Seen,
     checkpoints_seen,
@@ -40,6 +37,9 @@ from train.run.saving.checkpoint import (
     load_weights,
     newest_checkpoint,
 )
+from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
+from train.run.launches import Sign, wait_until_free
+from train.run.preflight import World, check_launch, check_run_dir, check_tracker
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def find_all(
     check_run_dir(config.work)
     sign, number, there = wait_until_free(config.work, config.takeover_after), 0, dict[str, str]()
     if isinstance(config.run_dir, str):
-        number = away.wait_until_free(open_store(config.run_dir), config.takeover_after)
+        number = remote.wait_until_free(open_store(config.run_dir), config.takeover_after)
     seen = checkpoints_seen(config.work)
     if isinstance(config.run_dir, str):
         alone = world.size == world.local_size

@@ -21,17 +21,17 @@ from train.model.unet import compile_network
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.alarm import Alarm
-from train.run.health.heartbeat import Heart
+from train.run.checkpoints.checkpoint import SNAPSHOTS, drop_later, restore, trained
+from train.run.checkpoints.config import CheckpointConfig
+from train.run.checkpoints.remote import RemoteRun
+from train.run.checkpoints.shares import Writers
+from train.run.checkpoints.writer import CheckpointWriter, too_slow_to_leave
+from train.run.health.heartbeat import HeartbeatReporter
 from train.run.health.meter import Meter
 from train.run.health.output import outdated
 from train.run.launches import Launch, publish
-from train.run.saving.away import Away
-from train.run.saving.checkpoint import SNAPSHOTS, drop_later, restore, trained
-from train.run.saving.config import CheckpointConfig
-from train.run.saving.shares import Writers
-from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
+from train.run.reporting.log import Log
 from train.run.state import StepResults, TrainState
-from train.run.telling.log import Log
 from train.step import TrainStep, place_network
 from train.trainer import Trainer
 
@@ -96,14 +96,14 @@ def build_trainer(
     prepared: Prepared,
     accelerator: Accelerator,
     launch: Launch,
-    away: Away | None = None,
-    heart: Heart | None = None,
+    away: RemoteRun | None = None,
+    heartbeat: HeartbeatReporter | None = None,
 ) -> Trainer:
     """Build the trainer of a run that this launch holds, and write the resolved config into the run folder.
 
     Args:
         away: the run's object-store URL, if it has one.
-        heart: reports this process's progress to the other processes; None: there are no others.
+        heartbeat: reports this process's progress to the other processes; None: there are no others.
     """
     network_json = prepared.network.to_json_string()  # before sharding, which renames the class
     train_step, state = build_step(config, prepared, accelerator)
@@ -133,7 +133,7 @@ def build_trainer(
         checkpoints=checkpoints,
         average_snapshots=average_snapshots,
         launch=launch,
-        heart=heart or Heart(),
+        heartbeat=heartbeat or HeartbeatReporter(),
         max_steps=config.max_steps,
         collective_timeout=config.collective_timeout,
     )
@@ -174,7 +174,9 @@ def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerato
             )
 
 
-def begin_folder(config: TrainConfig, accelerator: Accelerator, launch: Launch, away: Away | None, step: int) -> None:
+def begin_folder(
+    config: TrainConfig, accelerator: Accelerator, launch: Launch, away: RemoteRun | None, step: int
+) -> None:
     """Write the resolved config into the run folder, and delete what an interrupted launch wrote after `step`."""
     if accelerator.is_main_process:
         save_config(config, launch.folder / "config.yaml")
@@ -201,7 +203,7 @@ def make_writers(
     prepared: Prepared,
     accelerator: Accelerator,
     launch: Launch,
-    away: Away | None,
+    away: RemoteRun | None,
     network_json: str,
 ) -> tuple[CheckpointWriter, CheckpointWriter]:
     """Build the writers of checkpoints and of snapshots of the averages.

@@ -14,7 +14,7 @@ from train.config import TrainConfig
 from train.finish import describe_finished, nothing_to_do
 from train.model.sharding import launched_sharding
 from train.prepare import on_main_process, precision_of_run, prepare
-from train.run.health.heartbeat import Heart
+from train.run.health.heartbeat import HeartbeatReporter
 from train.run.health.output import kept
 from train.run.launches import Launch
 from train.run.processes import die_with_launcher, join_processes, lost_processes_named
@@ -37,12 +37,14 @@ def train_here(config: TrainConfig, config_file: Path | None) -> None:
         raise RequestError(
             "The launcher asks for FSDP, which this trainer does not support with float16. Set precision to bfloat16."
         )
-    with closing(join_processes(config.start_timeout, device)) as heart, ExitStack() as downloads:
-        _train_here(config, config_file, heart, device, downloads)
+    with closing(join_processes(config.start_timeout, device)) as heartbeat, ExitStack() as downloads:
+        _train_here(config, config_file, heartbeat, device, downloads)
 
 
-def _train_here(config: TrainConfig, config_file: Path | None, heart: Heart, device: str, downloads: ExitStack) -> None:
-    with lost_processes_named(heart):
+def _train_here(
+    config: TrainConfig, config_file: Path | None, heartbeat: HeartbeatReporter, device: str, downloads: ExitStack
+) -> None:
+    with lost_processes_named(heartbeat):
         processes = PartialState(cpu=device == "cpu")
         precision = on_main_process(processes, lambda: precision_of_run(config, device))
         config = config.model_copy(update={"precision": precision})
@@ -59,10 +61,10 @@ def _train_here(config: TrainConfig, config_file: Path | None, heart: Heart, dev
         Launch(folder, accelerator.is_main_process, away) as launch,
         kept(output_folder, accelerator.process_index, config.log.keep_output),
     ):
-        with lost_processes_named(heart):
+        with lost_processes_named(heartbeat):
             prepared = install(config, prepared, accelerator, launch)
             downloads.close()
-            trainer = build_trainer(config, prepared, accelerator, launch, away, heart)
+            trainer = build_trainer(config, prepared, accelerator, launch, away, heartbeat)
         trainer.fit()
         accelerator.print(describe_finished(config, config.max_steps, launch_number, config_file))
 

@@ -25,7 +25,7 @@ from train.model.sharding import shard_weights
 from train.objective.alignment import Aligned
 from train.objective.loss import DiffusionLoss, Losses, NoisyBatch
 from train.objective.sums import LossSums
-from train.run.saving.snapshot import Snapshot, average_files, take_snapshot
+from train.run.checkpoints.snapshot import Snapshot, average_files, take_snapshot
 from train.run.state import TrainState
 
 

@@ -11,9 +11,9 @@ from shards.base.errors import WorkError
 from shards.open import open_store
 from train.config import TrainConfig
 from train.prepare import Prepared
+from train.run.checkpoints import local_copy, remote
+from train.run.checkpoints.checkpoint import checkpoints_seen, step_folder
 from train.run.launches import Launch, now, take
-from train.run.saving import away, local_copy
-from train.run.saving.checkpoint import checkpoints_seen, step_folder
 
 
 def take_run(config: TrainConfig, prepared: Prepared) -> Path:
@@ -34,7 +34,7 @@ def take_run(config: TrainConfig, prepared: Prepared) -> Path:
     return folder
 
 
-def take_everywhere(config: TrainConfig, prepared: Prepared) -> tuple[Path, away.Away | None]:
+def take_everywhere(config: TrainConfig, prepared: Prepared) -> tuple[Path, remote.RemoteRun | None]:
     """Acquire the run, first at its URL if it has one, so that a launch refused there changes nothing here.
 
     Raises:
@@ -43,9 +43,9 @@ def take_everywhere(config: TrainConfig, prepared: Prepared) -> tuple[Path, away
     """
     if isinstance(config.run_dir, Path):
         return take_run(config, prepared), None
-    held, patience = prepared.held, config.patience(away.PATIENCE, prepared.world.size)
+    held, patience = prepared.held, config.patience(remote.PATIENCE, prepared.world.size)
     ahead = {folder.name: local_copy.sha256_of_state(folder) or "" for folder in prepared.ahead}
-    there = away.take(config.run_dir, held.number, held.found, patience, ahead)
+    there = remote.take(config.run_dir, held.number, held.found, patience, ahead)
     try:
         return take_run(config, prepared), there
     except BaseException:

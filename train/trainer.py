@@ -14,13 +14,13 @@ from train.data.batch import Batch
 from train.data.loader import Loader
 from train.metrics import Metrics
 from train.objective.validation import Validation
+from train.run.checkpoints.writer import CheckpointWriter, too_slow_to_leave
 from train.run.health.endpoint import Figures, served
-from train.run.health.heartbeat import Heart
+from train.run.health.heartbeat import HeartbeatReporter
 from train.run.launches import Launch, Pace
-from train.run.processes import Leaving, expect_answers, lost_processes_named
-from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
+from train.run.processes import ShutdownCoordinator, expect_answers, lost_processes_named
+from train.run.reporting.log import Log
 from train.run.state import TrainState
-from train.run.telling.log import Log
 from train.step import TrainStep
 
 
@@ -39,11 +39,11 @@ class Trainer:
     average_snapshots: CheckpointWriter
     """Writes the averages from which an average of any width can be rebuilt later (`ema.snapshot_every`)."""
     launch: Launch
-    heart: Heart
+    heartbeat: HeartbeatReporter
     max_steps: int
     collective_timeout: float
     """Seconds for every step after the first batch of each loader process, which may take longer."""
-    shutdown: Leaving | None = None
+    shutdown: ShutdownCoordinator | None = None
     """None: `fit` starts to listen for signals."""
 
     def fit(self) -> None:
@@ -69,7 +69,7 @@ class Trainer:
         state, first = self.state, self.state.step
         shutdown = self.shutdown or self._listen_for_signals()
         with (
-            lost_processes_named(self.heart),
+            lost_processes_named(self.heartbeat),
             closing(iter(self.loader)) as batches,
             self.log,
             self._metrics_endpoint(),
@@ -83,7 +83,7 @@ class Trainer:
                 if self.log.is_due(state.step):
                     self._write_line()
                 if state.step == first + self.loader.num_first:
-                    expect_answers(self.heart, self.collective_timeout)
+                    expect_answers(self.heartbeat, self.collective_timeout)
                 self._snapshot_averages()
                 self.checkpoints.check()
                 signals = shutdown.agreed(state.step)
@@ -102,12 +102,12 @@ class Trainer:
         self.log.close()
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
-        self.heart.at(self.state.step, "loading")
+        self.heartbeat.at(self.state.step, "loading")
         with self.metrics.meter.waiting_for_data():
             return next(batches)
 
     def _train(self, batch: Batch) -> None:
-        self.heart.at(self.state.step, "training")
+        self.heartbeat.at(self.state.step, "training")
         self.log.samples(batch, self.state.step + 1)
         result = self.train_step(batch, self.state.step)
         self.state.step += 1
@@ -117,7 +117,7 @@ class Trainer:
     def _write_line(self) -> None:
         """Log the steps since the last line. Only this and saving make the host wait for the device."""
         self.metrics.collect()
-        self.heart.at(self.state.step, "logging")
+        self.heartbeat.at(self.state.step, "logging")
         fields = self.metrics.line() | self._validate()
         self.metrics.begin_line()
         self.log.write(self.state.step, fields)
@@ -140,13 +140,13 @@ class Trainer:
 
     def save(self, is_last: bool) -> None:
         """Write a checkpoint after the step just done; wait until it is complete if it is the launch's last one."""
-        self.heart.at(self.state.step, "saving")
+        self.heartbeat.at(self.state.step, "saving")
         self.metrics.collect()
         self.checkpoints.write(self.train_step.snapshot(self.state, self.log.keep()))
         if is_last:
             self.checkpoints.finish()
             self.average_snapshots.finish()
-            self.heart.at(self.state.step, "saved")
+            self.heartbeat.at(self.state.step, "saved")
             self.accelerator.wait_for_everyone()
 
     def _record_pace(self, step_seconds: float) -> None:
@@ -159,10 +159,12 @@ class Trainer:
         if warning is not None and not too_slow_to_leave(before, self.checkpoints.config):
             self.accelerator.print(warning)
 
-    def _listen_for_signals(self) -> Leaving:
-        return Leaving(self.accelerator, self.launch, StopSignal(), SignalFlag(signal.SIGUSR2), self.state.step)
+    def _listen_for_signals(self) -> ShutdownCoordinator:
+        return ShutdownCoordinator(
+            self.accelerator, self.launch, StopSignal(), SignalFlag(signal.SIGUSR2), self.state.step
+        )
 
     def _metrics_endpoint(self) -> AbstractContextManager[None]:
         """Serve metrics to Prometheus from the main process, if `log.metrics_at` asks for it."""
         address = self.log.config.metrics_at if self.log.main else None
-        return served(address, Figures(self.heart, self.log, self.checkpoints, self.state.step))
+        return served(address, Figures(self.heartbeat, self.log, self.checkpoints, self.state.step))

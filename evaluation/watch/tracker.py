@@ -2,7 +2,7 @@
 
 TensorBoard gets one event file per step, created if absent, in a separate folder: it reads one file of a folder at a
 time, so it would stop reading the trainer's. For any other tracker, a *sheet* is created in the run, and the trainer
-sends it to the tracker (`train/run/telling/evaluations.py`). A second process that writes to a wandb run overwrites
+sends it to the tracker (`train/run/reporting/evaluations.py`). A second process that writes to a wandb run overwrites
 what the first one wrote, even in wandb's shared mode (its issues 10349 and 12269).
 
     RUN/tracker/evaluations/0000001000.3f2a9c1d.zip    a sheet: values.json, with the step, and a PNG for each picture

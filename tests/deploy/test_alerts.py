@@ -12,7 +12,7 @@ from ray.util.metrics import Counter, Metric
 
 from precompute.job.metrics import Metrics
 from train.run.health.endpoint import OF_LINES, OF_RANKS, OF_RUN, PREFIX, Figures
-from train.run.health.heartbeat import Heart
+from train.run.health.heartbeat import HeartbeatReporter
 
 ROOT = Path(__file__).parents[2]
 GROUPS = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]
@@ -34,7 +34,7 @@ def of_stage_2() -> dict[str, set[str]]:
     line = {name.removesuffix("_total"): 1.0 for name in OF_LINES} | {"lr": 1e-4, "val_loss": 1.0}
     log: Any = SimpleNamespace(max_steps=9, newest=line)
     writer: Any = SimpleNamespace(saved=None, seconds=None, config=SimpleNamespace(every=3))
-    families: list[Family] = list(Figures(Heart(), log, writer, 0).collect())
+    families: list[Family] = list(Figures(HeartbeatReporter(), log, writer, 0).collect())
     assert len({family.name for family in families}) == len(families)
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 

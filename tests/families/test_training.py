@@ -24,7 +24,7 @@ from tests.families.starting import small_run, started
 from tests.runs import compare, curve, last_step, run_module, write_config
 from train.config import TrainConfig
 from train.export.pipeline import ExportConfig, write_pipeline
-from train.run.saving.checkpoint import list_checkpoints
+from train.run.checkpoints.checkpoint import list_checkpoints
 from train.trainer import Trainer
 
 IN_MAKE_TEST = ("flux1",)

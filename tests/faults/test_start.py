@@ -26,7 +26,7 @@ from shards.root.segments import MDS_FILE, SCHEMA, content_id, make_rows, save_s
 from tests import ranks
 from tests.faults.proxy import Proxy
 from tests.runs import train_fields, write_config
-from train.run.telling.json_lines import read_json_lines
+from train.run.reporting.json_lines import read_json_lines
 
 FILES_OF_A_PART, DELAY = 100, 0.05
 BUCKET = "64x64"

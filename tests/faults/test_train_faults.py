@@ -22,8 +22,8 @@ from tests import ranks
 from tests.runs import compare, environment, last_step, launcher, rank_processes, train_fields, write_config
 from train.__main__ import run as command
 from train.run import launches
-from train.run.saving import shares
-from train.run.saving import writer as checkpoint
+from train.run.checkpoints import shares
+from train.run.checkpoints import writer as checkpoint
 
 FIGURES = Path(__file__).parents[2] / "runs" / "faults" / "train.json"
 STAGES = [

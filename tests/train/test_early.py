@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.runs import PYTHON, environment, launcher, run_module, train_fields, write_config
-from train.run.saving.checkpoint import step_folder
+from train.run.checkpoints.checkpoint import step_folder
 
 HEAVY = ("torch", "accelerate", "diffusers", "transformers")
 

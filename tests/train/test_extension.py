@@ -22,7 +22,7 @@ from train.model.blocks import BlockHook, add_hook, find_blocks
 from train.model.config import OPTIMIZERS, OptimizerConfig, optimizer_class
 from train.model.tensors import load_tensors
 from train.model.unet import build_unet, class_of
-from train.run.saving.checkpoint import OPTIMIZER_NAME, WEIGHTS_NAME, newest_checkpoint, step_folder
+from train.run.checkpoints.checkpoint import OPTIMIZER_NAME, WEIGHTS_NAME, newest_checkpoint, step_folder
 
 
 def train(folder: Path, latents: Path, name: str, **changes: Any) -> Path:

@@ -23,8 +23,8 @@ from train import launch, slurm
 from train import ssh as ssh_launcher
 from train.__main__ import run
 from train.data.spec import DataConfig
+from train.run.checkpoints.checkpoint import list_checkpoints, step_of, verify_checkpoint
 from train.run.preflight import World
-from train.run.saving.checkpoint import list_checkpoints, step_of, verify_checkpoint
 
 STEP = {
     "SLURM_JOB_ID": "1234567",

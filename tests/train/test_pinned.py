@@ -18,9 +18,9 @@ from shards.root.publish import Publisher
 from tests import ranks
 from tests.growing import put_back, set_aside
 from tests.runs import curve, run_module, train_fields, write_config
+from train.run.checkpoints.checkpoint import list_checkpoints, newest_checkpoint
 from train.run.fingerprint import check_resume
-from train.run.saving.checkpoint import list_checkpoints, newest_checkpoint
-from train.run.telling.json_lines import read_json_lines
+from train.run.reporting.json_lines import read_json_lines
 
 PARTS = [13, 29, 17, 23, 19, 11]
 LATER = ("00000", "00003", "00005")

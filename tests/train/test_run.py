@@ -27,8 +27,14 @@ from train.data.draws import Draws
 from train.data.loader import Loader
 from train.data.streams import open_data
 from train.objective.loss import DiffusionLoss, NoisyBatch
-from train.run.saving.checkpoint import list_checkpoints, newest_checkpoint, step_folder, step_of, verify_checkpoint
-from train.run.telling.json_lines import read_json_lines
+from train.run.checkpoints.checkpoint import (
+    list_checkpoints,
+    newest_checkpoint,
+    step_folder,
+    step_of,
+    verify_checkpoint,
+)
+from train.run.reporting.json_lines import read_json_lines
 
 STEPS = 8
 
@@ -481,7 +487,7 @@ def test_collectives_may_take_long_until_each_loader_process_gave_a_batch(
     """The first batch of a loader worker may take `data.first_timeout`, and the other ranks wait for it in that
     step."""
     steps: list[int] = []
-    monkeypatch.setattr("train.trainer.expect_answers", lambda heart, timeout: steps.append(heart.beat.step))
+    monkeypatch.setattr("train.trainer.expect_answers", lambda heartbeat, timeout: steps.append(heartbeat.beat.step))
     fields = train_fields(latents, tmp_path / "run", max_steps=4, data={"num_workers": 2})
     command(["--config", str(write_config(tmp_path, fields))])
     assert steps == [2]

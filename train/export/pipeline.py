@@ -43,8 +43,8 @@ from train.model.inputs import Guidance
 from train.model.unet import class_name
 from train.objective.config import ObjectiveConfig
 from train.objective.paths import noise_scheduler
-from train.run.saving.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
-from train.run.saving.local_copy import copied
+from train.run.checkpoints.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
+from train.run.checkpoints.local_copy import copied
 
 PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
 TRIMMED = "TrimmedStableDiffusionPipeline"

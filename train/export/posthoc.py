@@ -23,7 +23,7 @@ from shards.base.errors import RequestError, WorkError
 from train.model.config import Width, average_name
 from train.model.ema import posthoc_coefficients
 from train.model.tensors import write_tensors
-from train.run.saving.checkpoint import (
+from train.run.checkpoints.checkpoint import (
     SNAPSHOTS,
     WEIGHTS_NAME,
     Checkpoint,

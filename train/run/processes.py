@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from shards.base.device import collectives_backend
 from shards.base.errors import RequestError, WorkError
 from shards.base.stop import SignalFlag
-from train.run.health.heartbeat import STARTING, Heart
+from train.run.health.heartbeat import STARTING, HeartbeatReporter
 from train.run.launches import Launch
 from train.run.preflight import LAUNCHER
 
@@ -47,7 +47,7 @@ def die_with_launcher() -> None:
         )
 
 
-def join_processes(timeout: float, device: str) -> Heart:
+def join_processes(timeout: float, device: str) -> HeartbeatReporter:
     """Start the process group, before accelerate would, so that a restarted job meets nothing of the one before it.
 
     The launcher's store outlives the processes that it starts again (`--max_restarts`), and with them the addresses of
@@ -65,18 +65,18 @@ def join_processes(timeout: float, device: str) -> Heart:
         WorkError: some process does not come.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        return Heart()
+        return HeartbeatReporter()
     patience = timedelta(seconds=timeout)
-    with lost_processes_named(Heart(limit=timeout)):
+    with lost_processes_named(HeartbeatReporter(limit=timeout)):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = dist.PrefixStore(f"latentmill/attempt-{attempt}", store)
     # a connection of its own: the group's waits for others
-    heart = Heart(rank, world_size, shared.clone(), timeout).start()
-    with lost_processes_named(heart):
+    heartbeat = HeartbeatReporter(rank, world_size, shared.clone(), timeout).start()
+    with lost_processes_named(heartbeat):
         backend = collectives_backend(device)
         dist.init_process_group(backend, store=shared, rank=rank, world_size=world_size, timeout=patience)
-    return heart
+    return heartbeat
 
 
 class Told(NamedTuple):
@@ -86,7 +86,7 @@ class Told(NamedTuple):
     save: bool = False
 
 
-class Leaving:
+class ShutdownCoordinator:
     """Whether the run is to leave, or to save and go on, as all its processes agree.
 
     A look makes the host wait for the device. So there is one in as many steps as take a second. All processes look
@@ -136,7 +136,7 @@ def look_interval(seconds_per_step: float) -> int:
 
 
 @contextmanager
-def lost_processes_named(heart: Heart) -> Iterator[None]:
+def lost_processes_named(heartbeat: HeartbeatReporter) -> Iterator[None]:
     """Turn the failure of a collective into an error for people; tell the others of any other that ends this process.
 
     Raises:
@@ -148,22 +148,22 @@ def lost_processes_named(heart: Heart) -> Iterator[None]:
         # gloo raises plain RuntimeErrors, which begin with its source file's path
         is_lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         if not is_lost or isinstance(error, RequestError | WorkError):
-            heart.fail(error)
+            heartbeat.fail(error)
             raise
-        moment = "Before the first step" if heart.beat.at == STARTING else f"After step {heart.beat.step}"
-        who = heart.explained()
-        heart.fail(None)
+        moment = "Before the first step" if heartbeat.beat.at == STARTING else f"After step {heartbeat.beat.step}"
+        who = heartbeat.explained()
+        heartbeat.fail(None)
         raise WorkError(
-            f"{moment}, a collective failed: another process died, or did not answer for {heart.limit:g} s "
+            f"{moment}, a collective failed: another process died, or did not answer for {heartbeat.limit:g} s "
             f"(collective_timeout; in the first steps, data.first_timeout). {who}What is saved stays valid: the "
             f"same command again resumes, and `--max_restarts` of accelerate's launcher does so by itself. If every "
             f"process was only slow, raise collective_timeout. ({str(error).splitlines()[0]})"
         ) from error
 
 
-def expect_answers(heart: Heart, timeout: float) -> None:
+def expect_answers(heartbeat: HeartbeatReporter, timeout: float) -> None:
     """From here on a collective that some process does not join is an error after `timeout` seconds."""
-    heart.limit = timeout
-    if heart.store is not None:
+    heartbeat.limit = timeout
+    if heartbeat.store is not None:
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before torch 2.15
         set_timeout(timedelta(seconds=timeout))

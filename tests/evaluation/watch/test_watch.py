@@ -25,7 +25,7 @@ from shards.base.errors import RequestError
 from shards.open import open_store
 from tests.evaluation.watch.watching import numbers, stay_here, train_here, watch, watcher, written
 from tests.runs import environment
-from tests.train.run.telling.offline import go_offline, rows
+from tests.train.run.reporting.offline import go_offline, rows
 from train.export.pipeline import export
 
 STEPS = (2, 4, 6)

@@ -22,7 +22,7 @@ from tests.conftest import encode_all, folder_of, precompute_config
 from tests.roots import part_of, precompute_arguments, rows, tree
 from tests.runs import run_module, train_fields, write_config
 from tests.tiny import make_samples, make_tar
-from train.run.telling.json_lines import read_json_lines
+from train.run.reporting.json_lines import read_json_lines
 
 ASPECT = {"bases": [64], "step": 16}
 TABLE = AspectTable(64, 16, 2.0)  # 48x96 48x80 64x64 80x48 96x48

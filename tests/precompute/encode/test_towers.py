@@ -65,7 +65,7 @@ from train.model.unet import build_unet
 from train.objective.config import ObjectiveConfig
 from train.prepare import prepare
 from train.run.fingerprint import check_resume, make_fingerprint
-from train.run.telling.json_lines import read_json_lines
+from train.run.reporting.json_lines import read_json_lines
 
 
 @pytest.fixture(scope="module")

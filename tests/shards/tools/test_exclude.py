@@ -23,7 +23,7 @@ from train.data.draws import global_slots
 from train.data.loader import Loader
 from train.data.spec import DataConfig
 from train.data.streams import open_data
-from train.run.saving.checkpoint import newest_checkpoint
+from train.run.checkpoints.checkpoint import newest_checkpoint
 
 
 @pytest.fixture

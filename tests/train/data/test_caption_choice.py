@@ -22,7 +22,7 @@ from train.data.spec import DataConfig, StreamConfig, column_lengths
 from train.data.streams import open_data
 from train.objective.config import ValidationConfig
 from train.objective.validation import open_validation
-from train.run.telling.json_lines import read_json_lines
+from train.run.reporting.json_lines import read_json_lines
 
 FIELDS = ["txt", "json:blip", "json:human"]
 

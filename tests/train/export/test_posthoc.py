@@ -15,8 +15,8 @@ from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.export.posthoc import RECORD, RebuildConfig, combine, write_average
 from train.model.config import EmaConfig
-from train.run.saving.checkpoint import WEIGHTS_NAME, list_checkpoints, newest_checkpoint, step_folder
-from train.run.telling.json_lines import read_json_lines
+from train.run.checkpoints.checkpoint import WEIGHTS_NAME, list_checkpoints, newest_checkpoint, step_folder
+from train.run.reporting.json_lines import read_json_lines
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from train.data.draws import Draws
 from train.model.sharding import launched_sharding
 from train.model.tensors import load_tensors
 from train.objective.loss import DiffusionLoss, NoisyBatch
-from train.run.saving.checkpoint import step_folder, verify_checkpoint
-from train.run.telling.json_lines import read_json_lines
+from train.run.checkpoints.checkpoint import step_folder, verify_checkpoint
+from train.run.reporting.json_lines import read_json_lines
 
 STEPS = 8
 FILES = ("unet/diffusion_pytorch_model.safetensors", "ema/diffusion_pytorch_model.safetensors", "optimizer.safetensors")

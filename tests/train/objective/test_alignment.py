@@ -37,8 +37,8 @@ from train.objective.alignment import (
 from train.objective.config import ObjectiveConfig, RepaConfig
 from train.objective.loss import DiffusionLoss
 from train.prepare import prepare
-from train.run.saving.checkpoint import HEAD_NAME, newest_checkpoint, step_folder
-from train.run.telling.json_lines import read_json_lines
+from train.run.checkpoints.checkpoint import HEAD_NAME, newest_checkpoint, step_folder
+from train.run.reporting.json_lines import read_json_lines
 
 FEATURES = 10
 TOWER = feature_tower(FEATURES)

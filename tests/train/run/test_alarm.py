@@ -17,9 +17,9 @@ from train.data.batch import Batch
 from train.data.draws import Draws
 from train.objective.loss import DiffusionLoss, NoisyBatch
 from train.run.alarm import Alarm, AlarmConfig, AlarmState, robust_z
-from train.run.saving.checkpoint import list_checkpoints, newest_checkpoint, step_of
-from train.run.saving.keep import before_alarms
-from train.run.telling.json_lines import read_json_lines
+from train.run.checkpoints.checkpoint import list_checkpoints, newest_checkpoint, step_of
+from train.run.checkpoints.retention import before_alarms
+from train.run.reporting.json_lines import read_json_lines
 
 LEAP = 11
 STEPS = 600

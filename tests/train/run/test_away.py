@@ -27,11 +27,9 @@ from tests import ranks
 from tests.faults.proxy import FAULTS, resume, set_fault, suspend
 from tests.runs import curve, train_fields, write_config
 from train.__main__ import run as command
-from train.run.health.output import outdated
-from train.run.saving import away
-from train.run.saving.away import Away, take, wait_until_free
-from train.run.saving.checkpoint import VERSION, Checkpoint, list_checkpoints, step_folder, verify_checkpoint
-from train.run.saving.local_copy import (
+from train.run.checkpoints import remote
+from train.run.checkpoints.checkpoint import VERSION, Checkpoint, list_checkpoints, step_folder, verify_checkpoint
+from train.run.checkpoints.local_copy import (
     download,
     find,
     find_checkpoints,
@@ -41,8 +39,10 @@ from train.run.saving.local_copy import (
     stored_checkpoints,
     work_folder,
 )
-from train.run.saving.shares import AtAddress, Writers
-from train.run.telling.json_lines import JsonLines
+from train.run.checkpoints.remote import RemoteRun, take, wait_until_free
+from train.run.checkpoints.shares import AtAddress, Writers
+from train.run.health.output import outdated
+from train.run.reporting.json_lines import JsonLines
 
 STEPS = 6
 
@@ -192,7 +192,7 @@ def test_a_launch_that_is_refused_changes_nothing(
     before = content_of(work)
     assert "checkpoints/step-00000002/state.json" in before
     config = write_config(tmp_path, train_fields(latents, address, max_steps=STEPS))
-    taken = list[Away]()
+    taken = list[RemoteRun]()
 
     def taken_meanwhile(*arguments: Any) -> Any:
         taken.append(launched(store))
@@ -200,7 +200,7 @@ def test_a_launch_that_is_refused_changes_nothing(
         return take(*arguments)
 
     with monkeypatch.context() as patches:
-        patches.setattr(away, "take", taken_meanwhile)
+        patches.setattr(remote, "take", taken_meanwhile)
         with pytest.raises(RequestError, match=r"refused/? is in use: launch 3"):
             command(["--config", str(config)])
     assert content_of(work) == before
@@ -459,7 +459,7 @@ def test_each_node_fetches_the_checkpoint_once(failing_s3: str, latents: Path, t
 # what follows needs no S3: a store is a store
 
 
-def checkpoint(work: Path, step: int, launch: Away, text: str = "weights", token: str = "") -> Path:
+def checkpoint(work: Path, step: int, launch: RemoteRun, text: str = "weights", token: str = "") -> Path:
     """A launch's checkpoint, of a single file. `token`: a different run's."""
     folder = step_folder(work, step)
     (folder / "unet").mkdir(parents=True)
@@ -484,9 +484,9 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "there")
 
 
-def launched(store: Store) -> Away:
+def launched(store: Store) -> RemoteRun:
     """A launch that takes the run over from the newest one."""
-    return take(store.where().rstrip("/"), away.newest_sign(store)[0], find_checkpoints(store))
+    return take(store.where().rstrip("/"), remote.newest_sign(store)[0], find_checkpoints(store))
 
 
 def test_nothing_that_a_superseded_launch_puts_is_read(store: LocalStore, tmp_path: Path) -> None:
@@ -667,7 +667,7 @@ def test_killed_at_any_request_parts_are_no_checkpoint(tmp_path: Path, monkeypat
     assert 0 < sound < 12
 
 
-def put_in_parts(work: Path, launch: Away, text: str) -> None:
+def put_in_parts(work: Path, launch: RemoteRun, text: str) -> None:
     """A checkpoint of step 2 by two processes, the second of which is done first."""
     target = step_folder(work, 2)
     meetings = [AtAddress(work, Writers(rank, 2), launch) for rank in (0, 1)]
@@ -733,13 +733,13 @@ def test_a_store_that_is_out_of_reach_for_a_while_ends_nothing(
         put(self, files)
 
     monkeypatch.setattr(LocalStore, "put", failing)
-    monkeypatch.setattr(away.time, "sleep", pauses.append)
+    monkeypatch.setattr(remote.time, "sleep", pauses.append)
     launch.put(checkpoint(work, 1, launch), work)
     assert pauses == [2.0, 4.0, 8.0] and list(find_checkpoints(store)) == ["step-00000001"]
     assert "is not at" in capsys.readouterr().out
     left[0] = 10**6
     clock = iter(range(0, 10**6, 100))
-    monkeypatch.setattr(away.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(remote.time, "monotonic", lambda: float(next(clock)))
     folder = checkpoint(work, 2, launch)
     for launch.patience, tries in ((900.0, 8), (480.0, 4)):  # the latter of several processes, which wait for it
         pauses.clear()

@@ -16,9 +16,9 @@ from shards.base.errors import RequestError, exit_code_of
 from tests import ranks
 from tests.runs import curve, environment, train_fields, write_config
 from train.run import launches
+from train.run.checkpoints.checkpoint import list_checkpoints, verify_checkpoint
 from train.run.launches import Launch, launch_folder, publish, remove, take, wait_until_free
-from train.run.saving.checkpoint import list_checkpoints, verify_checkpoint
-from train.run.telling.json_lines import JsonLines, read_json_lines
+from train.run.reporting.json_lines import JsonLines, read_json_lines
 
 HOLDER = """
 import sys, time

@@ -20,19 +20,19 @@ import torch
 from shards.base.errors import Preempted, WorkError
 from tests import ranks
 from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
-from train.run.health.heartbeat import Heart
+from train.run.checkpoints.config import CheckpointConfig
+from train.run.health.heartbeat import HeartbeatReporter
 from train.run.launches import Pace
 from train.run.preflight import LAUNCHER
 from train.run.processes import (
     LOOK_SECONDS,
     MOST_STEPS,
-    Leaving,
+    ShutdownCoordinator,
     die_with_launcher,
     join_processes,
     look_interval,
 )
-from train.run.saving.config import CheckpointConfig
-from train.run.telling.json_lines import read_json_lines
+from train.run.reporting.json_lines import read_json_lines
 from train.trainer import Trainer
 
 
@@ -162,7 +162,7 @@ def test_leaving_is_agreed_in_time_whatever_a_step_takes(monkeypatch: pytest.Mon
     said: list[torch.Tensor] = []
     accelerator: Any = SimpleNamespace(device="cpu", num_processes=2, reduce=lambda mine, _: torch.stack(said).sum(0))
     launch: Any = SimpleNamespace(superseded=False)
-    both = [Leaving(accelerator, launch, state, never, step=5) for state in states]  # type: ignore[arg-type]
+    both = [ShutdownCoordinator(accelerator, launch, state, never, step=5) for state in states]  # type: ignore[arg-type]
     told, waits, moments = 0.0, [], {*range(1000, 2900, 211), *range(3100, 4000, 97)}
     for step in range(6, 4000):
         seconds = 0.02 if step < 3000 else 3.0
@@ -201,7 +201,7 @@ class SimulatedRun:
         """Step → second at which its checkpoint was there."""
         self.said: list[str] = []
         self.state, self.max_steps, self.collective_timeout = SimpleNamespace(step=0), 1000, 1.0
-        self.heart = Heart()
+        self.heartbeat = HeartbeatReporter()
         self.launch = SimpleNamespace(superseded=False, pace=None, note=self.note)
         self.accelerator = SimpleNamespace(
             device="cpu", num_processes=1, scaler=None, reduce=lambda said, _: said, print=self.said.append,
@@ -219,7 +219,7 @@ class SimulatedRun:
         log: Any = MagicMock(main=False)
         return Trainer(
             self.accelerator, step, self.state, loader, MagicMock(), log, None, self, every, self.launch,  # type: ignore[arg-type]
-            self.heart, self.max_steps, self.collective_timeout,
+            self.heartbeat, self.max_steps, self.collective_timeout,
         )  # fmt: skip
 
     def wait_until(self, second: float) -> None:

@@ -13,9 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from shards.base.errors import RequestError
-from train.run.health.heartbeat import Heart
-from train.run.saving.writer import CheckpointWriter
-from train.run.telling.log import Log
+from train.run.checkpoints.writer import CheckpointWriter
+from train.run.health.heartbeat import HeartbeatReporter
+from train.run.reporting.log import Log
 
 OF_LINES = {
     "loss": "Mean since the line of metrics.jsonl before the last",
@@ -45,17 +45,17 @@ PREFIX = "latentmill_train_"
 class Figures(Collector):
     """All of them, as they are when they are asked for; what is not finite is NaN."""
 
-    def __init__(self, heart: Heart, log: Log, writer: CheckpointWriter, step: int):
+    def __init__(self, heartbeat: HeartbeatReporter, log: Log, writer: CheckpointWriter, step: int):
         """`step`: after which the launch began."""
-        self.heart, self.log, self.writer = heart, log, writer
+        self.heartbeat, self.log, self.writer = heartbeat, log, writer
         self.saved = (step, time.time())
 
     def collect(self) -> Iterator[Metric]:
         """Asked for by Prometheus, in a thread of the endpoint."""
-        beats = [beat for beat in self.heart.everyone() if beat is not None]
+        beats = [beat for beat in self.heartbeat.everyone() if beat is not None]
         now, (saved_step, saved_at) = time.time(), self.writer.saved or self.saved
         of_run = {
-            "step": self.heart.beat.step,
+            "step": self.heartbeat.beat.step,
             "max_steps": self.log.max_steps,
             "checkpoint_step": saved_step,
             "checkpoint_every": self.writer.config.every,

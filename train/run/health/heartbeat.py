@@ -93,7 +93,7 @@ def who_is_missing(beats: Sequence[Beat | None], silent: Collection[int], now: f
     return Missing(set(said), "; ".join(list(said.values())[:NAMED]) + more + others)
 
 
-class Heart:
+class HeartbeatReporter:
     """This rank's. It beats from `start` until `close`."""
 
     def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None, limit: float = 600.0):
@@ -103,9 +103,9 @@ class Heart:
         self.beat = Beat(rank, socket.gethostname(), os.getpid(), 0, STARTING, 0, now, now)
         self.warned = -1
         self.stopped = threading.Event()
-        self.thread = threading.Thread(target=self._beat, daemon=True, name="heart")
+        self.thread = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
 
-    def start(self) -> "Heart":
+    def start(self) -> "HeartbeatReporter":
         """Begin to beat, where there are others."""
         if self.store is not None:
             self.thread.start()

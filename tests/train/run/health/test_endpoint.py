@@ -16,8 +16,8 @@ from tests.ranks import free_port
 from tests.runs import train_fields, write_config
 from train.__main__ import run as command
 from train.run.health.endpoint import PREFIX, Figures
-from train.run.health.heartbeat import Heart
-from train.run.telling.json_lines import read_json_lines
+from train.run.health.heartbeat import HeartbeatReporter
+from train.run.reporting.json_lines import read_json_lines
 from train.step import StepResult, TrainStep
 
 
@@ -71,12 +71,12 @@ def test_an_address_that_is_taken_is_refused(latents: Path, tmp_path: Path) -> N
 
 def test_what_a_rank_has_waited_for_batches_never_falls() -> None:
     """Its sign of life is some seconds old: it may have had its batch since."""
-    heart = Heart()
-    heart.at(1, "loading")
-    beat = heart.beat._replace(began=heart.beat.began - 500, told=heart.beat.began)
-    heart.everyone = lambda: [beat]  # type: ignore[method-assign]
+    heartbeat = HeartbeatReporter()
+    heartbeat.at(1, "loading")
+    beat = heartbeat.beat._replace(began=heartbeat.beat.began - 500, told=heartbeat.beat.began)
+    heartbeat.everyone = lambda: [beat]  # type: ignore[method-assign]
     log = SimpleNamespace(max_steps=1, newest={})
     writer = SimpleNamespace(saved=None, seconds=0.0, config=SimpleNamespace(every=1))
-    figures = Figures(heart, log, writer, 0)  # type: ignore[arg-type]
+    figures = Figures(heartbeat, log, writer, 0)  # type: ignore[arg-type]
     (waited,) = (m.samples[0].value for m in figures.collect() if m.name.endswith("rank_loading_seconds"))
     assert waited == 500

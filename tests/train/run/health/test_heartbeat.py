@@ -14,7 +14,7 @@ from tests import ranks
 from tests.runs import train_fields, write_config
 from train.data.loader import Loader
 from train.run.health import heartbeat
-from train.run.health.heartbeat import FAILED, LEFT, Beat, Heart, who_is_missing
+from train.run.health.heartbeat import FAILED, LEFT, Beat, HeartbeatReporter, who_is_missing
 
 NOW = 1000.0
 LOOP = ("loading", "training", "logging")
@@ -72,29 +72,31 @@ def test_what_a_rank_is_at_reaches_the_others(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(heartbeat, "BEAT", 0.05)
     monkeypatch.setattr(heartbeat, "SILENT", 0.3)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    hearts = [Heart(rank, 3, dist.PrefixStore("a", store).clone()).start() for rank in range(2)]
+    heartbeats = [HeartbeatReporter(rank, 3, dist.PrefixStore("a", store).clone()).start() for rank in range(2)]
     for step in range(3):
-        for heart in hearts:
-            heart.at(step, "loading")
-            heart.at(step, "training")
-    hearts[1].at(3, "loading")
+        for each in heartbeats:
+            each.at(step, "loading")
+            each.at(step, "training")
+    heartbeats[1].at(3, "loading")
     time.sleep(0.2)
-    hearts[1].at(3, "training")
+    heartbeats[1].at(3, "training")
     time.sleep(0.2)
-    hearts[1].close()
-    hearts[1].thread.join()
-    missing = hearts[0].missing()
+    heartbeats[1].close()
+    heartbeats[1].thread.join()
+    missing = heartbeats[0].missing()
     assert missing is not None and missing.ranks == {1, 2}
     assert "rank 1 (host " in missing.words and "it was after step 3, training" in missing.words
     assert "rank 2 never came" in missing.words and "the others are after step 2, training" in missing.words
-    assert hearts[0].explained().startswith("Rank 2 never came") or hearts[0].explained().startswith("Rank 1 (host")
-    last = hearts[0].everyone()
+    assert heartbeats[0].explained().startswith("Rank 2 never came") or heartbeats[0].explained().startswith(
+        "Rank 1 (host"
+    )
+    last = heartbeats[0].everyone()
     assert last[2] is None and last[1] is not None and 0.15 < last[1].loading < 2
-    hearts[1].fail(MemoryError("no more"))
-    told = hearts[0].missing()
+    heartbeats[1].fail(MemoryError("no more"))
+    told = heartbeats[0].missing()
     assert told is not None and "ended after step 3: MemoryError: no more" in told.words
-    hearts[0].close()
-    alone = Heart().start()
+    heartbeats[0].close()
+    alone = HeartbeatReporter().start()
     alone.at(1, "loading")
     assert [each and each.at for each in alone.everyone()] == ["loading"] and alone.explained() == ""
 

@@ -11,11 +11,11 @@ from shards.base.errors import Preempted
 from shards.base.progress import Progress
 from shards.base.store import Place
 from train.data.batch import Batch
-from train.run.telling.config import LogConfig
-from train.run.telling.evaluations import TOLD_BY_WATCHERS, Evaluations
-from train.run.telling.json_lines import JsonLines, finite
-from train.run.telling.plot import plot_run
-from train.run.telling.tracker import flat_numbers, start_tracker
+from train.run.reporting.config import LogConfig
+from train.run.reporting.evaluations import TOLD_BY_WATCHERS, Evaluations
+from train.run.reporting.json_lines import JsonLines, finite
+from train.run.reporting.plot import plot_run
+from train.run.reporting.tracker import flat_numbers, start_tracker
 
 
 class Log:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from shards.base.errors import RequestError
-from train.run.telling.json_lines import read_json_lines
+from train.run.reporting.json_lines import read_json_lines
 
 
 def plot_run(run_dir: Path) -> Path:

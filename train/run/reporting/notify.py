@@ -18,14 +18,14 @@ from shards.base.config import Config, load_for_run
 from shards.base.errors import RequestError
 from shards.base.store import Place, Store
 from shards.open import open_store
+from train.run.checkpoints import remote
+from train.run.checkpoints.checkpoint import list_checkpoints, step_of
+from train.run.checkpoints.local_copy import bring_tracker_id, find_checkpoints
 from train.run.launches import Launch, take
 from train.run.preflight import check_tracker
-from train.run.saving import away
-from train.run.saving.checkpoint import list_checkpoints, step_of
-from train.run.saving.local_copy import bring_tracker_id, find_checkpoints
-from train.run.telling.config import LogConfig
-from train.run.telling.evaluations import TOLD_BY_WATCHERS, note_told, read_sheet, tell, untold
-from train.run.telling.tracker import start_tracker
+from train.run.reporting.config import LogConfig
+from train.run.reporting.evaluations import TOLD_BY_WATCHERS, note_told, read_sheet, tell, untold
+from train.run.reporting.tracker import start_tracker
 
 
 class TellConfig(Config):
@@ -91,8 +91,8 @@ def held(place: Place, store: Store, last: int, patience: float) -> Iterator[Lau
         with Launch(take(place, patience)) as launch:
             yield launch
         return
-    number = away.wait_until_free(store, patience)
-    there = away.take(place, number, find_checkpoints(store))
+    number = remote.wait_until_free(store, patience)
+    there = remote.take(place, number, find_checkpoints(store))
     with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch:
         work = Path(scratch) / place.rstrip("/").rpartition("/")[2]
         work.mkdir()

@@ -13,11 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shards.base.errors import Preempted, RequestError
 from tests.runs import train_fields, write_config
-from tests.train.run.telling.leaving import leaves_after
+from tests.train.run.reporting.leaving import leaves_after
 from train.__main__ import run as command
 from train.run.preflight import check_tracker
-from train.run.telling import tracker
-from train.run.telling.tracker import flat_numbers, source_state
+from train.run.reporting import tracker
+from train.run.reporting.tracker import flat_numbers, source_state
 
 
 def test_lines_are_durable_before_their_checkpoint_is(

@@ -15,13 +15,13 @@ from shards.base.errors import Outage, Preempted, RequestError
 from shards.base.store import LocalStore
 from shards.open import open_store
 from tests.runs import train_fields, write_config
-from tests.train.run.telling.leaving import leaves_after
-from tests.train.run.telling.offline import go_offline, leave, leave_with, picture_of, rows
+from tests.train.run.reporting.leaving import leaves_after
+from tests.train.run.reporting.offline import go_offline, leave, leave_with, picture_of, rows
 from train.__main__ import run as command
 from train.run.launches import Launch, take
-from train.run.telling import evaluations
-from train.run.telling.evaluations import Evaluations, untold
-from train.run.telling.log import Log
+from train.run.reporting import evaluations
+from train.run.reporting.evaluations import Evaluations, untold
+from train.run.reporting.log import Log
 
 NAME = "evaluation/toy_fid/own 12345678"
 
@@ -276,6 +276,6 @@ def test_tell_sends_the_numbers_beside_a_damaged_picture(
 
 
 def test_sheets_are_read_without_an_image_library() -> None:
-    program = "import sys, train.run.telling.evaluations; print('PIL' in sys.modules)"
+    program = "import sys, train.run.reporting.evaluations; print('PIL' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"

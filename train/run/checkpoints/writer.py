@@ -13,13 +13,13 @@ from typing import Any
 from shards.base.durable import fsync_file, sha256_file
 from shards.base.errors import Outage, WorkError
 from train.model.tensors import HostCopies, bytes_of, free_memory, owners, share_name, write_index, write_tensors
+from train.run.checkpoints.checkpoint import HEAD_NAME, LINES, VERSION, list_checkpoints, step_folder, step_of
+from train.run.checkpoints.config import CheckpointConfig
+from train.run.checkpoints.remote import RemoteRun
+from train.run.checkpoints.retention import superfluous
+from train.run.checkpoints.shares import ALONE, Writers, meeting
+from train.run.checkpoints.snapshot import Snapshot
 from train.run.launches import Pace, remove
-from train.run.saving.away import Away
-from train.run.saving.checkpoint import HEAD_NAME, LINES, VERSION, list_checkpoints, step_folder, step_of
-from train.run.saving.config import CheckpointConfig
-from train.run.saving.keep import superfluous
-from train.run.saving.shares import ALONE, Writers, meeting
-from train.run.saving.snapshot import Snapshot
 
 AGREED_SECONDS = 2.0
 """Within which the processes agree to leave."""
@@ -61,7 +61,7 @@ class CheckpointWriter:
         fingerprint: dict[str, Any],
         config: CheckpointConfig,
         writers: Writers = ALONE,
-        away: Away | None = None,
+        away: RemoteRun | None = None,
     ):
         """`folder`: the launch's own; `unet_json`: the diffusers config of the U-Net; `away`: the run's address."""
         self.folder, self.writers, self.main = folder, writers, writers.rank == 0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from train.model.ema import Ema
-from train.run.saving.checkpoint import HEAD_NAME, OPTIMIZER_NAME, WEIGHTS_NAME, flatten, trained
+from train.run.checkpoints.checkpoint import HEAD_NAME, OPTIMIZER_NAME, WEIGHTS_NAME, flatten, trained
 from train.run.state import TrainState
 
 

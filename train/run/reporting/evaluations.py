@@ -21,7 +21,7 @@ from zipfile import ZipFile
 from shards.base.errors import Outage
 from shards.base.store import Place, Store
 from shards.open import open_store
-from train.run.telling.tracker import STEP
+from train.run.reporting.tracker import STEP
 
 FOLDER = "tracker/evaluations"
 SHEET, TOLD = ".zip", ".told.json"

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from train.run.saving.keep import KeepConfig
+from train.run.checkpoints.retention import KeepConfig
 
 
 class CheckpointConfig(KeepConfig):

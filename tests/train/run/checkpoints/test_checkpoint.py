@@ -17,9 +17,8 @@ from tests.runs import UNET, curve, train_fields, write_config
 from train.model.config import EmaConfig
 from train.model.ema import make_averages
 from train.model.unet import build_unet, read_unet_config
-from train.run.launches import Launch, Pace, take
-from train.run.saving import writer as checkpoint
-from train.run.saving.checkpoint import (
+from train.run.checkpoints import writer as checkpoint
+from train.run.checkpoints.checkpoint import (
     list_checkpoints,
     load_weights,
     newest_checkpoint,
@@ -27,10 +26,11 @@ from train.run.saving.checkpoint import (
     step_folder,
     verify_checkpoint,
 )
-from train.run.saving.config import CheckpointConfig
-from train.run.saving.keep import superfluous
-from train.run.saving.snapshot import Snapshot, take_snapshot
-from train.run.saving.writer import CheckpointWriter, too_slow_to_leave
+from train.run.checkpoints.config import CheckpointConfig
+from train.run.checkpoints.retention import superfluous
+from train.run.checkpoints.snapshot import Snapshot, take_snapshot
+from train.run.checkpoints.writer import CheckpointWriter, too_slow_to_leave
+from train.run.launches import Launch, Pace, take
 from train.run.state import TrainState
 
 
@@ -155,7 +155,7 @@ def test_a_loss_scaler_that_finds_its_scale_is_no_skipped_step(latents: Path, tm
     fields = train_fields(latents, tmp_path / "run", max_steps=4, checkpoint={"every": 1, "keep": 9})
     arguments = ["--config", str(write_config(tmp_path, fields))]
     codes = ranks.wait(
-        ranks.start(tmp_path / "log", arguments, program="tests.train.run.saving.test_checkpoint:with_a_scaler")
+        ranks.start(tmp_path / "log", arguments, program="tests.train.run.checkpoints.test_checkpoint:with_a_scaler")
     )
     assert codes == [0], (tmp_path / "log").read_text()
     contents = [verify_checkpoint(folder).content for folder in list_checkpoints(tmp_path / "run")]

@@ -16,8 +16,7 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.scratch import private_folder
 from shards.base.store import Place, Store
 from shards.open import open_store
-from train.run.launches import TRACKER_ID, publish, remove
-from train.run.saving.checkpoint import (
+from train.run.checkpoints.checkpoint import (
     LINES,
     STATE_NAME,
     Checkpoint,
@@ -26,6 +25,7 @@ from train.run.saving.checkpoint import (
     step_of,
     verify_checkpoint,
 )
+from train.run.launches import TRACKER_ID, publish, remove
 
 
 def work_folder(place: Place) -> Path:

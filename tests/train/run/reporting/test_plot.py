@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.run.telling.plot import smooth
+from train.run.reporting.plot import smooth
 
 
 def test_smoothing_has_no_bias_at_its_start() -> None:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from shards.base.config import flatten
 from shards.base.durable import write_file
 from train.run.launches import TRACKER_ID, publish
-from train.run.telling.config import LogConfig
+from train.run.reporting.config import LogConfig
 
 STEP = "evaluation/step"
 """Of the checkpoint that `evaluation/…` is of. Trackers are told of it later, and wandb's own steps do not go back."""

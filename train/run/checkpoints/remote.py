@@ -28,9 +28,9 @@ from shards.base.durable import canonical_json
 from shards.base.errors import Outage, RequestError, WorkError
 from shards.base.store import Store
 from shards.open import open_store
+from train.run.checkpoints.checkpoint import STATE_NAME, step_of
+from train.run.checkpoints.local_copy import find_checkpoints, parse_folder, remote_folder, stored_checkpoints
 from train.run.launches import described, is_over, now, who_is_this
-from train.run.saving.checkpoint import STATE_NAME, step_of
-from train.run.saving.local_copy import find_checkpoints, parse_folder, remote_folder, stored_checkpoints
 
 PRIVATE = {"checkpoints", "launches", "posthoc"}
 """Of a run folder: what is not put as it lies there."""
@@ -83,7 +83,7 @@ def take(
     found: Mapping[str, str],
     patience: float = PATIENCE,
     ahead: Mapping[str, str] | None = None,
-) -> "Away":
+) -> "RemoteRun":
     """Take the run over from the launch of this number; of several at once, one does.
 
     Args:
@@ -95,7 +95,7 @@ def take(
         RequestError: another launch did.
         WorkError: the launch before, which slept, changed the checkpoints meanwhile.
     """
-    store, away = open_store(address), Away(address, number + 1, patience, token := uuid.uuid4().hex)
+    store, away = open_store(address), RemoteRun(address, number + 1, patience, token := uuid.uuid4().hex)
     name = f"launches/{away.number:04d}.json"
     created = store.create(name, canonical_json(who_is_this() | {"token": token}))
     # where the reply was lost and the request made again, the winner too is told that it is there
@@ -111,7 +111,7 @@ def take(
     return away
 
 
-class Away:
+class RemoteRun:
     """The run's address, for the launch that holds it."""
 
     def __init__(self, address: str, number: int, patience: float = PATIENCE, token: str = ""):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from train.run.launches import take
-from train.run.telling.json_lines import JsonLines, read_json_lines
+from train.run.reporting.json_lines import JsonLines, read_json_lines
 
 
 def test_damaged_lines_are_passed_over_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

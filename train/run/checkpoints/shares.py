@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from shards.base.durable import fsync_tree, sealed_json, write_file
 from shards.base.errors import Outage, WorkError
+from train.run.checkpoints.checkpoint import STATE_NAME
+from train.run.checkpoints.remote import RemoteRun
 from train.run.launches import publish
-from train.run.saving.away import Away
-from train.run.saving.checkpoint import STATE_NAME
 
 
 class Writers(NamedTuple):
@@ -40,7 +40,7 @@ class Meeting(ABC):
     pause: float
     """Seconds between looks for a receipt."""
 
-    def __init__(self, run_dir: Path, writers: Writers, away: Away | None):
+    def __init__(self, run_dir: Path, writers: Writers, away: RemoteRun | None):
         self.run_dir, self.writers, self.away = run_dir, writers, away
 
     @abstractmethod
@@ -83,7 +83,7 @@ class InFolder(Meeting):
 
     pause = 0.05
 
-    def __init__(self, run_dir: Path, folder: Path, writers: Writers, away: Away | None):
+    def __init__(self, run_dir: Path, folder: Path, writers: Writers, away: RemoteRun | None):
         super().__init__(run_dir, writers, away)
         self.folder = folder
 
@@ -121,7 +121,7 @@ class AtAddress(Meeting):
     """At the run's address: each process puts its share there, from a folder of its machine. No machine has all."""
 
     pause = 0.5
-    away: Away
+    away: RemoteRun
 
     def private(self, target: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ class AtAddress(Meeting):
         return f"part-{rank:05d}-{self.away.token}.json"  # one of an earlier launch says nothing of this one's share
 
 
-def meeting(run_dir: Path, folder: Path, writers: Writers, away: Away | None) -> Meeting:
+def meeting(run_dir: Path, folder: Path, writers: Writers, away: RemoteRun | None) -> Meeting:
     """Where the shares of a run's checkpoints come together. `folder`: the launch's own."""
     if away is not None and writers.total > 1:
         return AtAddress(run_dir, writers, away)
