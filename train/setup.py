@@ -30,6 +30,7 @@ from train.run.health.heartbeat import HeartbeatReporter
 from train.run.health.meter import Meter
 from train.run.health.output import outdated
 from train.run.launches import Launch, publish
+from train.run.processes import print_once
 from train.run.reporting.log import Log
 from train.run.state import StepResults, TrainState
 from train.step import TrainStep, place_network
@@ -147,30 +148,33 @@ def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerato
     """Print where the weights come from, unless they are random, and whatever the user may not expect."""
     own = prepared.checkpoint
     if own is not None:
-        accelerator.print(f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
+        print_once(accelerator, f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
     elif prepared.start is not None:
-        accelerator.print(f"starting {config.run_dir} from {prepared.start}")
+        print_once(accelerator, f"starting {config.run_dir} from {prepared.start}")
         if prepared.start_seed == config.seed:
-            accelerator.print(
+            print_once(
+                accelerator,
                 f"warning: {config.init_from} was trained with the same seed, {config.seed}, so this run repeats its "
-                f"timesteps and noise step by step and, on the same data, its order of samples. Set another `seed`."
+                f"timesteps and noise step by step and, on the same data, its order of samples. Set another `seed`.",
             )
     slow = too_slow_to_leave(launch.pace, config.checkpoint)
     if slow is not None:
-        accelerator.print(slow)
+        print_once(accelerator, slow)
     share = config.global_batch_size // prepared.world.size
     if config.microbatch_size > share:
-        accelerator.print(
+        print_once(
+            accelerator,
             f"microbatch_size {config.microbatch_size} is larger than each process's share of the batch "
             f"(global_batch_size {config.global_batch_size} over {prepared.world.size} processes), so the effective "
-            f"microbatch is {share}."
+            f"microbatch is {share}.",
         )
     for stream in prepared.spec.streams:
         if stream.recalled:
-            accelerator.print(
+            print_once(
+                accelerator,
                 f"{stream.recalled} of {stream.files.num_samples} samples of "
                 f"{stream.config.root}/{stream.config.bucket} were recalled after the run's index was published. The "
-                f"run keeps training on them; `--data.index newest` drops them."
+                f"run keeps training on them; `--data.index newest` drops them.",
             )
 
 

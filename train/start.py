@@ -17,7 +17,7 @@ from train.prepare import on_main_process, precision_of_run, prepare
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.health.output import kept
 from train.run.launches import Launch
-from train.run.processes import die_with_launcher, join_processes, lost_processes_named
+from train.run.processes import die_with_launcher, join_processes, lost_processes_named, print_once
 from train.setup import build_trainer
 from train.takeover import install, take_everywhere
 
@@ -51,7 +51,7 @@ def _train_here(
         accelerator = make_accelerator(config, device)
         prepared = prepare(config, accelerator, downloads)
         if prepared.checkpoint is not None and prepared.checkpoint.state.step >= config.max_steps:
-            accelerator.print(nothing_to_do(config))
+            print_once(accelerator, nothing_to_do(config))
             return
         folder, away = on_main_process(accelerator, lambda: take_everywhere(config, prepared))
     launch_number = None if away is None else away.number
@@ -66,7 +66,7 @@ def _train_here(
             downloads.close()
             trainer = build_trainer(config, prepared, accelerator, launch, away, heartbeat)
         trainer.fit()
-        accelerator.print(describe_finished(config, config.max_steps, launch_number, config_file))
+        print_once(accelerator, describe_finished(config, config.max_steps, launch_number, config_file))
 
 
 def make_accelerator(config: TrainConfig, device: str) -> Accelerator:

@@ -18,7 +18,7 @@ from train.run.checkpoints.writer import CheckpointWriter, too_slow_to_leave
 from train.run.health.endpoint import Figures, served
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.launches import Launch, Pace
-from train.run.processes import ShutdownCoordinator, expect_answers, lost_processes_named
+from train.run.processes import ShutdownCoordinator, expect_answers, lost_processes_named, print_once
 from train.run.reporting.log import Log
 from train.run.state import TrainState
 from train.step import TrainStep
@@ -89,7 +89,7 @@ class Trainer:
                 signals = shutdown.agreed(state.step)
                 is_last = signals.leave or state.step == self.max_steps
                 if signals.save:
-                    self.accelerator.print(f"SIGUSR2 received: writing a checkpoint after step {state.step}.")
+                    print_once(self.accelerator, f"SIGUSR2 received: writing a checkpoint after step {state.step}.")
                 if is_last or signals.save or state.step % self.checkpoints.config.every == 0:
                     with shutdown.aside():
                         self.save(is_last)
@@ -157,7 +157,7 @@ class Trainer:
         self.launch.note(save_seconds=now.save, step_seconds=now.step)
         warning = too_slow_to_leave(now, self.checkpoints.config)
         if warning is not None and not too_slow_to_leave(before, self.checkpoints.config):
-            self.accelerator.print(warning)
+            print_once(self.accelerator, warning)
 
     def _listen_for_signals(self) -> ShutdownCoordinator:
         return ShutdownCoordinator(

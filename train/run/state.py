@@ -12,6 +12,7 @@ from torch import Tensor
 from shards.base.errors import WorkError
 from train.objective.sums import LossSums
 from train.run.alarm import Alarm, AlarmState
+from train.run.processes import print_once
 
 
 @dataclass
@@ -91,7 +92,7 @@ class StepResults:
                 state.losses.append(loss)
                 state.sums += step
                 if said := self.alarm.hear(state.alarm, number, loss):
-                    self.accelerator.print(said)
+                    print_once(self.accelerator, said)
         if self.aligned:
             totals: Tensor = self.accelerator.reduce(torch.stack(self.aligned).double(), "sum")
             means = totals.cpu() / self.global_batch_size

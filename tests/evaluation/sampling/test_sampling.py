@@ -208,19 +208,28 @@ def test_killed_and_run_again_with_a_different_number_of_workers(pipeline: Path,
 
 @pytest.mark.slow
 def test_killed_at_random_times_with_one_two_and_four_workers(pipeline: Path, tmp_path: Path) -> None:
+    """Jobs are killed while they start, or after they have committed one more of the ten parts."""
     expected = pictures(draw_here(pipeline, tmp_path / "here", sampling(part_size=2, guidance=[1.0])))
-    words = arguments(pipeline, tmp_path / "out", "--sampling.guidance", "1,4")
+    out = tmp_path / "out"
+    words = arguments(pipeline, out, "--sampling.guidance", "1,4")
+
+    def count_parts() -> int:
+        return len(list(out.glob("*/receipts/pictures/*.json")))
+
     rng, kills = random.Random(0), 0
-    for num_cpus in ("0.5", "1", "2") * 3:  # 4, 2 and 1 workers at once on two cores
-        flags = [*words, "--workers.num_cpus", num_cpus]
+    for num, num_cpus in enumerate(("0.5", "1", "2") * 2):  # 4, 2 and 1 workers at once on two cores
+        flags, before = [*words, "--workers.num_cpus", num_cpus], count_parts()
         (job,) = ranks.start(tmp_path / "log", flags, program="evaluation.__main__:run")
-        job.join(rng.uniform(3, 20))
+        if num % 2:
+            job.join(rng.uniform(1, 5))
+        while num % 2 == 0 and job.exitcode is None and count_parts() == before:
+            time.sleep(0.02)
         if job.exitcode is None:
             assert job.pid is not None
             os.killpg(job.pid, signal.SIGKILL)
             kills += 1
         job.join()
-    assert kills > 1
+    assert kills >= 4
     done = run_module("evaluation", *words)
     assert done.returncode == 0, done.stderr
     assert pictures(tmp_path / "out" / "g1-s2-own") == expected
