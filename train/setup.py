@@ -30,9 +30,9 @@ from train.run.health.heartbeat import HeartbeatReporter
 from train.run.health.meter import Meter
 from train.run.health.output import outdated
 from train.run.launches import Launch, publish
-from train.run.processes import print_once
 from train.run.reporting.log import Log
 from train.run.state import StepResults, TrainState
+from train.run.terminal import print_once
 from train.step import TrainStep, place_network
 from train.trainer import Trainer
 

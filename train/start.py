@@ -17,7 +17,8 @@ from train.prepare import on_main_process, precision_of_run, prepare
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.health.output import kept
 from train.run.launches import Launch
-from train.run.processes import die_with_launcher, join_processes, lost_processes_named, print_once
+from train.run.processes import die_with_launcher, join_processes, lost_processes_named
+from train.run.terminal import print_once
 from train.setup import build_trainer
 from train.takeover import install, take_everywhere
 

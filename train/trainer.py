@@ -18,9 +18,10 @@ from train.run.checkpoints.writer import CheckpointWriter, too_slow_to_leave
 from train.run.health.endpoint import Figures, served
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.launches import Launch, Pace
-from train.run.processes import ShutdownCoordinator, expect_answers, lost_processes_named, print_once
+from train.run.processes import ShutdownCoordinator, expect_answers, lost_processes_named
 from train.run.reporting.log import Log
 from train.run.state import TrainState
+from train.run.terminal import print_once
 from train.step import TrainStep
 
 

@@ -79,12 +79,6 @@ def join_processes(timeout: float, device: str) -> HeartbeatReporter:
     return heartbeat
 
 
-def print_once(accelerator: Accelerator, message: str) -> None:
-    """Print on the run's main process only. `Accelerator.print` prints on every machine."""
-    if accelerator.is_main_process:
-        print(message, flush=True)
-
-
 class Told(NamedTuple):
     """What a run was told by signals."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shards.base.errors import WorkError
 from train.objective.sums import LossSums
 from train.run.alarm import Alarm, AlarmState
-from train.run.processes import print_once
+from train.run.terminal import print_once
 
 
 @dataclass
