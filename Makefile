@@ -129,6 +129,14 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# of the packages whose tests need no other process, only those that take less than a few seconds
+QUICK = tests/shards tests/plan tests/precompute/select tests/precompute/input tests/precompute/pixels tests/cluster \
+  tests/train/data tests/train/model tests/train/objective tests/train/run/lease tests/train/run/test_alarm.py \
+  tests/train/test_config.py tests/train/test_step.py tests/evaluation/metrics tests/test_rooms.py
+## make quick                     | lint, types and the quick tests, in 90 s on two cores
+quick: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not (slow or faults or heavy)" $(QUICK) $(ARGS)
+
 # One thread per process. Three processes keep two cores busy, because most tests start commands and wait for them.
 # A test that hangs is killed after ten minutes with a stack trace of all its threads, and the other tests continue.
 ## make test                      | run the tests

@@ -34,7 +34,7 @@ from evaluation.sampling.prompts import prompts_sha256, read_prompts
 from evaluation.scoring import check_measurable, choose_metrics, format_metrics, score
 from evaluation.study.__main__ import run as study
 from evaluation.watch.follow import Follower, read_schedule
-from evaluation.watch.tracker import log_remaining_sheets, open_tracker
+from evaluation.watch.tracker import log_remaining_results, open_tracker
 from shards.base.config import load_config, load_from_args, parse_subcommand
 from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, console
@@ -98,7 +98,7 @@ def watch(arguments: list[str]) -> None:
         settings=settings | {"metrics": names, "prompts": prompts_sha256(read_prompts(config.prompts))},
         evaluate=lambda step, place: draw_and_score(config, names, step, place),
         log_step=open_tracker(run, output),
-        log_remaining=lambda: log_remaining_sheets(run, config.model),
+        log_remaining=lambda: log_remaining_results(run, config.model),
     ).follow()
 
 

@@ -1,6 +1,7 @@
 """Config of `python -m evaluation`, assembled from the sections that the subpackages define."""
 
 from pydantic import Field
+from pydantic_settings import CliSuppress
 
 from cluster.fleet import FleetConfig
 from evaluation.features.extractors import ExtractorsConfig
@@ -40,5 +41,7 @@ class EvaluateConfig(Config):
 class WatchConfig(EvaluateConfig, FollowConfig):
     """Sample and score a run's checkpoints as they appear."""
 
+    step: CliSuppress[int | None] = Field(None, ge=0)
+    """Not accepted, because `watch` evaluates many checkpoints. Select them with `every` and `until`."""
     output: Place | None = None
     """Folder or URL for evaluations/ and evaluations.jsonl. null: the run folder."""

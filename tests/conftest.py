@@ -56,7 +56,7 @@ LONGEST_FIRST = (
     "test_models.py",
     "test_end_to_end.py",
     "test_train_faults.py",
-    "test_away.py",
+    "test_remote_run.py",
 )
 """Files that take half a minute or more. Processes take a file each: none of these should be the last."""
 

@@ -9,9 +9,13 @@ from typing import Any
 import psutil
 import yaml
 
+from shards.base.store import Store
 from tests import ranks
 from tests.ranks import environment as environment
-from train.run.checkpoints.checkpoint import list_checkpoints, verify_checkpoint
+from train.run.checkpoints.checkpoint import Checkpoint, list_checkpoints, step_folder, verify_checkpoint
+from train.run.checkpoints.local_copy import download, stored_checkpoints
+from train.run.lease.folder import FolderBackend
+from train.run.lease.lease import Lease
 from train.run.reporting.json_lines import read_json_lines
 
 UNET = Path(__file__).with_name("tiny_unet.json")
@@ -107,3 +111,13 @@ def rank_processes(pid: int) -> list[psutil.Process]:
         return [child for child in psutil.Process(pid).children() if "train" in child.cmdline()]
     except psutil.NoSuchProcess:
         return []
+
+
+def acquire(run_dir: Path, ttl: float = 1.0) -> Lease:
+    """Acquire a run folder. A lease that this process acquired before counts as dead."""
+    return Lease.acquire(FolderBackend(run_dir), ttl)
+
+
+def fetch(store: Store, run: Path, name: str) -> Checkpoint:
+    """Download a checkpoint to the folder `run`, or raise an error if it is not complete."""
+    return download(store, stored_checkpoints(store)[name], step_folder(run, int(name.removeprefix("step-"))))

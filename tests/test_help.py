@@ -96,7 +96,7 @@ def test_every_command_has_examples_that_are_understood(
         monkeypatch.setattr(place, then_stop(getattr(importlib.import_module(module), name)))
     for place in WORK:
         monkeypatch.setattr(place, then_stop(lambda *_: None))
-    monkeypatch.setattr("train.early.answer_early", lambda *_: None)  # what the examples name is not there
+    monkeypatch.setattr("train.early.check_without_torch", lambda *_: None)  # the inputs of the examples do not exist
     for example in examples:
         with pytest.raises(UnderstoodError):
             call(example)
@@ -134,3 +134,9 @@ def test_help_names(words: str, said: list[str], capsys: pytest.CaptureFixture[s
     printed = help_of(["python", "-m", *words.split()], capsys)
     for word in said:
         assert word in printed
+
+
+def test_watch_does_not_list_the_step_that_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    """`score`, from which it inherits its other fields, does."""
+    assert "--step" in help_of(["python", "-m", "evaluation", "score"], capsys)
+    assert "--step" not in help_of(["python", "-m", "evaluation", "watch"], capsys)

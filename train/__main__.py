@@ -10,7 +10,7 @@ further commands, each with a --help of its own:
   python -m train plot      draw RUN/loss.png from a run's metrics
   python -m train export    export a run as a diffusers pipeline
   python -m train ema       rebuild a moving average of any width from a run's snapshots
-  python -m train tell      send evaluations made after a run's end to its tracker
+  python -m train tell      log evaluations made after a run's end to its tracker
   python -m train.launch    start several processes (accelerate's launcher and its flags)
 """
 
@@ -35,8 +35,8 @@ def run(arguments: list[str]) -> None:
         COMMANDS[arguments[0]](arguments[1:])
         return
     config = read_config(arguments, "train", __doc__)
-    if (answer := answer_early(config, arguments)) is not None:
-        print(answer)
+    if (message := check_without_torch(config, arguments)) is not None:
+        print(message)
         return
     from train.early import config_file
     from train.start import train_here
@@ -51,21 +51,21 @@ def read_config(arguments: list[str], prog: str, about: str | None) -> "TrainCon
     return load_from_args(TrainConfig, arguments, prog, about)
 
 
-def answer_early(config: "TrainConfig", arguments: list[str]) -> str | None:
-    """Check what needs no torch, and return the final message if the run has already finished.
+def check_without_torch(config: "TrainConfig", arguments: list[str]) -> str | None:
+    """Run the checks that need no torch, and return the final message if the run has already finished.
 
-    With several processes, only the number of processes is checked here, because all must come to the same answer.
-    Their launcher has made the other checks.
+    With several processes, only their number is checked here, because all of them must get the same result. The
+    launcher has made the other checks.
 
     Raises:
-        RequestError: the number of processes is wrong, or something that the config names is missing.
+        RequestError: the number of processes is wrong, or an input of the run is missing.
     """
     from train import early
     from train.run.preflight import World
 
     world = World.launched()
     world.check(config.num_processes, config.global_batch_size)
-    return early.answer_early(config, early.config_file(arguments)) if world.size == 1 else None
+    return early.check_without_torch(config, early.config_file(arguments)) if world.size == 1 else None
 
 
 def check(arguments: list[str]) -> None:
@@ -78,8 +78,8 @@ def check(arguments: list[str]) -> None:
       python -m train check --config configs/phase1.yaml --data.root s3://bucket/latents --num_processes 8
     """
     config = read_config(arguments, "train check", check.__doc__)
-    if (answer := answer_early(config, arguments)) is not None:
-        print(answer.splitlines()[0])  # after this check, `make train` starts the trainer, which prints the rest
+    if (message := check_without_torch(config, arguments)) is not None:
+        print(message.splitlines()[0])  # after this check, `make train` starts the trainer, which prints the rest
         return
     from train.finish import nothing_to_do
     from train.prepare import prepare
@@ -118,9 +118,9 @@ def ema(arguments: list[str]) -> None:
 
 
 def tell(arguments: list[str]) -> None:
-    from train.run.reporting.notify import tell_finished
+    from train.run.reporting.notify import log_remaining
 
-    print(tell_finished(arguments))
+    print(log_remaining(arguments))
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {

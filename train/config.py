@@ -1,6 +1,6 @@
-"""The config of stage 2, assembled from sections that are defined next to the code that reads them.
+"""The config of stage 2. Its sections are defined in the modules whose code reads them.
 
-No module that defines a section may import torch, so that a wrong config is refused within a second.
+These modules must not import torch, so that an invalid config is rejected within a second.
 """
 
 import math
@@ -23,7 +23,7 @@ from train.run.reporting.config import LogConfig
 
 
 class RequestConfig(Config):
-    """Requests to `python -m evaluation watch`. The trainer itself evaluates nothing."""
+    """Requests to `python -m evaluation watch`, which evaluates checkpoints. The trainer ignores them."""
 
     every: int | None = Field(None, ge=1)
     """Evaluate the checkpoints whose step is a multiple of this, and the last one; null: all checkpoints."""
@@ -35,24 +35,24 @@ class TrainConfig(Config):
     run_dir: Place
     """Folder or object-store URL (s3://…) of the run's config, metrics and checkpoints. An existing run is resumed."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Seed of the first weights, the order of samples and all random draws."""
+    """Seed of the initial weights, the order of samples and all random draws."""
     max_steps: int = Field(ge=1)
-    """Optimizer steps of the whole run, including those before a resume."""
+    """Total number of optimizer steps of the run, including those before a resume."""
     global_batch_size: int = Field(2048, ge=1)
-    """Samples per optimizer step over all processes."""
+    """Samples per optimizer step, summed over all processes."""
     microbatch_size: int = Field(16, ge=1)
-    """Samples per forward pass of one process, at most its share of the batch; gradients are accumulated over the
-    rest of the share."""
+    """Samples per forward pass of a process, at most its share of the batch. Gradients are accumulated over the
+    microbatches of a step."""
     init_from: Place | None = None
-    """Run folder or URL whose newest checkpoint provides the first weights; the optimizer state is new."""
+    """Run folder or URL whose newest checkpoint provides the initial weights; the optimizer state is not loaded."""
     init_weights: Literal["auto", "raw", "ema"] = "auto"
-    """Which weights of `init_from` to use; `auto`: the moving average if it has one."""
+    """Weights of `init_from` to use; `auto`: the moving average if there is one, otherwise the raw weights."""
     init_unet: str | None = None
-    """Folder or hub name (org/repo/unet) of a pretrained diffusers network that provides the first weights. Its config
-    must match `backbone.config`."""
+    """Folder or hub name (org/repo/unet) of a pretrained diffusers network that provides the initial weights. Its
+    config must match `backbone.config`."""
     train_only: list[str] | None = Field(None, min_length=1)
-    """Name patterns such as `*.attn2.*`: only parameters that match one are trained, and the others keep the weights
-    that the run starts with; null: all are trained."""
+    """Name patterns such as `*.attn2.*`. Only parameters whose names match a pattern are trained; the others keep their
+    initial values. null: all are trained."""
     data: DataConfig
     backbone: BackboneConfig = BackboneConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -66,33 +66,33 @@ class TrainConfig(Config):
     alarm: AlarmConfig = AlarmConfig()
     evaluate: RequestConfig = RequestConfig()
     device: DeviceOption = "auto"
-    """`auto` trains on the GPUs if torch can use them, and fails if there are GPUs that it cannot use; `cpu` always
-    trains on the CPU."""
+    """`auto` trains on GPUs if torch can use them, and fails if the machine has GPUs that torch cannot use; `cpu`
+    always trains on the CPU."""
     precision: PrecisionOption = "auto"
     """Autocast type; weights and optimizer are always float32. `auto` is bfloat16 if the hardware supports it and
     float32 otherwise; a resumed run keeps its earlier precision. `float32` disables TF32, also in convolutions."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, which takes less memory and more time."""
+    """Recompute activations in the backward pass, to save memory at the cost of time."""
     compile: bool = False
     """Compile the network with torch.compile."""
     sharding: Sharding = "none"
-    """What several processes shard: `none` (DDP, each holds everything), `grad_op` (gradients and optimizer state), or
-    `full` (the weights, too)."""
+    """Sharding over processes: `none` (DDP; every process holds everything), `grad_op` (gradients and optimizer state)
+    or `full` (weights as well)."""
     ddp: DdpConfig = DdpConfig()
     collective_timeout: float = Field(600.0, gt=0)
-    """Seconds after which a process that does not join the others ends the run. It must be longer than writing a
-    checkpoint takes. With several processes, each waits at most 0.8 times as long for its storage."""
+    """Seconds that processes wait for each other in a collective before the run fails. It must exceed the time that
+    writing a checkpoint takes. With several processes, each waits for storage at most 0.8 times as long."""
     takeover_after: float = Field(60.0, gt=0)
-    """Seconds without a sign of life after which the launch that holds the run counts as dead, so that this one may
-    take over."""
+    """Seconds without a heartbeat after which the launch that holds the run is considered dead, so that a new launch
+    may take over."""
     channels_last: bool | None = None
     """Use the channels-last memory format for convolutions; null: on GPUs, whose bfloat16 kernels need it."""
     low_precision_norms: bool = False
     """Run GroupNorm and LayerNorm in the autocast type instead of float32: less memory traffic, slightly more
     rounding."""
     num_processes: int | None = Field(None, ge=1)
-    """Number of processes that the launcher must have started; null: any. The run refuses to start on any other
-    number."""
+    """Number of processes that the launcher must have started; with any other number, the run refuses to start. null:
+    any number."""
 
     @model_validator(mode="after")
     def _check(self) -> "TrainConfig":
@@ -110,31 +110,31 @@ class TrainConfig(Config):
         if self.validation.root is not None and self.validation.every % self.log.every:
             raise ValueError(
                 f"validation.every {self.validation.every} is not a multiple of log.every {self.log.every}, so its "
-                f"values would have no line in metrics.jsonl; change one of them"
+                f"results would have no line in metrics.jsonl; change one of the two"
             )
         if self.validation.weights == "ema" and self.ema.start_step is None:
-            raise ValueError("validation.weights ema has no average to validate: set ema.start_step")
+            raise ValueError("validation.weights is ema, but the run keeps no moving average; set ema.start_step")
         if self.evaluate.every is not None and self.evaluate.every % self.checkpoint.every:
             raise ValueError(
                 f"evaluate.every {self.evaluate.every} is not a multiple of checkpoint.every {self.checkpoint.every}, "
-                f"so there would be no checkpoint to evaluate; change one of them"
+                f"so there would be no checkpoint to evaluate; change one of the two"
             )
         if self.sharding != "none" and self.precision == "float16":
             raise ValueError("sharding does not support precision float16; use bfloat16")
         if self.init_from is not None and self.init_unet is not None:
-            raise ValueError("init_from and init_unet both provide the first weights; set only one of them")
+            raise ValueError("init_from and init_unet both provide the initial weights; set only one of them")
         if self.init_from is not None and work_folder(self.init_from).resolve() == self.work.resolve():
             raise ValueError("init_from is the run's own run_dir; remove it, because a run resumes without init_from")
         return self
 
     @property
     def start_timeout(self) -> float:
-        """Timeout of collectives, in seconds, during the first steps, whose batches may take `data.first_timeout`."""
+        """Timeout of collectives in the first steps, in seconds, which allows for `data.first_timeout`."""
         return max(self.collective_timeout, self.data.first_timeout + self.data.timeout)
 
     def patience(self, seconds: float, num_processes: int) -> float:
-        """Limit the seconds that a process waits for storage, so that it can report the cause before the others give
-        up on it."""
+        """Limit a timeout for storage, so that a process reports its error before a collective of the others times
+        out."""
         return seconds if num_processes == 1 else min(seconds, 0.8 * self.collective_timeout)
 
     @property

@@ -1,4 +1,4 @@
-"""Checks that need no torch, so that most wrong requests are refused in a second. `prepare` repeats them."""
+"""Checks without torch, so that most invalid requests fail within a second. `prepare` repeats them."""
 
 import argparse
 from pathlib import Path
@@ -13,8 +13,8 @@ from train.run.checkpoints.checkpoint import list_checkpoints
 from train.run.preflight import check_run_dir
 
 
-def answer_early(config: TrainConfig, file: Path | None) -> str | None:
-    """Check the config, and return the final message if the run has already finished; None: there is work to do.
+def check_without_torch(config: TrainConfig, file: Path | None) -> str | None:
+    """Return the final message if the run has already finished; otherwise check that its inputs exist.
 
     If several processes train, only one may call this, before the others start.
 
@@ -22,25 +22,25 @@ def answer_early(config: TrainConfig, file: Path | None) -> str | None:
         file: file of the config.
 
     Raises:
-        RequestError: something that the config names is missing, and the run has not finished.
+        RequestError: the run folder is not writable, or the run has not finished and an input is missing.
     """
     check_run_dir(config.work)
     finished = describe_if_finished(config, file)
     if finished is None:
-        check_early(config)
+        check_inputs_exist(config)
     return finished
 
 
 def config_file(arguments: list[str]) -> Path | None:
-    """Return the file that `--config` names."""
+    """Return the value of `--config`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
-    found: Path | None = parser.parse_known_args(arguments)[0].config
-    return found
+    path: Path | None = parser.parse_known_args(arguments)[0].config
+    return path
 
 
-def check_early(config: TrainConfig) -> None:
-    """Check that the roots and the run to start from exist.
+def check_inputs_exist(config: TrainConfig) -> None:
+    """Check that the latents roots exist, and the run to start from if the config names one.
 
     Raises:
         RequestError: a root is missing, or the run to start from has no checkpoint.
@@ -54,7 +54,7 @@ def check_early(config: TrainConfig) -> None:
 
 
 def no_checkpoint(run_dir: Place) -> RequestError:
-    """Build the error for a run to start from that has no checkpoint."""
+    """Build the error for an `init_from` without a complete checkpoint."""
     return RequestError(
         f"init_from: {run_dir} has no complete checkpoint. Train that phase first (`make train PHASE=1`), or set "
         f"init_from to a run that has one."

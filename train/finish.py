@@ -1,6 +1,6 @@
-"""The end of a run: recognising that it has been reached, and the final message.
+"""The final message of a run, and the test for a run that has already finished.
 
-This module must not import torch, so that a command without work to do ends within a second.
+This module must not import torch, so that a command for a finished run ends within a second.
 """
 
 import shlex
@@ -15,20 +15,20 @@ from train.config import TrainConfig
 from train.run.checkpoints.checkpoint import list_checkpoints, step_folder, step_of, verify_checkpoint
 from train.run.checkpoints.local_copy import parse_folder, remote_folder, stored_checkpoints
 
-NOT_COMPARED = ("num_processes", "sharding")
-"""Fields that a launcher may set, so they may differ between the launches of a run."""
+LAUNCHER_FIELDS = ("num_processes", "sharding")
+"""Config fields that a launcher may override, so they may differ between the launches of a run."""
 
 
 def describe_if_finished(config: TrainConfig, config_file: Path | None) -> str | None:
-    """Return the final message if the run has done all its steps under this exact config.
+    """Return the final message if the run has done all its steps with this exact config.
 
-    None means that it has not, or that only `prepare` can tell. If several processes train, only one may call this,
-    before the others start.
+    None means that the run is unfinished, or that only `prepare` can decide. If several processes train, only one may
+    call this, before the others start.
     """
-    found = open_store(config.run_dir).read_many(["config.yaml"])
-    if not found or not _same(config, found["config.yaml"]):
+    files = open_store(config.run_dir).read_many(["config.yaml"])
+    if not files or not _is_unchanged(config, files["config.yaml"]):
         return None
-    newest = _newest_at_url(config.run_dir) if isinstance(config.run_dir, str) else _newest(config.run_dir)
+    newest = _newest_at_url(config.run_dir) if isinstance(config.run_dir, str) else _newest_in_folder(config.run_dir)
     if newest is None:
         return None
     step, launch = newest
@@ -43,7 +43,7 @@ def nothing_to_do(config: TrainConfig) -> str:
 
 
 def describe_finished(config: TrainConfig, step: int, launch: int | None, config_file: Path | None) -> str:
-    """Return the message at the end of a run: last step, last checkpoint, and the commands that may come next.
+    """Return the message at the end of a run: its last step, its last checkpoint, and commands to run next.
 
     Args:
         launch: number of the launch that uploaded the checkpoint, if the run is at an object-store URL.
@@ -58,7 +58,7 @@ def describe_finished(config: TrainConfig, step: int, launch: int | None, config
 
 
 def next_commands(config: TrainConfig, config_file: Path | None) -> list[str]:
-    """Return commands that use the finished run: evaluation, export, and the phases that start from it."""
+    """Return the commands that evaluate and export the finished run, and those of the phases that start from it."""
     run = shlex.quote(str(config.run_dir))
     # an export is always a local folder
     output = "" if isinstance(config.run_dir, Path) else f" --output runs/{Path(config.run_dir).name}/export"
@@ -70,7 +70,7 @@ def next_commands(config: TrainConfig, config_file: Path | None) -> list[str]:
 
 
 def following_phases(config: TrainConfig, config_file: Path | None) -> list[Path]:
-    """Return List the config files beside the run's own that start from this run (`init_from`)."""
+    """Return the config files in the folder of `config_file` whose `init_from` is this run."""
     if config_file is None:
         return []
     return [path for path in sorted(config_file.parent.glob("*.yaml")) if _init_from(path) == config.run_dir]
@@ -79,36 +79,37 @@ def following_phases(config: TrainConfig, config_file: Path | None) -> list[Path
 def _init_from(path: Path) -> Place | None:
     try:
         values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # not a config; the folder may contain any file
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # the folder may contain files that are not configs
         return None
-    named = values.get("init_from") if isinstance(values, dict) else None
-    return parse_place(named) if isinstance(named, str) else None
+    init_from = values.get("init_from") if isinstance(values, dict) else None
+    return parse_place(init_from) if isinstance(init_from, str) else None
 
 
-def _same(config: TrainConfig, data: bytes) -> bool:
-    """Return whether a run's config.yaml holds this config."""
+def _is_unchanged(config: TrainConfig, data: bytes) -> bool:
+    """Return whether the content of a run's config.yaml equals `config`, apart from LAUNCHER_FIELDS."""
     try:
         saved = yaml.safe_load(data)
     except yaml.YAMLError:  # perhaps edited by hand; the next launch rewrites it
         return False
-    asked = config.model_dump(mode="json")
-    ignored = [*NOT_COMPARED, *(["precision"] if config.precision == "auto" else [])]  # a run saves the resolved one
+    current = config.model_dump(mode="json")
+    # the run saved the precision that `auto` resolved to
+    ignored = [*LAUNCHER_FIELDS, *(["precision"] if config.precision == "auto" else [])]
     return isinstance(saved, dict) and all(
-        saved.get(name) == value for name, value in asked.items() if name not in ignored
+        saved.get(name) == value for name, value in current.items() if name not in ignored
     )
 
 
-def _newest(run_dir: Path) -> tuple[int, None] | None:
-    """Return the step of the newest checkpoint in a run folder, if all of its hashes match."""
+def _newest_in_folder(run_dir: Path) -> tuple[int, None] | None:
+    """Return the step of the newest checkpoint in a run folder, or None if there is none or a hash does not match."""
     folders = list_checkpoints(run_dir)
     try:
         return (step_of(verify_checkpoint(folders[-1]).folder), None) if folders else None
-    except DamagedFile:  # an earlier one may be intact; the training command checks that and reports it
+    except DamagedFile:  # training then looks for an intact earlier checkpoint, and reports the damaged one
         return None
 
 
 def _newest_at_url(url: str) -> tuple[int, int] | None:
-    """Return the step of the newest checkpoint at a URL with an intact state.json, and the launch that uploaded it."""
+    """Return the step of the newest checkpoint at a URL whose state.json is intact, and its launch's number."""
     stored = stored_checkpoints(open_store(url))
     if not stored:
         return None

@@ -1,10 +1,10 @@
-"""`python -m train.launch FLAGS -m train --config …`: accelerate's launcher with signals that suit a scheduler.
+"""`python -m train.launch FLAGS -m train --config …`: accelerate's launcher, with signal handling for schedulers.
 
-The flags are those of `accelerate launch`. This module handles the signals, because accelerate does not forward them to
-a single process, and torch's launcher, which starts several, does not forward SIGUSR1, kills its processes 30 s after a
-SIGTERM, keeps waiting after a second Ctrl-C, and always exits with 1.
+The flags are those of `accelerate launch`. Signals are handled here because accelerate does not forward them to a
+single process. For several processes it uses torch's launcher, which does not forward SIGUSR1, kills its processes 30 s
+after a SIGTERM, keeps waiting after a second Ctrl-C, and always exits with 1.
 
-`--slurm` (`train/slurm.py`) and `--hosts` (`train/ssh.py`) start the processes in other ways.
+`--slurm` (`train/slurm.py`) and `--hosts` (`train/ssh.py`) are other ways to start the processes.
 """
 
 import argparse
@@ -27,19 +27,23 @@ from train.ssh import FORWARD_FLAG, receive_signals, start_launchers
 EXAMPLE = "example: python -m train.launch --multi_gpu --num_processes 8 -m train --config configs/phase1.yaml"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 UNUSED_SIGNAL = "SIGRTMAX"
-"""The only signal that torch's launcher may handle. Otherwise its handlers would replace those of this module."""
+"""The only signal that torch's launcher is allowed to handle, so that it keeps this module's handlers."""
 POLL_SECONDS = 0.05
+"""Time between checks whether the child processes have exited."""
 
 
 class Stopped(BaseException):
-    """The launcher received a stop signal, and its processes have exited. Not an Exception, so no module catches it."""
+    """The launcher received a stop signal, and its processes have exited.
+
+    It is not an Exception, so that `except Exception` in a library does not catch it.
+    """
 
 
 class Shutdown:
-    """The launcher's reaction to a stop signal: forward it, wait for the processes to exit, raise `Stopped`.
+    """The launcher's response to a stop signal: stop the processes, wait until they have exited, and raise `Stopped`.
 
-    The processes always get SIGTERM. A trainer in the terminal's process group has already received Ctrl-C, and a
-    second SIGINT would end it before it has saved.
+    Whatever the signal, the processes get SIGTERM. A trainer in the terminal's process group has already received
+    Ctrl-C, and a second SIGINT would end it before it has saved.
     """
 
     def __init__(self) -> None:
@@ -50,22 +54,25 @@ class Shutdown:
         self.timed_out = False
         """Whether processes were killed because saving took too long."""
         self.exit_codes: list[int] = []
-        """The processes' exit codes; negative if a signal killed the process."""
+        """Exit codes of the processes. The code is negative if a signal killed the process."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Handle signals within the context. SIGHUP stays ignored under `nohup`."""
-        numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self.handle) for number in numbers}
-        before[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, pass_on)
+        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, self.handle) for number in handled}
+        previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, forward_signal)
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def handle(self, number: int, *_: object) -> None:
-        """Stop the processes and raise `Stopped`; on a second SIGINT kill them, so that the first call returns.
+        """Handle a stop signal.
+
+        The first one stops the processes and raises `Stopped`. Later ones are ignored, except that a second SIGINT
+        kills the processes, so that the first call returns.
 
         Raises:
             Stopped: all processes have exited.
@@ -81,7 +88,7 @@ class Shutdown:
         raise Stopped
 
     def stop_processes(self, seconds: float) -> None:
-        """Send SIGTERM to all child processes and wait for them; kill those that are left after `seconds`."""
+        """Send SIGTERM to all child processes and wait for them. Kill those still running after `seconds`."""
         pids = list(child_processes())
         if pids:
             hint = " Press Ctrl-C again to end it now." if self.interrupts else ""
@@ -95,7 +102,7 @@ class Shutdown:
                 for pid in pids:
                     send(pid, signal.SIGKILL)
                 deadline += seconds
-            elif time.monotonic() > deadline:  # a killed process may hang in the kernel
+            elif time.monotonic() > deadline:  # even a killed process can hang in the kernel
                 break
             time.sleep(POLL_SECONDS)
         self.exit_codes = [code for code in codes if code is not None]
@@ -107,10 +114,10 @@ class Shutdown:
         return self.received.name
 
     def exit_code(self) -> int:
-        """Print what the signal led to and return the launcher's exit code.
+        """Return the launcher's exit code after a stop signal, and print an error if the run did not save.
 
         Raises:
-            Preempted: the run saved, or had nothing to save, and a scheduler may start it again.
+            Preempted: the run saved, or had nothing to save, and a scheduler may requeue it.
         """
         if self.interrupts > 1:
             say(
@@ -121,7 +128,7 @@ class Shutdown:
             )
             return INTERRUPTED
         if Preempted.exit_code in self.exit_codes:
-            raise Preempted(f"the launcher received {self.name} and the run saved. The same command resumes it.")
+            raise Preempted(f"The launcher received {self.name} and the run saved. The same command resumes it.")
         if self.exit_codes and not any(self.exit_codes):
             return 0  # the run finished
         failed = [code for code in self.exit_codes if code > 0 and code != INTERRUPTED]
@@ -129,27 +136,28 @@ class Shutdown:
             return failed[0]
         if self.timed_out:
             raise Preempted(
-                f"the launcher received {self.name}, but the run did not exit within {os.environ[SHUTDOWN_TIMEOUT]} s "
-                f"({SHUTDOWN_TIMEOUT}; LEAVE of make) and was killed. The steps since the newest checkpoint are lost. "
-                f"The same command resumes from that checkpoint. Raise {SHUTDOWN_TIMEOUT} to give the run time to save."
+                f"The launcher received {self.name}, but the run did not exit within {os.environ[SHUTDOWN_TIMEOUT]} s "
+                f"({SHUTDOWN_TIMEOUT}, or LEAVE of make) and was killed. The steps since the newest checkpoint are "
+                f"lost. The same command resumes from that checkpoint. Raise {SHUTDOWN_TIMEOUT} to give the run more "
+                f"time to save."
             )
-        unsaved = (
-            f"the launcher received {self.name} before the first step, so this launch saved nothing. The same "
-            f"command starts again, from the newest checkpoint if there is one."
+        nothing_saved = (
+            f"The launcher received {self.name} before the first step, so this launch saved nothing. The same command "
+            f"starts the run again, from the newest checkpoint if there is one."
         )
         if self.received == signal.SIGINT:
-            say(WorkError(unsaved))
+            say(WorkError(nothing_saved))
             return INTERRUPTED
-        raise Preempted(unsaved)
+        raise Preempted(nothing_saved)
 
 
 def child_processes() -> dict[int, int]:
-    """Return the id of each child process → bit mask of the signals that it handles (Linux only)."""
+    """Return the child processes (Linux only): process id → bit mask of the signals that the process handles."""
     children = {}
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             fields = dict(re.findall(r"^(\w+):\s*(\w+)", status.read_text(errors="replace"), re.MULTILINE))
-        except (FileNotFoundError, ProcessLookupError):  # it has ended in the meantime
+        except (FileNotFoundError, ProcessLookupError):  # the process has just ended
             continue
         if int(fields["PPid"]) == os.getpid():
             children[int(fields["Pid"])] = int(fields["SigCgt"], 16)
@@ -163,7 +171,10 @@ def send(pid: int, number: int) -> None:
 
 
 def exit_code_of_process(pid: int) -> int | None:
-    """Return a child's exit code, negative if a signal killed it, or None while it runs. The child is not reaped."""
+    """Return the exit code of a child process without reaping it. None: it is still running.
+
+    The code is negative if a signal killed the process.
+    """
     try:
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:  # accelerate has already reaped it
@@ -173,15 +184,15 @@ def exit_code_of_process(pid: int) -> int | None:
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
-def pass_on(number: int, *_: object) -> None:
-    """Send a signal to the child processes that handle it. It would kill one that does not handle it yet."""
+def forward_signal(number: int, *_: object) -> None:
+    """Send a signal to the child processes that handle it. Processes still starting up would be killed by it."""
     for pid, handled in child_processes().items():
         if handled >> (number - 1) & 1:
             send(pid, number)
 
 
 def launch(arguments: list[str]) -> int:
-    """Start the processes, restart them if one is lost, and return the exit code of the first one to fail.
+    """Start the processes, restart them if one is lost, and return the exit code of the first process to fail.
 
     Raises:
         Preempted: the launcher received a stop signal, and its processes have exited.
@@ -192,59 +203,61 @@ def launch(arguments: list[str]) -> int:
     shutdown = Shutdown()
     try:
         with shutdown.installed():
-            if (answer := answer_early(arguments)) is not None:
-                print(answer)
+            if (message := check_without_torch(arguments)) is not None:
+                print(message)
                 return 0
             return start_processes(arguments, shutdown)
     except Stopped:
         return shutdown.exit_code()
     finally:
-        del os.environ[LAUNCHER]  # the caller may use the trainer without a launcher afterwards
+        del os.environ[LAUNCHER]  # the caller may train without a launcher afterwards
 
 
-def answer_early(arguments: list[str]) -> str | None:
-    """Return the final message of a finished run, if the arguments start one on this machine only.
+def check_without_torch(arguments: list[str]) -> str | None:
+    """Check the run that the launcher's arguments start, and return the final message if it has already finished.
 
-    With several machines nothing is checked here, because all launchers must come to the same answer.
+    Nothing is checked if the arguments start something else, or use several machines, whose launchers must all get the
+    same result.
 
     Raises:
-        RequestError: the training config is wrong, or something that it names is missing.
+        RequestError: the training config is wrong, or an input of the run is missing.
     """
-    words = trainer_arguments(arguments)
-    if words is None or num_machines(arguments) > 1:
+    trainer = trainer_arguments(arguments)
+    if trainer is None or num_machines(arguments) > 1:
         return None
-    return answer_trainer(words)
+    return check_run(trainer)
 
 
-def answer_trainer(words: list[str]) -> str | None:
-    """Return the final message, if these arguments of the trainer name a finished run.
+def check_run(trainer: list[str]) -> str | None:
+    """Check the run of these trainer arguments, and return the final message if it has already finished.
 
     Raises:
-        RequestError: the training config is wrong, or something that it names is missing.
+        RequestError: the training config is wrong, or an input of the run is missing.
     """
     from train import early
     from train.config import TrainConfig
 
-    return early.answer_early(load_from_args(TrainConfig, words, "train", None), early.config_file(words))
+    config = load_from_args(TrainConfig, trainer, "train", None)
+    return early.check_without_torch(config, early.config_file(trainer))
 
 
 def trainer_arguments(arguments: list[str]) -> list[str] | None:
-    """Return the arguments of `-m train`; None: the command is a subcommand, its help, or not the trainer."""
+    """Return the arguments after `-m train`, or None if they do not start a run but a subcommand or --help."""
     for i in range(len(arguments) - 1):
         if arguments[i] in ("-m", "--module") and arguments[i + 1] == "train":
-            words = arguments[i + 2 :]
-            is_run = bool(words) and words[0].startswith("--") and not {"-h", "--help"} & set(words)
-            return words if is_run else None
+            trainer = arguments[i + 2 :]
+            is_run = bool(trainer) and trainer[0].startswith("--") and not {"-h", "--help"} & set(trainer)
+            return trainer if is_run else None
     return None
 
 
 def num_machines(arguments: list[str]) -> int:
-    """Return the launcher's `--num_machines`, or 2 if it may be set in a config file of accelerate."""
+    """Return the launcher's `--num_machines`, or 2 if only accelerate's config file may set it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num_machines", "--num-machines", type=int)
     parser.add_argument("--config_file", "--config-file")
-    given = parser.parse_known_args(arguments[: arguments.index("train")])[0]
-    return given.num_machines or (1 if given.config_file is None else 2)
+    options = parser.parse_known_args(arguments[: arguments.index("train")])[0]
+    return options.num_machines or (1 if options.config_file is None else 2)
 
 
 def start_processes(arguments: list[str], shutdown: Shutdown) -> int:
@@ -256,38 +269,39 @@ def start_processes(arguments: list[str], shutdown: Shutdown) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if shutdown.received is not None:  # a module caught `Stopped` while it was imported
+    if shutdown.received is not None:  # one of the imported modules caught `Stopped`
         raise Stopped
     parser = launch_command_parser()
     parser.epilog = EXAMPLE
     options = parser.parse_args(arguments)
-    options.quiet = False  # otherwise accelerate replaces a single process's exit code with 1
+    options.quiet = False  # otherwise accelerate replaces the exit code of a single process with 1
     try:
         launch_command(options)
     except ChildFailedError as failed:
-        return code_of(failed.get_first_failure()[1].exitcode)
+        return to_exit_code(failed.get_first_failure()[1].exitcode)
     except subprocess.CalledProcessError as failed:  # accelerate starts a single process without torch's launcher
-        return code_of(failed.returncode)
+        return to_exit_code(failed.returncode)
     return 0
 
 
-def code_of(returncode: int) -> int:
-    """Return the exit code to use for a process: 130 if SIGINT killed it (a second Ctrl-C), 1 for any other signal."""
+def to_exit_code(returncode: int) -> int:
+    """Convert the return code of a process that failed: to 130 if SIGINT (a second Ctrl-C) killed it, to 1 if any other
+    signal did."""
     if returncode == -signal.SIGINT:
         return INTERRUPTED
     return returncode if returncode > 0 else WorkError.exit_code
 
 
 def launch_on_hosts(arguments: list[str]) -> int:
-    """Start launchers by ssh, unless the run has finished; return the exit code of the first one to fail.
+    """Start launchers by ssh, unless the run has finished, and return the exit code of the first one to fail.
 
     Raises:
         RequestError: the arguments or the training config are wrong, or a machine cannot be reached.
         WorkError: a signal killed a launcher.
     """
     trainer = trainer_arguments(arguments[3:])
-    if trainer is not None and (answer := answer_trainer(trainer)) is not None:
-        print(answer)
+    if trainer is not None and (message := check_run(trainer)) is not None:
+        print(message)
         return 0
     return start_launchers(arguments)
 

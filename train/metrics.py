@@ -1,4 +1,4 @@
-"""What a line of metrics.jsonl reports, gathered over the steps since the line before."""
+"""Fields of a line of metrics.jsonl, accumulated over the steps since the line before."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from train.step import StepResult, TrainStep
 
 @dataclass
 class Metrics:
-    """Losses, speed and health of a run. Explained for users in docs/reference/logs.md."""
+    """Losses, throughput and other metrics of the steps since the last log line. See docs/reference/logs.md."""
 
     train_step: TrainStep
     state: TrainState
@@ -23,26 +23,33 @@ class Metrics:
     global_batch_size: int
     steps_per_epoch: int
     peak_tflops: float | None
-    """The device's peak, of which MFU is a share; None: unknown."""
+    """Peak throughput of one device, from which MFU is computed. None: unknown, so MFU is null."""
     grad_norm: Tensor | None = field(default=None, init=False)
-    """() of the last step."""
+    """Gradient norm of the last step, a scalar on the device."""
 
     def add(self, batch: Batch, result: StepResult) -> None:
-        """Count one more step. The result stays on the device."""
+        """Add the result of a step, without waiting for the device.
+
+        Args:
+            batch: this rank's share of the global batch.
+        """
         self.results.add(result.skipped, result.sums, result.alignment)
         self.meter.count(batch)
         self.grad_norm = result.grad_norm
 
     def collect(self) -> None:
-        """Bring the state up to date with the steps counted so far. Waits for the device; all ranks must call it.
+        """Update the state with the results added since the last call. Waits for the device; all ranks must call it.
 
         Raises:
             WorkError: more steps were skipped than `optimizer.max_skipped_steps`.
         """
         self.results.collect(self.state)
 
-    def line(self) -> dict[str, Any]:
-        """Return the fields of a line, after `collect`. Validation and the log itself count towards no interval."""
+    def line_fields(self) -> dict[str, Any]:
+        """Return the fields of a line of metrics.jsonl. Call `collect` first, and `begin_line` after writing the line.
+
+        The time between the two, in which validation runs, does not count in any line's throughput.
+        """
         assert self.grad_norm is not None
         state = self.state
         return {
@@ -55,18 +62,18 @@ class Metrics:
             "skipped_steps": state.skipped,
             "grad_norm": float(self.grad_norm),
             "lr": self.train_step.optimizer.lr,
-            **self._speed_fields(self.meter.close()),
+            **self._speed_fields(self.meter.measure()),
             "epoch": round(state.step / self.steps_per_epoch, 4),
             **self._ema_fields(),
         }
 
     def begin_line(self) -> None:
-        """Start gathering the next line now."""
+        """Start to accumulate the next line."""
         self.state.begin_line()
         self.meter.restart()
 
     def _alignment_fields(self) -> dict[str, float | None]:
-        """Mean alignment loss (REPA) and its coefficient in the step just done."""
+        """Return the mean alignment loss (REPA) and its coefficient in the last step, or nothing without alignment."""
         aligned = self.train_step.aligned
         if aligned is None:
             return {}
@@ -94,5 +101,5 @@ class Metrics:
 
 
 def mean(values: list[float]) -> float | None:
-    """Return the mean, or None if there are no values: then no step had a finite loss."""
+    """Return the mean, or None if there are no values because no step had a finite loss."""
     return sum(values) / len(values) if values else None

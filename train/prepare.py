@@ -1,6 +1,6 @@
-"""Everything that is found, opened and checked before a launch acquires the run.
+"""Preparation of a launch before it acquires the run: find checkpoints and data, build the network, check the request.
 
-Nothing here changes the run, neither its folder nor its URL.
+Nothing here changes the run, neither in its folder nor at its URL.
 """
 
 from collections.abc import Callable
@@ -28,69 +28,57 @@ from train.model.optimizer import freeze_except
 from train.model.unet import build_unet, load_pretrained
 from train.objective.alignment import Aligned, find_features, layer_shape, make_head
 from train.objective.validation import FoundValidation, Validation, find_validation, open_validation
-from train.run.checkpoints import local_copy, remote
+from train.run.checkpoints import local_copy
 from train.run.checkpoints.checkpoint import (
     Checkpoint,
-    Seen,
-    checkpoints_seen,
+    checkpoint_identities,
     load_head,
     load_weights,
     newest_checkpoint,
 )
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
-from train.run.launches import Sign, wait_until_free
+from train.run.lease.lease import Seen, wait_until_free
 from train.run.preflight import World, check_launch, check_run_dir, check_tracker
 
 
 @dataclass(frozen=True)
-class Held:
-    """The launch that held the run when this one was preparing, and the checkpoints that existed then."""
-
-    sign: Sign = field(default_factory=Sign)
-    seen: list[Seen] = field(default_factory=list)
-    number: int = 0
-    """Number of the last launch at the run's URL; 0: there was none, or the run is a local folder."""
-    found: dict[str, str] = field(default_factory=dict)
-    """Folders of the checkpoints at the URL → SHA-256 of their state.json."""
-
-
-@dataclass(frozen=True)
 class Prepared:
-    """Everything from which a run is built, besides its config."""
+    """The data, network and checkpoint from which `train/setup.py` builds a run."""
 
     world: World
     spec: DataSpec
     network: Any
-    """The diffusers network to train, on the CPU, with its first weights or those of the checkpoint."""
+    """The diffusers network to train, on the CPU, with its initial weights or those of the checkpoint."""
     backbone: BackboneConfig
-    """How to call the network, with its text towers resolved."""
+    """The config of the network and its inputs, with the text towers resolved."""
     checkpoint: Checkpoint | None
-    """The run's own newest checkpoint; None: the run is new."""
+    """Newest checkpoint of the run itself; None: the run is new."""
     start: str | None
-    """Description of the weights with which a new run starts; None: random weights."""
+    """Description of the checkpoint that provides the weights of a new run; None: there is none."""
     fingerprint: dict[str, Any]
     validation: Validation | None
     aligned: Aligned | None = None
     """`network` with its projection head, if a layer is aligned (REPA)."""
-    held: Held = field(default_factory=Held)
+    seen: Seen = field(default_factory=Seen)
+    """The state of the run that this launch looked at."""
     start_seed: int | None = None
-    """Seed of the run that the weights come from, if there is one."""
+    """Seed of the run that provides the weights of a new run, if any."""
 
     @property
-    def ahead(self) -> list[Path]:
+    def orphan(self) -> Path | None:
         """Folder of `checkpoint`, if it exists on this machine but was never uploaded to the run's URL."""
-        if not self.held.number or self.checkpoint is None or self.checkpoint.folder.name in self.held.found:
-            return []
-        return [self.checkpoint.folder]
+        if self.checkpoint is None or self.checkpoint.folder.name in (self.seen.checkpoints or {}):
+            return None
+        return self.checkpoint.folder
 
 
 def prepare(
     config: TrainConfig, accelerator: Accelerator | None = None, downloads: ExitStack | None = None
 ) -> Prepared:
-    """Open the data, build the network, and load the weights with which training continues or starts.
+    """Open the data, build the network, and load the weights of the checkpoint to resume or to start from.
 
-    The main process finds and hashes checkpoints and broadcasts the result. If the run or its start is at an
-    object-store URL, one process of each other node downloads and hashes its own copy.
+    The main process finds the checkpoints, verifies their hashes and broadcasts the result. If `run_dir` or `init_from`
+    is an object-store URL, one process of every other node downloads and verifies a copy.
 
     Args:
         accelerator: None: this is the only process.
@@ -98,7 +86,7 @@ def prepare(
             must stay open until `install` has moved the run's own checkpoint.
 
     Raises:
-        RequestError: something is missing or does not fit.
+        RequestError: an input is missing, or the config, the data and the checkpoint do not match.
     """
     assert downloads or not any(isinstance(place, str) for place in (config.run_dir, config.init_from))
     downloads = downloads or ExitStack()
@@ -107,8 +95,8 @@ def prepare(
     check_launch(accelerator, world)
     world.check(config.num_processes, config.global_batch_size)
 
-    # the run, the start, and the indexes: whatever may change with time is looked up once, by the main process
-    held, checkpoint, start, found, held_out = on_main_process(accelerator, lambda: find_all(config, world, downloads))
+    # checkpoints and indexes may change at any time, so the main process looks them up once for all processes
+    seen, checkpoint, start, found, held_out = on_main_process(accelerator, lambda: find_all(config, world, downloads))
     checkpoint = on_each_node(accelerator, config.run_dir, checkpoint, downloads)
     if config.init_from is not None:
         start = on_each_node(accelerator, config.init_from, start, downloads)
@@ -124,7 +112,7 @@ def prepare(
     freeze_except(network, config.train_only)
     aligned = make_aligned(config, spec, network, backbone, sorted(encoding.features))
 
-    # the run's fingerprint, which must be the same in all processes and in the checkpoint
+    # the fingerprint must be the same in all processes and in the checkpoint
     fingerprint = make_fingerprint(
         config.seed,
         config.global_batch_size,
@@ -144,25 +132,25 @@ def prepare(
         check_resume(checkpoint.folder, checkpoint.fingerprint, fingerprint, config.data.index == "newest")
 
     # weights
-    words = load_first_weights(config, network, aligned, checkpoint, start)
+    start_description = load_first_weights(config, network, aligned, checkpoint, start)
     validation = None
     if held_out is not None:
         training = keep_towers(encoding, [f"texts.{name}" for name in spec.texts])
         rank, ranks = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
         validation = open_validation(config.validation, training, config.seed, held_out, rank, ranks)
     if accelerator is not None:
-        accelerator.wait_for_everyone()  # from here on, the process that downloaded the weights may delete them
+        accelerator.wait_for_everyone()  # afterwards, the process that downloaded the weights may delete them
     return Prepared(
         world=world,
         spec=spec,
         network=network,
         backbone=backbone,
         checkpoint=checkpoint,
-        start=words,
+        start=start_description,
         fingerprint=fingerprint,
         validation=validation,
         aligned=aligned,
-        held=held,
+        seen=seen,
         start_seed=None if checkpoint is not None or start is None else start.fingerprint["seed"],
     )
 
@@ -173,7 +161,7 @@ def load_first_weights(
     """Load the weights of the checkpoint to resume, of the run to start from, or of a pretrained network.
 
     Returns:
-        A description of the run to start from; None: the weights are not from another run.
+        A description of the checkpoint to start from; None: the weights have a different source.
 
     Raises:
         RequestError: the weights belong to a different architecture.
@@ -188,7 +176,7 @@ def load_first_weights(
         load_weights(network, weights)
         shown = weights
         if isinstance(config.init_from, str) and weights.is_relative_to(start.folder):
-            shown = weights.relative_to(start.folder.parents[1])  # hides the folder of the download
+            shown = weights.relative_to(start.folder.parents[1])  # without the temporary folder of the download
         return f"{start.tag} after step {start.state.step} ({shown})"
     elif config.init_unet is not None:
         load_pretrained(network, config.init_unet)
@@ -198,13 +186,13 @@ def load_first_weights(
 def make_aligned(
     config: TrainConfig, spec: DataSpec, network: Any, backbone: BackboneConfig, stored: list[str]
 ) -> Aligned | None:
-    """Add the projection head that the config asks for to the network; None: no layer is aligned.
+    """Combine the network with the projection head of `config.repa`; None: no layer is aligned.
 
     Args:
-        stored: names of the feature towers that the root has.
+        stored: names of the feature towers in the root.
 
     Raises:
-        RequestError: the tower or the layer does not exist, is not read, or does not consist of tokens.
+        RequestError: the tower is missing, ambiguous or not read, or the layer does not exist or cannot be aligned.
     """
     if config.repa.layer is None:
         return None
@@ -220,10 +208,10 @@ def make_aligned(
 def on_each_node(
     accelerator: Accelerator | None, place: Place, checkpoint: Checkpoint | None, downloads: ExitStack
 ) -> Checkpoint | None:
-    """Return the checkpoint that the main process found, in a folder of this process's node.
+    """Return the checkpoint that the main process found, downloaded to a folder of this node if `place` is a URL.
 
     Raises:
-        WorkError: the checkpoint was damaged, replaced or deleted since the main process found it.
+        WorkError: the checkpoint was damaged, replaced or deleted after the main process found it.
     """
     if accelerator is None or checkpoint is None or isinstance(place, Path):
         return checkpoint
@@ -236,39 +224,37 @@ def on_each_node(
 
 
 def precision_of_run(config: TrainConfig, device: str) -> Precision:
-    """Return the precision to train in. `auto` becomes the run's earlier precision, or else the best for `device`.
+    """Return the precision to train in. `auto` means the precision of a resumed run, or the best one for `device`.
 
-    Prints one line about the choice of `auto`, or a warning if the CPU emulates the given precision.
+    Prints the choice made for `auto`, or a warning if the CPU emulates the given precision.
     """
-    asked = config.precision
-    if asked == "auto" and (before := open_store(config.run_dir).read_many(["config.yaml"])):
-        asked = yaml.safe_load(before["config.yaml"])["precision"]
-    return resolve_precision(asked, device)
+    precision = config.precision
+    if precision == "auto" and (files := open_store(config.run_dir).read_many(["config.yaml"])):
+        precision = yaml.safe_load(files["config.yaml"])["precision"]
+    return resolve_precision(precision, device)
 
 
 def find_all(
     config: TrainConfig, world: World, downloads: ExitStack
-) -> tuple[Held, Checkpoint | None, Checkpoint | None, FoundData, FoundValidation | None]:
+) -> tuple[Seen, Checkpoint | None, Checkpoint | None, FoundData, FoundValidation | None]:
     """Look up everything that may change with time, once per launch.
 
     Returns:
-        The launch that held the run; its newest checkpoint, or else the checkpoint of the run to start from; and the
+        The state of the run; its newest checkpoint, or else the checkpoint of the run to start from; and the
         indexes of the training and the validation data, which the run's own checkpoint pins.
 
     Raises:
-        RequestError: another launch holds the run, or what `find_start`, `find_data` and `find_validation` raise.
+        RequestError: a different launch holds the run, or what `find_start`, `find_data` and `find_validation` raise.
     """
     check_run_dir(config.work)
-    sign, number, there = wait_until_free(config.work, config.takeover_after), 0, dict[str, str]()
-    if isinstance(config.run_dir, str):
-        number = remote.wait_until_free(open_store(config.run_dir), config.takeover_after)
-    seen = checkpoints_seen(config.work)
-    if isinstance(config.run_dir, str):
-        alone = world.size == world.local_size
-        there, own = local_copy.find(open_store(config.run_dir), config.work, downloads, alone)
-    else:
+    free = wait_until_free(local_copy.lease_backend(config.run_dir), config.takeover_after)
+    if isinstance(config.run_dir, Path):
+        checkpoints = checkpoint_identities(config.run_dir)
         own = newest_checkpoint(config.run_dir)
-    held = Held(sign, seen, number, there)
+    else:
+        single_node = world.size == world.local_size
+        checkpoints, own = local_copy.find(open_store(config.run_dir), config.work, downloads, single_node)
+    seen = Seen(free, checkpoints)
     start = find_start(config, downloads) if own is None else None
     found = find_data(config.data, own.fingerprint["streams"] if own else ())
     check_pipeline(config, found.streams[0].encoding)  # refuse now what could not be exported after training
@@ -276,14 +262,14 @@ def find_all(
     if config.validation.root is not None:
         pinned = own is not None and config.data.index == "pinned"
         held_out = find_validation(config.validation, own.fingerprint.get("validation") if own and pinned else None)
-    return held, own, start, found, held_out
+    return seen, own, start, found, held_out
 
 
 def find_start(config: TrainConfig, downloads: ExitStack) -> Checkpoint | None:
     """Return the newest checkpoint of the run to start from; None if `init_from` is not set.
 
     Raises:
-        RequestError: `init_from` has no checkpoint, or not the weights that `init_weights` asks for.
+        RequestError: `init_from` has no checkpoint, or its checkpoint lacks the weights named by `init_weights`.
     """
     if config.init_from is None:
         return None
@@ -298,16 +284,20 @@ def find_start(config: TrainConfig, downloads: ExitStack) -> Checkpoint | None:
     return start
 
 
-def on_main_process(accelerator: Accelerator | PartialState | None, decide: Callable[[], Any]) -> Any:
-    """Call `decide` on the main process only, and return its result, or raise its RequestError or WorkError, on all."""
-    answer: list[Any] = [None]
+def on_main_process(accelerator: Accelerator | PartialState | None, function: Callable[[], Any]) -> Any:
+    """Call `function` on the main process, and return its result on all processes.
+
+    Raises:
+        RequestError, WorkError: on all processes, if `function` raised one.
+    """
+    result: list[Any] = [None]
     if accelerator is None or accelerator.is_main_process:
         try:
-            answer = [decide()]
+            result = [function()]
         except (RequestError, WorkError) as error:
-            answer = [error]
+            result = [error]
     if accelerator is not None:
-        broadcast_object_list(answer)
-    if isinstance(answer[0], RequestError | WorkError):
-        raise answer[0]
-    return answer[0]
+        broadcast_object_list(result)
+    if isinstance(result[0], RequestError | WorkError):
+        raise result[0]
+    return result[0]

@@ -1,4 +1,4 @@
-"""The training step and the trainer of a run, built from its config and from what `prepare` found."""
+"""Builds the training step and the trainer of a run from its config and the results of `prepare`."""
 
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,16 @@ from train.model.sharding import shard_weights
 from train.model.unet import compile_network
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
-from train.run.alarm import Alarm
 from train.run.checkpoints.checkpoint import SNAPSHOTS, drop_later, restore, trained
 from train.run.checkpoints.config import CheckpointConfig
 from train.run.checkpoints.remote import RemoteRun
-from train.run.checkpoints.shares import Writers
+from train.run.checkpoints.shares import WriterGroup
 from train.run.checkpoints.writer import CheckpointWriter, too_slow_to_leave
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.health.meter import Meter
 from train.run.health.output import outdated
-from train.run.launches import Launch, publish
+from train.run.lease.folder import publish
+from train.run.lease.lease import Lease
 from train.run.reporting.log import Log
 from train.run.state import StepResults, TrainState
 from train.run.terminal import print_once
@@ -38,14 +38,14 @@ from train.trainer import Trainer
 
 
 def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) -> tuple[TrainStep, TrainState]:
-    """Build the training step, with the weights, optimizer and averages of the checkpoint to resume, if there is one.
+    """Build the training step, and restore weights, optimizer and averages from the checkpoint to resume, if any.
 
-    It needs no run folder.
+    No run folder is needed.
 
     Returns:
-        The step, and the state after the last step done.
+        The training step, and the state of the run after its last step.
     """
-    assert config.precision != "auto", "resolve it first"
+    assert config.precision != "auto", "`auto` must be resolved first"
     network, aligned = prepared.network, prepared.aligned
     is_sharded = config.sharding != "none" and accelerator.num_processes > 1
     place_network(
@@ -73,7 +73,7 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
 
     if config.compile:
         compile_network(network, len({stream.latent_hw for stream in prepared.spec.streams}))
-    # sharded weights are wrapped for autocast only: DDP would hold them whole
+    # evaluation mode wraps a sharded model for autocast but not in DDP, which would hold all weights on every process
     model = accelerator.prepare_model(aligned or network, device_placement=False, evaluation_mode=is_sharded)
     optimizer = Optimizer(torch_optimizer, accelerator, config.optimizer, config.schedule, config.max_steps)
     if accelerator.scaler is not None and state.scaler:
@@ -96,28 +96,27 @@ def build_trainer(
     config: TrainConfig,
     prepared: Prepared,
     accelerator: Accelerator,
-    launch: Launch,
-    away: RemoteRun | None = None,
+    lease: Lease,
+    remote: RemoteRun | None = None,
     heartbeat: HeartbeatReporter | None = None,
 ) -> Trainer:
     """Build the trainer of a run that this launch holds, and write the resolved config into the run folder.
 
     Args:
-        away: the run's object-store URL, if it has one.
+        remote: uploads to the run's URL, if it has one.
         heartbeat: reports this process's progress to the other processes; None: there are no others.
     """
     network_json = prepared.network.to_json_string()  # before sharding, which renames the class
     train_step, state = build_step(config, prepared, accelerator)
-    print_start(config, prepared, accelerator, launch)
-    begin_folder(config, accelerator, launch, away, state.step)
-    checkpoints, average_snapshots = make_writers(config, prepared, accelerator, launch, away, network_json)
+    print_start(config, prepared, accelerator, lease)
+    begin_folder(config, accelerator, lease, remote, state.step)
+    checkpoints, average_snapshots = make_writers(config, prepared, accelerator, lease, remote, network_json)
     peak = device_peak(config, accelerator.device)
-    alarm, max_skipped = Alarm(config.alarm), config.optimizer.max_skipped_steps
-    settings = config.model_dump(mode="json")  # as trackers show them
+    settings = config.model_dump(mode="json")  # for trackers
     metrics = Metrics(
         train_step,
         state,
-        StepResults(accelerator, config.global_batch_size, max_skipped, alarm),
+        StepResults(accelerator, config.global_batch_size, config.optimizer.max_skipped_steps, config.alarm),
         make_meter(prepared, train_step.network) if peak else Meter({}),
         config.global_batch_size,
         prepared.spec.steps_per_epoch,
@@ -129,23 +128,22 @@ def build_trainer(
         state=state,
         loader=make_loader(config, prepared, accelerator.process_index, state.step),
         metrics=metrics,
-        log=Log(config.log, config.run_dir, launch.folder, state.step, config.max_steps, accelerator, settings),
+        log=Log(config.log, config.run_dir, lease.folder, state.step, config.max_steps, accelerator, settings),
         validation=prepared.validation,
         checkpoints=checkpoints,
         average_snapshots=average_snapshots,
-        launch=launch,
+        lease=lease,
         heartbeat=heartbeat or HeartbeatReporter(),
         max_steps=config.max_steps,
         collective_timeout=config.collective_timeout,
     )
-    if accelerator.is_main_process:
-        for folder in prepared.ahead:
-            checkpoints.put_again(folder)
+    if accelerator.is_main_process and prepared.orphan is not None:
+        checkpoints.upload_again(prepared.orphan)
     return trainer
 
 
-def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, launch: Launch) -> None:
-    """Print where the weights come from, unless they are random, and whatever the user may not expect."""
+def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, lease: Lease) -> None:
+    """Print the source of the weights, unless they are random, and warnings about unusual settings."""
     own = prepared.checkpoint
     if own is not None:
         print_once(accelerator, f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
@@ -155,9 +153,10 @@ def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerato
             print_once(
                 accelerator,
                 f"warning: {config.init_from} was trained with the same seed, {config.seed}, so this run repeats its "
-                f"timesteps and noise step by step and, on the same data, its order of samples. Set another `seed`.",
+                f"timesteps and noise step by step and, on the same data, its order of samples. Set a different "
+                f"`seed`.",
             )
-    slow = too_slow_to_leave(launch.pace, config.checkpoint)
+    slow = too_slow_to_leave(lease.pace, config.checkpoint)
     if slow is not None:
         print_once(accelerator, slow)
     share = config.global_batch_size // prepared.world.size
@@ -179,18 +178,18 @@ def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerato
 
 
 def begin_folder(
-    config: TrainConfig, accelerator: Accelerator, launch: Launch, away: RemoteRun | None, step: int
+    config: TrainConfig, accelerator: Accelerator, lease: Lease, remote: RemoteRun | None, step: int
 ) -> None:
-    """Write the resolved config into the run folder, and delete what an interrupted launch wrote after `step`."""
+    """Write the resolved config into the run folder, and delete outdated output and the snapshots after `step`."""
     if accelerator.is_main_process:
-        save_config(config, launch.folder / "config.yaml")
-        publish(launch.folder / "config.yaml", config.work / "config.yaml", launch.folder)
+        save_config(config, lease.folder / "config.yaml")
+        publish(lease.folder / "config.yaml", lease.run_dir / "config.yaml", lease.folder)
     accelerator.wait_for_everyone()
-    if away is not None and accelerator.is_main_process:
-        away.share(config.work)
-        away.drop_logs(lambda names: outdated(names, away.number, config.log.keep_output))
+    if remote is not None and accelerator.is_main_process:
+        remote.upload_logs()
+        remote.drop_logs(lambda names: outdated(names, lease.number, config.log.keep_output))
     if accelerator.is_main_process:
-        drop_later(config.work / SNAPSHOTS, step, launch.folder)
+        drop_later(lease.run_dir / SNAPSHOTS, step, lease.folder)
 
 
 def make_loader(config: TrainConfig, prepared: Prepared, rank: int, step: int) -> Loader:
@@ -206,8 +205,8 @@ def make_writers(
     config: TrainConfig,
     prepared: Prepared,
     accelerator: Accelerator,
-    launch: Launch,
-    away: RemoteRun | None,
+    lease: Lease,
+    remote: RemoteRun | None,
     network_json: str,
 ) -> tuple[CheckpointWriter, CheckpointWriter]:
     """Build the writers of checkpoints and of snapshots of the averages.
@@ -215,17 +214,18 @@ def make_writers(
     Every process writes its part of a checkpoint of sharded weights; otherwise the main process writes all of it.
     """
     rank, total, beside = accelerator.process_index, accelerator.num_processes, prepared.world.local_size
-    each = Writers(rank, total, config.collective_timeout, beside) if config.sharding != "none" else Writers(rank)
+    single = WriterGroup(rank)
+    each = WriterGroup(rank, total, config.collective_timeout, beside) if config.sharding != "none" else single
     every = config.checkpoint.model_copy(update={"every": config.ema.snapshot_every or 1, "keep_every": 1})
 
-    def writer(folder: Path, checkpoint: CheckpointConfig, writers: Writers) -> CheckpointWriter:
-        return CheckpointWriter(folder, launch.folder, network_json, prepared.fingerprint, checkpoint, writers, away)
+    def writer(folder: Path, checkpoint: CheckpointConfig, group: WriterGroup) -> CheckpointWriter:
+        return CheckpointWriter(folder, lease, network_json, prepared.fingerprint, checkpoint, group, remote)
 
-    return writer(config.work, config.checkpoint, each), writer(config.work / SNAPSHOTS, every, Writers(rank))
+    return writer(lease.run_dir, config.checkpoint, each), writer(lease.run_dir / SNAPSHOTS, every, single)
 
 
 def make_meter(prepared: Prepared, network: Any) -> Meter:
-    """Build a meter that knows the FLOPs of a sample in each latent shape of the data."""
+    """Build a meter of throughput, with the FLOPs per sample of each latent shape in the data."""
     shapes = {stream.latent_hw for stream in prepared.spec.streams}
     flops = {}
     for shape in shapes:
@@ -235,9 +235,9 @@ def make_meter(prepared: Prepared, network: Any) -> Meter:
 
 
 def device_peak(config: TrainConfig, device: torch.device) -> float | None:
-    """Return the device's peak in TFLOP/s, from the config or by the device's name; None if it is unknown."""
+    """Return the device's peak in TFLOP/s, from the config or else from a table of devices; None: unknown."""
     if config.log.peak_tflops is not None:
         return config.log.peak_tflops
-    if not is_accelerator(device) or config.precision == "float32":  # the table lists bfloat16 peaks
+    if not is_accelerator(device) or config.precision == "float32":  # the table lists peaks for bfloat16
         return None
     return peak_tflops(device_module().get_device_name(device))

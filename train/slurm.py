@@ -1,7 +1,7 @@
-"""Starting the trainer as a task of Slurm: `srun python -m train.launch --slurm -m train --config …`.
+"""Run the trainer as a task of Slurm: `srun python -m train.launch --slurm -m train --config …`.
 
-Slurm starts one task per process, so nothing is launched. Each task derives its rank from Slurm's variables and then
-becomes the trainer.
+Slurm starts one task per process, so there is nothing left to launch. Each task derives its rank from Slurm's
+environment variables and then becomes the trainer.
 """
 
 import os
@@ -16,35 +16,35 @@ EXAMPLE = "srun python -m train.launch --slurm -m train --config configs/phase1.
 
 
 def become_slurm_task(arguments: list[str]) -> None:
-    """Replace this process by Python with these arguments, as one of the processes that Slurm started.
+    """Replace this process by Python with these arguments, in the environment of a process of torch's launcher.
 
     Raises:
-        RequestError: this process is not a task of srun, or there is nothing to start.
+        RequestError: this process is not a task of srun, or `arguments` is empty.
     """
     if not arguments:
         raise RequestError(f"--slurm must be followed by the command to run: {EXAMPLE}")
     os.environ.update(slurm_variables(os.environ))
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until the trainer handles it
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it would kill the process before the trainer handles it
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Translate the variables of `srun` to those of torch's launcher. MASTER_ADDR and MASTER_PORT are kept if set.
+    """Convert srun's environment variables to those of torch's launcher. MASTER_ADDR and MASTER_PORT are kept if set.
 
     Raises:
-        RequestError: a variable is missing, so this is not a task of `srun`, or the node list names no host.
+        RequestError: a variable is missing, so this is not a task of srun, or the node list names no host.
     """
     try:
         rank, size, local_rank = (environment[f"SLURM_{name}"] for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
-        shares = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
+        local_sizes = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
         job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
-        found = {
+        variables = {
             "RANK": rank,
             "WORLD_SIZE": size,
             "LOCAL_RANK": local_rank,
-            "LOCAL_WORLD_SIZE": str(shares[int(environment["SLURM_NODEID"])]),
+            "LOCAL_WORLD_SIZE": str(local_sizes[int(environment["SLURM_NODEID"])]),
             "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
-            # the same for all tasks of a step, but different for concurrent steps and jobs
+            # the same for all tasks of a job step, but different for concurrent steps and jobs
             "MASTER_PORT": str(15_000 + (31 * job + step) % 15_000),
         }
     except KeyError as missing:
@@ -52,14 +52,14 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
             f"--slurm reads Slurm's variables, but {missing.args[0]} is not set, so this process is not a task of srun."
             f" Start it as {EXAMPLE}"
         ) from None
-    return found | {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment}
+    return variables | {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment}
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Expand `2(x3),1` to [2, 2, 2, 1]."""
+    """Return the number of tasks on each node: `2(x3),1` → [2, 2, 2, 1]."""
     counts: list[int] = []
-    for share, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(share)] * int(times or 1)
+    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(repeats or 1)
     return counts
 
 

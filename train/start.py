@@ -1,26 +1,28 @@
 """A training launch from its config to its end: join the other processes, prepare, acquire the run, train."""
 
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from accelerate.utils import ProjectConfiguration
 
 from shards.base.device import choose_device
 from shards.base.errors import RequestError
 from shards.base.pool import configure_malloc
+from shards.open import open_store
 from train.config import TrainConfig
 from train.finish import describe_finished, nothing_to_do
 from train.model.sharding import launched_sharding
 from train.prepare import on_main_process, precision_of_run, prepare
+from train.run.checkpoints.remote import PATIENCE, RemoteRun
 from train.run.health.heartbeat import HeartbeatReporter
-from train.run.health.output import kept
-from train.run.launches import Launch
-from train.run.processes import die_with_launcher, join_processes, lost_processes_named
+from train.run.health.output import tee_output
+from train.run.processes import die_with_launcher, explain_lost_processes, join_processes
 from train.run.terminal import print_once
 from train.setup import build_trainer
-from train.takeover import install, take_everywhere
+from train.takeover import acquire, install
 
 ACCELERATE_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -29,14 +31,14 @@ def train_here(config: TrainConfig, config_file: Path | None) -> None:
     """Join the other processes of the run and train.
 
     Args:
-        config_file: file of the config. The message at the end of the run lists the next phases in its folder.
+        config_file: file of the config. The final message lists the config files in its folder that continue this run.
     """
     die_with_launcher()
     device = choose_device(config.device)
     config = config.model_copy(update={"sharding": launched_sharding() or config.sharding})
     if config.sharding != "none" and config.precision == "float16":
         raise RequestError(
-            "The launcher asks for FSDP, which this trainer does not support with float16. Set precision to bfloat16."
+            "The launcher requests FSDP, which this trainer does not support with float16. Set precision to bfloat16."
         )
     with closing(join_processes(config.start_timeout, device)) as heartbeat, ExitStack() as downloads:
         _train_here(config, config_file, heartbeat, device, downloads)
@@ -45,7 +47,7 @@ def train_here(config: TrainConfig, config_file: Path | None) -> None:
 def _train_here(
     config: TrainConfig, config_file: Path | None, heartbeat: HeartbeatReporter, device: str, downloads: ExitStack
 ) -> None:
-    with lost_processes_named(heartbeat):
+    with explain_lost_processes(heartbeat):
         processes = PartialState(cpu=device == "cpu")
         precision = on_main_process(processes, lambda: precision_of_run(config, device))
         config = config.model_copy(update={"precision": precision})
@@ -54,24 +56,30 @@ def _train_here(
         if prepared.checkpoint is not None and prepared.checkpoint.state.step >= config.max_steps:
             print_once(accelerator, nothing_to_do(config))
             return
-        folder, away = on_main_process(accelerator, lambda: take_everywhere(config, prepared))
-    launch_number = None if away is None else away.number
-    output_folder = config.work / "logs" / (folder.name if away is None else f"{away.number:04d}")
+        lease = on_main_process(accelerator, lambda: acquire(config, prepared))
+    accelerator.project_configuration = ProjectConfiguration(str(lease.run_dir), str(lease.run_dir))
+    remote = None
+    if isinstance(config.run_dir, str):
+        remote = RemoteRun(open_store(config.run_dir), lease, config.patience(PATIENCE, prepared.world.size))
+    is_main, output_folder = accelerator.is_main_process, lease.run_dir / "logs" / f"{lease.number:04d}"
     with (
-        # the launch is the outer context, because it uploads the output when it ends
-        Launch(folder, accelerator.is_main_process, away) as launch,
-        kept(output_folder, accelerator.process_index, config.log.keep_output),
+        lease if is_main else nullcontext(),
+        # uploads the output when it ends, so the output is closed first
+        remote.logs_uploaded_at_exit() if is_main and remote is not None else nullcontext(),
+        tee_output(output_folder, accelerator.process_index, config.log.keep_output),
     ):
-        with lost_processes_named(heartbeat):
-            prepared = install(config, prepared, accelerator, launch)
+        with explain_lost_processes(heartbeat):
+            prepared = install(config, prepared, accelerator, lease)
             downloads.close()
-            trainer = build_trainer(config, prepared, accelerator, launch, away, heartbeat)
+            trainer = build_trainer(config, prepared, accelerator, lease, remote, heartbeat)
         trainer.fit()
+        launch_number = None if remote is None else lease.number
         print_once(accelerator, describe_finished(config, config.max_steps, launch_number, config_file))
 
 
 def make_accelerator(config: TrainConfig, device: str) -> Accelerator:
-    """Configure accelerate and torch for the resolved precision, `cuda` or `cpu`, and the tracker."""
+    """Configure accelerate and torch for the precision, which must be resolved, the device (`cuda` or `cpu`) and the
+    tracker."""
     accelerator = Accelerator(
         mixed_precision=ACCELERATE_PRECISION[config.precision],
         cpu=device == "cpu",

@@ -31,7 +31,7 @@ from train.run.state import TrainState
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of a step on this rank. The tensors stay on the device, so the host has not waited for them."""
+    """The result of a step on this rank. Its tensors are on the device, and the host has not waited for them."""
 
     grad_norm: Tensor
     """() norm of the gradient over all ranks, before clipping."""
@@ -40,12 +40,12 @@ class StepResult:
     sums: LossSums
     """This rank's losses, summed by quarter of the time axis."""
     alignment: Tensor | None
-    """() sum of this rank's alignment losses (REPA); None if no layer is aligned."""
+    """() sum of this rank's alignment losses (REPA); None: no layer is aligned."""
 
 
 @dataclass
 class TrainStep:
-    """Forward pass, backward pass and optimizer step, followed by the update of the moving averages."""
+    """One optimizer step: forward and backward passes over microbatches, the update, and the moving averages."""
 
     accelerator: Accelerator
     network: Any
@@ -53,17 +53,18 @@ class TrainStep:
     loss: DiffusionLoss
     optimizer: Optimizer
     microbatch_size: int
-    """Samples per forward pass, at most this rank's share of a batch."""
+    """Samples per forward pass, at most this rank's share of the global batch."""
     seed: int = 0
     model: Any = None
     """`network`, or `loss.aligned` around it, as accelerate wrapped it; None: `network` itself."""
     averages: dict[str, Ema] = field(default_factory=dict)
-    """Moving averages by their folder in a checkpoint. The run's own is `ema`; the others serve post-hoc averages."""
+    """Folder in a checkpoint → moving average. `ema` is the run's own; post-hoc averages are built from the others."""
     compiled: bool = False
-    """Whether the network is compiled, in which case all microbatches are padded to one size to share one graph."""
+    """Whether the network is compiled. If so, all microbatches are padded to the same size, so that they share a
+    graph."""
     weight_casts: AbstractContextManager[object] | None = None
-    """Scope around all microbatches of a step. The default, a disabled outer autocast, makes torch keep the casts of
-    the weights until the scope ends, so weights are cast once per step instead of once per microbatch."""
+    """Context around all microbatches of a step. The default is a disabled autocast, inside which torch caches the
+    casts of the weights, so that each weight is cast once per step instead of once per microbatch."""
 
     def __post_init__(self) -> None:
         if self.model is None:
@@ -72,49 +73,51 @@ class TrainStep:
             self.weight_casts = torch.autocast(self.accelerator.device.type, enabled=False)
 
     def __call__(self, batch: Batch, step: int) -> StepResult:
-        """Train on this rank's share of the global batch of step `step` (the first is 0).
+        """Train on this rank's share of the global batch of step `step`, where the first step is 0.
 
-        The batch may be on the CPU and may hold several captions per sample.
+        Args:
+            batch: on any device, with one or more captions per sample.
         """
         assert self.weight_casts is not None
         noisy = self.add_noise(batch, step)
         microbatches = list(noisy.microbatches(self.microbatch_size, filled=self.compiled))
-        done: list[Losses] = []
+        losses: list[Losses] = []
         with self.weight_casts:
             for microbatch in microbatches:
                 # gradients are all-reduced once, on the last microbatch; sharded weights reduce on every microbatch
                 is_last = microbatch is microbatches[-1]
                 with nullcontext() if is_last else self.accelerator.no_sync(self.model):
-                    losses = self.loss(self.model, microbatch)
-                    self.accelerator.backward(losses.total.sum() / len(batch))
-                done.append(losses)
-        sums, alignment = self._sum_losses(done, noisy.timesteps)
+                    microbatch_losses = self.loss(self.model, microbatch)
+                    self.accelerator.backward(microbatch_losses.total.sum() / len(batch))
+                losses.append(microbatch_losses)
+        sums, alignment = self._sum_losses(losses, noisy.timesteps)
         grad_norm, skipped = self.optimizer.step(self.model, step)
         for average in self.averages.values():
             average.update(self.network.named_parameters(), step + 1)
         return StepResult(grad_norm, skipped, sums, alignment)
 
     def add_noise(self, batch: Batch, step: int) -> NoisyBatch:
-        """Choose a caption per sample, move the batch to the device, and add the noise of step `step` to it."""
-        # captions are chosen on the CPU, so that only the chosen ones are moved to the device
+        """Choose a caption per sample, move the batch to the device, and add the noise of step `step`."""
+        # captions are chosen on the CPU, so that only the chosen ones are copied to the device
         batch = batch.draw_captions(Draws(self.seed, step, batch.slots)).to(self.accelerator.device)
         return self.loss.add_noise(batch, Draws(self.seed, step, batch.slots, fused=self.compiled))
 
-    def _sum_losses(self, done: list[Losses], timesteps: Tensor) -> tuple[LossSums, Tensor | None]:
-        errors = torch.cat([losses.per_sample.detach() for losses in done])
-        sums = LossSums.of(errors, timesteps, self.loss.path.num_train_timesteps, self.microbatch_size)
-        aligned = [losses.aligned.detach().sum() for losses in done if losses.aligned is not None]
+    def _sum_losses(self, losses: list[Losses], timesteps: Tensor) -> tuple[LossSums, Tensor | None]:
+        """Return the sums of the losses of all microbatches, and the () sum of their alignment losses."""
+        per_sample = torch.cat([each.per_sample.detach() for each in losses])
+        sums = LossSums.of(per_sample, timesteps, self.loss.path.num_train_timesteps, self.microbatch_size)
+        aligned = [each.aligned.detach().sum() for each in losses if each.aligned is not None]
         return sums, sum(aligned[1:], aligned[0]) if aligned else None
 
     def settle_gradient_order(self, batch: Batch, step: int) -> None:
-        """Run one backward pass and discard it, so that DDP settles the order of its gradient buckets.
+        """Run a backward pass and discard its gradients, so that DDP settles the order of its gradient buckets.
 
-        DDP reorders its buckets once, after the first backward pass. With three or more processes the order decides
-        how the summands of a gradient are rounded, so without this pass the first step after a resume would differ
-        from the same step of an uninterrupted run. Call it before the first step of a launch.
+        DDP reorders its buckets once, after the first backward pass. With three or more processes, the order of the
+        buckets affects the rounding of summed gradients, so without this pass the first step after a resume would
+        differ from the same step of an uninterrupted run. Call it before the first step of a launch.
         """
         assert self.weight_casts is not None
-        # accelerate may have compiled the wrapped model
+        # `_orig_mod`: accelerate may have compiled the DDP wrapper
         if isinstance(getattr(self.model, "_orig_mod", self.model), DistributedDataParallel):
             microbatch = next(self.add_noise(batch, step).microbatches(self.microbatch_size, filled=self.compiled))
             with self.weight_casts:
@@ -132,7 +135,7 @@ class TrainStep:
         return self.averages.get("ema")
 
     def snapshot(self, state: TrainState, lines: Mapping[str, int]) -> Snapshot:
-        """Return what a checkpoint after the last step must hold. Nothing is copied yet.
+        """Return the content of a checkpoint after the last step. No tensor is copied yet.
 
         Args:
             lines: log file in the run folder → its size in bytes up to this step.
@@ -143,7 +146,7 @@ class TrainStep:
         return take_snapshot(state, self.network, self.optimizer.torch_optimizer, self.averages, head, lines)
 
     def snapshot_averages(self, state: TrainState) -> Snapshot | None:
-        """Return the averages from which an average of any width can be rebuilt later; None if there are none."""
+        """Return the averages from which an average of any width can be rebuilt later; None: the run keeps none."""
         averages = {name: average for name, average in self.averages.items() if name != "ema"}
         if not averages:
             return None
@@ -161,14 +164,14 @@ def place_network(
     sharding: Sharding = "none",
     precision: Precision = "float32",
 ) -> None:
-    """Move a network to the device in place, in the memory format and with the sharding that the config asks for.
+    """Move a network to the device in place, and apply the memory format, norms, checkpointing and sharding.
 
-    Call it before making an optimizer: sharding replaces the parameters.
+    Call it before building an optimizer, because sharding replaces the parameters.
 
     Args:
         channels_last: None: on GPUs only.
-        sharding: anything but `none` needs a process group.
-        precision: the type in which sharded weights are gathered.
+        sharding: modes other than `none` need a process group.
+        precision: data type in which sharded weights are gathered.
     """
     if gradient_checkpointing:
         network.enable_gradient_checkpointing()  # type: ignore[operator]

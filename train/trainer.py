@@ -15,10 +15,11 @@ from train.data.loader import Loader
 from train.metrics import Metrics
 from train.objective.validation import Validation
 from train.run.checkpoints.writer import CheckpointWriter, too_slow_to_leave
-from train.run.health.endpoint import Figures, served
-from train.run.health.heartbeat import HeartbeatReporter
-from train.run.launches import Launch, Pace
-from train.run.processes import ShutdownCoordinator, expect_answers, lost_processes_named
+from train.run.health.endpoint import RunCollector, serve_metrics
+from train.run.health.heartbeat import LOADING, HeartbeatReporter
+from train.run.lease.lease import Lease
+from train.run.lease.owner import Pace
+from train.run.processes import ShutdownCoordinator, explain_lost_processes, set_collective_timeout
 from train.run.reporting.log import Log
 from train.run.state import TrainState
 from train.run.terminal import print_once
@@ -27,7 +28,7 @@ from train.step import TrainStep
 
 @dataclass
 class Trainer:
-    """The loop around a `TrainStep`. Each field has one job and can be replaced in a test."""
+    """The training loop around a `TrainStep`. Tests replace single fields by fakes."""
 
     accelerator: Accelerator
     train_step: TrainStep
@@ -39,26 +40,27 @@ class Trainer:
     checkpoints: CheckpointWriter
     average_snapshots: CheckpointWriter
     """Writes the averages from which an average of any width can be rebuilt later (`ema.snapshot_every`)."""
-    launch: Launch
+    lease: Lease
     heartbeat: HeartbeatReporter
     max_steps: int
     collective_timeout: float
-    """Seconds for every step after the first batch of each loader process, which may take longer."""
+    """Timeout of collectives in seconds, once each loader worker has delivered its first batch, which may take longer
+    than later ones."""
     shutdown: ShutdownCoordinator | None = None
-    """None: `fit` starts to listen for signals."""
+    """None: `fit` installs the signal handlers."""
 
     def fit(self) -> None:
         """Train until `max_steps`, saving checkpoints on the way.
 
         Raises:
             Preempted: the run received a stop signal, and saved first.
-            RequestError: another launch took the run over, because this one gave no sign of life for too long.
-            WorkError: a batch did not come, too many steps were not finite, or a process was lost.
+            LeaseLost: a different launch took over the run, because this one sent no heartbeat for too long.
+            WorkError: no batch arrived in time, too many steps were not finite, or a process was lost.
         """
         try:
             self._fit()
         except BaseException:
-            # finish pending writes while this launch still holds the run
+            # pending writes must finish before this launch releases the run
             for writer in (self.checkpoints, self.average_snapshots):
                 try:
                     writer.finish()
@@ -67,35 +69,35 @@ class Trainer:
             raise
 
     def _fit(self) -> None:
-        state, first = self.state, self.state.step
+        state, first_step = self.state, self.state.step
         shutdown = self.shutdown or self._listen_for_signals()
         with (
-            lost_processes_named(self.heartbeat),
+            explain_lost_processes(self.heartbeat),
             closing(iter(self.loader)) as batches,
             self.log,
             self._metrics_endpoint(),
         ):
             while state.step < self.max_steps:
                 batch = self._next_batch(batches)
-                if state.step == first:
-                    with shutdown.aside():
-                        self.train_step.settle_gradient_order(batch, first)
+                if state.step == first_step:
+                    with shutdown.untimed():
+                        self.train_step.settle_gradient_order(batch, first_step)
                 self._train(batch)
                 if self.log.is_due(state.step):
                     self._write_line()
-                if state.step == first + self.loader.num_first:
-                    expect_answers(self.heartbeat, self.collective_timeout)
+                if state.step == first_step + self.loader.num_first:
+                    set_collective_timeout(self.heartbeat, self.collective_timeout)
                 self._snapshot_averages()
                 self.checkpoints.check()
-                signals = shutdown.agreed(state.step)
-                is_last = signals.leave or state.step == self.max_steps
+                signals = shutdown.check(state.step)
+                is_last = signals.stop or state.step == self.max_steps
                 if signals.save:
                     print_once(self.accelerator, f"SIGUSR2 received: writing a checkpoint after step {state.step}.")
                 if is_last or signals.save or state.step % self.checkpoints.config.every == 0:
-                    with shutdown.aside():
+                    with shutdown.untimed():
                         self.save(is_last)
                     self._record_pace(shutdown.step_seconds)
-                if signals.leave and state.step < self.max_steps:
+                if signals.stop and state.step < self.max_steps:
                     raise Preempted(
                         f"The run received a stop signal and saved after step {state.step}. The same command resumes "
                         f"it."
@@ -103,28 +105,28 @@ class Trainer:
         self.log.close()
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
-        self.heartbeat.at(self.state.step, "loading")
+        self.heartbeat.enter(self.state.step, LOADING)
         with self.metrics.meter.waiting_for_data():
             return next(batches)
 
     def _train(self, batch: Batch) -> None:
-        self.heartbeat.at(self.state.step, "training")
-        self.log.samples(batch, self.state.step + 1)
+        self.heartbeat.enter(self.state.step, "training")
+        self.log.write_samples(batch, self.state.step + 1)
         result = self.train_step(batch, self.state.step)
         self.state.step += 1
         self.metrics.add(batch, result)
         self.log.advance()
 
     def _write_line(self) -> None:
-        """Log the steps since the last line. Only this and saving make the host wait for the device."""
+        """Log the steps since the last line. Only this, saving, and signal checks make the host wait for the device."""
         self.metrics.collect()
-        self.heartbeat.at(self.state.step, "logging")
-        fields = self.metrics.line() | self._validate()
+        self.heartbeat.enter(self.state.step, "logging")
+        fields = self.metrics.line_fields() | self._validate()
         self.metrics.begin_line()
-        self.log.write(self.state.step, fields)
+        self.log.write_metrics(self.state.step, fields)
 
     def _validate(self) -> dict[str, Any]:
-        """Return the fields of a validation, or none if it is not due."""
+        """Validate if it is due, and return the fields to log."""
         validation, step = self.validation, self.train_step
         if validation is None or self.state.step % validation.every:
             return {}
@@ -140,32 +142,31 @@ class Trainer:
                 self.average_snapshots.write(snapshot)
 
     def save(self, is_last: bool) -> None:
-        """Write a checkpoint after the step just done; wait until it is complete if it is the launch's last one."""
-        self.heartbeat.at(self.state.step, "saving")
+        """Write a checkpoint of the current step. If it is the launch's last one, wait until it is complete."""
+        self.heartbeat.enter(self.state.step, "saving")
         self.metrics.collect()
-        self.checkpoints.write(self.train_step.snapshot(self.state, self.log.keep()))
+        self.checkpoints.write(self.train_step.snapshot(self.state, self.log.sync()))
         if is_last:
             self.checkpoints.finish()
             self.average_snapshots.finish()
-            self.heartbeat.at(self.state.step, "saved")
+            self.heartbeat.enter(self.state.step, "finishing")
             self.accelerator.wait_for_everyone()
 
     def _record_pace(self, step_seconds: float) -> None:
-        """Record how long a save and a step take, for the next launch too; warn once if stopping may take too long."""
+        """Record the durations of a save and a step for the next launch. Warn once if stopping may take too long."""
         if self.checkpoints.seconds is None:
             return
-        before, now = self.launch.pace, Pace(self.checkpoints.seconds, step_seconds)
-        self.launch.note(save_seconds=now.save, step_seconds=now.step)
+        before, now = self.lease.pace, Pace(self.checkpoints.seconds, step_seconds)
+        self.lease.note(now)
         warning = too_slow_to_leave(now, self.checkpoints.config)
         if warning is not None and not too_slow_to_leave(before, self.checkpoints.config):
             print_once(self.accelerator, warning)
 
     def _listen_for_signals(self) -> ShutdownCoordinator:
-        return ShutdownCoordinator(
-            self.accelerator, self.launch, StopSignal(), SignalFlag(signal.SIGUSR2), self.state.step
-        )
+        signals = StopSignal(), SignalFlag(signal.SIGUSR2)
+        return ShutdownCoordinator(self.accelerator, self.lease, *signals, self.state.step)
 
     def _metrics_endpoint(self) -> AbstractContextManager[None]:
-        """Serve metrics to Prometheus from the main process, if `log.metrics_at` asks for it."""
-        address = self.log.config.metrics_at if self.log.main else None
-        return served(address, Figures(self.heartbeat, self.log, self.checkpoints, self.state.step))
+        """Serve metrics to Prometheus from the main process, if `log.metrics_at` is set."""
+        address = self.log.config.metrics_at if self.log.is_main else None
+        return serve_metrics(address, RunCollector(self.heartbeat, self.log, self.checkpoints, self.state.step))

@@ -1,11 +1,11 @@
 """Log evaluations to a run's tracker: metric curves and pictures of fixed prompts, at the checkpoint's step.
 
 TensorBoard gets one event file per step, created if absent, in a separate folder: it reads one file of a folder at a
-time, so it would stop reading the trainer's. For any other tracker, a *sheet* is created in the run, and the trainer
-sends it to the tracker (`train/run/reporting/evaluations.py`). A second process that writes to a wandb run overwrites
-what the first one wrote, even in wandb's shared mode (its issues 10349 and 12269).
+time, so it would stop reading the trainer's. For any other tracker, a *results file* is created in the run, and the
+trainer logs it (`train/run/reporting/evaluations.py`). A second process that writes to a wandb run overwrites what the
+first one wrote, even in wandb's shared mode (its issues 10349 and 12269).
 
-    RUN/tracker/evaluations/0000001000.3f2a9c1d.zip    a sheet: values.json, with the step, and a PNG for each picture
+    RUN/tracker/evaluations/0000001000.3f2a9c1d.zip    values.json, with the step, and a PNG for each picture
 """
 
 import hashlib
@@ -34,11 +34,11 @@ MAX_STRIP_STEPS = 12
 GRID_PICTURES, GRID_COLUMNS = 16, 4
 SIDE = 256
 """Maximum side of a logged picture, in pixels."""
-SHEETS = "tracker/evaluations"
+FOLDER = "tracker/evaluations"
 EVENTS = "tracker/evaluations/events.out.tfevents.{step:010d}.{names}"
-SHEET = "{step:010d}.{names}.zip"
-LOGGED = ".told.json"
-"""Suffix of the file that the trainer creates next to a sheet once the tracker has it."""
+RESULTS = "{step:010d}.{names}.zip"
+LOGGED_SUFFIX = ".told.json"
+"""Suffix of the marker that the trainer creates next to a results file once the tracker has it."""
 
 LogStep = Callable[[int, list[Evaluation]], None]
 """Log a step to a tracker, given all evaluations of the run."""
@@ -65,7 +65,7 @@ def open_tracker(run: Store, output: Path | str) -> LogStep:
     if store.where() != run.where():
         print(f"Evaluations are not logged to {name}, because --output is outside the run. The report contains them.")
         return lambda step, found: None
-    return lambda step, found: write_sheet(run, step, found)
+    return lambda step, found: write_results(run, step, found)
 
 
 def scalars(step: int, found: list[Evaluation]) -> dict[str, float]:
@@ -122,25 +122,25 @@ def write_events(store: Store, step: int, found: list[Evaluation]) -> None:
         store.create(EVENTS.format(step=step, names=hash_names(values)), path.read_bytes())
 
 
-def write_sheet(run: Store, step: int, found: list[Evaluation]) -> None:
-    """Create the sheet of a step, which the trainer will send to the run's tracker."""
-    values, packed = scalars(step, found), BytesIO()
-    with ZipFile(packed, "w") as sheet:
-        sheet.writestr("values.json", json.dumps({"step": step, "values": values}))
+def write_results(run: Store, step: int, found: list[Evaluation]) -> None:
+    """Create the results file of a step, which the trainer will log to the run's tracker."""
+    values, content = scalars(step, found), BytesIO()
+    with ZipFile(content, "w") as archive:
+        archive.writestr("values.json", json.dumps({"step": step, "values": values}))
         for name, picture in images(step, found).items():
-            with sheet.open(f"{name}.png", "w") as member:
+            with archive.open(f"{name}.png", "w") as member:
                 picture.save(member, "PNG")
-    run.create(f"{SHEETS}/{SHEET.format(step=step, names=hash_names(values))}", packed.getvalue())
+    run.create(f"{FOLDER}/{RESULTS.format(step=step, names=hash_names(values))}", content.getvalue())
 
 
-def log_remaining_sheets(run: Store, name: str) -> None:
-    """Run `python -m train tell` if the tracker lacks sheets, because training ended before they were created.
+def log_remaining_results(run: Store, name: str) -> None:
+    """Run `python -m train tell` if the tracker lacks results, because training ended before they were created.
 
     Args:
         name: the run, as named by the user.
     """
-    files = set(run.files(SHEETS))
-    if any(file.endswith(".zip") and file.removesuffix(".zip") + LOGGED not in files for file in files):
+    files = set(run.files(FOLDER))
+    if any(file.endswith(".zip") and file.removesuffix(".zip") + LOGGED_SUFFIX not in files for file in files):
         command = [sys.executable, "-m", "train", "tell", name]
         result = subprocess.run(command, capture_output=True, text=True)
         print((result.stdout or result.stderr).strip(), flush=True)

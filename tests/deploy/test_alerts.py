@@ -1,4 +1,4 @@
-"""What Prometheus reads of both stages: each name is documented, alert rules name nothing else, and each is tested."""
+"""Metrics of both stages: each is documented, alert rules use no others, and every rule is tested."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from prometheus_client.core import Metric as Family
 from ray.util.metrics import Counter, Metric
 
 from precompute.job.metrics import Metrics
-from train.run.health.endpoint import OF_LINES, OF_RANKS, OF_RUN, PREFIX, Figures
+from train.run.health.endpoint import LINE_METRICS, PREFIX, RANK_METRICS, RUN_METRICS, RunCollector
 from train.run.health.heartbeat import HeartbeatReporter
 
 ROOT = Path(__file__).parents[2]
@@ -20,8 +20,8 @@ RULES = [rule for group in GROUPS for rule in group["rules"]]
 NAME = r"(?:ray_)?latentmill_\w+"
 
 
-def of_stage_1() -> dict[str, set[str]]:
-    """Name, as Prometheus has it, → labels."""
+def stage_1_metrics() -> dict[str, set[str]]:
+    """Return the name that Prometheus shows → label names."""
     metrics = [metric for metric in vars(Metrics()).values() if isinstance(metric, Metric)]
     return {
         f"ray_{metric.info['name']}{'_total' if isinstance(metric, Counter) else ''}": set(metric.info["tag_keys"])
@@ -29,32 +29,33 @@ def of_stage_1() -> dict[str, set[str]]:
     }
 
 
-def of_stage_2() -> dict[str, set[str]]:
-    """The same of a run that has written a line."""
-    line = {name.removesuffix("_total"): 1.0 for name in OF_LINES} | {"lr": 1e-4, "val_loss": 1.0}
-    log: Any = SimpleNamespace(max_steps=9, newest=line)
+def stage_2_metrics() -> dict[str, set[str]]:
+    """Return the name → label names, for a run that has written a line of metrics.jsonl."""
+    fields = {name.removesuffix("_total"): 1.0 for name in LINE_METRICS} | {"lr": 1e-4, "val_loss": 1.0}
+    log: Any = SimpleNamespace(max_steps=9, last_fields=fields)
     writer: Any = SimpleNamespace(saved=None, seconds=None, config=SimpleNamespace(every=3))
-    families: list[Family] = list(Figures(HeartbeatReporter(), log, writer, 0).collect())
+    families: list[Family] = list(RunCollector(HeartbeatReporter(), log, writer, 0).collect())
     assert len({family.name for family in families}) == len(families)
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
 
-EXPORTED = of_stage_1() | of_stage_2()
+EXPORTED = stage_1_metrics() | stage_2_metrics()
 
 
-def test_each_figure_of_a_run_is_served() -> None:
-    assert {name.removeprefix(PREFIX) for name in of_stage_2()} == OF_LINES.keys() | OF_RUN.keys() | OF_RANKS.keys()
+def test_every_metric_of_a_run_is_served() -> None:
+    served = {name.removeprefix(PREFIX) for name in stage_2_metrics()}
+    assert served == LINE_METRICS.keys() | RUN_METRICS.keys() | RANK_METRICS.keys()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_a_rule_names_what_the_code_exports(rule: dict[str, Any]) -> None:
+def test_a_rule_uses_only_exported_metrics_and_labels(rule: dict[str, Any]) -> None:
     named = re.findall(rf"({NAME})(?:\{{([^}}]*)\}})?", rule["expr"])
     assert named
     for name, labels in named:
         assert name in EXPORTED, f"{rule['alert']}: {name}"
         assert set(re.findall(r"(\w+)(?:=~|!=|=)", labels)) <= EXPORTED[name], f"{rule['alert']}: {name}"
     for labels in re.findall(r"(?:by|on) \(([\w, ]+)\)", rule["expr"]):
-        for label in set(labels.split(", ")) - {"instance"}:  # which is Prometheus's own
+        for label in set(labels.split(", ")) - {"instance"}:  # added by Prometheus
             assert all(label in EXPORTED[name] for name, _ in named), rule["alert"]
 
 

@@ -7,9 +7,8 @@ from accelerate import Accelerator
 from tests.families.small import Small, stir
 from train.config import TrainConfig
 from train.prepare import prepare
-from train.run.launches import Launch
 from train.setup import build_trainer
-from train.takeover import take_run
+from train.takeover import acquire
 from train.trainer import Trainer
 
 
@@ -24,4 +23,4 @@ def started(config: TrainConfig) -> Trainer:
     prepared = prepare(config, accelerator)
     if prepared.checkpoint is None:
         stir(prepared.network)
-    return build_trainer(config, prepared, accelerator, Launch(take_run(config, prepared)))
+    return build_trainer(config, prepared, accelerator, acquire(config, prepared))

@@ -21,13 +21,13 @@ import pytest
 from tests import ranks
 from tests.runs import compare, environment, last_step, launcher, rank_processes, train_fields, write_config
 from train.__main__ import run as command
-from train.run import launches
 from train.run.checkpoints import shares
 from train.run.checkpoints import writer as checkpoint
+from train.run.lease import folder as lease_folder
 
 FIGURES = Path(__file__).parents[2] / "runs" / "faults" / "train.json"
 STAGES = [
-    # function that writer.py, shares.py or launches.py calls, which of its calls; before, halfway through or after it
+    # function, which of its calls, and whether the kill comes before, halfway through or after the call
     ("write_tensors", 1, "before"),  # the folder is there, and nothing in it but the U-Net's config
     ("write_tensors", 1, "half"),
     ("write_tensors", 2, "before"),
@@ -83,7 +83,7 @@ def train_until_stage(arguments: list[str]) -> None:
         return called
 
     checkpoint.CheckpointWriter._write = counted_write  # type: ignore[assignment, method-assign]
-    owners = {"rmtree": checkpoint.shutil, "fsync_folder": launches, "write_file": shares, "fsync_tree": shares}
+    owners = {"rmtree": checkpoint.shutil, "fsync_folder": lease_folder, "write_file": shares, "fsync_tree": shares}
     owner: Any = owners.get(name, checkpoint)
     setattr(owner, name, deadly(getattr(owner, name)))
     command(arguments[1:])

@@ -1,4 +1,4 @@
-"""Shorthands for a single stream, and timeouts that must fit together."""
+"""The shorthand for a single stream, and timeouts that depend on each other."""
 
 from pathlib import Path
 
@@ -31,12 +31,14 @@ def config(folder: Path, streams: list[dict[str, object]] | None, *words: str) -
         (None, ["--data.root", "c", "--data.bucket", "512x512"], ("c", "512x512", 1.0)),
     ],
 )
-def test_one_stream(tmp_path: Path, streams: list | None, words: list[str], expected: tuple) -> None:
+def test_the_shorthand_sets_the_only_stream(
+    tmp_path: Path, streams: list | None, words: list[str], expected: tuple
+) -> None:
     found = config(tmp_path, streams, *words)
     (stream,) = found.data.streams
     assert (str(stream.root), stream.bucket, stream.weight) == expected
     assert found.data.num_canonical_nodes == 4  # the rest of the section is kept
-    # a saved config spells the stream out
+    # a saved config contains the full stream
     save_config(found, tmp_path / "saved.yaml")
     saved = yaml.safe_load((tmp_path / "saved.yaml").read_text())["data"]
     assert "root" not in saved and "bucket" not in saved and len(saved["streams"]) == 1
@@ -63,14 +65,14 @@ def test_one_stream(tmp_path: Path, streams: list | None, words: list[str], expe
         ([4], ["--data.root", "c"], "`data.streams.0` = 4: input should be a valid dictionary"),
     ],
 )
-def test_no_stream(tmp_path: Path, streams: list, words: list[str], message: str) -> None:
+def test_invalid_streams_are_refused(tmp_path: Path, streams: list, words: list[str], message: str) -> None:
     with pytest.raises(RequestError) as caught:
         config(tmp_path, streams, *words)
     assert message in str(caught.value)
 
 
 def test_streams_replace_an_inherited_shorthand(tmp_path: Path) -> None:
-    """A base file's shorthand stands for one stream; a derived file that lists `streams` replaces it."""
+    """A base file's shorthand defines a single stream. A derived file that lists `streams` replaces it."""
     fields = train_fields(Path("a"), tmp_path / "run")
     (tmp_path / "below.yaml").write_text(yaml.safe_dump(fields))
     (tmp_path / "short.yaml").write_text("base: below.yaml\ndata: {bucket: 128x128}\n")
@@ -84,12 +86,11 @@ def test_streams_replace_an_inherited_shorthand(tmp_path: Path) -> None:
     assert (str(typed.root), typed.bucket) == ("c", "64x64")
 
 
-def test_nobody_waits_longer_for_storage_than_the_others_wait(tmp_path: Path) -> None:
-    """A single process may wait longer. Until the first steps are done, others wait as long as a first batch may
-    take."""
-    usual = config(tmp_path, ONE)
-    assert [usual.patience(seconds, 8) for seconds in (900.0, 300.0)] == [480.0, 300.0]
-    assert usual.patience(900.0, 1) == 900.0 and usual.start_timeout == 2100.0
+def test_storage_timeouts_are_shorter_than_those_of_collectives(tmp_path: Path) -> None:
+    """A single process has no such limit. In the first steps, collectives allow for the time of a first batch."""
+    default = config(tmp_path, ONE)
+    assert [default.patience(seconds, 8) for seconds in (900.0, 300.0)] == [480.0, 300.0]
+    assert default.patience(900.0, 1) == 900.0 and default.start_timeout == 2100.0
     words = ("--collective_timeout", "50", "--data.first_timeout", "20", "--data.timeout", "100")
     short = config(tmp_path, ONE, *words)
     assert short.patience(short.data.timeout, 2) == 40.0 and short.start_timeout == 120.0

@@ -92,7 +92,7 @@ def test_one_curve(steps: int, layouts: list[int], root: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("launches", [4, pytest.param(24, marks=pytest.mark.slow)])
-def test_a_run_that_is_requeued_at_random_sizes_is_one_run(launches: int, root: Path, tmp_path: Path) -> None:
+def test_a_run_requeued_with_random_numbers_of_ranks_has_one_curve(launches: int, root: Path, tmp_path: Path) -> None:
     """Every launch has a different number of processes and machines. 3 machines do not divide 4 canonical nodes, and a
     resume on 2 machines is reported once."""
     rng = random.Random(launches)
@@ -106,12 +106,12 @@ def test_a_run_that_is_requeued_at_random_sizes_is_one_run(launches: int, root: 
         for number, (processes, nodes) in enumerate(schedule, start=1):
             max_steps = steps * number // len(schedule)
             fields = train_fields(root, tmp_path / name, max_steps=max_steps, **changes)
-            said = ranks.run(
+            output = ranks.run(
                 tmp_path / f"{name}.log", ["--config", str(write_config(tmp_path, fields))], processes, nodes
             )
         curves.append(curve(tmp_path / name))
     ends = [steps * number // launches for number in range(1, launches)]
-    begun = [int(step) for step in re.findall(r"resuming \S+ after step (\d+)", " ".join(said.split()))]
+    begun = [int(step) for step in re.findall(r"resuming \S+ after step (\d+)", " ".join(output.split()))]
     done = sum(end - begin for begin, end in zip([0, *begun], [*ends, steps], strict=True))
     assert done == steps  # a launch that stops on request loses no step
     assert len(curves[0][0]) == steps and curves[0][1] == curves[1][1]

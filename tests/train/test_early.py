@@ -1,4 +1,4 @@
-"""Answers that need no torch: refusals, finished runs, and the message at the end of a run."""
+"""Commands that end without importing torch: invalid requests and finished runs; the message at the end of a run."""
 
 import json
 import subprocess
@@ -56,17 +56,17 @@ def check_message(folder: Path, printed: str) -> None:
     assert "other.yaml" not in printed
 
 
-def test_the_end_of_a_run_says_where_the_result_is_and_what_comes_next(finished: tuple[Path, str]) -> None:
+def test_the_final_message_lists_the_checkpoint_and_the_next_commands(finished: tuple[Path, str]) -> None:
     config, printed = finished
     check_message(config.parent, printed)
 
 
-def test_two_processes_say_it_once(latents: Path, tmp_path: Path) -> None:
+def test_two_processes_print_the_final_message_once(latents: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=1))
     result = run_module("train", "--config", str(config), num_processes=2)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Finished at step 1.") == 1
-    # the message of a finished run is printed only once, too
+    # a second launch, which finds the run finished, prints it only once, too
     result = run_module("train", "--config", str(config), num_processes=2)
     assert result.returncode == 0 and result.stdout.count("has done its 1 steps; there is nothing to do") == 1
 
@@ -80,7 +80,7 @@ def test_a_finished_run_is_recognised_without_torch(finished: tuple[Path, str], 
     assert ("Finished at step 2." in printed) == (not command)  # `make train` runs the check first and then the trainer
 
 
-def test_a_launcher_recognises_a_finished_run_before_it_starts_processes(finished: tuple[Path, str]) -> None:
+def test_the_launcher_recognises_a_finished_run_before_it_starts_processes(finished: tuple[Path, str]) -> None:
     config, _ = finished
     command = [*launcher(2)[3:], "-m", "train", "--config", str(config), "--num_processes", "2"]
     code, printed, imported = run_fresh(*command, module="train.launch:launch")
@@ -91,7 +91,7 @@ def test_a_launcher_recognises_a_finished_run_before_it_starts_processes(finishe
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--seed", "5"], "was trained under other settings"),
+        (["--seed", "5"], "was trained with different settings"),
         (["--max_steps", "3"], None),
         (["--optimizer.lr", "0.5"], None),
     ],
@@ -106,7 +106,7 @@ def test_a_finished_run_with_a_changed_config_is_fully_checked(
     assert (code, message is None or message in printed) == (0 if message is None else 2, True)
 
 
-def test_a_finished_run_whose_checkpoint_is_damaged_is_not_called_finished(latents: Path, tmp_path: Path) -> None:
+def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(latents: Path, tmp_path: Path) -> None:
     fields = train_fields(latents, tmp_path / "run", max_steps=2, checkpoint={"every": 1})
     config = write_config(tmp_path, fields)
     assert run_module("train", "--config", str(config)).returncode == 0
@@ -131,7 +131,7 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_called_finished(laten
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 @pytest.mark.parametrize("command", [[], ["check"]], ids=["train", "check"])
-def test_a_wrong_request_is_refused_without_torch(
+def test_an_invalid_request_is_refused_without_torch(
     latents: Path, tmp_path: Path, command: list[str], changes: dict[str, Any], message: str
 ) -> None:
     config = write_config(tmp_path, train_fields(latents, **({"run_dir": tmp_path / "run"} | changes)))
@@ -141,13 +141,13 @@ def test_a_wrong_request_is_refused_without_torch(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_config_that_is_not_there_is_refused_without_torch(tmp_path: Path) -> None:
+def test_a_missing_config_is_refused_without_torch(tmp_path: Path) -> None:
     code, printed, imported = run_fresh("--config", str(tmp_path / "phase3.yaml"))
     assert (code, imported) == (2, set())
     assert "There is no config file" in printed
 
 
-def test_a_launcher_refuses_a_wrong_config_once(latents: Path, tmp_path: Path) -> None:
+def test_the_launcher_refuses_an_invalid_config_once(latents: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run", optimiser={"lr": 1.0}))
     command = [*launcher(2)[3:], "-m", "train", "--config", str(config)]
     code, printed, imported = run_fresh(*command, module="train.launch:launch")

@@ -1,5 +1,4 @@
-"""Extension points of training, each used here from outside the package: optimizers, code between blocks,
-and the choice of what is trained."""
+"""Extension points of training, used from outside the package: optimizers, block hooks and `train_only`."""
 
 import shutil
 from collections.abc import Mapping
@@ -49,13 +48,13 @@ def sgd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("sgd")
-def test_another_optimizer(latents: Path, tmp_path: Path) -> None:
-    """It trains from YAML, saves its state by parameter name, and resumes bit-exactly."""
+def test_a_custom_optimizer(latents: Path, tmp_path: Path) -> None:
+    """It is selected in YAML, saves its state by parameter name, and resumes bit-exactly."""
     optimizer = {"kind": "sgd", "lr": 0.01, "momentum": 0.5}
     whole = train(tmp_path, latents, "whole", optimizer=optimizer)
     for max_steps in (3, 6):
         killed = train(tmp_path, latents, "killed", optimizer=optimizer, max_steps=max_steps)
-        if max_steps == 3:  # as after a kill that came before the checkpoint was written
+        if max_steps == 3:  # simulates a kill before the checkpoint of step 3 was written
             shutil.rmtree(step_folder(killed, 3))
     assert curve(killed) == curve(whole)
     a, b = newest_checkpoint(killed), newest_checkpoint(whole)
@@ -65,12 +64,12 @@ def test_another_optimizer(latents: Path, tmp_path: Path) -> None:
     assert {name: value.shape for name, value in state.items()} == {
         f"momentum_buffer/{name}": value.shape for name, value in weights.items()
     }
-    with pytest.raises(RequestError, match=r"trained under other settings: optimizer: sgd ≠ None \("):
+    with pytest.raises(RequestError, match=r"trained with different settings: optimizer: sgd ≠ None \("):
         train(tmp_path, latents, "killed", max_steps=7)
 
 
 @pytest.mark.usefixtures("sgd")
-def test_the_planner_asks_the_optimizer() -> None:
+def test_the_planner_knows_custom_optimizers() -> None:
     assert (optimizer_class("adamw").step_bytes(), optimizer_class("sgd").step_bytes()) == (28, 20)
     assert checkpoint_bytes(10, ema=True, state_bytes=SgdConfig.state_bytes) == 120
     assert Plan(optimizer="sgd").optimizer == "sgd"
@@ -78,8 +77,8 @@ def test_the_planner_asks_the_optimizer() -> None:
         Plan(optimizer="sdg")
 
 
-class Calls(BlockHook):
-    """Names of the blocks before and after which it ran."""
+class RecordCalls(BlockHook):
+    """Records the names of the blocks that are called, in order."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -94,14 +93,14 @@ class Calls(BlockHook):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_blocks_of_every_family_are_hooked(name: str) -> None:
-    """Each block is called once, and names and weights stay as they were; at the family's full size, on meta."""
+def test_hooks_run_once_per_block_in_every_family(name: str) -> None:
+    """Hooks change neither the parameters nor their names. The networks have the family's full size, on meta."""
     networks = load_config(Plan, f"configs/{name}/plan.yaml", [], "plan").networks
     with torch.device("meta"), torch.no_grad():
         _, image = build_image_tower(networks.vae)
         texts = {each: build_text_tower(each, text)[1] for each, text in networks.texts.items()}
         ((network, call),) = network_calls(networks, {"latents": (32, 32)}, image, texts).values()
-        names, calls = list(network.state_dict()), Calls()
+        names, calls = list(network.state_dict()), RecordCalls()
         blocks = find_blocks(network)
         remove = add_hook(network, list(blocks), calls)
         call()
@@ -113,7 +112,7 @@ def test_the_blocks_of_every_family_are_hooked(name: str) -> None:
 
 
 class Routing(BlockHook):
-    """Half of the tokens skip the blocks from one to another (Krause et al., "TREAD", 2025)."""
+    """Makes half of the tokens skip the blocks from `first` to `last` (Krause et al., "TREAD", 2025)."""
 
     def __init__(self, first: str, last: str):
         self.first, self.last = first, last
@@ -133,13 +132,13 @@ class Routing(BlockHook):
 
 
 def test_tokens_are_routed_past_blocks() -> None:
-    """A hook changes what blocks are called with; what they do not see comes out as it went in."""
+    """A hook removes tokens from the input of a block and restores them, unchanged, in the output of a later block."""
     fields = FAMILIES["pixart-sigma"].network | {"num_layers": 4}
     torch.manual_seed(0)
     network = class_of(fields, "the config").from_config(fields)
     inner, widths = ["transformer_blocks.1", "transformer_blocks.2"], list[int]()
 
-    class Watching(BlockHook):
+    class RecordWidths(BlockHook):
         def before(self, name: str, inputs: tuple[Tensor], named: dict[str, Any]) -> Any:
             widths.append(inputs[0].shape[1])
             return inputs, named
@@ -149,7 +148,7 @@ def test_tokens_are_routed_past_blocks() -> None:
         return network(torch.ones(2, 4, 8, 8), **arguments, return_dict=False)[0]
 
     whole = call()
-    removes = [add_hook(network, inner, Routing(*inner)), add_hook(network, list(find_blocks(network)), Watching())]
+    removes = [add_hook(network, inner, Routing(*inner)), add_hook(network, list(find_blocks(network)), RecordWidths())]
     routed = call()
     assert widths == [16, 8, 8, 16] and routed.shape == whole.shape and not routed.allclose(whole)
     routed.sum().backward()
@@ -159,8 +158,8 @@ def test_tokens_are_routed_past_blocks() -> None:
     torch.testing.assert_close(call(), whole, rtol=0, atol=0)
 
 
-def test_a_subset_of_the_weights_is_trained(latents: Path, tmp_path: Path) -> None:
-    """The others keep their values, have no optimizer state, and are in checkpoints and averages like the rest."""
+def test_train_only_trains_a_subset_of_the_parameters(latents: Path, tmp_path: Path) -> None:
+    """The other parameters keep their values and have no optimizer state. Checkpoints and averages contain all."""
     run = train(tmp_path, latents, "run", train_only=["*.attn2.*", "conv_out.bias"], optimizer={"lr": 0.01})
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
@@ -171,7 +170,7 @@ def test_a_subset_of_the_weights_is_trained(latents: Path, tmp_path: Path) -> No
     assert {name for name in first if not first[name].equal(last[name])} == trained
     state = load_tensors(checkpoint.folder / OPTIMIZER_NAME)
     assert {key.partition("/")[2] for key in state} == trained
-    with pytest.raises(RequestError, match=r"trained under other settings: train_only: \['\*\.attn2.* ≠ None"):
+    with pytest.raises(RequestError, match=r"trained with different settings: train_only: \['\*\.attn2.* ≠ None"):
         train(tmp_path, latents, "run", max_steps=7)
     with pytest.raises(RequestError, match=r"the pattern \*\.atn2\.\*, which matches no parameter of the network"):
         train(tmp_path, latents, "other", train_only=["*.atn2.*"])

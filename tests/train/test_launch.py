@@ -1,4 +1,4 @@
-"""The launchers: Slurm variables, launchers on several hosts by ssh, and signals."""
+"""The launcher: Slurm tasks, several hosts by ssh, signals, and exit codes."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from train.data.spec import DataConfig
 from train.run.checkpoints.checkpoint import list_checkpoints, step_of, verify_checkpoint
 from train.run.preflight import World
 
-STEP = {
+SLURM_TASK = {
     "SLURM_JOB_ID": "1234567",
     "SLURM_STEP_ID": "2",
     "SLURM_STEP_NODELIST": "gpu[003-004,012],login1",
@@ -35,12 +35,12 @@ STEP = {
     "SLURM_NODEID": "3",
     "SLURM_PROCID": "6",
     "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "64",  # of the whole job, which must not be used
+    "SLURM_NTASKS": "64",  # the whole job's, not the step's
 }
 
 
-def test_slurm_variables_become_those_of_torchs_launcher() -> None:
-    assert slurm.slurm_variables(STEP) == {
+def test_slurm_variables_are_converted_to_those_of_torchs_launcher() -> None:
+    assert slurm.slurm_variables(SLURM_TASK) == {
         "RANK": "6",
         "WORLD_SIZE": "7",
         "LOCAL_RANK": "0",
@@ -48,7 +48,7 @@ def test_slurm_variables_become_those_of_torchs_launcher() -> None:
         "MASTER_ADDR": "gpu003",
         "MASTER_PORT": str(15_000 + (31 * 1234567 + 2) % 15_000),
     }
-    second = slurm.slurm_variables(STEP | {"SLURM_NODEID": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"})
+    second = slurm.slurm_variables(SLURM_TASK | {"SLURM_NODEID": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"})
     assert second["LOCAL_WORLD_SIZE"] == "2"
     assert (second["MASTER_ADDR"], second["MASTER_PORT"]) == ("head", "29500")
 
@@ -64,7 +64,7 @@ def test_slurm_variables_become_those_of_torchs_launcher() -> None:
         ("a-[1].site.org,b", "a-1.site.org"),
     ],
 )
-def test_the_master_is_the_first_node(nodes: str, first: str) -> None:
+def test_the_first_host_of_a_node_list_is_the_master(nodes: str, first: str) -> None:
     assert slurm.first_host(nodes) == first
 
 
@@ -73,23 +73,23 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
     assert slurm.tasks_per_node(text) == counts
 
 
-@pytest.mark.parametrize("missing", [name for name in STEP if name != "SLURM_NTASKS"])
+@pytest.mark.parametrize("missing", [name for name in SLURM_TASK if name != "SLURM_NTASKS"])
 def test_a_process_outside_srun_is_refused(missing: str) -> None:
-    rest = {name: value for name, value in STEP.items() if name != missing}
+    rest = {name: value for name, value in SLURM_TASK.items() if name != missing}
     with pytest.raises(RequestError, match=rf"{missing} is not set, so .* Start it as srun python -m train"):
         slurm.slurm_variables(rest)
 
 
-def test_a_task_becomes_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is replaced rather than forked, so that Slurm's signals reach the trainer."""
-    monkeypatch.setattr(os, "environ", dict(STEP))
-    became: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda path, arguments: became.append([path, *arguments[1:]]))
+def test_a_slurm_task_becomes_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is replaced instead of starting a child, so that Slurm's signals reach the trainer."""
+    monkeypatch.setattr(os, "environ", dict(SLURM_TASK))
+    executed: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, arguments: executed.append([path, *arguments[1:]]))
     monkeypatch.setattr(sys, "argv", ["train.launch", "--slurm", "-m", "train", "--config", "a.yaml"])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as ended:
         launch.main()
-    assert left.value.code == 0
-    assert became == [[sys.executable, "-m", "train", "--config", "a.yaml"]]
+    assert ended.value.code == 0
+    assert executed == [[sys.executable, "-m", "train", "--config", "a.yaml"]]
     assert os.environ["RANK"] == "6" and os.environ["WORLD_SIZE"] == "7"
 
 
@@ -108,16 +108,16 @@ def test_srun_without_the_launcher_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_fifteen_of_sixteen_machines_need_a_batch_that_both_numbers_divide() -> None:
+def test_the_batch_sizes_of_cluster_md_suit_15_and_16_machines() -> None:
     page = " ".join((Path(__file__).parents[2] / "docs" / "how-to" / "cluster.md").read_text().split())
     (numbers,) = re.findall(r"`--global_batch_size (\d+)`, which 128, 120 and 64 divide, not (\d+)", page)
-    batch, other = map(int, numbers)
+    good, bad = map(int, numbers)
     for machines in (16, 15):
-        World(8 * machines, 8).check(None, batch)
-    assert batch % DataConfig.model_fields["num_canonical_nodes"].default == 0
-    World(128, 8).check(None, other)
-    with pytest.raises(RequestError, match=f"{other} cannot be shared evenly by 120 processes. .* a multiple of 120."):
-        World(120, 8).check(None, other)
+        World(8 * machines, 8).check(None, good)
+    assert good % DataConfig.model_fields["num_canonical_nodes"].default == 0
+    World(128, 8).check(None, bad)
+    with pytest.raises(RequestError, match=f"{bad} cannot be shared evenly by 120 processes. .* a multiple of 120."):
+        World(120, 8).check(None, bad)
 
 
 SSH = """#!/bin/sh
@@ -129,14 +129,14 @@ exec sh -c "$2"
 LAUNCHER = """#!{python}
 import json, os, pathlib, sys
 folder, rank = pathlib.Path(sys.argv[0]).parent, sys.argv[sys.argv.index("--machine_rank") + 1]
-(folder / f"words-{{rank}}").write_text(json.dumps([str(pathlib.Path.cwd()), *sys.argv[1:]]))
+(folder / f"arguments-{{rank}}").write_text(json.dumps([str(pathlib.Path.cwd()), *sys.argv[1:]]))
 if "killed-" + rank in sys.argv:
     os.kill(os.getpid(), 9)
 if "code-" + rank in sys.argv:
     sys.exit(1)
 if "wait" in sys.argv:
     for line in sys.stdin:
-        with (folder / f"told-{{rank}}").open("a") as file:
+        with (folder / f"signals-{{rank}}").open("a") as file:
             file.write(line)
         if line != "SIGUSR2\\n":
             sys.exit(75)
@@ -153,7 +153,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "7")
-    (tmp_path / "hosts").write_text("# two of ours\nme@gpu1\n\ngpu2 # new\n")
+    (tmp_path / "hosts").write_text("# a comment\nme@gpu1\n\ngpu2 # another\n")
     (tmp_path / "away").write_text("gpu1\naway\n")
     (tmp_path / "twice").write_text("gpu1\ngpu1\n")
     return tmp_path
@@ -167,15 +167,15 @@ def wait_for(*paths: Path) -> None:
         time.sleep(0.01)
 
 
-def test_each_host_gets_a_launcher_of_its_own(machines: Path) -> None:
+def test_each_host_gets_its_own_launcher(machines: Path) -> None:
     assert launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "--quiet", "-m", "mine", "--run_dir", "a b"]) == 0
     for rank in range(2):
-        folder, *words = json.loads((machines / f"words-{rank}").read_text())
+        folder, *arguments = json.loads((machines / f"arguments-{rank}").read_text())
         assert folder == os.getcwd()
-        several = f"--num_machines 2 --machine_rank {rank} --main_process_ip gpu1 --main_process_port 29500"
-        assert words[:3] == ["-m", "train.launch", "--told"]
-        assert words[3:] == [
-            *several.split(),
+        machine_flags = f"--num_machines 2 --machine_rank {rank} --main_process_ip gpu1 --main_process_port 29500"
+        assert arguments[:3] == ["-m", "train.launch", "--signals-from-stdin"]
+        assert arguments[3:] == [
+            *machine_flags.split(),
             "--num_processes",
             "16",
             "--multi_gpu",
@@ -187,23 +187,23 @@ def test_each_host_gets_a_launcher_of_its_own(machines: Path) -> None:
         ]
 
 
-def test_signals_reach_the_launchers_and_one_that_fails_takes_the_others_along(machines: Path) -> None:
+def test_signals_are_forwarded_and_a_failed_launcher_stops_the_others(machines: Path) -> None:
     before = [signal.getsignal(number) for number in ssh_launcher.FORWARDED]
 
-    def signals() -> None:
-        wait_for(machines / "words-0", machines / "words-1")
+    def send_signals() -> None:
+        wait_for(machines / "arguments-0", machines / "arguments-1")
         os.kill(os.getpid(), signal.SIGUSR2)
-        wait_for(machines / "told-0", machines / "told-1")
+        wait_for(machines / "signals-0", machines / "signals-1")
         os.kill(os.getpid(), signal.SIGUSR1)
 
-    sender = threading.Thread(target=signals)
+    sender = threading.Thread(target=send_signals)
     sender.start()
     assert launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait"]) == 75
     sender.join()
-    assert [(machines / f"told-{rank}").read_text() for rank in range(2)] == ["SIGUSR2\nSIGUSR1\n"] * 2
-    (machines / "told-0").unlink()
+    assert [(machines / f"signals-{rank}").read_text() for rank in range(2)] == ["SIGUSR2\nSIGUSR1\n"] * 2
+    (machines / "signals-0").unlink()
     assert launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait", "code-1"]) == 1
-    assert (machines / "told-0").read_text() == "SIGTERM\n"
+    assert (machines / "signals-0").read_text() == "SIGTERM\n"
     assert [signal.getsignal(number) for number in ssh_launcher.FORWARDED] == before
     with pytest.raises(WorkError, match=r"The launcher on gpu2 was killed by signal 9\. If that is 9, the machine"):
         launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait", "killed-1"])
@@ -221,7 +221,7 @@ def test_a_launcher_receives_signals_through_its_standard_input(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("file", "words", "message"),
+    ("file", "arguments", "message"),
     [
         (
             "away",
@@ -240,16 +240,16 @@ def test_a_launcher_receives_signals_through_its_standard_input(monkeypatch: pyt
         ("twice", ["2", "1", "x"], "names the host 'gpu1' twice"),
     ],
 )
-def test_wrong_files_of_hosts_are_refused(machines: Path, file: str, words: list[str], message: str) -> None:
+def test_invalid_hosts_are_refused(machines: Path, file: str, arguments: list[str], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        launch.launch_on_hosts([str(machines / file), *words])
+        launch.launch_on_hosts([str(machines / file), *arguments])
 
 
-@pytest.fixture(params=["here", pytest.param("sshd", marks=pytest.mark.slurm)])
+@pytest.fixture(params=["fake", pytest.param("sshd", marks=pytest.mark.slurm)])
 def ssh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder with a fake local ssh, or with OpenSSH's client configured for a server that this fixture starts."""
+    """A folder with a fake ssh that runs commands locally, or with OpenSSH's client and a server on this machine."""
     program = tmp_path / "ssh"
-    if request.param == "here":
+    if request.param == "fake":
         program.write_text(SSH)
         program.chmod(0o755)
         yield tmp_path
@@ -284,8 +284,7 @@ def ssh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_two_hosts_train_stop_and_resume(ssh: Path, latents: Path, tmp_path: Path) -> None:
-    """With real launchers: stop the first one by a signal, kill it the next time, and compare with an undisturbed
-    run."""
+    """The run is stopped by a signal, then killed, then finishes, with the loss curve of an undisturbed run."""
     (tmp_path / "hosts").write_text("localhost\n127.0.0.1\n")
     fields = train_fields(latents, tmp_path / "run", max_steps=300, checkpoint={"every": 20}, collective_timeout=60.0)
     command = [*PYTHON, "-m", "train.launch", "--hosts", str(tmp_path / "hosts"), "2", "1", "--mixed_precision", "no"]
@@ -301,8 +300,8 @@ def test_two_hosts_train_stop_and_resume(ssh: Path, latents: Path, tmp_path: Pat
                 time.sleep(0.1)
             process.send_signal(number)
         assert process.wait(300) == code, (tmp_path / "log").read_text()
-    said = (tmp_path / "log").read_text()
-    assert said.count("resuming") == 4, said  # once on each machine
+    output = (tmp_path / "log").read_text()
+    assert output.count("resuming") == 4, output  # two launches on two machines
     ranks.run(
         tmp_path / "whole.log",
         ["--config", str(write_config(tmp_path, fields | {"run_dir": str(tmp_path / "whole")}))],
@@ -314,13 +313,13 @@ def test_two_hosts_train_stop_and_resume(ssh: Path, latents: Path, tmp_path: Pat
 SAVES_SLOWLY = """
 import pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
-signal.signal(signal.SIGTERM, lambda *_: (folder / f"told-{time.monotonic_ns()}").touch())
+signal.signal(signal.SIGTERM, lambda *_: (folder / f"sigterm-{time.monotonic_ns()}").touch())
 signal.signal(signal.SIGINT, lambda *_: None)
 (folder / f"ready-{time.monotonic_ns()}").touch()
 while True:
     time.sleep(0.05)
 """
-LISTENS_TO_NOTHING = """
+DEFAULT_HANDLERS = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 (pathlib.Path(sys.argv[1]) / f"ready-{time.monotonic_ns()}").touch()
@@ -328,11 +327,11 @@ time.sleep(600)
 """
 
 
-def start_launcher(folder: Path, num_processes: int, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """Start a launcher in a process group of its own, as a shell does. Its standard error goes to `folder`/errors."""
+def start_launcher(folder: Path, num_processes: int, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """Start a launcher in its own process group, as a shell does. Its standard error goes to `folder`/errors."""
     with (folder / "errors").open("w") as errors:
         return subprocess.Popen(
-            [*launcher(num_processes), *words],
+            [*launcher(num_processes), *arguments],
             env=environment(**variables),
             stdout=subprocess.DEVNULL,
             stderr=errors,
@@ -350,12 +349,12 @@ def wait_until(folder: Path, pattern: str, count: int, process: subprocess.Popen
 
 
 def signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """Signal every process of the group, as a terminal does for Ctrl-C."""
+    """Send a signal to all processes of the group, as a terminal does on Ctrl-C."""
     os.killpg(process.pid, number)
 
 
 def signal_launcher(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """Signal the launcher alone, as a scheduler may."""
+    """Send a signal to the launcher only, as a scheduler may."""
     process.send_signal(number)
 
 
@@ -369,7 +368,7 @@ def signal_launcher(process: subprocess.Popen[str], number: signal.Signals) -> N
     ],
     ids=["Ctrl-C", "SIGINT", "SIGTERM", "SIGHUP"],
 )
-def test_a_single_process_under_the_launcher_saves_before_both_leave(
+def test_a_single_process_saves_before_it_and_the_launcher_exit(
     latents: Path, tmp_path: Path, send: Callable[[subprocess.Popen[str], signal.Signals], None], number: signal.Signals
 ) -> None:
     fields = train_fields(latents, tmp_path / "run", max_steps=100_000, checkpoint={"every": 100_000})
@@ -384,21 +383,21 @@ def test_a_single_process_under_the_launcher_saves_before_both_leave(
     assert "Traceback" not in errors
     (folder,) = list_checkpoints(tmp_path / "run")
     assert f"received a stop signal and saved after step {step_of(folder)}" in errors
-    assert f"the launcher received {number.name} and the run saved. The same command resumes it." in errors
+    assert f"The launcher received {number.name} and the run saved. The same command resumes it." in errors
     verify_checkpoint(folder)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("send", [signal_group, signal_launcher])
-def test_a_second_ctrl_c_ends_the_processes_at_once(
+def test_a_second_ctrl_c_kills_the_processes(
     tmp_path: Path, num_processes: int, send: Callable[[subprocess.Popen[str], signal.Signals], None]
 ) -> None:
-    """The processes ignore every request to stop: the first Ctrl-C asks them, the second kills them."""
+    """The processes ignore SIGTERM, which they receive after the first Ctrl-C."""
     (tmp_path / "slow.py").write_text(SAVES_SLOWLY)
     process = start_launcher(tmp_path, num_processes, str(tmp_path / "slow.py"), str(tmp_path))
     wait_until(tmp_path, "ready-*", num_processes, process)
     send(process, signal.SIGINT)
-    wait_until(tmp_path, "told-*", num_processes, process)
+    wait_until(tmp_path, "sigterm-*", num_processes, process)
     trainers = psutil.Process(process.pid).children()
     assert len(trainers) == num_processes
     send(process, signal.SIGINT)
@@ -410,24 +409,24 @@ def test_a_second_ctrl_c_ends_the_processes_at_once(
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_processes_that_do_not_leave_in_time_are_killed(tmp_path: Path, num_processes: int) -> None:
+def test_processes_that_do_not_exit_in_time_are_killed(tmp_path: Path, num_processes: int) -> None:
     (tmp_path / "slow.py").write_text(SAVES_SLOWLY)
-    words = (str(tmp_path / "slow.py"), str(tmp_path))
-    process = start_launcher(tmp_path, num_processes, *words, PET_SHUTDOWN_TIMEOUT="1")
+    arguments = (str(tmp_path / "slow.py"), str(tmp_path))
+    process = start_launcher(tmp_path, num_processes, *arguments, PET_SHUTDOWN_TIMEOUT="1")
     wait_until(tmp_path, "ready-*", num_processes, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 75
     errors = " ".join((tmp_path / "errors").read_text().split())
-    assert len(list(tmp_path.glob("told-*"))) == num_processes
-    assert "did not exit within 1 s (PET_SHUTDOWN_TIMEOUT; LEAVE of make) and was killed" in errors
+    assert len(list(tmp_path.glob("sigterm-*"))) == num_processes
+    assert "did not exit within 1 s (PET_SHUTDOWN_TIMEOUT, or LEAVE of make) and was killed" in errors
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_before_the_first_step_nothing_is_said_to_be_saved(
+def test_a_signal_before_the_first_step_saves_nothing(
     tmp_path: Path, num_processes: int, number: signal.Signals, code: int
 ) -> None:
-    (tmp_path / "early.py").write_text(LISTENS_TO_NOTHING)
+    (tmp_path / "early.py").write_text(DEFAULT_HANDLERS)
     process = start_launcher(tmp_path, num_processes, str(tmp_path / "early.py"), str(tmp_path))
     wait_until(tmp_path, "ready-*", num_processes, process)
     signal_group(process, number)
@@ -445,10 +444,10 @@ def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path, times: int) -> N
     (tmp_path / "hosts").write_text("localhost\n")
     saves = SAVES_SLOWLY if times == 2 else SAVES_SLOWLY.replace(".touch())", ".touch() or sys.exit(75))", 1)
     (tmp_path / "script.py").write_text(saves)
-    words = ["--hosts", str(tmp_path / "hosts"), "1", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    arguments = ["--hosts", str(tmp_path / "hosts"), "1", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     with (tmp_path / "errors").open("w") as errors:
         process = subprocess.Popen(
-            [*PYTHON, "-m", "train.launch", *words, "--quiet", str(tmp_path / "script.py"), str(tmp_path)],
+            [*PYTHON, "-m", "train.launch", *arguments, "--quiet", str(tmp_path / "script.py"), str(tmp_path)],
             env=environment(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}"),
             stdout=subprocess.DEVNULL,
             stderr=errors,
@@ -458,27 +457,27 @@ def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path, times: int) -> N
     wait_until(tmp_path, "ready-*", 1, process)
     signal_group(process, signal.SIGINT)
     if times == 2:
-        wait_until(tmp_path, "told-*", 1, process)
+        wait_until(tmp_path, "sigterm-*", 1, process)
         signal_group(process, signal.SIGINT)
     assert process.wait(120) == (130 if times == 2 else 75)
-    errors_said = " ".join((tmp_path / "errors").read_text().split())
-    assert "Traceback" not in errors_said and len(list(tmp_path.glob("told-*"))) == 1
-    assert ("Interrupted twice" if times == 2 else "the launcher received SIGINT and the run saved") in errors_said
+    printed = " ".join((tmp_path / "errors").read_text().split())
+    assert "Traceback" not in printed and len(list(tmp_path.glob("sigterm-*"))) == 1
+    assert ("Interrupted twice" if times == 2 else "The launcher received SIGINT and the run saved") in printed
 
 
 @pytest.mark.parametrize("code", [0, 3, 75])
-def test_the_exit_code_of_a_single_process_is_handed_on(tmp_path: Path, code: int) -> None:
+def test_the_launcher_returns_the_exit_code_of_a_single_process(tmp_path: Path, code: int) -> None:
     (tmp_path / "exit.py").write_text(f"import sys; sys.exit({code})")
     assert start_launcher(tmp_path, 1, str(tmp_path / "exit.py")).wait(120) == code
 
 
 @pytest.mark.parametrize(
-    "words", [["train.launch", "x.py"], ["train", "--config", "CONFIG"]], ids=lambda words: words[0]
+    "arguments", [["train.launch", "x.py"], ["train", "--config", "CONFIG"]], ids=lambda arguments: arguments[0]
 )
-def test_ctrl_c_during_the_imports_is_one_line(latents: Path, tmp_path: Path, words: list[str]) -> None:
-    """torch is replaced by a module whose import waits for the signal."""
+def test_ctrl_c_during_the_imports_prints_one_line(latents: Path, tmp_path: Path, arguments: list[str]) -> None:
+    """Importing torch or accelerate waits for the signal."""
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
-    words = [str(config) if word == "CONFIG" else word for word in words]
+    arguments = [str(config) if word == "CONFIG" else word for word in arguments]
     program = f"""
 import runpy, sys, time
 from importlib import abc
@@ -490,8 +489,8 @@ class Slow(abc.MetaPathFinder):
             time.sleep(600)
 
 sys.meta_path.insert(0, Slow())
-sys.argv = {words!r}
-runpy.run_module({words[0]!r}, run_name="__main__", alter_sys=True)
+sys.argv = {arguments!r}
+runpy.run_module({arguments[0]!r}, run_name="__main__", alter_sys=True)
 """
     process = subprocess.Popen(
         [*PYTHON, "-c", program], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Whole runs: the same loss curve for any number of ranks, workers and microbatches, and across a kill."""
+"""Complete runs: loss curves, resuming, refused requests, damaged data, signals, validation and the log."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def run(folder: Path, fields: dict[str, Any], num_processes: int = 1) -> subproc
 
 
 def refused(folder: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the error with which `train check` refuses the request, joined to one line."""
+    """Run `train check`, which must refuse the request, and return its error as one line."""
     config = write_config(folder, fields)
     assert exit_code_of(lambda: command(["check", "--config", str(config)])) == 2
     return capsys.readouterr().err.replace("\n", " ")
@@ -53,7 +53,8 @@ def refused(folder: Path, fields: dict[str, Any], capsys: pytest.CaptureFixture[
 
 @pytest.fixture(scope="module")
 def reference(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process, no workers, microbatches of 4; more than two epochs of 24 of the 30 samples."""
+    """A run in one process without loader workers, with microbatches of 4. An epoch is 24 of the 30 samples, so the
+    run takes more than two epochs."""
     folder = tmp_path_factory.mktemp("reference")
     result = run(folder, train_fields(latents, folder / "run", max_steps=STEPS))
     assert result.returncode == 0, result.stderr
@@ -74,14 +75,14 @@ def reference(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["2-workers", "microbatch-8", "2-ranks", "4-ranks-with-workers"],
 )
-def test_the_curve_does_not_depend_on_the_machine(
+def test_the_loss_curve_depends_on_neither_ranks_nor_workers_nor_microbatches(
     reference: Path, latents: Path, tmp_path: Path, num_processes: int, changes: dict[str, Any], bit_equal: bool
 ) -> None:
     result = run(tmp_path, train_fields(latents, tmp_path / "run", max_steps=STEPS, **changes), num_processes)
     assert result.returncode == 0, result.stderr
-    expected, found = curve(reference), curve(tmp_path / "run")
-    assert found[1] == expected[1]
-    # a quarter without samples is null in both; pytest.approx cannot compare nulls
+    (expected_losses, expected_keys), (losses, keys) = curve(reference), curve(tmp_path / "run")
+    assert keys == expected_keys
+    # pytest.approx cannot compare null, the value of a quarter without samples
     quarters = [
         [
             {name: loss for name, loss in row["loss_by_quarter"].items() if loss is not None}
@@ -89,13 +90,15 @@ def test_the_curve_does_not_depend_on_the_machine(
         ]
         for run_dir in (reference, tmp_path / "run")
     ]
-    for here, there in zip(*quarters, strict=True):
-        assert here == pytest.approx(there, rel=1e-5)
-    assert found[0] == (expected[0] if bit_equal else pytest.approx(expected[0], rel=1e-5))
+    for expected_line, line in zip(*quarters, strict=True):
+        assert line == pytest.approx(expected_line, rel=1e-5)
+    assert losses == (expected_losses if bit_equal else pytest.approx(expected_losses, rel=1e-5))
 
 
-def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, latents: Path, tmp_path: Path) -> None:
-    """Kill the run after step 5 and the second save, damage its newest checkpoint, and give the command again."""
+def test_a_killed_run_resumes_from_the_checkpoint_before_a_damaged_one(
+    reference: Path, latents: Path, tmp_path: Path
+) -> None:
+    """The run is killed after step 5 and its second checkpoint, whose weights are then damaged."""
     fields = train_fields(latents, tmp_path / "run", max_steps=STEPS)
     config = write_config(tmp_path, fields)
     (process,) = ranks.start(tmp_path / "log", ["--config", str(config)])
@@ -128,8 +131,8 @@ def test_killed_and_resumed_with_the_newest_checkpoint_damaged(reference: Path, 
     assert again.returncode == 0 and "has done its 8 steps; there is nothing to do" in again.stdout
 
 
-def test_stopped_and_resumed_on_four_processes(latents: Path, tmp_path: Path) -> None:
-    """A gradient has four summands. The first step of a launch must add them in the same order as all others."""
+def test_a_run_on_four_processes_resumes_bit_exactly(latents: Path, tmp_path: Path) -> None:
+    """A gradient is the sum of four. The first step of a launch must add them in the same order as all other steps."""
     fields = train_fields(latents, tmp_path / "whole", max_steps=4)
     ranks.run(tmp_path / "whole.log", ["--config", str(write_config(tmp_path, fields))], 4)
     for max_steps in (2, 4):
@@ -138,19 +141,19 @@ def test_stopped_and_resumed_on_four_processes(latents: Path, tmp_path: Path) ->
     compare(tmp_path / "run", tmp_path / "whole")
 
 
-def test_training_touches_no_pixel_no_encoder_and_no_stage_1(latents: Path, tmp_path: Path) -> None:
-    """Decoding an image, or building a VAE, a text encoder or a tokenizer, raises in this run."""
+def test_training_decodes_no_image_and_builds_no_encoder(latents: Path, tmp_path: Path) -> None:
+    """Decoding an image raises an error in this run, as does building a VAE, a text encoder or a tokenizer."""
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=1))
     program = f"""
 import sys
 import PIL.Image, PIL.ImageFile, diffusers, transformers
 
 def refuse(*args, **kwargs):
-    raise AssertionError("stage 2 must not do this")
+    raise AssertionError("only stage 1 may do this")
 
 PIL.Image.open = PIL.ImageFile.ImageFile.load = refuse
-for made in (diffusers.AutoencoderKL, transformers.CLIPTextModel, transformers.CLIPTokenizer):
-    made.__init__ = made.from_pretrained = refuse
+for kind in (diffusers.AutoencoderKL, transformers.CLIPTextModel, transformers.CLIPTokenizer):
+    kind.__init__ = kind.from_pretrained = refuse
 from train.__main__ import run
 run(["--config", {str(config)!r}])
 """
@@ -159,17 +162,17 @@ run(["--config", {str(config)!r}])
     assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
 
 
-@pytest.mark.parametrize(("microbatch", "told"), [(8, 0), (16, 1)])
+@pytest.mark.parametrize(("microbatch_size", "num_lines"), [(8, 0), (16, 1)])
 def test_a_microbatch_larger_than_the_share_of_the_batch_is_reported(
-    latents: Path, tmp_path: Path, microbatch: int, told: int, capsys: pytest.CaptureFixture[str]
+    latents: Path, tmp_path: Path, microbatch_size: int, num_lines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fields = train_fields(latents, tmp_path / "run", max_steps=1, microbatch_size=microbatch)
+    fields = train_fields(latents, tmp_path / "run", max_steps=1, microbatch_size=microbatch_size)
     command(["--config", str(write_config(tmp_path, fields))])
     line = (
         "microbatch_size 16 is larger than each process's share of the batch (global_batch_size 8 over 1 processes), "
         "so the effective microbatch is 8."
     )
-    assert capsys.readouterr().out.splitlines().count(line) == told
+    assert capsys.readouterr().out.splitlines().count(line) == num_lines
 
 
 @pytest.mark.parametrize(
@@ -181,7 +184,7 @@ def test_a_microbatch_larger_than_the_share_of_the_batch_is_reported(
         ("shards.root.index", ["precompute", "train", "diffusers", "ray", "accelerate"]),
     ],
 )
-def test_layering(package: str, forbidden: list[str]) -> None:
+def test_packages_do_not_import_forbidden_modules(package: str, forbidden: list[str]) -> None:
     program = f"import sys, {package}; print([name for name in {forbidden} if name in sys.modules])"
     result = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, env=environment(), timeout=300)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
@@ -202,14 +205,14 @@ def test_layering(package: str, forbidden: list[str]) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_wrong_requests_write_nothing(
+def test_invalid_requests_are_refused_and_write_nothing(
     latents: Path, tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refused(tmp_path, train_fields(latents, tmp_path / "run", **changes), capsys)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bucket_that_is_not_there(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_bucket_is_refused(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = train_fields(latents, tmp_path / "run", data={"streams": [{"root": str(latents), "bucket": "256x256"}]})
     assert "has no bucket 256x256 (it has: 128x128, 64x64)" in refused(tmp_path, fields, capsys)
 
@@ -227,10 +230,12 @@ def test_a_checkpoint_resumes_only_on_the_same_streams(
 ) -> None:
     streams = [{"root": str(latents), "bucket": bucket} for bucket in ("64x64", "128x128")]
     fields = train_fields(latents, reference, max_steps=20, data={"streams": streams})
-    assert "was trained under other settings: streams: [{" in refused(tmp_path / "streams", fields, capsys)
+    assert "was trained with different settings: streams: [{" in refused(tmp_path / "streams", fields, capsys)
 
 
-def test_a_run_whose_index_was_deleted(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_index_was_deleted_continues_once_it_is_rebuilt(
+    latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = shutil.copytree(latents, tmp_path / "root")
     command(["--config", str(write_config(tmp_path, train_fields(root, tmp_path / "run", max_steps=1)))])
     for index in (root / "index" / "buckets").iterdir():
@@ -242,10 +247,10 @@ def test_a_run_whose_index_was_deleted(latents: Path, tmp_path: Path, capsys: py
     assert exit_code_of(lambda: command(["check", "--config", str(write_config(tmp_path / "again", fields))])) == 0
 
 
-def test_phase_2_again_needs_the_latents_and_phase_1_alone(
+def test_phase_2_reads_only_the_latents_and_phase_1(
     reference: Path, latents: Path, models: Path, tars: Path, tmp_path: Path
 ) -> None:
-    """Run a second phase 2 in a process that must open neither tars nor models."""
+    """The process raises an error if it opens a tar or a model of stage 1."""
     root = shutil.copytree(latents, tmp_path / "root")
     fields = train_fields(root, tmp_path / "phase2b", max_steps=2, init_from=str(reference), init_weights="raw")
     program = f"""
@@ -265,7 +270,7 @@ run(["--config", {str(write_config(tmp_path, fields))!r}])
     assert verify_checkpoint(step_folder(tmp_path / "phase2b", 2)).state.step == 2
 
 
-def test_a_missing_shard_is_named_before_the_first_step(
+def test_a_missing_file_is_named_before_the_first_step(
     latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(latents, tmp_path / "root")
@@ -275,8 +280,8 @@ def test_a_missing_shard_is_named_before_the_first_step(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_shard_that_vanishes_stops_the_run(latents: Path, tmp_path: Path, num_workers: int) -> None:
-    """streaming would silently end such an epoch early; the loader must raise within its timeout."""
+def test_a_file_deleted_during_the_run_stops_it(latents: Path, tmp_path: Path, num_workers: int) -> None:
+    """mosaicml-streaming would silently end the epoch early. The loader must raise an error within its timeout."""
     shutil.copytree(latents, tmp_path / "root")
     streams = [{"root": tmp_path / "root", "bucket": "64x64"}]
     config = DataConfig.model_validate(
@@ -291,7 +296,7 @@ def test_a_shard_that_vanishes_stops_the_run(latents: Path, tmp_path: Path, num_
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_flipped_bit_in_a_shard_stops_the_run_and_names_it(latents: Path, tmp_path: Path, num_workers: int) -> None:
+def test_a_file_with_a_flipped_bit_is_named_and_stops_the_run(latents: Path, tmp_path: Path, num_workers: int) -> None:
     root = shutil.copytree(latents, tmp_path / "root")
     path = part_of(root, "64x64", "00001") / "shard.00000.mds"
     data = bytearray(path.read_bytes())
@@ -309,8 +314,8 @@ def test_a_flipped_bit_in_a_shard_stops_the_run_and_names_it(latents: Path, tmp_
 def test_a_stop_signal_saves_and_ends_the_run(
     reference: Path, latents: Path, tmp_path: Path, num_processes: int, num_workers: int, number: signal.Signals
 ) -> None:
-    """The whole process group is signalled, as by schedulers and terminals: the run saves, exits and keeps its
-    curve."""
+    """The whole process group is signalled, as schedulers and terminals do. The losses until then are those of an
+    undisturbed run."""
     fields = train_fields(
         latents, tmp_path / "run", max_steps=4000, checkpoint={"every": 10_000}, data={"num_workers": num_workers}
     )
@@ -335,16 +340,16 @@ def test_a_stop_signal_saves_and_ends_the_run(
     assert losses == pytest.approx(curve(reference)[0][: len(losses)], rel=1e-5)
 
 
-def test_checkpoints_that_are_kept(latents: Path, tmp_path: Path) -> None:
+def test_which_checkpoints_are_kept(latents: Path, tmp_path: Path) -> None:
     fields = train_fields(latents, tmp_path / "run", max_steps=7, checkpoint={"every": 1, "keep": 2, "keep_every": 3})
     assert run(tmp_path, fields).returncode == 0
     assert [step_of(folder) for folder in list_checkpoints(tmp_path / "run")] == [3, 6, 7]
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(
+def test_non_finite_steps_change_nothing_and_too_many_stop_the_run(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Latents are infinite from step 4 on, so weights and optimizer must stay as step 3 left them."""
+    """Latents are infinite from the fourth step on, so weights and optimizer state must stay those of step 3."""
     add_noise = DiffusionLoss.add_noise
 
     def blow_up(self: DiffusionLoss, batch: Batch, draws: Draws) -> NoisyBatch:
@@ -356,7 +361,10 @@ def test_a_step_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(
         latents, tmp_path / "run", checkpoint={"every": 1, "keep": 9}, optimizer={"max_skipped_steps": 2}
     )
     config = write_config(tmp_path, fields)
-    with pytest.raises(WorkError, match=r"3 steps up to step 6 had a loss or gradient that is not finite"):
+    with pytest.raises(
+        WorkError,
+        match=r"3 steps up to step 6 had a non-finite loss or gradient, more than optimizer.max_skipped_steps \(2\)",
+    ):
         command(["--config", str(config)])
     assert [row["loss"] is None for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")] == [False] * 3 + [
         True
@@ -367,8 +375,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_too_many_stop_the_run(
     assert third[name] == fifth[name]
 
 
-def test_validation_depends_on_the_weights_alone(latents: Path, tmp_path: Path) -> None:
-    """Two ranks give the same value as one, and a learning rate near 0 gives the same value each time."""
+def test_validation_depends_only_on_the_weights(latents: Path, tmp_path: Path) -> None:
+    """The value is the same on one and two ranks, and each time if the learning rate is almost 0."""
     validation = {"root": str(latents), "bucket": "64x64", "samples": 10, "batch_size": 4, "every": 2}
     fields = train_fields(latents, tmp_path / "run", max_steps=4, optimizer={"lr": 1e-12}, validation=validation)
     assert run(tmp_path, fields).returncode == 0
@@ -387,15 +395,15 @@ def test_validation_depends_on_the_weights_alone(latents: Path, tmp_path: Path) 
         ({"samples": 4, "root": "/absent"}, "/absent is not a latents root"),
     ],
 )
-def test_wrong_validation(
+def test_an_invalid_validation_bucket_is_refused(
     latents: Path, tmp_path: Path, validation: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields = train_fields(latents, tmp_path / "run", validation={"root": str(latents), "bucket": "64x64"} | validation)
     assert message in refused(tmp_path, fields, capsys)
 
 
-def test_several_buckets_in_one_order_on_one_and_two_ranks(latents: Path, tmp_path: Path) -> None:
-    """Each global batch has one latent shape, in an order that ranks and workers do not change."""
+def test_several_buckets_have_the_same_order_on_one_and_two_ranks(latents: Path, tmp_path: Path) -> None:
+    """All samples of a global batch have the same latent shape. Ranks and workers do not affect the order."""
     streams = [{"root": str(latents), "bucket": bucket} for bucket in ("64x64", "128x128")]
     curves = []
     for name, processes, workers in (("one", 1, 0), ("two", 2, 1)):
@@ -411,14 +419,14 @@ def test_several_buckets_in_one_order_on_one_and_two_ranks(latents: Path, tmp_pa
     assert len(first_epoch) == 40 and max(first_epoch.count(key) for key in first_epoch) <= 2
 
 
-def test_the_same_bucket_twice_is_refused(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_duplicate_bucket_is_refused(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     streams = [{"root": str(latents), "bucket": "64x64"}] * 2
     assert "64x64 twice. List it once" in refused(
         tmp_path, train_fields(latents, tmp_path / "run", data={"streams": streams}), capsys
     )
 
 
-def test_all_checkpoints_damaged_is_no_quiet_restart(
+def test_a_run_without_an_intact_checkpoint_does_not_restart(
     reference: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(reference, tmp_path / "run")
@@ -429,7 +437,7 @@ def test_all_checkpoints_damaged_is_no_quiet_restart(
     assert len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) == STEPS
 
 
-def test_a_damaged_later_checkpoint_does_not_push_out_the_new_ones(latents: Path, tmp_path: Path) -> None:
+def test_a_later_damaged_checkpoint_does_not_replace_new_ones(latents: Path, tmp_path: Path) -> None:
     fields = train_fields(latents, tmp_path / "run", max_steps=4, checkpoint={"every": 1, "keep": 1})
     for step in (7, 8):
         step_folder(tmp_path / "run", step).mkdir(parents=True)
@@ -441,7 +449,7 @@ def test_a_damaged_later_checkpoint_does_not_push_out_the_new_ones(latents: Path
     assert [step_of(folder) for folder in list_checkpoints(tmp_path / "run")] == [4, 7, 8]
 
 
-def test_a_flipped_bit_in_the_empty_caption_is_found(
+def test_a_flipped_bit_in_the_empty_caption_is_detected(
     latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = shutil.copytree(latents, tmp_path / "root")
@@ -454,7 +462,7 @@ def test_a_flipped_bit_in_the_empty_caption_is_found(
 
 
 def test_all_fields_of_a_log_line(latents: Path, tmp_path: Path) -> None:
-    """Flow matching, a power average, low-precision norms and TensorBoard, on a device whose peak is configured."""
+    """A run with flow matching, a power-function average, low-precision norms, TensorBoard and `log.peak_tflops`."""
     validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 2}
     fields = train_fields(
         latents,
@@ -467,7 +475,7 @@ def test_all_fields_of_a_log_line(latents: Path, tmp_path: Path) -> None:
         precision="bfloat16",
         low_precision_norms=True,
     )
-    # in a process of its own, because accelerate keeps its precision for the life of a process
+    # in a separate process, because accelerate cannot change its precision within a process
     result = run_module("train", "--config", str(write_config(tmp_path, fields)))
     assert result.returncode == 0, result.stderr
     first, second = read_json_lines(tmp_path / "run" / "metrics.jsonl")
@@ -481,20 +489,21 @@ def test_all_fields_of_a_log_line(latents: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "run" / "tracker").glob("events*"))
 
 
-def test_collectives_may_take_long_until_each_loader_process_gave_a_batch(
+def test_the_collective_timeout_is_set_after_the_first_batch_of_each_loader_worker(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first batch of a loader worker may take `data.first_timeout`, and the other ranks wait for it in that
-    step."""
+    """The first batch of each worker may take `data.first_timeout`, while the other ranks wait in a collective."""
     steps: list[int] = []
-    monkeypatch.setattr("train.trainer.expect_answers", lambda heartbeat, timeout: steps.append(heartbeat.beat.step))
+    monkeypatch.setattr(
+        "train.trainer.set_collective_timeout", lambda heartbeat, timeout: steps.append(heartbeat.status.step)
+    )
     fields = train_fields(latents, tmp_path / "run", max_steps=4, data={"num_workers": 2})
     command(["--config", str(write_config(tmp_path, fields))])
     assert steps == [2]
 
 
-def test_a_resumed_run_keeps_the_precision_that_auto_became(latents: Path, tmp_path: Path) -> None:
-    """The second machine would choose a different precision, but the run keeps the first one's."""
+def test_a_resumed_run_keeps_the_precision_that_auto_selected(latents: Path, tmp_path: Path) -> None:
+    """config.yaml is edited as if a machine with a different `auto` precision had started the run."""
     fields = train_fields(latents, tmp_path / "run", precision="auto", max_steps=2)
     started = run(tmp_path, fields)
     assert started.returncode == 0 and "precision: auto selects " in started.stderr
@@ -510,22 +519,23 @@ def test_a_resumed_run_keeps_the_precision_that_auto_became(latents: Path, tmp_p
     assert given.returncode == 0 and yaml.safe_load(config.read_text())["precision"] == "float32"
 
 
-def test_two_ranks_train_in_the_precision_that_the_main_one_chose(latents: Path, tmp_path: Path) -> None:
-    ended = run(tmp_path, train_fields(latents, tmp_path / "run", precision="auto", max_steps=1), num_processes=2)
-    assert ended.returncode == 0 and ended.stderr.count("precision: auto selects ") == 1
+def test_the_main_process_selects_the_precision_of_all_ranks(latents: Path, tmp_path: Path) -> None:
+    result = run(tmp_path, train_fields(latents, tmp_path / "run", precision="auto", max_steps=1), num_processes=2)
+    assert result.returncode == 0 and result.stderr.count("precision: auto selects ") == 1
 
 
-def test_a_start_with_the_same_seed_warns_that_draws_repeat(reference: Path, latents: Path, tmp_path: Path) -> None:
-    said = []
+def test_a_run_with_the_seed_of_the_run_it_starts_from_warns(reference: Path, latents: Path, tmp_path: Path) -> None:
+    outputs = []
     for name, seed in (("same", train_seed(reference)), ("other", train_seed(reference) + 1)):
         changes = {"max_steps": 1, "init_from": str(reference), "init_weights": "raw", "seed": seed}
         result = run(tmp_path, train_fields(latents, tmp_path / name, **changes))
         assert result.returncode == 0, result.stderr
-        said.append(result.stdout.replace("\n", " "))
-    assert "was trained with the same seed" in said[0] and "same seed" not in said[1]
+        outputs.append(result.stdout.replace("\n", " "))
+    assert "was trained with the same seed" in outputs[0] and "same seed" not in outputs[1]
 
 
 def train_seed(run_dir: Path) -> int:
+    """Return the seed in the fingerprint of a run's newest checkpoint."""
     checkpoint = newest_checkpoint(run_dir)
     assert checkpoint is not None
     return int(checkpoint.fingerprint["seed"])

@@ -1,6 +1,6 @@
-"""The training step by itself: it never waits for the device, and launches few operations besides the network's.
+"""The training step: it never makes the host wait for the device, and launches few kernels besides the network's.
 
-Meta tensors have no values, so whatever needs a value on the host raises.
+Meta tensors have no values, so any operation that reads a value on the host raises an error.
 """
 
 import sys
@@ -49,7 +49,7 @@ NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty_strided", "detac
 OBJECTIVES = {
     "epsilon": {},
     "velocity": {"prediction": "v_prediction", "zero_terminal_snr": True},
-    "weighed, with offsets": {"prediction": "sample", "min_snr_gamma": 5.0, "offset_noise": 0.1},
+    "sample, weighted, offset noise": {"prediction": "sample", "min_snr_gamma": 5.0, "offset_noise": 0.1},
     "flow": {"prediction": "flow_matching", "shift": {"factor": 3.0}},
     "flow, logit-normal": {
         "prediction": "flow_matching",
@@ -58,7 +58,7 @@ OBJECTIVES = {
     },
     "flow, mode": {"prediction": "flow_matching", "timestep_sampling": "mode", "weighting": "cosmap"},
     "flow, cosmap": {"prediction": "flow_matching", "timestep_sampling": "cosmap", "weighting": "sigma_sqrt"},
-    "velocity, weighed, with offsets": {
+    "velocity, weighted, offset noise": {
         "prediction": "v_prediction",
         "zero_terminal_snr": True,
         "min_snr_gamma": 5.0,
@@ -70,13 +70,13 @@ trims = pytest.mark.parametrize("trim", [False, True], ids=["whole captions", "t
 
 
 class Watch(TorchDispatchMode):
-    """Counts the kernels that a device would launch, and records copies for which the host would wait."""
+    """Counts the kernels that a device would launch, and records the copies for which the host would wait."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: Counter[str] = Counter()
         self.waits: list[str] = []
-        self.counts = True
+        self.is_counting = True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function._overloadpacket.__name__
@@ -84,8 +84,10 @@ class Watch(TorchDispatchMode):
         leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
         devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
         returns = function._schema.returns
-        is_view = bool(returns) and all(of.alias_info is not None and not of.alias_info.is_write for of in returns)
-        if self.counts and "meta" in devices and not is_view and name not in NO_LAUNCH:
+        is_view = bool(returns) and all(
+            value.alias_info is not None and not value.alias_info.is_write for value in returns
+        )
+        if self.is_counting and "meta" in devices and not is_view and name not in NO_LAUNCH:
             self.launches[name] += 1
         non_blocking = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
         if devices == {"cpu", "meta"} and name in ("_to_copy", "copy_") and not non_blocking:
@@ -93,15 +95,15 @@ class Watch(TorchDispatchMode):
         return result
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Exclude what is launched in the context."""
-        self.counts = False
+    def paused(self) -> Iterator[None]:
+        """Do not count kernels launched in the context."""
+        self.is_counting = False
         yield
-        self.counts = True
+        self.is_counting = True
 
 
-class Silent(nn.Module):
-    """A fake network that launches nothing that is counted, in the forward and the backward pass."""
+class FakeNetwork(nn.Module):
+    """A network whose forward and backward passes launch no counted kernel."""
 
     def __init__(self, watch: Watch):
         super().__init__()
@@ -114,23 +116,23 @@ class Silent(nn.Module):
         class Nothing(torch.autograd.Function):
             @staticmethod
             def forward(context: Any, latents: Tensor, weight: Tensor) -> Tensor:
-                with watch.aside():
+                with watch.paused():
                     return torch.empty_like(latents)
 
             @staticmethod
             def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:
-                with watch.aside():
+                with watch.paused():
                     return None, torch.empty((), device=META)
 
         return (Nothing.apply(latents, self.weight),)
 
 
-class Summed(Exception):
-    """Raised when validation has its sums and would read them on the host."""
+class ReduceError(Exception):
+    """Raised by the fake accelerator when validation reduces its sums, just before the host would wait for them."""
 
 
 class FakeAccelerator:
-    """The parts of accelerate that a step uses, on a device without values."""
+    """A fake of the parts of accelerate that a step uses, on the meta device."""
 
     device, scaler, num_processes, process_index = META, None, 1, 0
 
@@ -144,7 +146,7 @@ class FakeAccelerator:
         return adamw
 
     def reduce(self, both: Tensor, how: str) -> Tensor:
-        raise Summed
+        raise ReduceError
 
     def clip_grad_norm_(self, parameters: Any, norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(parameters, norm)
@@ -152,19 +154,19 @@ class FakeAccelerator:
 
 NO_OPTIMIZER: Any = SimpleNamespace(step=lambda *_: (None, None))
 STEP = 3
-"""The step that the tests take; the first is 0."""
+"""Number of the step in most tests; the first is 0."""
 
 
 def make_step(network: nn.Module, loss: DiffusionLoss, optimizer: Any = NO_OPTIMIZER, **fields: Any) -> TrainStep:
-    """A step in microbatches of `SIZE`, on the meta device unless `fields` name an accelerator."""
+    """Build a step with microbatches of `SIZE`, on the meta device unless `fields` contain an accelerator."""
     defaults: dict[str, Any] = {"accelerator": FakeAccelerator(), "weight_casts": nullcontext()}
     return TrainStep(network=network, loss=loss, optimizer=optimizer, microbatch_size=SIZE, **defaults | fields)
 
 
-def data(
+def make_share(
     width: int, tokens: int, captions: int = 1, size: int = MICROBATCHES * SIZE, shape: tuple[int, int] = (SIDE, SIDE)
 ) -> Batch:
-    """Return a rank's share of a step, with `captions` captions per sample."""
+    """Return a rank's share of a global batch, with `captions` captions per sample."""
     latents = torch.randn(size, 2 * CHANNELS, *shape).half()
     text = torch.randn(captions * size, tokens, width).half()
     several = torch.full((size,), captions) if captions > 1 else None
@@ -178,8 +180,8 @@ def loss_of(objective: dict[str, Any], trim: bool, width: int, tokens: int) -> D
     )
 
 
-def test_a_step_alone_trains_as_a_run_does(latents: Path, tmp_path: Path) -> None:
-    """A notebook's loop over a latents root, without run folder, launcher or log: the losses of a run, bit by bit."""
+def test_a_step_outside_a_run_trains_as_a_run_does(latents: Path, tmp_path: Path) -> None:
+    """A loop over a latents root as in a notebook, without run folder, launcher or log, has a run's exact losses."""
     streams, schedule = [{"root": latents, "bucket": "64x64"}], ScheduleConfig(warmup_steps=3)
     config = DataConfig.model_validate({"streams": streams, "num_workers": 0, "num_canonical_nodes": 4})
     root = open_data(config, global_batch_size=8)
@@ -201,8 +203,8 @@ def test_a_step_alone_trains_as_a_run_does(latents: Path, tmp_path: Path) -> Non
 def test_few_kernel_launches_and_no_wait_for_the_device(
     objective: dict[str, Any], trim: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Draws, noise, captions, losses and their sums, forward and backward. Fused draws are two kernels
-    (tests/train/data)."""
+    """The step draws, adds noise, decodes captions, and sums losses. Fused draws are replaced by the two kernels that
+    they take on a device (tests/train/data)."""
     watch = Watch()
 
     def two_kernels(counter: tuple[Tensor, ...], key: tuple[int, int]) -> list[Tensor]:
@@ -210,19 +212,19 @@ def test_few_kernel_launches_and_no_wait_for_the_device(
         return list(words.zero_().unbind())
 
     monkeypatch.setattr("train.data.draws.fused_philox", lambda: two_kernels)
-    loss, network = loss_of(objective, trim, 12, 16), Silent(watch)
-    train_step, batch = make_step(network, loss, compiled=True), data(12, 16)
+    loss, network = loss_of(objective, trim, 12, 16), FakeNetwork(watch)
+    train_step, batch = make_step(network, loss, compiled=True), make_share(12, 16)
     train_step(batch, STEP)  # fills the caches that all steps share
     with watch:
         train_step(batch, STEP)
-    print(f"\n{sum(watch.launches.values()) / MICROBATCHES:.1f} a microbatch: {dict(watch.launches)}")
+    print(f"\n{sum(watch.launches.values()) / MICROBATCHES:.1f} kernels per microbatch: {dict(watch.launches)}")
     assert sum(watch.launches.values()) <= MOST_LAUNCHES * MICROBATCHES
     assert watch.launches["bitwise_xor"] == 0 and not watch.waits
-    with pytest.raises(Summed):
+    with pytest.raises(ReduceError):
         Validation([batch], 0, 1, 0.5, False)(network, loss, FakeAccelerator(), SIZE)
 
 
-def test_captions_are_decoded_for_a_microbatch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captions_are_decoded_one_microbatch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding the T5 captions of a whole share at once would take gigabytes, so they stay encoded until needed."""
     decoded, decode = [], StoredLatents.conditioning
 
@@ -236,19 +238,20 @@ def test_captions_are_decoded_for_a_microbatch_at_a_time(monkeypatch: pytest.Mon
     codes, scales = quantise(torch.randn(MICROBATCHES * SIZE, tokens, width))
     latents, slots = torch.randn(len(codes), 2 * CHANNELS, SIDE, SIDE).half(), torch.arange(len(codes))
     batch = make_batch([""] * len(codes), slots, latents, codes, text_scales=scales)
-    make_step(Silent(Watch()), loss_of({}, False, width, tokens))(batch, STEP)
+    make_step(FakeNetwork(Watch()), loss_of({}, False, width, tokens))(batch, STEP)
     assert decoded == [(SIZE, SIZE)] * MICROBATCHES
 
 
 def test_a_whole_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A U-Net on trimmed captions, three per sample, without fused draws; with clipping, AdamW and moving average."""
+    """A U-Net with trimmed captions, three per sample, gradient clipping, AdamW and a moving average, without fused
+    draws."""
     optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim hides this module's name
     monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     unet = build_unet(UNET, None)
     width, tokens = unet.config.cross_attention_dim, 5
     adamw = build_optimizer(dict(unet.named_parameters()), AdamWConfig())
     optimizer = Optimizer(adamw, FakeAccelerator(), AdamWConfig(), ScheduleConfig(), 10)
-    ema, batch = Ema(EmaConfig(start_step=0)), data(width, tokens, captions=3)
+    ema, batch = Ema(EmaConfig(start_step=0)), make_share(width, tokens, captions=3)
     ema.begin(unet.named_parameters())
     train_step = make_step(unet, loss_of({}, True, width, tokens), optimizer, averages={"ema": ema})
     train_step.add_noise(batch, 0)  # fills the caches that all steps share
@@ -262,17 +265,17 @@ def test_a_whole_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
-    """The compiled graphs, which run uncompiled."""
-    found: list[torch.fx.GraphModule] = []
+    """The graphs that are compiled during the test. They are captured but executed eagerly."""
+    captured: list[torch.fx.GraphModule] = []
 
-    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        found.append(graph)
+    def capture(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        captured.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=keep))
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=capture))
     monkeypatch.setattr("train.data.draws.fused_philox", lambda: philox)
     counters.clear()
-    yield found
+    yield captured
     torch.compiler.reset()
 
 
@@ -297,30 +300,30 @@ class Casts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_weights_are_cast_once_a_step(accelerator: Accelerator) -> None:
-    """The gradients are bit-equal to those of microbatches that each cast the weights."""
+def test_weights_are_cast_once_per_step(accelerator: Accelerator) -> None:
+    """The gradients are bit-equal to those of a step that casts the weights in every microbatch."""
     cpu = torch.device("cpu")
     width, tokens = 12, 5
     gradients, counts = [], []
-    for again in (True, False):
+    for casts_per_microbatch in (True, False):
         unet = build_unet(UNET, 0)
         width = unet.config.cross_attention_dim
         loss = DiffusionLoss(ObjectiveConfig(), spec(torch.ones(tokens, width).half()), cpu)
         model = accelerator.prepare_model(unet, device_placement=False)
-        scope = nullcontext() if again else None
-        train_step = make_step(unet, loss, model=model, accelerator=accelerator, weight_casts=scope)
+        weight_casts = nullcontext() if casts_per_microbatch else None
+        train_step = make_step(unet, loss, model=model, accelerator=accelerator, weight_casts=weight_casts)
         torch.manual_seed(5)
         with Casts(list(unet.parameters())) as casts:
-            train_step(data(width, tokens, size=3), STEP)
+            train_step(make_share(width, tokens, size=3), STEP)
         counts.append(casts.count)
         gradients.append([weight.grad for weight in unet.parameters()])
     assert counts[0] == 2 * counts[1] > 0
     assert all(a is not None and b is not None and a.equal(b) for a, b in zip(*gradients, strict=True))
 
 
-def test_one_graph_for_each_shape(graphs: list[torch.fx.GraphModule], accelerator: Accelerator) -> None:
-    """One graph serves all microbatches of a step, including the smaller last one, and validation in other batch sizes;
-    a second latent shape compiles one more. Captions are trimmed."""
+def test_each_latent_shape_compiles_one_graph(graphs: list[torch.fx.GraphModule], accelerator: Accelerator) -> None:
+    """All microbatches of a step share a graph, including the smaller last one, and validation with other batch sizes
+    uses it, too. A second latent shape compiles a second graph. Captions are trimmed."""
     unet = build_unet(UNET, 0)
     compile_network(unet, num_shapes=2)
     model = accelerator.prepare_model(unet, device_placement=False)
@@ -328,25 +331,25 @@ def test_one_graph_for_each_shape(graphs: list[torch.fx.GraphModule], accelerato
     loss = DiffusionLoss(ObjectiveConfig(), spec(torch.randn(tokens, width).half(), trim=True), cpu)
     train_step = make_step(unet, loss, model=model, accelerator=accelerator, compiled=True)
     for number, shape in enumerate([(8, 8), (16, 4)], 1):
-        train_step(data(width, tokens, size=3, shape=shape), STEP)
-        held_out = [data(width, tokens, size=size, shape=shape) for size in (4, 1)]
-        found = Validation(held_out, 0, 1, 0.5, dealt=True)(unet, loss, accelerator, SIZE)
-        assert len(found["val_loss_by_timestep"]) == 8
+        train_step(make_share(width, tokens, size=3, shape=shape), STEP)
+        held_out = [make_share(width, tokens, size=size, shape=shape) for size in (4, 1)]
+        fields = Validation(held_out, 0, 1, 0.5, dealt=True)(unet, loss, accelerator, SIZE)
+        assert len(fields["val_loss_by_timestep"]) == 8
         assert len(graphs) == number and not counters["graph_break"]
 
 
-def test_ddp_cuts_stable_diffusion_2_in_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At DDP's default of 25 MB there would be 71 subgraphs. Dynamo splits the graph wherever a bucket of gradients is
-    full."""
+def test_ddp_splits_stable_diffusion_2_into_at_most_eight_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo splits the graph wherever a gradient bucket is full. With DDP's default bucket size of 25 MB, there would
+    be 71 subgraphs."""
     handler = DdpConfig().handler().to_kwargs()
     assert handler["gradient_as_bucket_view"] and 250 <= handler["bucket_cap_mb"] <= 500
-    cutter = DDPOptimizer(handler["bucket_cap_mb"] * 2**20, lambda graph, inputs: graph.forward)
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=cutter.compile_fn))
+    splitter = DDPOptimizer(handler["bucket_cap_mb"] * 2**20, lambda graph, inputs: graph.forward)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=splitter.compile_fn))
     unet = build_unet(Path("configs/unet/sd2-base.json"), None)
     compile_network(unet, num_shapes=1)
     latents, text = torch.empty(2, 4, 32, 32, device=META), torch.empty(2, 77, 1024, device=META)
     unet(latents, timestep=torch.empty(2, device=META), encoder_hidden_states=text, return_dict=False)
-    assert 4 < len(cutter.buckets) <= 8, [bucket.size for bucket in cutter.buckets]
+    assert 4 < len(splitter.buckets) <= 8, [bucket.size for bucket in splitter.buckets]
     torch.compiler.reset()
 
 

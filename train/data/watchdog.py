@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from shards.base.errors import WorkError, say
 
 DIAGNOSIS_SECONDS = 10.0
+
+T = TypeVar("T")
 
 
 class Watchdog:
@@ -49,9 +51,9 @@ class Watchdog:
         end_process(f"No batch came in {self.seconds:g} s. {diagnose(self.explain) or ''}".rstrip())
 
 
-def diagnose(explain: Callable[[], str]) -> str | None:
+def diagnose(explain: Callable[[], T]) -> T | None:
     """Return the result of `explain`, or None if it does not finish within DIAGNOSIS_SECONDS."""
-    found: list[str] = []
+    found: list[T] = []
     diagnosis = threading.Thread(target=lambda: found.append(explain()), daemon=True)
     diagnosis.start()
     diagnosis.join(DIAGNOSIS_SECONDS)

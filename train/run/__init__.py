@@ -1,6 +1,1 @@
-"""A run folder, and the processes that share a run.
-
-Inside: checkpoints, who holds the folder, the fingerprint, logs and meters, the loss alarm, checks before the start.
-In: what steps gave.
-Out: files below `run_dir`, and errors for people.
-"""
+"""The life of a run around its training steps: checkpoints, the run folder's lease, health, logs and loss alarms."""

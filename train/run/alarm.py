@@ -1,4 +1,4 @@
-"""The loss alarm: steps whose mean loss leaps out of what the steps before had are told of, and nothing is changed."""
+"""The loss alarm: a warning when the mean loss of a step spikes. It changes nothing about training."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,61 +9,61 @@ from pydantic import Field
 from shards.base.config import Config
 
 MAD_TO_STD = 1.4826
-"""The standard deviation of a normal distribution over its median absolute deviation."""
+"""Ratio of a normal distribution's standard deviation to its median absolute deviation (MAD)."""
 
 
 class AlarmConfig(Config):
-    """Tells of steps whose mean loss leaps, and keeps the checkpoint before each; nothing is rewound."""
+    """Warnings of loss spikes. The checkpoint before each spike is kept; the run is never rewound."""
 
     window: int = Field(200, ge=10, le=10_000)
-    """Steps before it that a step is held against; there is no alarm until half as many are done."""
+    """Number of previous steps with which each step's mean loss is compared. Steps raise no alarm until half as many
+    are done."""
     threshold: float | None = Field(10.0, gt=0)
-    """Robust standard deviations above their median at which it is one; null: no alarm."""
+    """A step raises an alarm if its mean loss exceeds the window's median by more than this many robust standard
+    deviations; null: no alarm."""
 
 
 @dataclass
 class AlarmState:
-    """What the alarm remembers; a checkpoint carries it, so a resumed run alarms at the same steps."""
+    """The alarm's memory. Checkpoints contain it, so that a resumed run raises the same alarms."""
 
     losses: list[float] = field(default_factory=list)
-    """Of the last `window` steps whose loss was finite."""
+    """Mean losses of the last `window` steps that had a finite one."""
     steps: list[int] = field(default_factory=list)
-    """Every step at which it went off."""
+    """All steps that raised an alarm."""
     highest: float | None = None
-    """Robust z of the highest step since the last line of metrics.jsonl; None: too few steps were done before."""
+    """Highest robust z-score of a step since the last line of metrics.jsonl; None: too few steps were done before."""
     sounding: bool = False
-    """Whether the last step was above the threshold: one alarm for each leap, however long it lasts."""
+    """Whether the last step was above the threshold. A spike over several steps raises a single alarm."""
 
 
 def robust_z(value: float, before: Sequence[float]) -> float:
-    """(value − median) / (1.4826·MAD) of `before` (Iglewicz and Hoaglin, 1993); 0 where half of them are alike."""
+    """Return (value − median) / (1.4826·MAD) of `before` (Iglewicz and Hoaglin, 1993), or 0 if the MAD is 0."""
     median = statistics.median(before)
-    spread = MAD_TO_STD * statistics.median(abs(loss - median) for loss in before)
-    return (value - median) / spread if spread else 0.0
+    std = MAD_TO_STD * statistics.median(abs(loss - median) for loss in before)
+    return (value - median) / std if std else 0.0
 
 
-class Alarm:
-    """Hears the mean loss of each step, in order."""
+def update_alarm(config: AlarmConfig, state: AlarmState, step: int, loss: float) -> str | None:
+    """Add the mean loss of a step, which must be finite, to `state`. Steps must be added in order.
 
-    def __init__(self, config: AlarmConfig):
-        self.config = config
-
-    def hear(self, state: AlarmState, step: int, loss: float) -> str | None:
-        """Take note of a step's finite mean loss; returns what is to be said, where it is the first of a leap."""
-        window, threshold = self.config.window, self.config.threshold
-        if threshold is None:
-            return None
-        said = None
-        if 2 * len(state.losses) >= window:
-            z = robust_z(loss, state.losses)
-            state.highest = z if state.highest is None else max(z, state.highest)
-            if z > threshold and not state.sounding:
-                state.steps.append(step)
-                said = (
-                    f"alarm: the mean loss of step {step} is {loss:.4g}, {z:.1f} robust standard deviations above "
-                    f"{statistics.median(state.losses):.4g}, the median of the {len(state.losses)} steps before "
-                    f"(alarm.threshold {threshold:g}). The run goes on, and the checkpoint before it is kept."
-                )
-            state.sounding = z > threshold
-        state.losses = [*state.losses, loss][-window:]
-        return said
+    Returns:
+        A warning if the step raised an alarm.
+    """
+    if config.threshold is None:
+        return None
+    warning = None
+    if 2 * len(state.losses) >= config.window:
+        z = robust_z(loss, state.losses)
+        state.highest = z if state.highest is None else max(z, state.highest)
+        if z > config.threshold and not state.sounding:
+            state.steps.append(step)
+            warning = (
+                f"alarm: the mean loss of step {step} is {loss:.4g}, {z:.1f} robust standard deviations above "
+                f"{statistics.median(state.losses):.4g}, the median of the previous {len(state.losses)} steps "
+                f"(alarm.threshold {config.threshold:g}). Training continues, and the checkpoint before the spike is "
+                f"kept."
+            )
+        state.sounding = z > config.threshold
+    state.losses = [*state.losses, loss][-config.window :]
+    return warning

@@ -1,4 +1,7 @@
-"""What the loss curve is a function of: a checkpoint goes on only under the same, and all processes see the same."""
+"""The fingerprint of a run: everything that determines its loss curve.
+
+A checkpoint resumes only with the fingerprint that it stores, and all processes must have the same one.
+"""
 
 import json
 from pathlib import Path
@@ -14,8 +17,8 @@ from train.model.backbone import BackboneConfig
 from train.model.unet import class_name
 from train.objective.config import ObjectiveConfig
 
-GROWING = ("samples", "selection_sha256", "index_sha256", "exclusions")
-"""Of a stream: what changes where parts or exclusions are added to its root."""
+INDEX_FIELDS = ("samples", "selection_sha256", "index_sha256", "exclusions")
+"""Fields of a stream that change when parts or exclusions are added to its root."""
 
 
 def make_fingerprint(
@@ -31,13 +34,13 @@ def make_fingerprint(
     optimizer: str = "adamw",
     train_only: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the fingerprint, which every checkpoint stores.
+    """Return the fingerprint of a run. Optional features appear in it only if the run uses them.
 
     Args:
-        repa: what a layer is aligned with, and how; None without alignment.
-        validation: the pinned validation bucket; None without validation.
-        optimizer: kind of the optimizer whose state checkpoints hold.
-        train_only: patterns of the parameters that are trained; None for all.
+        repa: config of the alignment of a layer, and its feature tower; None: no layer is aligned.
+        validation: the pinned validation bucket; None: the run has no validation.
+        optimizer: kind of the optimizer, on which the optimizer state of a checkpoint depends.
+        train_only: name patterns of the parameters to train; None: all are trained.
     """
     resolved = (backbone or BackboneConfig()).called.resolved(spec.texts)
     return {
@@ -76,63 +79,70 @@ def _filter(stream: OpenStream, data: DataConfig) -> dict[str, Any] | None:
     return config.model_dump(mode="json") if config else None
 
 
-def check_resume(folder: Path, saved: dict[str, Any], now: dict[str, Any], grows: bool = False) -> None:
-    """Refuse to continue a checkpoint under another data order or objective.
+def check_resume(folder: Path, saved: dict[str, Any], current: dict[str, Any], allow_newer_index: bool = False) -> None:
+    """Check that the fingerprint of a checkpoint matches that of the run that resumes it.
 
     Args:
-        grows: the run takes up what its roots hold now, so the streams may differ in GROWING.
+        folder: the checkpoint's folder, for the error.
+        saved: fingerprint of the checkpoint.
+        current: fingerprint of the run.
+        allow_newer_index: do not compare INDEX_FIELDS, because the run switches to the newest indexes of its roots.
 
     Raises:
-        RequestError: the entries that differ.
+        RequestError: the fingerprints differ; the message lists the fields.
     """
-    now = json.loads(json.dumps(now))  # as the saved one was: tuples are lists
-    # validation does not change the weights, so it can be switched on, off or over during a run
-    saved, now = ({key: value for key, value in fields.items() if key != "validation"} for fields in (saved, now))
-    # a field that is not in the checkpoint is a later diffusers', at its default
-    now["unet"] = {name: value for name, value in now["unet"].items() if name in saved["unet"]}
-    if grows:
-        saved, now = ({**fields, "streams": _fixed(fields["streams"])} for fields in (saved, now))
-    different = [line for key in now | saved for line in _differences(key, saved.get(key), now.get(key))]
-    if different:
+    current = json.loads(json.dumps(current))  # turns tuples into lists, as saving did
+    # validation does not change the weights, so it can be added, changed or removed during a run
+    saved, current = (
+        {key: value for key, value in fields.items() if key != "validation"} for fields in (saved, current)
+    )
+    # network fields that the checkpoint lacks were added by a later version of diffusers and have their defaults
+    current["unet"] = {name: value for name, value in current["unet"].items() if name in saved["unet"]}
+    if allow_newer_index:
+        saved, current = ({**fields, "streams": _without_index(fields["streams"])} for fields in (saved, current))
+    differences = [line for key in current | saved for line in _differences(key, saved.get(key), current.get(key))]
+    if differences:
         raise RequestError(
-            f"{folder} was trained under other settings: {'; '.join(different)} (checkpoint ≠ this run). Set them "
-            f"back, or give another run_dir (and init_from, to start from these weights)."
+            f"{folder} was trained with different settings: {'; '.join(differences)} (checkpoint ≠ this run). Restore "
+            f"them, or choose a different run_dir (and set init_from to start from these weights)."
         )
 
 
-def _differences(name: str, here: Any, there: Any) -> list[str]:
-    """Where two values of one entry differ: the innermost fields, by their places."""
-    if isinstance(here, dict) and isinstance(there, dict):
-        return [line for key in here | there for line in _differences(f"{name}.{key}", here.get(key), there.get(key))]
-    if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
-        pairs = enumerate(zip(here, there, strict=True), 1)
-        return [line for i, (a, b) in pairs for line in _differences(f"{name}[{i}]" if len(here) > 1 else name, a, b)]
-    return [] if here == there else [f"{name}: {here} ≠ {there}"]
+def _differences(name: str, left: Any, right: Any) -> list[str]:
+    """Return a line for each innermost field in which two JSON values differ. `name` is the path of the values."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        return [line for key in left | right for line in _differences(f"{name}.{key}", left.get(key), right.get(key))]
+    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        pairs = enumerate(zip(left, right, strict=True), 1)
+        return [line for i, (a, b) in pairs for line in _differences(f"{name}[{i}]" if len(left) > 1 else name, a, b)]
+    return [] if left == right else [f"{name}: {left} ≠ {right}"]
 
 
-def _fixed(streams: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in stream.items() if key not in GROWING} for stream in streams]
+def _without_index(streams: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in stream.items() if key not in INDEX_FIELDS} for stream in streams]
 
 
 def check_same_everywhere(accelerator: Accelerator | None, fingerprint: dict[str, Any], problem: str | None) -> None:
-    """Hold the fingerprints of all processes against each other.
+    """Check that all processes have the same fingerprint and that none found a problem. All must call this.
+
+    Processes with different data would train on some samples twice and on others never.
 
     Args:
-        problem: what this process's look at its files found.
+        problem: error that this process found in its data files.
 
     Raises:
-        RequestError: on all of them; one found a problem, or they opened different data, and would train on samples
-            twice or never.
+        RequestError: on all processes, if any has a problem or the fingerprints differ.
     """
-    here = [(json.dumps(fingerprint, sort_keys=True, default=str), problem)]
-    everywhere = here if accelerator is None else gather_object(here)
-    for _, found in everywhere:
+    own = [(json.dumps(fingerprint, sort_keys=True, default=str), problem)]
+    gathered = own if accelerator is None else gather_object(own)
+    for _, found in gathered:
         if found is not None:
             raise RequestError(found)
-    if len({text for text, _ in everywhere}) > 1:
-        fields = [json.loads(text) for text, _ in everywhere]
-        differing = sorted(key for key in fingerprint if any(other[key] != fields[0][key] for other in fields))
+    if len({text for text, _ in gathered}) > 1:
+        fingerprints = [json.loads(text) for text, _ in gathered]
+        first = fingerprints[0]
+        differing = sorted(key for key in fingerprint if any(other[key] != first[key] for other in fingerprints))
         raise RequestError(
-            f"The processes opened different data ({', '.join(differing)} differ): their configs, or their copies of a "
-            f"root, are not the same. Give each machine the same."
+            f"The processes opened different data ({', '.join(differing)} differ), because their configs or their "
+            f"copies of a root differ. Give all machines the same config and the same roots."
         )

@@ -1,4 +1,4 @@
-"""Checks of a launch that need no data: number of processes, nodes, tracker, run folder."""
+"""Checks of a launch that need no data: the number of processes per node, the tracker and the run folder."""
 
 import os
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ LAUNCHER = "LATENTMILL_LAUNCHER"
 SHUTDOWN_TIMEOUT = "PET_SHUTDOWN_TIMEOUT"
 """Environment variable: seconds that the processes have to save and exit after a stop signal. torch reads it, too."""
 DEFAULT_SHUTDOWN_SECONDS = "120"
-PLAIN_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU")
+SUPPORTED_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU")
 """Values of accelerate's `DistributedType` that this trainer supports."""
 
 
@@ -32,7 +32,7 @@ class World:
         """Read the launcher's environment variables.
 
         Raises:
-            RequestError: srun started several tasks without a launcher, so they do not know of each other.
+            RequestError: srun started several tasks without a launcher, so none knows of the others.
         """
         tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
         if tasks > 1 and "WORLD_SIZE" not in os.environ:
@@ -44,16 +44,20 @@ class World:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
 
-    def check(self, asked_for: int | None, global_batch_size: int) -> None:
+    def check(self, num_processes: int | None, global_batch_size: int) -> None:
         """Check the number of processes against the config.
 
+        Args:
+            num_processes: number that the config requests; None: any.
+
         Raises:
-            RequestError: a different number was requested, or the batch cannot be shared evenly.
+            RequestError: a different number was started, or they cannot share the global batch evenly.
         """
-        if asked_for not in (None, self.size):
+        if num_processes not in (None, self.size):
             raise RequestError(
-                f"num_processes is {asked_for}, but {self.size} were started. Pass `--num_processes {asked_for}` to "
-                f"the launcher; on a machine without GPUs, accelerate also needs `--multi_gpu` (it then uses gloo)."
+                f"num_processes is {num_processes}, but {self.size} were started. Pass `--num_processes "
+                f"{num_processes}` to the launcher; on a machine without GPUs, accelerate also needs `--multi_gpu` (it "
+                f"then uses gloo)."
             )
         if global_batch_size % self.size:
             raise RequestError(
@@ -85,30 +89,34 @@ def check_tracker(name: str) -> None:
 
 
 def check_launch(accelerator: "Accelerator | None", world: World) -> None:
-    """Check that this trainer supports what the launcher set up.
+    """Check that this trainer supports the launcher's configuration.
+
+    Args:
+        accelerator: None: this is the only process.
 
     Raises:
         RequestError: the launcher set up an unsupported backend or gradient scaling, or the nodes have different
             numbers of processes, so that some samples would be used twice and others never.
     """
-    shares, scaled = {world.local_size}, False
+    local_sizes, scales_gradients = {world.local_size}, False
     if accelerator is not None:
         from accelerate.utils import gather_object
 
-        if accelerator.distributed_type.value not in PLAIN_LAUNCHES:
+        if accelerator.distributed_type.value not in SUPPORTED_LAUNCHES:
             raise RequestError(
                 f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not support. "
                 f"Launch with one of the files in configs/accelerate/."
             )
-        # gathered, because nodes may have different environments and all processes must refuse together
-        everywhere = gather_object([(world.local_size, accelerator.gradient_accumulation_steps)])
-        shares, scaled = {share for share, _ in everywhere}, any(steps != 1 for _, steps in everywhere)
-    if len(shares) > 1 or world.size % world.local_size:
+        # gathered, because nodes may have different environments, and all processes must raise the same error
+        gathered = gather_object([(world.local_size, accelerator.gradient_accumulation_steps)])
+        local_sizes = {local_size for local_size, _ in gathered}
+        scales_gradients = any(steps != 1 for _, steps in gathered)
+    if len(local_sizes) > 1 or world.size % world.local_size:
         raise RequestError(
             f"{world.size} processes are not spread evenly over the nodes: LOCAL_WORLD_SIZE is "
-            f"{' and '.join(map(str, sorted(shares)))}. Start the same number of processes on each node."
+            f"{' and '.join(map(str, sorted(local_sizes)))}. Start the same number of processes on each node."
         )
-    if scaled:
+    if scales_gradients:
         raise RequestError(
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set, so accelerate would scale the gradients. Unset it; "
             "microbatch_size controls gradient accumulation here."
@@ -116,13 +124,14 @@ def check_launch(accelerator: "Accelerator | None", world: World) -> None:
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Check that the run folder can be written or created.
+    """Check that the run folder is writable, or can be created.
 
     Raises:
-        RequestError: it cannot.
+        RequestError: the folder, or the nearest existing folder above it, is not writable or is a file.
     """
-    above = (run_dir, *run_dir.absolute().parents)
-    nearest = next(folder for folder in above if os.path.exists(folder))  # Path.exists may raise
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        why = "is not writable" if nearest.is_dir() else "is a file"
-        raise RequestError(f"run_dir {run_dir} cannot be used: {nearest} {why}. Choose a different run_dir.")
+    candidates = (run_dir, *run_dir.absolute().parents)
+    # os.path.exists, because Path.exists raises an error for a folder without access rights
+    existing = next(folder for folder in candidates if os.path.exists(folder))
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        problem = "is not writable" if existing.is_dir() else "is a file"
+        raise RequestError(f"run_dir {run_dir} cannot be used: {existing} {problem}. Choose a different run_dir.")

@@ -1,4 +1,4 @@
-"""The processes of a run: how they find each other, at each start and restart, how one is missed, and how they die."""
+"""The processes of a run: join them, agree on when to stop or save, and explain the loss of one of them."""
 
 import ctypes
 import os
@@ -18,21 +18,25 @@ from shards.base.device import collectives_backend
 from shards.base.errors import RequestError, WorkError
 from shards.base.stop import SignalFlag
 from train.run.health.heartbeat import STARTING, HeartbeatReporter
-from train.run.launches import Launch
+from train.run.lease.lease import Lease
 from train.run.preflight import LAUNCHER
 
 PR_SET_PDEATHSIG = 1
-LOOK_SECONDS = 1.0
-"""Between looks at whether to leave: half of the 2 s within which it is agreed, as steps are not all alike."""
-MOST_STEPS = 10
-"""Between looks: a bound on the wait where steps suddenly take longer."""
+"""`prctl` option that selects the signal to send to a process when its parent dies."""
+CHECK_SECONDS = 1.0
+"""Target time between signal checks. It is half of the 2 s within which a signal should take effect, because the
+duration of steps varies."""
+MAX_CHECK_INTERVAL = 10
+"""Maximum number of steps between signal checks, which bounds the delay if steps suddenly become slower."""
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this process when its launcher dies, which may die of SIGKILL; Linux alone can.
+    """Ask the kernel to kill this process when its launcher dies, even if the launcher is killed by SIGKILL.
+
+    Without a launcher, or on a system other than Linux, nothing is done.
 
     Raises:
-        WorkError: it is dead already.
+        WorkError: the launcher is already dead.
     """
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or sys.platform != "linux":
@@ -40,130 +44,147 @@ def die_with_launcher() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != int(launcher):  # it died before the kernel was told, which sends nothing afterwards
+    if os.getppid() != int(launcher):  # the launcher died before the prctl, so the kernel will not send the signal
         raise WorkError(
-            f"The launcher, process {launcher}, is not the parent of this process: it died, and this one leaves with "
-            f"it. The same command again resumes. (A script between the two must `exec` the trainer.)"
+            f"The launcher, process {launcher}, is not the parent of this process: the launcher died during startup, "
+            f"so this process exits too. The same command resumes the run. (A script between the launcher and the "
+            f"trainer must start the trainer with `exec`.)"
         )
 
 
 def join_processes(timeout: float, device: str) -> HeartbeatReporter:
-    """Start the process group, before accelerate would, so that a restarted job meets nothing of the one before it.
+    """Initialize the process group, so that accelerate does not, under keys that no earlier attempt has used.
 
-    The launcher's store outlives the processes that it starts again (`--max_restarts`), and with them the addresses of
-    the dead: each attempt therefore keeps its keys under a name of its own. Where no launcher holds a store, rank 0
-    does. All launchers of a job count alike, since a process that is lost ends the attempt on every machine.
+    The launcher's store outlives the processes that it restarts (`--max_restarts`), and still holds the addresses of
+    dead processes. Each attempt therefore adds its number as a prefix to its keys. All launchers of a job count the
+    same attempts, because a lost process ends the attempt on every machine. If no launcher provides a store, rank 0
+    does.
 
     Args:
-        timeout: seconds after which a collective that some process does not join is an error.
+        timeout: seconds after which a collective fails if a process has not joined it.
         device: `cuda` or `cpu`, on which all processes train.
 
     Returns:
-        What tells the others what this process is at.
+        The heartbeat of this process, which has started unless this is the only process.
 
     Raises:
-        WorkError: some process does not come.
+        WorkError: a process did not join in time.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return HeartbeatReporter()
-    patience = timedelta(seconds=timeout)
-    with lost_processes_named(HeartbeatReporter(limit=timeout)):
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+    group_timeout = timedelta(seconds=timeout)
+    with explain_lost_processes(HeartbeatReporter(timeout=timeout)):
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=group_timeout))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    shared = dist.PrefixStore(f"latentmill/attempt-{attempt}", store)
-    # a connection of its own: the group's waits for others
-    heartbeat = HeartbeatReporter(rank, world_size, shared.clone(), timeout).start()
-    with lost_processes_named(heartbeat):
+    store = dist.PrefixStore(f"latentmill/attempt-{attempt}", store)
+    # a cloned connection, because the process group blocks the original one while it waits for other ranks
+    heartbeat = HeartbeatReporter(rank, world_size, store.clone(), timeout).start()
+    with explain_lost_processes(heartbeat):
         backend = collectives_backend(device)
-        dist.init_process_group(backend, store=shared, rank=rank, world_size=world_size, timeout=patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=group_timeout)
     return heartbeat
 
 
-class Told(NamedTuple):
-    """What a run was told by signals."""
+class AgreedSignals(NamedTuple):
+    """The requests to which all processes respond after the same step."""
 
-    leave: bool = False
+    stop: bool = False
+    """Save a checkpoint and exit."""
     save: bool = False
+    """Save a checkpoint and continue."""
 
 
 class ShutdownCoordinator:
-    """Whether the run is to leave, or to save and go on, as all its processes agree.
+    """Makes all processes respond to a signal after the same step, even if only one of them received it.
 
-    A look makes the host wait for the device. So there is one in as many steps as take a second. All processes look
-    after the same step, so they agree on the next one too.
+    Agreeing takes a collective, for which the host waits for the device. So the processes check for signals about once
+    a second instead of after every step. They also agree on the number of steps until the next check, because it
+    depends on each process's clock.
     """
 
-    def __init__(self, accelerator: Accelerator, launch: Launch, stop: SignalFlag, save: SignalFlag, step: int):
-        """`stop` and `save`: what to listen to; `step`: after which the run stands."""
-        self.accelerator, self.launch, self.stop, self.save = accelerator, launch, stop, save
-        self.looked, self.next, self.since = step, step + 1, time.monotonic()
+    def __init__(self, accelerator: Accelerator, lease: Lease, stop: SignalFlag, save: SignalFlag, step: int):
+        """Create a coordinator whose first check is after the next step.
+
+        Args:
+            lease: of this launch, which must stop once another launch has taken over the run.
+            stop: set by a signal to save and exit.
+            save: set by a signal to save and continue.
+            step: number of steps done.
+        """
+        self.accelerator, self.lease, self.stop, self.save = accelerator, lease, stop, save
+        self.last_check, self.next_check, self.timing_since = step, step + 1, time.monotonic()
         self.step_seconds = 0.0
-        """What a step took before the last look."""
+        """Mean duration of the steps between the last two checks."""
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Around what is no part of a step."""
-        began = time.monotonic()
+    def untimed(self) -> Iterator[None]:
+        """Exclude the duration of the context, such as a save, from the duration of steps."""
+        start = time.monotonic()
         yield
-        self.since += time.monotonic() - began
+        self.timing_since += time.monotonic() - start
 
-    def agreed(self, step: int) -> Told:
-        """What any process was told, after `step` steps; all get the same answer.
+    def check(self, step: int) -> AgreedSignals:
+        """Return the signals that any process has received, or none if no check is due after `step` steps.
+
+        All processes must call this after every step, and all get the same result.
 
         Raises:
-            RequestError: another launch has taken the run over.
+            RequestError: another launch has taken over the run.
         """
-        if step < self.next:
-            return Told()
-        self.step_seconds = (time.monotonic() - self.since) / (step - self.looked)
-        interval = look_interval(self.step_seconds)
-        heard = (self.stop.received, self.save.received, self.launch.superseded)
-        said = [*map(float, heard), float(interval)]
-        total = self.accelerator.reduce(torch.tensor(said, device=self.accelerator.device), "sum").tolist()
-        if total[2]:
-            raise self.launch.taken_over()
-        # sums of whole numbers are exact: the same on every process
-        self.looked, self.next = step, step + int(total[3]) // self.accelerator.num_processes
-        self.since = time.monotonic()
-        if total[1]:
+        if step < self.next_check:
+            return AgreedSignals()
+        self.step_seconds = (time.monotonic() - self.timing_since) / (step - self.last_check)
+        interval = check_interval(self.step_seconds)
+        own = [float(value) for value in (self.stop.received, self.save.received, self.lease.superseded, interval)]
+        totals = self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), "sum").tolist()
+        stop, save, superseded, intervals = map(int, totals)  # sums of integers are exact, so the same on all processes
+        if superseded:
+            raise self.lease.taken_over()
+        self.last_check, self.next_check = step, step + intervals // self.accelerator.num_processes
+        self.timing_since = time.monotonic()
+        if save:
             self.save.received = False
-        return Told(bool(total[0]), bool(total[1]))
+        return AgreedSignals(bool(stop), bool(save))
 
 
-def look_interval(seconds_per_step: float) -> int:
-    """Steps from one look to the next, so that they take LOOK_SECONDS at most, or one step."""
-    return int(min(max(LOOK_SECONDS / max(seconds_per_step, 1e-9), 1), MOST_STEPS))
+def check_interval(seconds_per_step: float) -> int:
+    """Return the number of steps, from 1 to MAX_CHECK_INTERVAL, that fit into CHECK_SECONDS."""
+    return int(min(max(CHECK_SECONDS / max(seconds_per_step, 1e-9), 1), MAX_CHECK_INTERVAL))
 
 
 @contextmanager
-def lost_processes_named(heartbeat: HeartbeatReporter) -> Iterator[None]:
-    """Turn the failure of a collective into an error for people; tell the others of any other that ends this process.
+def explain_lost_processes(heartbeat: HeartbeatReporter) -> Iterator[None]:
+    """Turn the failure of a collective into an error that names the missing process.
+
+    Any other exception is reported to the other processes and raised unchanged.
 
     Raises:
-        WorkError: a process died, or did not answer for as long as a collective may take.
+        WorkError: a process died, or did not join a collective before its timeout.
     """
     try:
         yield
     except BaseException as error:
-        # gloo raises plain RuntimeErrors, which begin with its source file's path
+        # gloo raises plain RuntimeErrors whose messages start with the path of its source file
         is_lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         if not is_lost or isinstance(error, RequestError | WorkError):
-            heartbeat.fail(error)
+            heartbeat.report_failure(error)
             raise
-        moment = "Before the first step" if heartbeat.beat.at == STARTING else f"After step {heartbeat.beat.step}"
-        who = heartbeat.explained()
-        heartbeat.fail(None)
+        moment = (
+            "Before the first step" if heartbeat.status.stage == STARTING else f"After step {heartbeat.status.step}"
+        )
+        missing = heartbeat.describe_missing()
+        heartbeat.report_failure(None)
         raise WorkError(
-            f"{moment}, a collective failed: another process died, or did not answer for {heartbeat.limit:g} s "
-            f"(collective_timeout; in the first steps, data.first_timeout). {who}What is saved stays valid: the "
-            f"same command again resumes, and `--max_restarts` of accelerate's launcher does so by itself. If every "
-            f"process was only slow, raise collective_timeout. ({str(error).splitlines()[0]})"
+            f"{moment}, a collective failed: another process died, or did not respond within {heartbeat.timeout:g} s "
+            f"(collective_timeout; data.first_timeout in the first steps). {missing}Saved checkpoints remain valid: "
+            f"the same command resumes the run, and accelerate's launcher does so by itself with `--max_restarts`. If "
+            f"all processes were only slow, raise collective_timeout. ({str(error).splitlines()[0]})"
         ) from error
 
 
-def expect_answers(heartbeat: HeartbeatReporter, timeout: float) -> None:
-    """From here on a collective that some process does not join is an error after `timeout` seconds."""
-    heartbeat.limit = timeout
+def set_collective_timeout(heartbeat: HeartbeatReporter, timeout: float) -> None:
+    """Set the seconds after which a collective fails if a process has not joined it."""
+    heartbeat.timeout = timeout
     if heartbeat.store is not None:
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before torch 2.15
         set_timeout(timedelta(seconds=timeout))

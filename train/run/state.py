@@ -1,4 +1,4 @@
-"""Where a run stands, and how it comes to know what its steps gave."""
+"""The state of a run between steps, and how the results of steps are added to it."""
 
 import math
 from copy import deepcopy
@@ -11,57 +11,57 @@ from torch import Tensor
 
 from shards.base.errors import WorkError
 from train.objective.sums import LossSums
-from train.run.alarm import Alarm, AlarmState
+from train.run.alarm import AlarmConfig, AlarmState, update_alarm
 from train.run.terminal import print_once
 
 
 @dataclass
 class TrainState:
-    """What a run carries from step to step besides weights and optimizer."""
+    """Everything that one step passes to the next, besides the weights and the optimizer state."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     losses: list[float] = field(default_factory=list)
-    """Mean loss of each step since the last line of metrics.jsonl."""
+    """Mean losses of the steps since the last line of metrics.jsonl, without non-finite ones."""
     sums: LossSums = field(default_factory=lambda: LossSums.zeros(dtype=torch.float64))
-    """Of the same steps, by quarter of the time axis."""
+    """Sums of the losses in `losses`, by quarter of the time axis."""
     alignments: list[float] = field(default_factory=list)
-    """Mean alignment loss of the same steps, where a layer is aligned."""
+    """Mean alignment losses (REPA) of these steps, without non-finite ones; empty if no layer is aligned."""
     skipped: int = 0
-    """Steps whose gradient was not finite, which changed nothing."""
+    """Number of steps that changed nothing because their gradient was not finite."""
     scaler: dict[str, Any] = field(default_factory=dict)
-    """The loss scaler's state, in float16."""
+    """State of the loss scaler, if the run trains in float16."""
     alarm: AlarmState = field(default_factory=AlarmState)
 
     def begin_line(self) -> None:
-        """Forget what the last line of metrics.jsonl has said."""
+        """Reset the values that each line of metrics.jsonl summarises."""
         self.losses.clear()
         self.alignments.clear()
         self.alarm.highest = None
         self.sums = LossSums.zeros(dtype=torch.float64)
 
     def copy(self) -> "TrainState":
-        """As it is now."""
+        """Return a deep copy."""
         return deepcopy(self)
 
     def to_json(self) -> dict[str, Any]:
-        """As state.json has it, where the sums are called `quarters`."""
+        """Return the fields as stored in state.json, in which `sums` is named `quarters`."""
         fields = asdict(self)
         del fields["sums"]
         return fields | {"quarters": self.sums.to_json()}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "TrainState":
-        """What `to_json` gave."""
+        """Restore the result of `to_json`."""
         rest = {name: value for name, value in fields.items() if name not in ("quarters", "alarm")}
         sums, alarm = LossSums.from_json(fields["quarters"]), AlarmState(**fields["alarm"])
         return cls(**rest, sums=sums, alarm=alarm)
 
 
 class StepResults:
-    """What steps gave, on the device until `collect`: the host waits for it there, and nowhere else."""
+    """The results of the steps since the last `collect`, which alone makes the host wait for the device."""
 
-    def __init__(self, accelerator: Accelerator, global_batch_size: int, max_skipped_steps: int, alarm: Alarm):
+    def __init__(self, accelerator: Accelerator, global_batch_size: int, max_skipped_steps: int, alarm: AlarmConfig):
         self.accelerator = accelerator
         self.global_batch_size = global_batch_size
         self.max_skipped_steps = max_skipped_steps
@@ -71,17 +71,23 @@ class StepResults:
         self.aligned: list[Tensor] = []
 
     def add(self, skipped: Tensor, sums: LossSums, aligned: Tensor | None = None) -> None:
-        """Of one step: whether it was skipped, alike on all ranks, and this rank's losses, also of the alignment."""
+        """Add the results of a step. The tensors may stay on the device.
+
+        Args:
+            skipped: () 1 if the step was skipped, otherwise 0; the same on all ranks.
+            sums: this rank's losses.
+            aligned: () sum of this rank's alignment losses; None if no layer is aligned.
+        """
         self.skipped.append(skipped)
         self.sums.append(sums)
         if aligned is not None:
             self.aligned.append(aligned)
 
     def collect(self, state: TrainState) -> None:
-        """Bring `state` up to date over all ranks, each of which must call this.
+        """Add up the results over all ranks and move them to `state`. All ranks must call this.
 
         Raises:
-            WorkError: more steps were skipped than `optimizer.max_skipped_steps`.
+            WorkError: more than `optimizer.max_skipped_steps` steps were skipped.
         """
         if not self.sums:
             return
@@ -91,21 +97,23 @@ class StepResults:
             if math.isfinite(loss):
                 state.losses.append(loss)
                 state.sums += step
-                if said := self.alarm.hear(state.alarm, number, loss):
-                    print_once(self.accelerator, said)
+                if warning := update_alarm(self.alarm, state.alarm, number, loss):
+                    print_once(self.accelerator, warning)
         if self.aligned:
             totals: Tensor = self.accelerator.reduce(torch.stack(self.aligned).double(), "sum")
             means = totals.cpu() / self.global_batch_size
             state.alignments += [mean for mean in means.tolist() if math.isfinite(mean)]
             self.aligned.clear()
         scaler = self.accelerator.scaler
-        if scaler is None or scaler.get_scale() <= 1:  # above, a float16 overflow is the scaler finding its scale
+        # float16 overflows are expected while the loss scaler is still lowering its scale
+        if scaler is None or scaler.get_scale() <= 1:
             state.skipped += int(torch.stack(self.skipped).sum())
         self.skipped.clear()
         self.sums.clear()
         if state.skipped > self.max_skipped_steps:
             raise WorkError(
-                f"{state.skipped} steps up to step {state.step} had a loss or gradient that is not finite, more "
-                f"than optimizer.max_skipped_steps. Nothing of them is in the weights. Lower optimizer.lr, or use "
-                f"another precision (bfloat16, float32); the same run would meet the same steps again."
+                f"{state.skipped} steps up to step {state.step} had a non-finite loss or gradient, more than "
+                f"optimizer.max_skipped_steps ({self.max_skipped_steps}). They did not change the weights. The same "
+                f"command would repeat these steps, so lower optimizer.lr or choose a different precision (bfloat16, "
+                f"float32)."
             )

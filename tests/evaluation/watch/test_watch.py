@@ -25,7 +25,7 @@ from shards.base.errors import RequestError
 from shards.open import open_store
 from tests.evaluation.watch.watching import numbers, stay_here, train_here, watch, watcher, written
 from tests.runs import environment
-from tests.train.run.reporting.offline import go_offline, rows
+from tests.train.run.reporting.offline import logged_rows, use_offline_wandb
 from train.export.pipeline import export
 
 STEPS = (2, 4, 6)
@@ -277,20 +277,20 @@ def use_wandb(run_dir: Path) -> None:
 def test_wandb_gets_evaluations_in_the_trainings_own_run(
     run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training has ended, so the watcher has all sheets sent after the last step. A second watcher repeats a step."""
-    go_offline(monkeypatch)
+    """Training has ended, so the watcher runs `tell` after the last step. A second watcher repeats a step."""
+    use_offline_wandb(monkeypatch)
     use_wandb(run_dir)
     with monkeypatch.context() as patch:
-        patch.setattr("evaluation.__main__.log_remaining_sheets", lambda run, name: None)
+        patch.setattr("evaluation.__main__.log_remaining_results", lambda run, name: None)
         assert watch(run_dir, words, "--until", "4") == 0
-    sheets = {path: path.read_bytes() for path in (run_dir / "tracker" / "evaluations").glob("*.zip")}
-    assert len(sheets) == 2 and not (run_dir / "wandb").exists()
+    results = {path: path.read_bytes() for path in (run_dir / "tracker" / "evaluations").glob("*.zip")}
+    assert len(results) == 2 and not (run_dir / "wandb").exists()
     for path in run_dir.glob("evaluations/step-00000002-auto/evaluated-*.json"):
         path.unlink()  # as another watcher finds it just before the receipt is created
     assert watch(run_dir, words) == 0
-    assert f"{run_dir}: wandb was told of 3 evaluations." in capsys.readouterr().out
-    assert {path: path.read_bytes() for path in sheets} == sheets
-    logged = rows(run_dir)
+    assert f"{run_dir}: logged 3 evaluations to wandb." in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in results} == results
+    logged = logged_rows(run_dir)
     assert [row["evaluation/step"] for row in logged] == [2, 4, 6]
     values = [row["value"] for row in written(run_dir) if row["metric"] == "toy_fid"]
     (name,) = (name for name in logged[0] if re.fullmatch(r"evaluation/toy_fid/g8-s1-own \w{8}", name))
@@ -301,15 +301,17 @@ def test_wandb_gets_evaluations_in_the_trainings_own_run(
     assert json.loads((run_dir / "tracker.json").read_text()) == {"id": run_id}
 
 
-def test_sheets_are_left_to_a_trainer_that_is_not_finished(
+def test_results_of_an_unfinished_run_are_left_to_the_trainer(
     run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sheets wait for the trainer, and the watcher does not fail."""
+    """The results file waits for the trainer, and the watcher does not fail."""
     use_wandb(run_dir)
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config | {"max_steps": 100}))
     assert watch(run_dir, words, "--once", "true", "--every", "4") == 0
-    assert "has done 6 of its 100 steps. The launch that trains on tells the tracker" in capsys.readouterr().out
+    assert (
+        "has completed 6 of its 100 steps. The launch that resumes it logs the evaluations" in capsys.readouterr().out
+    )
     assert len(list((run_dir / "tracker" / "evaluations").glob("*.zip"))) == 1
     assert watch(run_dir, words, "--until", "2", "--every", "2", "--output", str(run_dir.parent / "apart")) == 0
     assert "Evaluations are not logged to wandb, because --output is outside the run" in capsys.readouterr().out

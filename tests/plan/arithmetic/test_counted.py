@@ -15,6 +15,8 @@ from plan.config import Networks
 from shards.base.errors import RequestError
 from tests.ranks import environment
 
+pytestmark = pytest.mark.heavy
+
 PROGRAM = """
 import sys
 from shards.base.errors import exit_code_of

@@ -21,6 +21,8 @@ from tests.faults.decoders import killed_once, poisoned
 from tests.roots import part_of, rejects, tree
 from tests.tiny import make_samples, make_tar, picture
 
+pytestmark = pytest.mark.heavy
+
 LIMITS = LimitsConfig(decode_seconds=1, decode_bytes=1 << 32)
 SMALL = [Bucket(64, 64)]
 SOUND = picture(np.random.default_rng(0), 80, 70)

@@ -28,6 +28,8 @@ from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.tiny_towers import config_of, make_towers, texts
 
+pytestmark = pytest.mark.heavy
+
 SMALL = ("--image.storage", "int8", "--text.storage", "float8", "--text.trim", "true", "--image.posterior", "mean")
 
 

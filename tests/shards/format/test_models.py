@@ -11,6 +11,8 @@ from shards.format import models as hub_models
 from tests.conftest import precompute_config
 from tests.fake_hub import COMMIT, ask, fake_hub
 
+pytestmark = pytest.mark.heavy
+
 DESCRIBE = """
 import json, sys
 

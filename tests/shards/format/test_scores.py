@@ -21,6 +21,8 @@ from tests.runs import PYTHON, environment
 from tests.tiny import make_samples, make_tar
 from train.data.selection import FilterConfig
 
+pytestmark = pytest.mark.heavy
+
 HPS = {i: i / 10 for i in range(12) if i % 3}
 """Sample number → the new score, which every third sample lacks."""
 

@@ -27,6 +27,8 @@ from tests.forks import fork, wait_for
 from tests.roots import tree
 from tests.tiny import make_samples, make_tar
 
+pytestmark = pytest.mark.heavy
+
 STEPS = {LocalStore: ("create", "move"), RemoteStore: ("create", "put")}
 """What changes a root of each kind."""
 TIMED = {"started", "seconds", "attempts", "token"}

@@ -22,7 +22,10 @@ from shards.root import commit
 from shards.root.commit import recall
 from shards.root.committed import load_receipts
 from shards.tools import clean
-from tests.shards.root.protocol import AGE, BUCKET, FILES, TAR, InThread, Program, ProtocolMachine, Scratch
+from tests.interleaving import InThread, Program
+from tests.shards.root.protocol import AGE, BUCKET, FILES, TAR, ProtocolMachine, Scratch
+
+pytestmark = pytest.mark.heavy
 
 FEW = settings(
     max_examples=100,
@@ -245,7 +248,7 @@ def until_receipt(machine: ProtocolMachine) -> None:
     """An attempt of content a, up to the call that creates its receipt."""
     machine.start_attempt("a")
     while machine.running[-1].call[0] != "create":
-        machine.go_on(len(machine.running) - 1, 1)
+        machine.proceed(len(machine.running) - 1, 1)
 
 
 def recalled_while_a_reply_is_lost(machine: ProtocolMachine) -> None:

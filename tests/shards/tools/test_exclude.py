@@ -25,6 +25,8 @@ from train.data.spec import DataConfig
 from train.data.streams import open_data
 from train.run.checkpoints.checkpoint import newest_checkpoint
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture
 def root(latents: Path, tmp_path: Path) -> Path:

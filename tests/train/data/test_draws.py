@@ -10,6 +10,8 @@ from torch._inductor import metrics
 
 from train.data.draws import Draws, Purpose, global_slots, philox
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),

@@ -25,6 +25,8 @@ from train.data.cache import Cache
 from train.data.loader import Loader, make_files
 from train.data.streams import open_data
 
+pytestmark = pytest.mark.heavy
+
 PARTS = [13, 29, 17, 23, 19, 11]
 
 

@@ -121,7 +121,8 @@ def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tm
     with pytest.raises(ValueError, match="contains the same width twice"):
         EmaConfig(std=[0.05, 0.0501])
     fields = train_fields(latents, tmp_path, ema={"start_step": None}, validation={"weights": "ema"})
-    with pytest.raises(RequestError, match=r"validation\.weights ema has no average to validate"):
+    message = r"validation\.weights is ema, but the run keeps no moving average; set ema\.start_step"
+    with pytest.raises(RequestError, match=message):
         command(["check", "--config", str(write_config(tmp_path, fields))])
 
 

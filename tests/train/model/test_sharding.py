@@ -22,6 +22,8 @@ from train.objective.loss import DiffusionLoss, NoisyBatch
 from train.run.checkpoints.checkpoint import step_folder, verify_checkpoint
 from train.run.reporting.json_lines import read_json_lines
 
+pytestmark = pytest.mark.heavy
+
 STEPS = 8
 FILES = ("unet/diffusion_pytorch_model.safetensors", "ema/diffusion_pytorch_model.safetensors", "optimizer.safetensors")
 

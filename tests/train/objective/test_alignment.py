@@ -40,6 +40,8 @@ from train.prepare import prepare
 from train.run.checkpoints.checkpoint import HEAD_NAME, newest_checkpoint, step_folder
 from train.run.reporting.json_lines import read_json_lines
 
+pytestmark = pytest.mark.heavy
+
 FEATURES = 10
 TOWER = feature_tower(FEATURES)
 """A tower that resizes 64x64 pictures to 56x56, which gives 4x4 tokens."""
@@ -258,7 +260,7 @@ def test_killed_and_resumed_it_is_bit_equal(whole: Path, root: Path, tmp_path: P
     assert rows(tmp_path / "run", "repa_loss") == rows(whole, "repa_loss")
     a, b = newest_checkpoint(tmp_path / "run"), newest_checkpoint(whole)
     assert a is not None and b is not None and a.content["files"] == b.content["files"]
-    with pytest.raises(RequestError, match=r"trained under other settings: repa.until: 3 ≠ 7 \("):
+    with pytest.raises(RequestError, match=r"trained with different settings: repa.until: 3 ≠ 7 \("):
         train(tmp_path, root, "run", repa={"layer": LAYER, "hidden": 24, "until": 7, "schedule": "linear"})
 
 

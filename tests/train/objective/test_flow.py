@@ -20,6 +20,8 @@ from train.model.unet import build_unet
 from train.objective.config import ObjectiveConfig
 from train.objective.loss import DiffusionLoss
 
+pytestmark = pytest.mark.heavy
+
 OBJECTIVE = ObjectiveConfig(prediction="flow_matching", caption_dropout=0)
 UNET = Path(__file__).parents[2] / "tiny_unet.json"
 LATENTS = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(9)).half()

@@ -1,6 +1,1 @@
-"""A run's checkpoints: how they are written, which of them stay, how they are read, and those at an address.
-
-Inside: a checkpoint's files, the writer, shares of several processes, rules of keeping, a run folder at an address.
-In: weights, optimizer and state as they stand after a step.
-Out: `checkpoints/step-00001000/`, in a folder or at an address.
-"""
+"""The checkpoints of a run: writing, verifying, pruning and restoring them, in a folder or at an object-store URL."""

@@ -18,11 +18,11 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shards.base.durable import DamagedFile, check_version, read_sealed_json, sha256_file
 from shards.base.errors import RequestError
-from train.run.launches import remove
+from train.run.lease.folder import remove
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from train.run.state import TrainState
 
 STATE_NAME = "state.json"
+TRACKER_ID = "tracker.json"
+"""File of the run folder with the id of the run in its tracker."""
 VERSION = 1
 LINES = "lines"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
@@ -40,14 +42,6 @@ HEAD = "repa"
 HEAD_NAME = f"{HEAD}.safetensors"
 SNAPSHOTS = "posthoc"
 """Folder of a run, laid out as a run's own: checkpoints/step-…/ema-0.050/, of post-hoc averages alone."""
-
-
-class Seen(NamedTuple):
-    """A checkpoint's folder, as far as a look at its name tells."""
-
-    name: str
-    inode: int
-    changed: int
 
 
 @dataclass(frozen=True)
@@ -122,10 +116,10 @@ def drop_later(run_dir: Path, step: int, own: Path) -> None:
             remove(folder, own)
 
 
-def checkpoints_seen(run_dir: Path) -> list[Seen]:
-    """What tells whether another launch changed a run's checkpoints between two looks."""
+def checkpoint_identities(run_dir: Path) -> dict[str, str]:
+    """Return name → identity of the run's checkpoints. It changes if another launch writes or replaces a checkpoint."""
     stats = [(folder.name, folder.stat()) for folder in list_checkpoints(run_dir)]
-    return [Seen(name, stat.st_ino, stat.st_mtime_ns) for name, stat in stats]
+    return {name: f"{stat.st_ino}-{stat.st_mtime_ns}" for name, stat in stats}
 
 
 def verify_checkpoint(folder: Path) -> Checkpoint:

@@ -1,17 +1,25 @@
-"""What of a run at an address counts, and how it comes to this machine; `away.py` says how it lies there."""
+"""Reading a run at an object-store URL: which checkpoints it has, and copies of them on this machine.
+
+Each launch works in a local folder that is named by the token of its lease, so no two launches share files:
+
+    $TMPDIR/latentmill-runs-UID/<hash of the URL>/<token>/NAME/    laid out as a run folder, with the newest checkpoint
+
+A launch reuses the checkpoints that earlier launches left on this machine, even those that were never uploaded, and
+removes the folders of superseded launches once it has moved the checkpoint that it resumes from.
+"""
 
 import hashlib
-import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from shards.base.durable import DamagedFile, copy_file, fsync_tree, parse_sealed_json
+from shards.base.durable import DamagedFile, copy_file, locked, parse_sealed_json
 from shards.base.errors import RequestError, WorkError
 from shards.base.scratch import private_folder
 from shards.base.store import Place, Store
@@ -19,39 +27,56 @@ from shards.open import open_store
 from train.run.checkpoints.checkpoint import (
     LINES,
     STATE_NAME,
+    TRACKER_ID,
     Checkpoint,
-    list_checkpoints,
+    checkpoint_identities,
     step_folder,
     step_of,
     verify_checkpoint,
 )
-from train.run.launches import TRACKER_ID, publish, remove
+from train.run.lease.folder import FolderBackend, publish
+from train.run.lease.lease import Backend, Lease
+from train.run.lease.store import StoreBackend, read_accepted
 
 
 def work_folder(place: Place) -> Path:
-    """Return this machine's folder of a run: the run folder, or a temporary folder if the run is at an address."""
+    """Return the run folder itself, or this machine's folder for the copies of a run at a URL."""
     if isinstance(place, Path):
         return place
     name = hashlib.sha256(place.encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir()) / f"latentmill-runs-{os.getuid()}" / name / place.rpartition("/")[2]
+    return Path(tempfile.gettempdir()) / f"latentmill-runs-{os.getuid()}" / name
+
+
+def lease_backend(place: Place, copies: Path | None = None) -> Backend:
+    """Return the storage of a run's leases.
+
+    Args:
+        copies: local folder for the copies of a run at a URL; None: `work_folder`.
+    """
+    if isinstance(place, Path):
+        return FolderBackend(place, partial(checkpoint_identities, place))
+    return StoreBackend(open_store(place), copies or work_folder(place), find_checkpoints)
 
 
 class Stored(NamedTuple):
-    """A checkpoint at a run's address."""
+    """A checkpoint at a run's URL."""
 
     folder: str
-    """Its folder there: `checkpoints/step-00001000.0004`."""
+    """Its folder, relative to the URL: `checkpoints/step-00001000.0004`."""
     sha256: str
     """SHA-256 of its state.json."""
 
 
 def remote_folder(name: str, launch: int) -> str:
-    """The folder at the address to which a launch, and no other, uploads its checkpoint `step-00001000`."""
+    """Return the folder to which a launch, and no other, uploads its checkpoint `step-00001000`."""
     return f"checkpoints/{name}.{launch:04d}"
 
 
 def parse_folder(folder: str) -> tuple[str, int] | None:
-    """`step-00001000.0004` → its checkpoint and its launch, which is 0 for a plain `step-00001000`; None: neither."""
+    """Parse `step-00001000.0004` into the checkpoint's name and the launch, 0 for a plain `step-00001000`.
+
+    None: it is not a checkpoint's folder.
+    """
     match = re.fullmatch(r"(step-\d{8,})(?:\.(\d{4,}))?", folder)
     return (match[1], int(match[2] or 0)) if match else None
 
@@ -60,11 +85,9 @@ def stored_checkpoints(store: Store) -> dict[str, Stored]:
     """Find the checkpoints that make up the run: those that its newest launch accepted, and those that it uploaded.
 
     Returns:
-        Their names (`step-00001000`) → where they are. Of several of one step, the one by the newest launch.
+        Name (`step-00001000`) → where it is stored. If several launches wrote a step, the newest launch's counts.
     """
-    number = newest_accepting(store)
-    accepted = json.loads(store.read(f"launches/{number:04d}.accepted.json")) if number else {}
-    token = json.loads(store.read(f"launches/{number:04d}.json"))["token"] if number else None
+    accepted = read_accepted(store)
     states = {}
     for file in store.files("checkpoints"):
         folder, _, rest = file.partition("/")
@@ -78,35 +101,28 @@ def stored_checkpoints(store: Store) -> dict[str, Stored]:
         except DamagedFile as error:
             print(f"checkpoint {name} is damaged and passed over: {error}", flush=True)
             continue
-        # a stale launch has a different token, and a number of its own
-        if number == 0 or content.get("token") == token or accepted.get(name) == sha256:
+        if accepted is None or accepted.includes(name, sha256, content.get("token")):
             found[name] = Stored(file.removesuffix(f"/{STATE_NAME}"), sha256)
     return found
 
 
 def find_checkpoints(store: Store) -> dict[str, str]:
-    """Name → SHA-256 of state.json, of the checkpoints that make up the run."""
+    """Return name → SHA-256 of state.json for the checkpoints that make up the run."""
     return {name: stored.sha256 for name, stored in stored_checkpoints(store).items()}
 
 
-def newest_accepting(store: Store) -> int:
-    """The launch whose word on the run's checkpoints holds; 0: there was none."""
-    accepting = [int(name[:-14]) for name in store.files("launches") if name.endswith(".accepted.json")]
-    return max(accepting, default=0)
-
-
 def find(
-    store: Store, work: Path, downloads: ExitStack, alone: bool = False
+    store: Store, copies: Path, downloads: ExitStack, single_node: bool = False
 ) -> tuple[dict[str, str], Checkpoint | None]:
-    """Find the newest sound checkpoint of the run at `store`. Changes nothing there, nor in `work`.
+    """Find the newest intact checkpoint of the run at `store`. Nothing is changed there or in `copies`.
 
-    The checkpoint is used where it is if `work` has it, and downloaded to a private folder otherwise. Each of its files
+    A checkpoint that is in `copies` is used in place, and otherwise downloaded to a private folder. Each of its files
     is hashed once.
 
     Args:
-        work: this machine's folder of the run.
+        copies: this machine's folder for copies of the run.
         downloads: closing it removes the private folder.
-        alone: whether no other machine needs the checkpoint, so that it may be one that was never uploaded.
+        single_node: whether all processes are on this machine, so that a checkpoint that was never uploaded will do.
 
     Returns:
         What `find_checkpoints` returns, and the checkpoint; None if there is none.
@@ -116,20 +132,20 @@ def find(
     """
     stored = stored_checkpoints(store)
     found = {name: each.sha256 for name, each in stored.items()}
-    ahead = find_ahead(store, work, found) if alone else None
-    if ahead is not None:
-        print(f"{ahead.folder.name} is whole on this machine and not at {store.where()} yet.", flush=True)
-        return found, ahead
-    return found, newest_stored(store, stored, lambda name: obtain(store, stored[name], name, work, downloads))
+    orphan = find_orphan(store, copies, found) if single_node else None
+    if orphan is not None:
+        print(f"{orphan.folder.name} is complete on this machine, but was not uploaded to {store.where()}.", flush=True)
+        return found, orphan
+    return found, newest_stored(store, stored, lambda name: obtain(store, stored[name], name, copies, downloads))
 
 
 def newest_stored(
     store: Store, stored: Mapping[str, Stored], obtained: Callable[[str], Checkpoint]
 ) -> Checkpoint | None:
-    """The newest of the `stored` checkpoints that is sound, on this machine; None: none is stored.
+    """Return the newest intact one of the `stored` checkpoints, on this machine; None: there are none.
 
     Args:
-        obtained: brings the checkpoint of a name to this machine, and verifies it.
+        obtained: copies the checkpoint of a name to this machine, and verifies it.
 
     Raises:
         RequestError: all are damaged.
@@ -141,104 +157,139 @@ def newest_stored(
             print(f"checkpoint {name} is damaged and passed over: {error}", flush=True)
     if stored:
         raise RequestError(
-            f"Every checkpoint of {store.where()} is damaged ({', '.join(sorted(stored))}). Restore one from a copy; "
-            f"or give another run_dir to train from the start."
+            f"Every checkpoint of {store.where()} is damaged ({', '.join(sorted(stored))}). Restore one from a copy, "
+            f"or choose a different run_dir to train from the start."
         )
     return None
 
 
-def find_ahead(store: Store, work: Path, found: Mapping[str, str]) -> Checkpoint | None:
-    """The newest whole checkpoint on this machine that is newer than all that are `found` at the address, and that the
-    newest launch there wrote or accepted, but did not live to upload. None: there is none."""
-    number = newest_accepting(store)
-    for folder in reversed(list_checkpoints(work)):
-        if number == 0 or step_of(folder) <= max((step_of(Path(name)) for name in found), default=0):
+def local_checkpoints(copies: Path) -> list[Path]:
+    """List the checkpoint folders that launches of the run left on this machine, oldest step first."""
+    folders = copies.glob("*/*/checkpoints/step-*")
+    return sorted((folder for folder in folders if re.fullmatch(r"step-\d{8,}", folder.name)), key=step_of)
+
+
+def find_orphan(store: Store, copies: Path, found: Mapping[str, str]) -> Checkpoint | None:
+    """Find a complete local checkpoint that is newer than all that are `found` at the URL, but was never uploaded.
+
+    It counts only if the newest launch at the URL wrote or accepted it. None: there is no such checkpoint.
+    """
+    accepted, newest = read_accepted(store), max((step_of(Path(name)) for name in found), default=0)
+    for folder in reversed(local_checkpoints(copies)):
+        if accepted is None or step_of(folder) <= newest:
             return None
         try:
             checkpoint = verify_checkpoint(folder)
         except DamagedFile:
             continue
-        # launch numbers say nothing: they start again when a run is deleted and started anew
-        wrote = checkpoint.content.get("token") == json.loads(store.read(f"launches/{number:04d}.json"))["token"]
-        accepted = json.loads(store.read(f"launches/{number:04d}.accepted.json"))
-        if wrote or accepted.get(folder.name) == sha256_of_state(folder):
+        if accepted.includes(folder.name, sha256_of_state(folder) or "", checkpoint.content.get("token")):
             return checkpoint
     return None
 
 
-def obtain(store: Store, stored: Stored, name: str, work: Path, downloads: ExitStack) -> Checkpoint:
-    """The checkpoint `name`: in `work` if it is there and sound, otherwise downloaded, as `find` says.
+def obtain(store: Store, stored: Stored, name: str, copies: Path, downloads: ExitStack) -> Checkpoint:
+    """Return the checkpoint `name`: from `copies` if an intact copy is there, otherwise downloaded, as in `find`.
 
     Raises:
-        DamagedFile: a file at the address is missing or differs.
+        DamagedFile: a file at the URL is missing or differs.
     """
-    local = work / "checkpoints" / name
-    if sha256_of_state(local) == stored.sha256:
-        try:
-            return verify_checkpoint(local)
-        except DamagedFile as error:
-            print(f"{name} is downloaded again, because its copy on this machine is damaged: {error}", flush=True)
-    return download(store, stored, downloads.enter_context(private_folder()) / work.name / "checkpoints" / name)
+    for local in local_checkpoints(copies):
+        if local.name == name and sha256_of_state(local) == stored.sha256:
+            try:
+                return verify_checkpoint(local)
+            except DamagedFile as error:
+                print(f"Downloading {name} again, because its copy on this machine is damaged: {error}", flush=True)
+    work = downloads.enter_context(private_folder()) / store.where().rstrip("/").rpartition("/")[2]
+    return download(store, stored, work / "checkpoints" / name)
 
 
-def obtain_same(store: Store, checkpoint: Checkpoint, work: Path, downloads: ExitStack) -> Checkpoint:
+def obtain_same(store: Store, checkpoint: Checkpoint, copies: Path, downloads: ExitStack) -> Checkpoint:
     """Obtain, on a different machine, the checkpoint that the main process found.
 
     Raises:
-        DamagedFile: a file at the address is missing or differs.
-        WorkError: the checkpoint was replaced or removed meanwhile.
+        DamagedFile: a file at the URL is missing or differs.
+        WorkError: the checkpoint was replaced or removed since.
     """
     name = checkpoint.folder.name
     stored = stored_checkpoints(store).get(name)
-    copy = obtain(store, stored, name, work, downloads) if stored is not None else None
+    copy = obtain(store, stored, name, copies, downloads) if stored is not None else None
     if copy is None or copy.content != checkpoint.content:
-        raise WorkError(
-            f"{store.where()} no longer has the checkpoint {name} that this launch found at its start: a different "
-            f"launch replaced or removed it. Run the command again to resume from the newest one."
-        )
+        raise replaced(store, name)
     return copy
 
 
-def install(checkpoint: Checkpoint | None, work: Path, folder: Path) -> None:
-    """Move `checkpoint` to this machine's folder of the run, copy the logs up to its step there, and remove all other
-    checkpoints; without a checkpoint, remove the logs as well.
+def replaced(store: Store, name: str) -> WorkError:
+    """Build the error for a checkpoint that is gone since the launch found it."""
+    return WorkError(
+        f"{store.where()} no longer has the checkpoint {name} that this launch found at its start: a different launch "
+        f"replaced or removed it. Run the command again to resume from the newest one."
+    )
 
-    Only a launch that owns the run may do this, because other launches may need what it removes.
 
-    Args:
-        folder: below `work`, and this launch's own: every change is a rename from or to it.
+def install(checkpoint: Checkpoint | None, lease: Lease, store: Store, copies: Path) -> None:
+    """Set up this machine's folder of a launch that holds the run, and remove the folders of earlier launches.
+
+    `checkpoint` is moved into the launch's folder, the logs up to its step are copied from it, and the id of the run in
+    its tracker is downloaded.
 
     Raises:
-        FileNotFoundError: another launch has taken over, and `folder` with it.
+        LeaseLost: a different launch has taken over.
+        WorkError: a launch that was suspended during its start has moved the checkpoint away. Nothing is lost, because
+            the next launch finds it in that launch's folder.
     """
-    kept = None if checkpoint is None else checkpoint.folder
-    for other in (*list_checkpoints(work), *(work / "checkpoints").glob("step-*.*")):  # interrupted ones, too
-        if other != kept:
-            remove(other, folder)
-    if checkpoint is None:
-        for path in work.glob("*.jsonl"):
-            path.replace(folder / path.name).unlink()
-        return
-    target = work / "checkpoints" / checkpoint.folder.name
-    if checkpoint.folder != target:
-        moved = Path(shutil.move(checkpoint.folder, folder / target.name))
-        fsync_tree(moved)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        publish(moved, target, folder)
-    for path in sorted((target / LINES).glob("*")):
-        publish(copy_file(path, folder / path.name), work / path.name, folder)
+    work, staging = lease.run_dir, lease.folder
+    lease.check()
+    # nodes may share their temporary folders; a suspended launch cannot block others, since the lock is its own
+    with locked(copies / lease.token / ".lock"):
+        staging.mkdir(parents=True, exist_ok=True)
+        download_tracker_id(store, work, staging)
+        if checkpoint is not None:
+            target = work / "checkpoints" / checkpoint.folder.name
+            if not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                try:
+                    # one rename if possible, so that an orphan is in one of the two places even after a kill
+                    publish(move_beside(checkpoint.folder, staging, copies), target, staging)
+                except FileNotFoundError as error:
+                    raise replaced(store, checkpoint.folder.name) from error
+            for path in sorted((target / LINES).glob("*")):
+                publish(copy_file(path, staging / path.name), work / path.name, staging)
+        remove_stale_copies(lease, copies)
+
+
+def move_beside(folder: Path, staging: Path, copies: Path) -> Path:
+    """Move a download to the staging folder, which may be on a different file system; a local copy stays in place."""
+    return folder if folder.is_relative_to(copies) else Path(shutil.move(folder, staging / folder.name))
+
+
+def remove_stale_copies(lease: Lease, copies: Path) -> None:
+    """Remove this machine's folders of superseded launches.
+
+    Each is renamed first, so a suspended owner can no longer write to it.
+
+    Raises:
+        LeaseLost: a different launch has taken over.
+    """
+    others = [folder for folder in copies.iterdir() if folder.name != lease.token]
+    # A launch creates its folder after it has acquired the run. So if this launch is the newest after the folders were
+    # listed, their owners are superseded, however long it sleeps before it removes them.
+    lease.check()
+    for folder in others:
+        with suppress(FileNotFoundError):  # a node that shares the temporary folder was faster
+            folder.rename(lease.folder / folder.name)
+        shutil.rmtree(lease.folder / folder.name, ignore_errors=True)
 
 
 @contextmanager
 def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
-    """Copy a run at an address to a temporary run folder, with one checkpoint: of `step`, or the newest sound one.
+    """Copy a run at a URL to a temporary run folder, with the checkpoint of `step`, or the newest intact one.
 
     Yields:
         The folder, and the checkpoint in it, which has been verified.
 
     Raises:
-        RequestError: there is no run, or no such checkpoint in it.
-        DamagedFile: the checkpoint of `step` is not as it was written.
+        RequestError: there is no run, or it has no such checkpoint.
+        DamagedFile: the checkpoint of `step` differs from what was written.
     """
     store = open_store(address)
     with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch:
@@ -247,7 +298,7 @@ def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
         try:
             store.get("config.yaml", run / "config.yaml")
         except FileNotFoundError:
-            raise RequestError(f"{address} holds no run: it has no config.yaml. Give a run's address.") from None
+            raise RequestError(f"{address} is not a run: it has no config.yaml. Give the URL of a run.") from None
         stored = stored_checkpoints(store)
 
         def obtained(name: str) -> Checkpoint:
@@ -256,40 +307,40 @@ def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
         if step is None:
             checkpoint = newest_stored(store, stored, obtained)
             if checkpoint is None:
-                raise RequestError(f"{address} has no complete checkpoint: there is nothing to export yet.")
+                raise RequestError(f"{address} has no complete checkpoint yet, so there is nothing to export.")
         else:
             name = step_folder(run, step).name
             if name not in stored:
-                there = f"It has {', '.join(sorted(stored))}." if stored else "It has no complete one yet."
-                raise RequestError(f"{address} has no checkpoint {name}. {there}")
+                available = f"It has {', '.join(sorted(stored))}." if stored else "It has no complete one yet."
+                raise RequestError(f"{address} has no checkpoint {name}. {available}")
             checkpoint = obtained(name)
         yield run, checkpoint
 
 
-def bring_tracker_id(store: Store, work: Path, folder: Path) -> None:
-    """The run's id in its tracker, where it has one; `folder`: the launch's own."""
+def download_tracker_id(store: Store, work: Path, staging: Path) -> None:
+    """Download the id of the run in its tracker, if it has one."""
     with suppress(FileNotFoundError):
-        store.get(TRACKER_ID, folder / TRACKER_ID)
-        publish(folder / TRACKER_ID, work / TRACKER_ID, folder)
+        store.get(TRACKER_ID, staging / TRACKER_ID)
+        publish(staging / TRACKER_ID, work / TRACKER_ID, staging)
 
 
 def sha256_of_state(folder: Path) -> str | None:
-    """Of a checkpoint's state.json; None where there is none."""
+    """Return the SHA-256 of a checkpoint's state.json; None if there is none."""
     path = folder / STATE_NAME
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def download(store: Store, stored: Stored, target: Path) -> Checkpoint:
-    """Download a checkpoint to the new folder `target`, and hash it; if it is damaged, nothing stays.
+    """Download a checkpoint to the new folder `target`, and verify it. A damaged one is removed again.
 
     Raises:
-        DamagedFile: a file is missing at the address, or differs.
+        DamagedFile: a file at the URL is missing or differs.
     """
     target.mkdir(parents=True)
     try:
         for file in store.files(stored.folder):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # it was removed meanwhile; state.json says whether it is missed
+            with suppress(FileNotFoundError):  # removed since the listing; state.json says whether it is missing
                 store.get(f"{stored.folder}/{file}", target / file)
         return verify_checkpoint(target)
     except BaseException:

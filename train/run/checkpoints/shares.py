@@ -1,7 +1,7 @@
-"""How processes that each write a share of a checkpoint come together: in a run folder, or at the run's address.
+"""Checkpoints that several processes write, each of them a share: in the run folder, or at the run's URL.
 
-A process that is done leaves a receipt, the hashes of its files. The main one waits for all receipts, and then makes a
-checkpoint of the shares by one rename, or, at an address, by the state.json that comes last.
+A process that has written its share leaves a receipt with the hashes of its files. The main process waits for all
+receipts and then completes the checkpoint, by one rename in a folder, or at a URL by uploading state.json last.
 """
 
 import json
@@ -16,91 +16,91 @@ from shards.base.durable import fsync_tree, sealed_json, write_file
 from shards.base.errors import Outage, WorkError
 from train.run.checkpoints.checkpoint import STATE_NAME
 from train.run.checkpoints.remote import RemoteRun
-from train.run.launches import publish
+from train.run.lease.folder import publish
 
 
-class Writers(NamedTuple):
-    """Which processes write a checkpoint: the first `total` of them, each a share."""
+class WriterGroup(NamedTuple):
+    """The processes that write a checkpoint: ranks 0 to `size` − 1, each a share of it."""
 
     rank: int = 0
-    """This process's."""
-    total: int = 1
-    patience: float = 600.0
-    """Seconds that the main one waits for the shares of the others."""
-    beside: int = 1
-    """How many write on this machine, and share its memory."""
+    """Rank of this process."""
+    size: int = 1
+    timeout: float = 600.0
+    """Seconds that the main process waits for a receipt."""
+    local_size: int = 1
+    """Number of writers on this machine, which share its memory."""
 
 
-ALONE = Writers()
+SINGLE = WriterGroup()
 
 
-class Meeting(ABC):
-    """Where the processes' shares come together."""
+class ShareExchange(ABC):
+    """How the main process collects the shares of the other processes, and completes the checkpoint."""
 
-    pause: float
-    """Seconds between looks for a receipt."""
+    poll_seconds: float
+    """Seconds between two looks for a receipt."""
 
-    def __init__(self, run_dir: Path, writers: Writers, away: RemoteRun | None):
-        self.run_dir, self.writers, self.away = run_dir, writers, away
+    def __init__(self, run_dir: Path, group: WriterGroup, remote: RemoteRun | None):
+        self.run_dir, self.group, self.remote = run_dir, group, remote
 
     @abstractmethod
     def private(self, target: Path) -> Path:
-        """A folder for what this process writes of the checkpoint `target`."""
+        """Create the folder for what this process writes of the checkpoint `target`."""
 
     @abstractmethod
     def hand_in(self, private: Path, target: Path, hashes: dict[str, str]) -> None:
-        """Bring this process's share where it belongs; then tell the main one."""
+        """Store this process's share, and then its receipt."""
 
     @abstractmethod
-    def receipt(self, private: Path, target: Path, rank: int) -> bytes | None:
-        """What another process told; None: nothing yet."""
+    def read_receipt(self, private: Path, target: Path, rank: int) -> bytes | None:
+        """Read the receipt of `rank`; None: it is not there yet."""
 
     @abstractmethod
-    def publish(self, private: Path, target: Path, content: dict[str, Any]) -> None:
-        """All shares are there: make a checkpoint of them, durably. `content`: of its state.json."""
+    def complete(self, private: Path, target: Path, content: dict[str, Any]) -> None:
+        """Complete the checkpoint, durably, after all shares are there. `content`: of its state.json."""
 
     def wait_for(self, private: Path, target: Path, rank: int) -> dict[str, str]:
-        """File → SHA-256, of what another process wrote.
+        """Wait for the receipt of `rank`, and return the file → SHA-256 of its share.
 
         Raises:
-            WorkError: it has not told in `patience` seconds.
+            WorkError: there was none within `timeout` seconds.
         """
-        deadline = time.monotonic() + self.writers.patience
-        while not (found := self.receipt(private, target, rank)):
+        deadline = time.monotonic() + self.group.timeout
+        while not (found := self.read_receipt(private, target, rank)):
             if time.monotonic() > deadline:
                 raise WorkError(
                     f"A checkpoint of {self.run_dir} is not complete: process {rank} has not written its share of it "
-                    f"in {self.writers.patience:g} s (collective_timeout). The ones before it are whole. See that all "
-                    f"machines share run_dir, or reach its address; the same command again resumes from the newest."
+                    f"in {self.group.timeout:g} s (collective_timeout). Earlier checkpoints are intact. Check that all "
+                    f"machines share run_dir or can reach its URL, and run the command again to resume from the newest."
                 )
-            time.sleep(self.pause)
+            time.sleep(self.poll_seconds)
         hashes: dict[str, str] = json.loads(found)
         return hashes
 
 
-class InFolder(Meeting):
-    """In the launch's own folder of the run folder, which all processes share that write."""
+class FolderExchange(ShareExchange):
+    """Exchange in the launch's staging folder, which all writers share."""
 
-    pause = 0.05
+    poll_seconds = 0.05
 
-    def __init__(self, run_dir: Path, folder: Path, writers: Writers, away: RemoteRun | None):
-        super().__init__(run_dir, writers, away)
-        self.folder = folder
+    def __init__(self, run_dir: Path, staging: Path, group: WriterGroup, remote: RemoteRun | None):
+        super().__init__(run_dir, group, remote)
+        self.staging = staging
 
     def private(self, target: Path) -> Path:
-        together = self.writers.total > 1
-        private = self.folder / f"{target.name}.{'parts' if together else uuid.uuid4().hex[:8]}"
-        private.mkdir(exist_ok=together)
+        is_shared = self.group.size > 1
+        private = self.staging / f"{target.name}.{'parts' if is_shared else uuid.uuid4().hex[:8]}"
+        private.mkdir(exist_ok=is_shared)
         return private
 
     def hand_in(self, private: Path, target: Path, hashes: dict[str, str]) -> None:
-        if self.writers.rank == 0:
+        if self.group.rank == 0:
             return
-        name = f"part-{self.writers.rank:05d}.json"
-        # and nothing after the rename: the main process may give the folder its name from then on
+        name = f"part-{self.group.rank:05d}.json"
+        # nothing may follow this rename, because the main process may publish the folder from then on
         write_file(private / f".{name}", json.dumps(hashes).encode()).replace(private / name)
 
-    def receipt(self, private: Path, target: Path, rank: int) -> bytes | None:
+    def read_receipt(self, private: Path, target: Path, rank: int) -> bytes | None:
         path = private / f"part-{rank:05d}.json"
         if not path.is_file():
             return None
@@ -108,44 +108,44 @@ class InFolder(Meeting):
         path.unlink()
         return found
 
-    def publish(self, private: Path, target: Path, content: dict[str, Any]) -> None:
+    def complete(self, private: Path, target: Path, content: dict[str, Any]) -> None:
         write_file(private / STATE_NAME, sealed_json(content))
         fsync_tree(private)
         target.parent.mkdir(parents=True, exist_ok=True)
-        publish(private, target, self.folder)  # in place of a damaged one, or of this step saved before
-        if self.away is not None:
-            self.away.put(target, self.folder.parents[1])
+        publish(private, target, self.staging)  # replaces a damaged checkpoint, or an earlier save of this step
+        if self.remote is not None:
+            self.remote.upload(target)
 
 
-class AtAddress(Meeting):
-    """At the run's address: each process puts its share there, from a folder of its machine. No machine has all."""
+class UrlExchange(ShareExchange):
+    """Exchange at the run's URL: each process uploads its share from a local folder, and no machine has all of them."""
 
-    pause = 0.5
-    away: RemoteRun
+    poll_seconds = 0.5
+    remote: RemoteRun
 
     def private(self, target: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
 
     def hand_in(self, private: Path, target: Path, hashes: dict[str, str]) -> None:
-        self.away.put_share(target.name, private, self._receipt_name(self.writers.rank), hashes)
+        self.remote.upload_share(target.name, private, self._receipt_name(self.group.rank), hashes)
 
-    def receipt(self, private: Path, target: Path, rank: int) -> bytes | None:
+    def read_receipt(self, private: Path, target: Path, rank: int) -> bytes | None:
         try:
-            return self.away.read_share(target.name, self._receipt_name(rank))
-        except (FileNotFoundError, Outage):  # or it is out of reach just now
+            return self.remote.read_receipt(target.name, self._receipt_name(rank))
+        except (FileNotFoundError, Outage):
             return None
 
-    def publish(self, private: Path, target: Path, content: dict[str, Any]) -> None:
+    def complete(self, private: Path, target: Path, content: dict[str, Any]) -> None:
         files = [*content["files"], *content["lines"]]
-        self.away.complete(target.name, files, sealed_json(content), self.run_dir)
+        self.remote.complete(target.name, files, sealed_json(content))
 
     def _receipt_name(self, rank: int) -> str:
-        return f"part-{rank:05d}-{self.away.token}.json"  # one of an earlier launch says nothing of this one's share
+        return f"part-{rank:05d}-{self.remote.lease.token}.json"  # an earlier launch's receipt must not count
 
 
-def meeting(run_dir: Path, folder: Path, writers: Writers, away: RemoteRun | None) -> Meeting:
-    """Where the shares of a run's checkpoints come together. `folder`: the launch's own."""
-    if away is not None and writers.total > 1:
-        return AtAddress(run_dir, writers, away)
-    return InFolder(run_dir, folder, writers, away)
+def make_exchange(run_dir: Path, staging: Path, group: WriterGroup, remote: RemoteRun | None) -> ShareExchange:
+    """Return how the shares of a run's checkpoints are exchanged. `staging`: the launch's staging folder."""
+    if remote is not None and group.size > 1:
+        return UrlExchange(run_dir, group, remote)
+    return FolderExchange(run_dir, staging, group, remote)

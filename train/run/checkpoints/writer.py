@@ -17,9 +17,12 @@ from train.run.checkpoints.checkpoint import HEAD_NAME, LINES, VERSION, list_che
 from train.run.checkpoints.config import CheckpointConfig
 from train.run.checkpoints.remote import RemoteRun
 from train.run.checkpoints.retention import superfluous
-from train.run.checkpoints.shares import ALONE, Writers, meeting
+from train.run.checkpoints.shares import SINGLE, WriterGroup, make_exchange
 from train.run.checkpoints.snapshot import Snapshot
-from train.run.launches import Pace, remove
+from train.run.lease.folder import remove
+from train.run.lease.lease import Lease
+from train.run.lease.owner import Pace
+from train.run.preflight import SHUTDOWN_TIMEOUT
 
 AGREED_SECONDS = 2.0
 """Within which the processes agree to leave."""
@@ -29,7 +32,7 @@ def too_slow_to_leave(pace: Pace | None, config: CheckpointConfig) -> str | None
     """What to tell of a run of this pace, where a step and a save may not fit between the signal and the kill."""
     if pace is None:
         return None
-    grace = min(config.grace, float(os.environ.get("PET_SHUTDOWN_TIMEOUT", config.grace)))
+    grace = min(config.grace, float(os.environ.get(SHUTDOWN_TIMEOUT, config.grace)))
     # one may be under way, which the last one waits for
     needed = 2 * pace.save + max(AGREED_SECONDS, pace.step)
     if needed <= grace:
@@ -56,24 +59,30 @@ class CheckpointWriter:
     def __init__(
         self,
         run_dir: Path,
-        folder: Path,
+        lease: Lease,
         unet_json: str,
         fingerprint: dict[str, Any],
         config: CheckpointConfig,
-        writers: Writers = ALONE,
-        away: RemoteRun | None = None,
+        group: WriterGroup = SINGLE,
+        remote: RemoteRun | None = None,
     ):
-        """`folder`: the launch's own; `unet_json`: the diffusers config of the U-Net; `away`: the run's address."""
-        self.folder, self.writers, self.main = folder, writers, writers.rank == 0
-        self.run_dir, self.unet_json, self.config, self.away = run_dir, unet_json, config, away
+        """Create the writer of this process.
+
+        Args:
+            run_dir: local run folder, or a folder in it that is laid out alike, for snapshots of averages.
+            unet_json: diffusers config of the backbone.
+            remote: uploads to the run's URL, if it has one.
+        """
+        self.lease, self.group, self.main = lease, group, group.rank == 0
+        self.run_dir, self.unet_json, self.config, self.remote = run_dir, unet_json, config, remote
         self.content: dict[str, Any] = {
             "version": VERSION,
             "tag": config.tag or run_dir.name,
             "fingerprint": fingerprint,
         }
-        if away is not None:
-            self.content |= {"launch": away.number, "token": away.token}
-        self.meeting = meeting(run_dir, folder, writers, away)
+        if remote is not None:
+            self.content |= {"launch": lease.number, "token": lease.token}
+        self.exchange = make_exchange(run_dir, lease.folder, group, remote)
         self.copies = HostCopies()
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
@@ -89,10 +98,10 @@ class CheckpointWriter:
             WorkError: the checkpoint could not be written.
         """
         self.finish()
-        count = self.writers.total
+        count = self.group.size
         owned = {file: owners(tensors, count if file != HEAD_NAME else 1) for file, tensors in snapshot.files.items()}
-        mine = {file: [name for name in names if names[name] == self.writers.rank] for file, names in owned.items()}
-        if self.writers.rank >= count:
+        mine = {file: [name for name in names if names[name] == self.group.rank] for file, names in owned.items()}
+        if self.group.rank >= count:
             for tensors in snapshot.files.values():
                 write_tensors(None, tensors)
         elif self._copies_fit(snapshot, mine):
@@ -105,7 +114,7 @@ class CheckpointWriter:
 
     def _copies_fit(self, snapshot: Snapshot, mine: Mine) -> bool:
         wanted = ({name: tensors[name] for name in mine[file]} for file, tensors in snapshot.files.items())
-        needed, free = sum(map(bytes_of, wanted)) - self.copies.bytes, free_memory() // self.writers.beside
+        needed, free = sum(map(bytes_of, wanted)) - self.copies.bytes, free_memory() // self.group.local_size
         if self.config.asynchronous and needed > free:
             print(
                 f"warning: a copy of the run would take {needed / 2**30:.1f} GiB more of this machine's memory, of "
@@ -153,36 +162,36 @@ class CheckpointWriter:
         """
         step, began = snapshot.state.step, time.monotonic()
         target = step_folder(self.run_dir, step)
-        private = self.meeting.private(target)
+        private = self.exchange.private(target)
         try:
             hashes = self._write_tensors(snapshot, private, mine, owned)
             content = self.content | {"state": snapshot.state.to_json()}
             if self.main:
                 hashes |= self._write_configs(private, owned)
-                if self.away is not None:
+                if self.remote is not None:
                     content["lines"] = self._write_lines(snapshot.lines, private / LINES)
-            self.meeting.hand_in(private, target, hashes)
+            self.exchange.hand_in(private, target, hashes)
             if not self.main:
                 return
-            for rank in range(1, self.writers.total):
-                hashes |= self.meeting.wait_for(private, target, rank)
-            self.meeting.publish(private, target, content | {"files": dict(sorted(hashes.items()))})
+            for rank in range(1, self.group.size):
+                hashes |= self.exchange.wait_for(private, target, rank)
+            self.exchange.complete(private, target, content | {"files": dict(sorted(hashes.items()))})
         finally:
-            if self.main or self.away is not None:
+            if self.main or self.remote is not None:
                 shutil.rmtree(private, ignore_errors=True)
         self.seconds, self.saved = time.monotonic() - began, (step, time.time())
         self._drop_old(step, snapshot.state.alarm.steps)
 
-    def put_again(self, folder: Path) -> None:
-        """Have a checkpoint of an earlier launch put at the address, in the background."""
-        assert self.away is not None
-        self.pending = self.thread.submit(self.away.put, folder, self.run_dir)
+    def upload_again(self, folder: Path) -> None:
+        """Upload a checkpoint of an earlier launch in the background."""
+        assert self.remote is not None
+        self.pending = self.thread.submit(self.remote.upload, folder)
 
     def _write_tensors(self, snapshot: Snapshot, folder: Path, mine: Mine, owned: Owned) -> dict[str, str]:
         """This process's share of each file; returns file → SHA-256."""
         hashes = {}
         for name, tensors in snapshot.files.items():
-            path = self._share(folder / name, owned[name], self.writers.rank)
+            path = self._share(folder / name, owned[name], self.group.rank)
             path.parent.mkdir(exist_ok=True)
             if not mine[name] and not (self.main and path.name == Path(name).name):
                 write_tensors(None, tensors)
@@ -206,7 +215,7 @@ class CheckpointWriter:
 
     def _share(self, path: Path, names: Mapping[str, int], rank: int) -> Path:
         """The file of a process; the whole one where one process writes all of it."""
-        return share_name(path, rank, self.writers.total) if max(names.values(), default=0) > 0 else path
+        return share_name(path, rank, self.group.size) if max(names.values(), default=0) > 0 else path
 
     def _write_lines(self, lines: Mapping[str, int], folder: Path) -> dict[str, str]:
         """Copies of the logs up to the snapshot's step, as an empty machine needs them to go on; returns hashes."""
@@ -217,15 +226,15 @@ class CheckpointWriter:
         return {f"{folder.name}/{name}": sha256_file(folder / name) for name in sorted(lines)}
 
     def _drop_old(self, step: int, alarms: Iterable[int]) -> None:
-        if self.away is not None and self.run_dir == self.folder.parents[1]:  # and not its SNAPSHOTS
+        if self.remote is not None and self.run_dir == self.lease.run_dir:  # and not its SNAPSHOTS
             try:
-                self.away.drop_old(step, lambda ages: superfluous(ages, self.config, alarms))
+                self.remote.drop_old(step, lambda ages: superfluous(ages, self.config, alarms))
             except Outage as error:  # the next one removes them
                 print(f"older checkpoints stay for now: {error}", flush=True)
         # damaged ones of later steps, which this run passed over, do not count among the newest
         whole = {step_of(folder): folder for folder in list_checkpoints(self.run_dir) if step_of(folder) <= step}
         ages = {step: time.time() - folder.stat().st_mtime for step, folder in whole.items()}
         # of a run at an address this machine keeps the newest alone
-        old = superfluous(ages, self.config, alarms) if self.away is None else sorted(whole.keys() - {step})
+        old = superfluous(ages, self.config, alarms) if self.remote is None else sorted(whole.keys() - {step})
         for each in old:
-            remove(whole[each], self.folder)
+            remove(whole[each], self.lease.folder)

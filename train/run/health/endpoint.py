@@ -1,6 +1,6 @@
-"""A run's figures for Prometheus, of all ranks at one address of the main process's machine.
+"""Prometheus endpoint of a run: the main process serves the metrics of all ranks at `log.metrics_at`.
 
-docs/reference/metrics.md says what each means, and deploy/prometheus/alerts.yml has rules on them.
+docs/reference/metrics.md explains every metric, and deploy/prometheus/alerts.yml contains alert rules on them.
 """
 
 import math
@@ -14,99 +14,118 @@ from prometheus_client.registry import Collector
 
 from shards.base.errors import RequestError
 from train.run.checkpoints.writer import CheckpointWriter
-from train.run.health.heartbeat import HeartbeatReporter
+from train.run.health.heartbeat import LOADING, HeartbeatReporter, RankStatus
 from train.run.reporting.log import Log
 
-OF_LINES = {
-    "loss": "Mean since the line of metrics.jsonl before the last",
-    "grad_norm": "Of the last step that was logged, before clipping",
-    "images_per_second": "Over all processes, between the last two lines",
-    "data_wait": "Share of that time in which the main process waited for its loader",
-    "skipped_steps_total": "Steps whose loss or gradient was not finite",
-    "alarms_total": "Loss alarms",
-}
-OF_RUN = {
-    "step": "Steps that are done",
-    "max_steps": "Steps of the whole run",
-    "checkpoint_step": "From which the run would go on",
-    "checkpoint_every": "Steps from one checkpoint to the next",
-    "checkpoint_age_seconds": "Since the newest checkpoint was written, or since the launch, if it wrote none",
-    "checkpoint_seconds": "That the newest checkpoint took to write",
-}
-OF_RANKS = {
-    "heartbeat_age_seconds": "Since the rank's last sign of life",
-    "rank_stages_total": "How many things the rank has been at (loading, training, …): all do the same, in one order",
-    "rank_still_seconds": "Since the rank began what it is at",
-    "rank_loading_seconds_total": "That the rank has waited for batches",
-}
 PREFIX = "latentmill_train_"
 
+# name → help text; a name that ends with _total is a counter, and the others are gauges
+LINE_METRICS = {
+    "loss": "Mean loss between the last two lines of metrics.jsonl",
+    "grad_norm": "Gradient norm of the last logged step, before clipping",
+    "images_per_second": "Images per second over all processes, between the last two lines of metrics.jsonl",
+    "data_wait": "Fraction of time that the main process waited for its loader, between the last two lines",
+    "skipped_steps_total": "Steps with a non-finite loss or gradient",
+    "alarms_total": "Loss alarms",
+}
+RUN_METRICS = {
+    "step": "Completed steps",
+    "max_steps": "Steps of the whole run",
+    "checkpoint_step": "Step from which the run would resume",
+    "checkpoint_every": "Steps between checkpoints",
+    "checkpoint_age_seconds": "Time since the newest checkpoint was written, or since training started",
+    "checkpoint_seconds": "Time that writing the newest checkpoint took",
+}
+RANK_METRICS = {
+    "heartbeat_age_seconds": "Time since the last heartbeat of the rank",
+    "rank_stages_total": "Stages that the rank has entered (loading, training, …), which all ranks enter in one order",
+    "rank_still_seconds": "Time since the rank entered its current stage",
+    "rank_loading_seconds_total": "Time that the rank has waited for batches",
+}
 
-class Figures(Collector):
-    """All of them, as they are when they are asked for; what is not finite is NaN."""
+
+class RunCollector(Collector):
+    """The metrics of a run, as of each scrape."""
 
     def __init__(self, heartbeat: HeartbeatReporter, log: Log, writer: CheckpointWriter, step: int):
-        """`step`: after which the launch began."""
+        """`step`: step from which this launch started."""
         self.heartbeat, self.log, self.writer = heartbeat, log, writer
-        self.saved = (step, time.time())
+        self.first_step, self.start = step, time.time()
 
     def collect(self) -> Iterator[Metric]:
-        """Asked for by Prometheus, in a thread of the endpoint."""
-        beats = [beat for beat in self.heartbeat.everyone() if beat is not None]
-        now, (saved_step, saved_at) = time.time(), self.writer.saved or self.saved
+        """Yield all metrics. Prometheus's client calls this in a thread of its own for every scrape."""
+        now, fields = time.time(), self.log.last_fields
+        for name, text in LINE_METRICS.items():
+            field = name.removesuffix("_total")
+            if field in fields:  # there are none before the first line
+                yield make_metric(name, text, (), {(): fields[field]})
+
+        saved_step, saved_at = self.writer.saved or (self.first_step, self.start)
         of_run = {
-            "step": self.heartbeat.beat.step,
+            "step": self.heartbeat.status.step,
             "max_steps": self.log.max_steps,
             "checkpoint_step": saved_step,
             "checkpoint_every": self.writer.config.every,
             "checkpoint_age_seconds": now - saved_at,
             "checkpoint_seconds": self.writer.seconds,
         }
-        for about, values in ((OF_RUN, of_run), (OF_LINES, self.log.newest)):
-            for name, value in values.items():
-                if name in about or f"{name}_total" in about:
-                    yield family(about, name, (), {(): value})
-        for name, of_rank in {
-            "heartbeat_age_seconds": lambda beat: max(0.0, now - beat.told),
-            "rank_stages": lambda beat: beat.passed,
-            "rank_still_seconds": lambda beat: max(0.0, now - beat.began),
-            "rank_loading_seconds": lambda beat: beat.loading + (beat.told - beat.began) * (beat.at == "loading"),
-        }.items():
-            yield family(
-                OF_RANKS, name, ("rank", "host"), {(str(beat.rank), beat.host): of_rank(beat) for beat in beats}
+        for name, text in RUN_METRICS.items():
+            yield make_metric(name, text, (), {(): of_run[name]})
+
+        statuses = [status for status in self.heartbeat.read_statuses() if status is not None]
+        by_rank = {(str(status.rank), status.host): rank_values(status, now) for status in statuses}
+        for name, text in RANK_METRICS.items():
+            yield make_metric(
+                name, text, ("rank", "host"), {labels: values[name] for labels, values in by_rank.items()}
             )
 
 
-def family(
-    about: dict[str, str], name: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float | None]
+def rank_values(status: RankStatus, now: float) -> dict[str, float]:
+    """Return name → value of the metrics of one rank at the time `now`."""
+    # only up to the last heartbeat: the rank may have received its batch since, and a counter must not decrease
+    loading_now = status.sent - status.stage_began if status.stage == LOADING else 0.0
+    return {
+        "heartbeat_age_seconds": max(0.0, now - status.sent),
+        "rank_stages_total": status.num_stages,
+        "rank_still_seconds": max(0.0, now - status.stage_began),
+        "rank_loading_seconds_total": status.loading_seconds + loading_now,
+    }
+
+
+def make_metric(
+    name: str, text: str, label_names: tuple[str, ...], values: dict[tuple[str, ...], float | None]
 ) -> Metric:
-    """One metric; a counter, where `about` has it with `_total`."""
-    kind, text = (GaugeMetricFamily, about[name]) if name in about else (CounterMetricFamily, about[f"{name}_total"])
-    metric = kind(f"{PREFIX}{name}", text, labels=labels)
-    for found, value in values.items():
-        metric.add_metric(found, math.nan if value is None else value)
+    """Build a counter if the name ends with _total, or else a gauge.
+
+    Args:
+        values: labels → value. None becomes NaN.
+    """
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    metric = kind(f"{PREFIX}{name}", text, labels=label_names)
+    for labels, value in values.items():
+        metric.add_metric(labels, math.nan if value is None else value)
     return metric
 
 
 @contextmanager
-def served(address: str | None, figures: Figures) -> Iterator[None]:
-    """Figures are there for Prometheus while this is open. `address`: `HOST:PORT`; None: nowhere.
+def serve_metrics(address: str | None, collector: RunCollector) -> Iterator[None]:
+    """Serve metrics to Prometheus while the context is open. `address`: `HOST:PORT`; None: do not serve them.
 
     Raises:
-        RequestError: the address is not this machine's, or is taken.
+        RequestError: the address belongs to a different machine, or the port is in use.
     """
     if address is None:
         yield
         return
     host, _, port = address.rpartition(":")
     registry = CollectorRegistry()
-    registry.register(figures)
+    registry.register(collector)
     try:
         server, thread = start_http_server(int(port), host, registry)
     except (OSError, OverflowError) as error:
         raise RequestError(
-            f"log.metrics_at {address} cannot be listened at: {error}. Give another port, an address of this machine "
-            f"(0.0.0.0: all), or null."
+            f"log.metrics_at: metrics cannot be served at {address}: {error}. Choose a different port, or an address "
+            f"of this machine (0.0.0.0: all of them), or set log.metrics_at to null."
         ) from None
     try:
         yield

@@ -1,7 +1,7 @@
-"""What each rank of a run is at, told to all: where a collective fails, it is known who did not come to it.
+"""Heartbeats: each rank publishes its progress to all others, so that a failed collective can name the missing ranks.
 
-A thread of each rank puts its beat into the store in which the process group meets, so machines need to share no
-folder. The loop only notes what it is at; it waits for nothing.
+A thread of each rank writes its status to the process group's store, so the machines need not share a folder. The
+training loop only records which stage it enters, and waits for nothing.
 """
 
 import json
@@ -10,190 +10,223 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from train.data.watchdog import diagnose
 
-BEAT = 2.0
-"""Seconds between signs of life."""
-SILENT = 2.5 * BEAT
-"""A rank that gave none in so many seconds gives none."""
-NAMED = 4
-"""How many ranks a message names."""
-STARTING, FAILED, LEFT = "starting", "failed: ", "left, as others were missing"
+HEARTBEAT_SECONDS = 2.0
+"""Interval between heartbeats."""
+SILENCE_SECONDS = 2.5 * HEARTBEAT_SECONDS
+"""A rank is silent if it sends no heartbeat for this long."""
+MAX_NAMED = 4
+"""Maximum number of ranks that a message names."""
+STARTING, LOADING, LEAVING, FAILED = "starting", "loading", "shutting down", "failed: "
+"""Stages of a rank. LEAVING: it ends because other ranks are missing. FAILED is followed by the rank's error."""
 
 
-class Beat(NamedTuple):
-    """A rank's sign of life. Times are of its machine's clock."""
+class RankStatus(NamedTuple):
+    """Progress of a rank, as of its last heartbeat. Times are in seconds since 1970, by the clock of its host."""
 
     rank: int
     host: str
     pid: int
     step: int
-    """That it has done."""
-    at: str
-    """`loading`, `training`, …; or `failed: ` and why."""
-    passed: int
-    """How many things it has been at: all ranks are at the same, in the same order."""
-    began: float
-    """When it began what it is at."""
-    told: float
-    """When it said so."""
-    loading: float = 0.0
-    """Seconds that it has waited for batches, in all."""
+    """Number of completed steps."""
+    stage: str
+    """Current stage: `loading`, `training`, …, or FAILED and an error."""
+    num_stages: int
+    """Number of stages that the rank has entered. All ranks enter the same stages in the same order."""
+    stage_began: float
+    """Time at which the rank entered its stage."""
+    sent: float
+    """Time of the heartbeat."""
+    loading_seconds: float = 0.0
+    """Total time that the rank spent waiting for batches, without the current stage."""
 
     @property
-    def name(self) -> str:
-        """The rank, for people."""
+    def label(self) -> str:
+        """Rank, host and process, for messages."""
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
 
     @property
-    def place(self) -> str:
-        """Where it is, for people."""
-        return f"after step {self.step}, {self.at}"
+    def position(self) -> str:
+        """Stage and step, for messages."""
+        return f"{self.stage} after step {self.step}"
 
 
-class Missing(NamedTuple):
-    """Whom the others wait for."""
+class MissingRanks(NamedTuple):
+    """The ranks that all others are waiting for."""
 
     ranks: Collection[int]
-    words: str
+    """Empty if all ranks are at the same stage, so that the cause is a device or the network."""
+    message: str
+    """Clause that names the ranks, their hosts and their stages."""
 
 
-def who_is_missing(beats: Sequence[Beat | None], silent: Collection[int], now: float) -> Missing:
-    """The ranks that never came, that failed, or that give no sign of life; or else those that are behind.
+def find_missing_ranks(statuses: Sequence[RankStatus | None], silent: Collection[int], now: float) -> MissingRanks:
+    """Find the ranks that never joined, failed or became silent; if there are none, those that are furthest behind.
 
     Args:
-        beats: of each rank its last one; None: it never gave one.
-        silent: ranks that give none any more.
-        now: the time.
+        statuses: last status of each rank. None: the rank has not sent a heartbeat.
+        silent: ranks that no longer send heartbeats.
+        now: current time in seconds since 1970.
     """
-    known = [beat for beat in beats if beat is not None]
-    said = {rank: f"rank {rank} never came" for rank, beat in enumerate(beats) if beat is None}
-    for beat in known:
-        if beat.at.startswith(FAILED):
-            said[beat.rank] = f"{beat.name} ended after step {beat.step}: {beat.at.removeprefix(FAILED)}"
-        elif beat.rank in silent and beat.at != LEFT:
-            said[beat.rank] = (
-                f"{beat.name} has given no sign of life for {max(0.0, now - beat.told):.0f} s; it was {beat.place}"
-            )
-    if not said:
-        least = min(beat.passed for beat in known)
-        behind = [beat for beat in known if beat.passed == least]
+    known = [status for status in statuses if status is not None]
+    problems = {rank: f"rank {rank} never joined" for rank, status in enumerate(statuses) if status is None}
+    for status in known:
+        if status.stage.startswith(FAILED):
+            error = status.stage.removeprefix(FAILED)
+            problems[status.rank] = f"{status.label} failed after step {status.step}: {error}"
+        elif status.rank in silent and status.stage != LEAVING:
+            seconds = max(0.0, now - status.sent)
+            problems[status.rank] = f"{status.label} sent no heartbeat for {seconds:.0f} s; it was {status.position}"
+
+    if not problems:
+        fewest = min(status.num_stages for status in known)
+        behind = [status for status in known if status.num_stages == fewest]
         if len(behind) == len(known):
-            longest = now - min(beat.began for beat in known)
-            place = f"{known[0].place}, for up to {longest:.0f} s"
-            return Missing((), f"all {len(known)} ranks live, and are {place}: a device or the network is stuck")
-        said = {beat.rank: f"{beat.name} is {beat.place}, since {max(0.0, now - beat.began):.0f} s" for beat in behind}
-    more = f" and {len(said) - NAMED} more" if len(said) > NAMED else ""
-    waiting = [beat for beat in known if beat.rank not in said]
-    others = f"; the others are {max(waiting, key=lambda beat: beat.passed).place}" if waiting else ""
-    return Missing(set(said), "; ".join(list(said.values())[:NAMED]) + more + others)
+            longest = now - min(status.stage_began for status in known)
+            return MissingRanks(
+                (),
+                f"all {len(known)} ranks are alive and have been {known[0].position} for up to {longest:.0f} s, so a "
+                f"device or the network is stuck",
+            )
+        for status in behind:
+            seconds = max(0.0, now - status.stage_began)
+            problems[status.rank] = f"{status.label} has been {status.position} for {seconds:.0f} s"
+
+    message = "; ".join(list(problems.values())[:MAX_NAMED])
+    if len(problems) > MAX_NAMED:
+        message += f" and {len(problems) - MAX_NAMED} more"
+    others = [status for status in known if status.rank not in problems]
+    if others:
+        message += f"; the others are {max(others, key=lambda status: status.num_stages).position}"
+    return MissingRanks(set(problems), message)
 
 
 class HeartbeatReporter:
-    """This rank's. It beats from `start` until `close`."""
+    """Publishes this rank's status every HEARTBEAT_SECONDS, from `start` to `close`, and reads those of all ranks."""
 
-    def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None, limit: float = 600.0):
-        """`store`: of the process group, without which there are no others; `limit`: seconds of a collective."""
-        self.store, self.size, self.limit = store, size, limit
+    def __init__(self, rank: int = 0, world_size: int = 1, store: dist.Store | None = None, timeout: float = 600.0):
+        """
+        Args:
+            store: the process group's store. None: this is the only process.
+            timeout: seconds after which a collective fails.
+        """
+        self.store, self.world_size, self.timeout = store, world_size, timeout
         now = time.time()
-        self.beat = Beat(rank, socket.gethostname(), os.getpid(), 0, STARTING, 0, now, now)
-        self.warned = -1
-        self.stopped = threading.Event()
-        self.thread = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
+        self.status = RankStatus(rank, socket.gethostname(), os.getpid(), 0, STARTING, 0, now, now)
+        self.warned_stage = -1
+        """Number of the stage for which a warning was given."""
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self._send_until_closed, daemon=True, name="heartbeat")
 
     def start(self) -> "HeartbeatReporter":
-        """Begin to beat, where there are others."""
+        """Start to send heartbeats if there are other ranks, and return this reporter."""
         if self.store is not None:
             self.thread.start()
         return self
 
     def close(self) -> None:
-        """Beat no more."""
-        self.stopped.set()
+        """Stop sending heartbeats."""
+        self.closing.set()
         if self.thread.is_alive():
-            self.thread.join(BEAT)  # a process must not end while it is in the middle of torch's code
+            self.thread.join(HEARTBEAT_SECONDS)  # a process must not exit while a thread of it is inside torch's code
 
-    def at(self, step: int, what: str) -> None:
-        """Note what this rank is at, after so many steps; all ranks note the same, one after the other."""
-        beat, now = self.beat, time.time()
-        loading = beat.loading + (now - beat.began if beat.at == "loading" else 0.0)
-        self.beat = beat._replace(step=step, at=what, passed=beat.passed + 1, began=now, loading=loading)
+    def enter(self, step: int, stage: str) -> None:
+        """Record that this rank enters a stage after `step` steps. All ranks must enter the same ones in order."""
+        last, now = self.status, time.time()
+        loading_seconds = last.loading_seconds + (now - last.stage_began if last.stage == LOADING else 0.0)
+        self.status = last._replace(
+            step=step, stage=stage, num_stages=last.num_stages + 1, stage_began=now, loading_seconds=loading_seconds
+        )
 
-    def fail(self, error: BaseException | None) -> None:
-        """Tell the others why this rank ends; None: others are missing."""
-        lines = str(error).splitlines() or [""]
-        why = LEFT if error is None else f"{FAILED}{type(error).__name__}: {lines[0][:200]}"
-        self.beat = self.beat._replace(at=why)
+    def report_failure(self, error: BaseException | None) -> None:
+        """Publish why this rank ends. `error`: None if it ends because other ranks are missing."""
+        if error is None:
+            stage = LEAVING
+        else:
+            first_line = (str(error).splitlines() or [""])[0]
+            stage = f"{FAILED}{type(error).__name__}: {first_line[:200]}"
+        self.status = self.status._replace(stage=stage)
         if self.store is not None:
-            diagnose(self._tell)
+            diagnose(self._send)
 
-    def everyone(self) -> list[Beat | None]:
-        """Each rank's last beat.
+    def read_statuses(self) -> list[RankStatus | None]:
+        """Read the last status of every rank, or None for a rank that has not sent a heartbeat.
 
         Raises:
-            RuntimeError: torch's, where the store is gone.
+            RuntimeError: the store is gone. torch raises this error.
         """
         if self.store is None:
-            return [self.beat._replace(told=time.time())]
-        keys = [f"beat/{rank}" for rank in range(self.size)]
-        there = keys if self.store.check(keys) else [key for key in keys if self.store.check([key])]
-        found = dict(zip(there, self.store.multi_get(there), strict=True))
-        return [Beat(**json.loads(found[key])) if key in found else None for key in keys]
+            return [self.status._replace(sent=time.time())]
+        keys = [heartbeat_key(rank) for rank in range(self.world_size)]
+        present = keys if self.store.check(keys) else [key for key in keys if self.store.check([key])]
+        found = dict(zip(present, self.store.multi_get(present), strict=True))
+        return [RankStatus(**json.loads(found[key])) if key in found else None for key in keys]
 
-    def missing(self) -> Missing | None:
-        """Whom the others wait for; None where the store says nothing. Takes some seconds."""
-        found: list[Missing] = []
+    def find_missing(self) -> MissingRanks | None:
+        """Find the ranks that the others are waiting for, or return None if the store does not respond.
 
-        def look() -> str:
-            try:
-                before = self.everyone()
-                time.sleep(SILENT)
-                beats = self.everyone()
-            except RuntimeError as error:
-                return str(error)
-            silent = {beat.rank for beat, old in zip(beats, before, strict=True) if beat and old and beat == old}
-            found.append(who_is_missing(beats, silent - {self.beat.rank}, time.time()))
-            return ""
+        It takes SILENCE_SECONDS to see which ranks still send heartbeats.
+        """
+        return diagnose(self._find_missing)
 
-        diagnose(look)
-        return found[0] if found else None
-
-    def explained(self) -> str:
-        """Whom the others wait for, as a sentence."""
+    def describe_missing(self) -> str:
+        """Return a sentence that names the missing ranks, for an error message. Empty if this is the only process."""
         if self.store is None:
             return ""
-        missing = self.missing()
+        missing = self.find_missing()
         if missing is None:
             where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
             return (
-                f"The store at {where}, which knows what each rank is at, does not answer either: look at that machine,"
-                f" rank 0's. "
+                f"The store at {where}, which holds the heartbeats, does not respond either, so check its machine, "
+                f"which runs rank 0. "
             )
-        return f"{missing.words[0].upper()}{missing.words[1:]}. "
+        return f"{missing.message[0].upper()}{missing.message[1:]}. "
 
-    def _tell(self) -> str:
-        """Put the beat into the store; empty: it is gone, and the next collective will say so."""
-        assert self.store is not None
-        beat: dict[str, Any] = self.beat._replace(told=time.time())._asdict()
+    def _find_missing(self) -> MissingRanks | None:
         try:
-            self.store.set(f"beat/{self.beat.rank}", json.dumps(beat))
-        except RuntimeError:
-            return ""
-        return "told"
+            before = self.read_statuses()
+            time.sleep(SILENCE_SECONDS)
+            statuses = self.read_statuses()
+        except RuntimeError:  # the store is gone
+            return None
+        pairs = zip(statuses, before, strict=True)
+        unchanged = {status.rank for status, earlier in pairs if status and status == earlier}
+        return find_missing_ranks(statuses, unchanged - {self.status.rank}, time.time())
 
-    def _beat(self) -> None:
-        while not self.stopped.is_set() and self._tell():
-            if time.time() - self.beat.began > self.limit / 2 and self.warned != self.beat.passed:
-                self.warned = self.beat.passed
-                threading.Thread(target=self._warn, daemon=True).start()  # this one beats on
-            self.stopped.wait(BEAT)
+    def _send(self) -> bool:
+        """Send a heartbeat, and return whether the store accepted it."""
+        assert self.store is not None
+        status = self.status._replace(sent=time.time())
+        try:
+            self.store.set(heartbeat_key(status.rank), json.dumps(status._asdict()))
+        except RuntimeError:  # the store is gone, so the next collective fails and reports it
+            return False
+        return True
+
+    def _send_until_closed(self) -> None:
+        while not self.closing.is_set() and self._send():
+            status = self.status
+            if time.time() - status.stage_began > self.timeout / 2 and self.warned_stage != status.num_stages:
+                self.warned_stage = status.num_stages
+                # in a thread of its own, because it takes longer than the interval between heartbeats
+                threading.Thread(target=self._warn, daemon=True).start()
+            self.closing.wait(HEARTBEAT_SECONDS)
 
     def _warn(self) -> None:
-        """Say whom the others wait for, before the time is over: NCCL ends the process by itself, without a word."""
-        missing = self.missing()
-        if missing and min(set(range(self.size)) - set(missing.ranks), default=-1) == self.beat.rank:
-            print(f"warning: {missing.words}. After {self.limit:g} s the run ends.", flush=True)
+        """Print which ranks are missing, because NCCL ends the process at the timeout without naming them.
+
+        Only the first rank that is not missing prints.
+        """
+        missing = self.find_missing()
+        if missing and min(set(range(self.world_size)) - set(missing.ranks), default=-1) == self.status.rank:
+            print(f"warning: {missing.message}. The run ends once this has lasted for {self.timeout:g} s.", flush=True)
+
+
+def heartbeat_key(rank: int) -> str:
+    """Return the key of a rank's last status in the process group's store."""
+    return f"beat/{rank}"

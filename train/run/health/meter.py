@@ -1,4 +1,4 @@
-"""What the steps between two log lines took, of time and of the device's arithmetic."""
+"""Throughput of the steps between two log lines: wall time, time spent waiting for data, FLOPs, and peak memory."""
 
 import resource
 import time
@@ -14,56 +14,56 @@ from train.data.batch import Batch
 
 @dataclass(frozen=True)
 class Interval:
-    """The steps since the line before."""
+    """Measurements of the steps since the last log line."""
 
     steps: int
     seconds: float
     data_seconds: float
-    """Of these, waiting for batches."""
+    """Part of `seconds` spent waiting for batches."""
     flops: int
-    """That this rank's part of them needed; 0 where nobody asked."""
+    """Model FLOPs of this rank's samples; 0 if they are not counted."""
 
     def rate(self, global_batch_size: int) -> float:
-        """Images per second, over all processes."""
+        """Return images per second, over all processes."""
         return self.steps * global_batch_size / self.seconds
 
     def mfu(self, peak_tflops: float | None) -> float | None:
-        """Share of the device's peak (Chowdhery et al., 2022); None where that is not known."""
+        """Return the model FLOPs utilization (Chowdhery et al., 2022), or None if the peak is not known."""
         return self.flops / self.seconds / (peak_tflops * 1e12) if peak_tflops else None
 
 
 class Meter:
-    """Counts steps, and hands over an interval when a line is due."""
+    """Measures the steps of an interval, which begins with `restart`."""
 
     def __init__(self, flops_per_image: dict[tuple[int, int], int]):
-        """`flops_per_image`: of each latent shape (h, w); empty where nobody will ask."""
+        """`flops_per_image`: latent shape (h, w) → training FLOPs per image. Empty: FLOPs are not counted."""
         self.flops_per_image = flops_per_image
         self.restart()
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Around what waits for a batch."""
+        """Count the time spent in the body as waiting for a batch."""
         start = time.perf_counter()
         yield
         self.data_seconds += time.perf_counter() - start
 
     def count(self, batch: Batch) -> None:
-        """One more step, on this rank's share of a global batch."""
+        """Count one more step, on this rank's share of a global batch."""
         self.steps += 1
         height, width = batch.columns["image_latents"].shape[2:]
         self.flops += len(batch) * self.flops_per_image.get((height, width), 0)
 
-    def close(self) -> Interval:
-        """What was counted. The next interval begins with `restart`, as what is logged in between is in neither."""
+    def measure(self) -> Interval:
+        """Return the measurements since the last `restart`."""
         return Interval(self.steps, time.perf_counter() - self.start, self.data_seconds, self.flops)
 
     def restart(self) -> None:
-        """Begin the next interval now."""
+        """Begin the next interval."""
         self.steps, self.flops, self.data_seconds, self.start = 0, 0, 0.0, time.perf_counter()
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes that were allocated on a GPU at once; on a CPU, that this process held."""
+    """Return the peak number of bytes allocated on a GPU, or the peak RSS of this process if the device is the CPU."""
     if is_accelerator(device):
         return int(device_module().max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

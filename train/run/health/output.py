@@ -1,4 +1,4 @@
-"""What each rank prints, kept beside what people see: RUN/logs/0004/rank-00003.log, of launch 4."""
+"""Copies of what each rank prints: RUN/logs/0004/rank-00003.log holds the output of rank 3 in launch 4."""
 
 import os
 import shutil
@@ -10,45 +10,45 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-UNHEARD = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""By the process that copies: a scheduler signals every process of a job, and the rank goes on printing."""
-LAST_WORDS = 5.0
-"""Seconds that a copy may take to end; what a rank started and left behind may hold it open."""
+BLOCKED_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that `tee` does not receive. A scheduler signals every process of a job, and the rank still prints then."""
+DRAIN_SECONDS = 5.0
+"""Time limit for `tee` to write the rest. A child process that outlives the rank may hold its input open."""
 
 
 @contextmanager
-def kept(folder: Path, rank: int, launches: int) -> Iterator[None]:
-    """Copy what this process and its children print, and the error that ends it.
+def tee_output(folder: Path, rank: int, num_launches: int) -> Iterator[None]:
+    """Copy the output of this process and its children to a file, and the traceback of an error that leaves the body.
 
-    What goes to a terminal is copied too, but for the main process's, where the bar is. The first process of a
-    container copies nothing: its end is that of whoever copies, before the last words.
+    A terminal is copied as well, except that of the main process, which shows the progress bar. If this is the first
+    process of a container, nothing is copied, because the container would end before `tee` has written the rest.
 
     Args:
-        folder: of the launch, RUN/logs/0004.
-        launches: how many launches' are kept, with this one; 0: none.
+        folder: folder of the launch's logs, such as RUN/logs/0004.
+        num_launches: number of launches whose logs are kept, including this one. 0: nothing is copied.
     """
-    if launches == 0 or os.getpid() == 1:
+    if num_launches == 0 or os.getpid() == 1:
         yield
         return
     path = folder / f"rank-{rank:05d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     if rank == 0:
-        for old in outdated(os.listdir(path.parents[1]), int(folder.name), launches):
-            shutil.rmtree(path.parents[1] / old, ignore_errors=True)
+        for name in outdated(os.listdir(path.parents[1]), int(folder.name), num_launches):
+            shutil.rmtree(path.parents[1] / name, ignore_errors=True)
     streams = [number for number in (1, 2) if rank or not os.isatty(number)]
     originals = {number: os.dup(number) for number in streams}
-    copies: list[subprocess.Popen[bytes]] = []
+    tees: list[subprocess.Popen[bytes]] = []
     for number in streams:
-        if copies and os.path.sameopenfile(originals[1], originals[2]):  # one copy keeps the order
+        if tees and os.path.sameopenfile(originals[1], originals[2]):  # sharing one tee keeps the order of the output
             os.dup2(1, 2)
             continue
-        copies.append(copy_to(path, originals[number]))
+        tees.append(start_tee(path, originals[number]))
         _flush()
-        os.dup2(copies[-1].stdin.fileno(), number)  # type: ignore[union-attr]
+        os.dup2(tees[-1].stdin.fileno(), number)  # type: ignore[union-attr]
     try:
         yield
     except BaseException:
-        # whoever reads the rank's log misses it, if it is said later; the folder may be gone, or the disk full
+        # written here, because Python prints it only after the copy has ended; the folder may be gone or the disk full
         with suppress(OSError), path.open("a") as file:
             traceback.print_exc(file=file)
         raise
@@ -57,22 +57,28 @@ def kept(folder: Path, rank: int, launches: int) -> Iterator[None]:
         for number, original in originals.items():
             os.dup2(original, number)
             os.close(original)
-        for copy in copies:
+        for tee in tees:
             with suppress(subprocess.TimeoutExpired):
-                copy.communicate(timeout=LAST_WORDS)
+                tee.communicate(timeout=DRAIN_SECONDS)
 
 
-def outdated(names: Iterable[str], number: int, launches: int) -> list[str]:
-    """Which launches' folders go, where `launches` are kept, of which `number` is the newest."""
-    return [name for name in names if name.isdecimal() and int(name) <= number - launches]
+def outdated(names: Iterable[str], newest: int, num_launches: int) -> list[str]:
+    """Return the log folders to delete.
 
-
-def copy_to(path: Path, stream: int) -> subprocess.Popen[bytes]:
-    """A process that appends what it gets to `path`, and hands it on to `stream`.
-
-    It outlives this one until all is written, however this one ends.
+    Args:
+        names: names in RUN/logs. Those that are not a launch's number are ignored.
+        newest: number of the newest launch.
+        num_launches: number of launches whose logs are kept.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
+    return [name for name in names if name.isdecimal() and int(name) <= newest - num_launches]
+
+
+def start_tee(path: Path, stream: int) -> subprocess.Popen[bytes]:
+    """Start a process that appends its input to `path` and copies it to the file descriptor `stream`.
+
+    However this process ends, `tee` continues until it has written everything.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     try:
         return subprocess.Popen(["tee", "-a", path], stdin=subprocess.PIPE, stdout=stream, stderr=stream)
     finally:

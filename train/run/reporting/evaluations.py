@@ -1,119 +1,131 @@
-"""What `evaluation watch` found, told to the run's tracker by the run itself: a tracker's run has one writer.
+"""Logging of checkpoint evaluations to the run's tracker.
 
-With two, wandb loses rows of one of them (its issues 10349 and 12269). So a watcher leaves a sheet of each checkpoint
-in the run, and the launch that trains tells of them, one at each line of metrics.jsonl. Those that come after training
-has ended, `python -m train tell RUN` tells.
+Only one process may write to a run in a tracker: with two, wandb loses rows (its issues 10349 and 12269). Therefore
+`evaluation watch` stores the results of each checkpoint in a file of the run, and the trainer logs one results file
+with each line of metrics.jsonl. `python -m train tell RUN` logs the files that are created after training has ended.
 
-RUN/tracker/evaluations/0000001000.3f2a9c1d.zip         a sheet: values.json, with the step, and pictures
-                       /0000001000.3f2a9c1d.told.json   the tracker has it
+    RUN/tracker/evaluations/0000001000.3f2a9c1d.zip          results file: values.json, with the step, and PNG pictures
+    RUN/tracker/evaluations/0000001000.3f2a9c1d.told.json    marker: the tracker has these results
 """
 
 import json
 import tempfile
 import threading
-from contextlib import suppress
+from collections import deque
 from io import BytesIO
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 from zipfile import ZipFile
 
 from shards.base.errors import Outage
 from shards.base.store import Place, Store
 from shards.open import open_store
-from train.run.reporting.tracker import STEP
+from train.run.reporting.tracker import EVALUATION_STEP
 
 FOLDER = "tracker/evaluations"
-SHEET, TOLD = ".zip", ".told.json"
-TOLD_BY_WATCHERS = ("none", "tensorboard")
-"""Trackers for which no sheets are left: TensorBoard reads files of any number of writers."""
-EVERY = 30.0
-"""Seconds between looks for sheets."""
-PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
-"""The signature of a PNG, and its last chunk's type and checksum."""
+RESULTS_SUFFIX, MARKER_SUFFIX = ".zip", ".told.json"
+POLL_SECONDS = 30.0
+"""Interval between checks for new results files."""
+PNG_SIGNATURE, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
+"""First bytes of a PNG file, and its last ones: type and checksum of the IEND chunk."""
 
 
-class Sheet(NamedTuple):
-    """What a watcher found of one checkpoint."""
+class EvaluationResults(NamedTuple):
+    """Results of evaluating one checkpoint, as read from a results file."""
 
     name: str
-    """In FOLDER, without SHEET."""
+    """Name of the file in FOLDER, without its suffix."""
     step: int
+    """Step of the checkpoint."""
     values: dict[str, float]
+    """Name of a curve → its value."""
     pictures: dict[str, bytes]
-    """Name → PNG, as evaluation encoded it. The trainer never decodes a picture."""
+    """Name → PNG file, as `evaluation watch` encoded it. The trainer does not decode pictures."""
 
 
-def untold(store: Store) -> list[str]:
-    """Sheets of a run that its tracker has not, in the order of their steps."""
+def is_logged_by_trainer(tracker: str) -> bool:
+    """Return whether the trainer logs evaluations to this tracker.
+
+    It does not for TensorBoard, which allows several writers, so `evaluation watch` writes the event files itself.
+    """
+    return tracker not in ("none", "tensorboard")
+
+
+def list_unlogged(store: Store) -> list[str]:
+    """Return the names of a run's results files that its tracker does not have yet, ordered by step."""
     files = store.files(FOLDER)
-    told = {name.removesuffix(TOLD) for name in files if name.endswith(TOLD)}
-    return [stem for name in files if name.endswith(SHEET) and (stem := name.removesuffix(SHEET)) not in told]
+    logged = {name.removesuffix(MARKER_SUFFIX) for name in files if name.endswith(MARKER_SUFFIX)}
+    found = [name.removesuffix(RESULTS_SUFFIX) for name in files if name.endswith(RESULTS_SUFFIX)]
+    return [name for name in found if name not in logged]
 
 
-def read_sheet(store: Store, name: str) -> Sheet | None:
-    """Read a sheet, without its damaged pictures; return None if its numbers are damaged. Both are printed.
+def read_results(store: Store, name: str) -> EvaluationResults | None:
+    """Read a results file. Damaged pictures are reported and left out; if the values are damaged, return None.
 
     Raises:
-        OSError, Outage: the sheet cannot be read now. Damaged content never raises either of them.
+        OSError, Outage: the file cannot be read now. Damaged content never raises either of them.
     """
-    where, content = store.where(f"{FOLDER}/{name}{SHEET}"), store.read(f"{FOLDER}/{name}{SHEET}")
+    path = f"{FOLDER}/{name}{RESULTS_SUFFIX}"
+    where, content = store.where(path), store.read(path)
     try:
-        with ZipFile(BytesIO(content)) as packed:
-            step, values = check_numbers(json.loads(packed.read("values.json")))
+        with ZipFile(BytesIO(content)) as archive:
+            step, values = check_values(json.loads(archive.read("values.json")))
             pictures = {}
-            for member in packed.namelist():
+            for member in archive.namelist():
                 if member.endswith(".png"):
                     try:
-                        pictures[member.removesuffix(".png")] = check_png(packed.read(member))
+                        pictures[member.removesuffix(".png")] = check_png(archive.read(member))
                     except Exception as error:  # as below
-                        print(f"{member} in {where} is damaged and is not sent to the tracker: {error}", flush=True)
-    except Exception as error:  # the bytes are in memory: whatever the parsers raise, the content is at fault
-        print(f"{where} is damaged, and the tracker is not told of it: {error!r}", flush=True)
+                        print(f"{member} in {where} is damaged and will not be logged: {error}", flush=True)
+    except Exception as error:  # the file was read, so any error of the parsers means that its content is damaged
+        print(f"{where} is damaged, so these results will not be logged: {error!r}", flush=True)
         return None
-    return Sheet(name, step, values, pictures)
+    return EvaluationResults(name, step, values, pictures)
 
 
-def check_numbers(content: Any) -> tuple[int, dict[str, float]]:
-    """Return the step and the values of a sheet's values.json.
+def check_values(content: Any) -> tuple[int, dict[str, float]]:
+    """Return the step and the values that values.json contains.
 
     Raises:
         ValueError, KeyError, TypeError: it has a different structure.
     """
     step, values = content["step"], content["values"]
     if not isinstance(step, int) or not all(isinstance(value, int | float) for value in values.values()):
-        raise ValueError("values.json does not hold a step and a number for each name")
+        raise ValueError("values.json does not contain a step and a number for each name")
     return step, values
 
 
 def check_png(content: bytes) -> bytes:
-    """Return the bytes of a PNG after comparing both ends of the file, which is possible without an image library.
+    """Return the bytes of a PNG file if both ends of it are intact. This needs no image library.
 
     Raises:
-        ValueError: the bytes are no PNG, or a truncated one.
+        ValueError: the file is truncated, or not a PNG.
     """
-    if not content.startswith(PNG_START) or not content.endswith(PNG_END):
+    if not content.startswith(PNG_SIGNATURE) or not content.endswith(PNG_END):
         raise ValueError(f"its {len(content)} bytes are not a complete PNG")
     return content
 
 
-def tell(trackers: list[Any], sheet: Sheet, now: int) -> None:
-    """Tell accelerate's trackers of a checkpoint. `now`: wandb's own step, which does not go back.
+def log_results(trackers: list[Any], results: EvaluationResults, wandb_step: int) -> None:
+    """Log the results of a checkpoint to accelerate's trackers.
 
-    A picture that a tracker rejects is reported and skipped: it must end neither the training nor the other points.
+    A picture that a tracker rejects is reported and skipped, so that training and the other results are unaffected.
+
+    Args:
+        wandb_step: current step of the run in wandb. It may only increase, so the checkpoint's step cannot be used.
     """
     for tracker in trackers:
-        step = now if tracker.name == "wandb" else sheet.step
-        tracker.log({STEP: sheet.step, **sheet.values}, step=step)
-        for name, png in sheet.pictures.items():
+        step = wandb_step if tracker.name == "wandb" else results.step
+        tracker.log({EVALUATION_STEP: results.step, **results.values}, step=step)
+        for name, png in results.pictures.items():
             try:
-                send_picture(tracker, name, png, step)
-            except Exception as error:  # of any type: each tracker's client raises its own
-                print(f"{tracker.name} did not take {name} of step {sheet.step}: {error!r}", flush=True)
+                log_picture(tracker, name, png, step)
+            except Exception as error:  # each tracker's client raises exceptions of its own
+                print(f"{tracker.name} rejected {name} of step {results.step}: {error!r}", flush=True)
 
 
-def send_picture(tracker: Any, name: str, png: bytes, step: int) -> None:
-    """Send a PNG file to a tracker whose client takes files and copies them before it returns; skip other trackers."""
+def log_picture(tracker: Any, name: str, png: bytes, step: int) -> None:
+    """Log a PNG file if the tracker's client accepts files, and copies them before it returns."""
     if tracker.name not in ("wandb", "swanlab", "aim", "mlflow"):
         return
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
@@ -121,71 +133,80 @@ def send_picture(tracker: Any, name: str, png: bytes, step: int) -> None:
         path.write_bytes(png)
         if tracker.name == "mlflow":
             tracker.log_artifact(str(path), name)
-        else:  # accelerate gives aim the value itself, and the others each item of a list
+        else:  # accelerate passes the value itself to aim, and each item of a list to the others
             tracker.log_images({name: str(path) if tracker.name == "aim" else [str(path)]}, step=step)
 
 
-class Evaluations:
-    """Sheets of a run that trains. A context manager: while it is open, a thread of its own looks for them."""
+def mark_logged(store: Store, name: str) -> None:
+    """Record that the tracker has these results."""
+    store.create(f"{FOLDER}/{name}{MARKER_SUFFIX}", b"{}")
+
+
+class EvaluationQueue:
+    """Evaluations to log during training. While the context is open, a thread checks the run for new results files.
+
+    Only that thread accesses storage, so slow storage does not delay training.
+    """
 
     def __init__(self, run: Place):
         self.store = open_store(run)
         self.seen: set[str] = set()
-        self.found: SimpleQueue[Sheet] = SimpleQueue()
-        self.told: SimpleQueue[str] = SimpleQueue()
-        self.left = threading.Event()
-        self.thread = threading.Thread(target=self._look_now_and_then, name="evaluations", daemon=True)
+        """Names of the files that were read."""
+        self.pending: deque[EvaluationResults] = deque()
+        """Results to log."""
+        self.logged: deque[str] = deque()
+        """Names of logged results whose marker is not written yet."""
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self._poll, name="evaluations", daemon=True)
 
-    def __enter__(self) -> "Evaluations":
+    def __enter__(self) -> "EvaluationQueue":
         self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.left.set()
+        self.closing.set()
         self.thread.join()
 
-    def tell_next(self, trackers: list[Any], now: int) -> None:
-        """One sheet, where there is any: in a step of wandb's there is room for one."""
-        with suppress(Empty):
-            sheet = self.found.get_nowait()
-            tell(trackers, sheet, now)
-            self.told.put(sheet.name)
+    def log_next(self, trackers: list[Any], step: int) -> None:
+        """Log the oldest pending results, if there are any.
 
-    def _look_now_and_then(self) -> None:
+        Call it at most once per step, because wandb merges everything that is logged at a step into one row.
+        """
+        if self.pending:
+            results = self.pending.popleft()
+            log_results(trackers, results, step)
+            self.logged.append(results.name)
+
+    def _poll(self) -> None:
         while True:
+            is_last = self.closing.is_set()  # read before the markers are written, so that none is left out
             try:
-                self._note()
-                if self.left.is_set():
-                    return
-                self._look()
-            except (OSError, Outage) as error:  # the next look finds them
-                print(f"evaluations of {self.store.where()} are not told of yet: {error}", flush=True)
-                if self.left.is_set():
-                    return
-            self.left.wait(EVERY)
+                self._write_markers()
+                if not is_last:
+                    self._read_new()
+            except (OSError, Outage) as error:  # retried at the next check, or else by the next launch
+                print(f"Evaluations of {self.store.where()} could not be logged yet: {error}", flush=True)
+            if is_last:
+                return
+            self.closing.wait(POLL_SECONDS)
 
-    def _look(self) -> None:
-        """Queue new sheets. One that cannot be read does not hold back the others; the next look tries it again."""
-        failed: OSError | None = None
-        for name in untold(self.store):
+    def _write_markers(self) -> None:
+        while self.logged:
+            mark_logged(self.store, self.logged[0])
+            self.logged.popleft()
+
+    def _read_new(self) -> None:
+        """Read new results files. A file that cannot be read delays none of the others, and is retried later."""
+        failure: OSError | None = None
+        for name in list_unlogged(self.store):
             if name not in self.seen:
                 try:
-                    sheet = read_sheet(self.store, name)
+                    results = read_results(self.store, name)
                 except OSError as error:
-                    failed = error
+                    failure = error
                     continue
                 self.seen.add(name)
-                if sheet is not None:
-                    self.found.put(sheet)
-        if failed is not None:
-            raise failed
-
-    def _note(self) -> None:
-        with suppress(Empty):
-            while True:
-                note_told(self.store, self.told.get_nowait())
-
-
-def note_told(store: Store, name: str) -> None:
-    """The tracker has this sheet."""
-    store.create(f"{FOLDER}/{name}{TOLD}", b"{}")
+                if results is not None:
+                    self.pending.append(results)
+        if failure is not None:
+            raise failure

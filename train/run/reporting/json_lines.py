@@ -1,4 +1,4 @@
-"""What a run writes about itself: JSON lines that a resumed run continues as if it had never stopped."""
+"""Append-only JSON lines files (metrics.jsonl, samples.jsonl) that a resumed run continues without gaps or repeats."""
 
 import json
 import math
@@ -7,39 +7,47 @@ from pathlib import Path
 from typing import Any
 
 from shards.base.durable import parse_json_lines, write_file
-from train.run.launches import publish
+from train.run.lease.folder import publish
 
 
 class JsonLines:
-    """An append-only file of one JSON object per line, each with a `step`."""
+    """An append-only file with one JSON object per line, each of which has a `step`."""
 
     def __init__(self, path: Path, step: int, folder: Path):
-        """Open `path`, and drop what an interrupted run wrote after `step`, a torn last line included.
+        """Open `path` for appending after `step`, without the later and incomplete lines of an interrupted launch.
 
-        It is a new file, made in the launch's own `folder`: who still writes to the old one is not read any more.
+        The file is replaced rather than truncated, so a superseded launch that still has the old one open cannot
+        append to the new one.
+
+        Args:
+            step: last step whose line is kept.
+            folder: the launch's own folder, in which the new file is prepared.
         """
         kept = [fields for fields in read_json_lines(path) if fields["step"] <= step]
-        whole = "".join(f"{json.dumps(fields)}\n" for fields in kept).encode()
-        publish(write_file(folder / path.name, whole), path, folder)
+        content = "".join(f"{json.dumps(fields)}\n" for fields in kept).encode()
+        publish(write_file(folder / path.name, content), path, folder)
         self.file = path.open("a", buffering=1)
 
-    def keep(self) -> int:
-        """Have what was written survive a power cut; returns its bytes."""
+    def sync(self) -> int:
+        """Flush the file to disk, so that it survives a power cut, and return its size in bytes."""
         os.fsync(self.file.fileno())
         return os.fstat(self.file.fileno()).st_size
 
     def write(self, **fields: Any) -> None:
-        """Append one object; a line reaches the file as soon as it is whole. What is not finite is null."""
-        self.file.write(json.dumps(finite(fields)) + "\n")
+        """Append one object as a whole line. Non-finite numbers become null."""
+        self.file.write(json.dumps(replace_non_finite(fields)) + "\n")
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a JsonLines file. One that a power cut left damaged is passed over, loudly."""
-    return [finite(fields) for fields in parse_json_lines(path.read_bytes(), str(path))] if path.exists() else []
+    """Return all intact lines of a JsonLines file, or none if it does not exist. Damaged lines are reported and
+    skipped."""
+    if not path.exists():
+        return []
+    return [replace_non_finite(fields) for fields in parse_json_lines(path.read_bytes(), str(path))]
 
 
-def finite(value: Any) -> Any:
-    """`value` with null for every number that JSON has no word for."""
+def replace_non_finite(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON cannot represent, by None, also inside dicts."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_non_finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What a run says while it trains: metrics.jsonl, samples.jsonl, the tracker and the progress bar."""
+"""Log of a training run: metrics.jsonl, samples.jsonl, the tracker and the progress bar."""
 
 import time
 from pathlib import Path
@@ -12,14 +12,14 @@ from shards.base.progress import Progress
 from shards.base.store import Place
 from train.data.batch import Batch
 from train.run.reporting.config import LogConfig
-from train.run.reporting.evaluations import TOLD_BY_WATCHERS, Evaluations
-from train.run.reporting.json_lines import JsonLines, finite
+from train.run.reporting.evaluations import EvaluationQueue, is_logged_by_trainer
+from train.run.reporting.json_lines import JsonLines, replace_non_finite
 from train.run.reporting.plot import plot_run
-from train.run.reporting.tracker import flat_numbers, start_tracker
+from train.run.reporting.tracker import flatten_numbers, start_tracker
 
 
 class Log:
-    """Every process has one; the main one writes."""
+    """Metrics, sample keys and progress of a run. Every process has a log, but only the main one writes files."""
 
     def __init__(
         self,
@@ -31,27 +31,28 @@ class Log:
         accelerator: Accelerator,
         settings: dict[str, Any],
     ):
-        """Goes on after `step`; what an interrupted run wrote of later steps is dropped.
+        """Continue the log after `step`, without the lines that an interrupted launch wrote for later steps.
 
         Args:
-            run: the run folder or its address, as others know it.
-            folder: the launch's own.
-            settings: of the run, for the tracker.
+            run: the run's folder or URL, in which `evaluation watch` stores results.
+            folder: the launch's own folder.
+            settings: the run's config, which the tracker shows.
         """
         run_dir = folder.parents[1]
         self.config, self.run_dir, self.max_steps, self.accelerator = config, run_dir, max_steps, accelerator
-        self.main = accelerator.is_main_process
-        self.metrics = JsonLines(run_dir / "metrics.jsonl", step, folder) if self.main else None
-        self.sample_lines = JsonLines(run_dir / "samples.jsonl", step, folder) if self.main and config.samples else None
-        self.progress = Progress("train", "steps", max_steps, step) if self.main else None
+        self.is_main = accelerator.is_main_process
+        self.metrics = JsonLines(run_dir / "metrics.jsonl", step, folder) if self.is_main else None
+        has_samples = self.is_main and config.samples
+        self.samples = JsonLines(run_dir / "samples.jsonl", step, folder) if has_samples else None
+        self.progress = Progress("train", "steps", max_steps, step) if self.is_main else None
         self.first_step, self.start = step, time.monotonic()
-        self.newest: dict[str, Any] = {}
-        """Fields of the last line."""
-        self.evaluations: Evaluations | None = None
+        self.last_fields: dict[str, Any] = {}
+        """Fields of the last line of metrics.jsonl that this launch wrote."""
+        self.evaluations: EvaluationQueue | None = None
         if config.tracker != "none":
             start_tracker(config, accelerator, settings, folder)
-            if self.main and config.tracker not in TOLD_BY_WATCHERS:
-                self.evaluations = Evaluations(run)
+            if self.is_main and is_logged_by_trainer(config.tracker):
+                self.evaluations = EvaluationQueue(run)
 
     def __enter__(self) -> "Log":
         if self.progress:
@@ -65,52 +66,60 @@ class Log:
             self.evaluations.__exit__()
         if self.progress:
             self.progress.__exit__()
-        if isinstance(error, Preempted):  # the next launch goes on with the tracker's run
+        if isinstance(error, Preempted):  # complete the tracker's files, because the next launch resumes its run
             self.accelerator.end_training()
 
     def advance(self) -> None:
-        """One more step is done."""
+        """Count one more step on the progress bar."""
         if self.progress:
             self.progress.advance()
 
-    def samples(self, batch: Batch, step: int) -> None:
-        """Write the keys of the global batch of step number `step`, in global order."""
+    def write_samples(self, batch: Batch, step: int) -> None:
+        """Write the keys of a global batch to samples.jsonl, in global order. All processes must call it.
+
+        Args:
+            batch: this process's share of the global batch.
+            step: number of the step that trains on it. The first step is 1.
+        """
         if not self.config.samples:
             return
         pairs = gather_object(list(zip(batch.slots.tolist(), batch.keys, strict=True)))
-        if self.sample_lines:
-            self.sample_lines.write(step=step, keys=[key for _, key in sorted(pairs)])
+        if self.samples:
+            self.samples.write(step=step, keys=[key for _, key in sorted(pairs)])
 
     def is_due(self, step: int) -> bool:
-        """Whether a line is written after `step` steps."""
+        """Return whether metrics are written after `step` steps."""
         return step % self.config.every == 0 or step == self.max_steps
 
-    def write(self, step: int, fields: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, and the same to the tracker; now and then, how far the run is."""
-        self.newest = finite(fields)
+    def write_metrics(self, step: int, fields: dict[str, Any]) -> None:
+        """Write a line of metrics.jsonl, log it to the tracker, and show progress if that is due."""
+        self.last_fields = replace_non_finite(fields)
         if self.metrics:
             self.metrics.write(step=step, **fields)
         if self.progress and (self.progress.is_due or step == self.max_steps):
-            seconds = (time.monotonic() - self.start) / (step - self.first_step) * (self.max_steps - step)
-            shown = {name: fields[name] for name in ("loss", "images_per_second")}
-            text = "loss {loss:.4f}  {images_per_second:.1f} img/s" if fields["loss"] is not None else "loss not finite"
-            figures = {"step": step, "steps": self.max_steps, **finite(shown), "eta_seconds": round(seconds)}
-            self.progress.show(step, text.format(**shown), figures)
-        self.accelerator.log(flat_numbers(self.newest), step=step)
+            self._show_progress(self.progress, step)
+        self.accelerator.log(flatten_numbers(self.last_fields), step=step)
         if self.evaluations:
-            self.evaluations.tell_next(self.accelerator.trackers, step)
+            self.evaluations.log_next(self.accelerator.trackers, step)
 
-    def keep(self) -> dict[str, int]:
-        """Have what was written survive a power cut: a checkpoint goes on from its step, and writes no line again.
+    def _show_progress(self, progress: Progress, step: int) -> None:
+        shown = {name: self.last_fields[name] for name in ("loss", "images_per_second")}
+        text = "loss not finite" if shown["loss"] is None else "loss {loss:.4f}  {images_per_second:.1f} img/s"
+        seconds_per_step = (time.monotonic() - self.start) / (step - self.first_step)
+        eta = round(seconds_per_step * (self.max_steps - step))
+        progress.show(step, text.format(**shown), {"step": step, "steps": self.max_steps, **shown, "eta_seconds": eta})
+
+    def sync(self) -> dict[str, int]:
+        """Flush the log to disk before a checkpoint is saved, because a resumed run does not write earlier lines again.
 
         Returns:
-            File of the run folder → its bytes.
+            File name in the run folder → its size in bytes.
         """
-        files = {"metrics.jsonl": self.metrics, "samples.jsonl": self.sample_lines}
-        return {name: lines.keep() for name, lines in files.items() if lines is not None}
+        files = {"metrics.jsonl": self.metrics, "samples.jsonl": self.samples}
+        return {name: lines.sync() for name, lines in files.items() if lines is not None}
 
     def close(self) -> None:
-        """Finish the tracker and draw loss.png."""
+        """End the tracker's run and draw loss.png. All processes must call it once training is complete."""
         self.accelerator.end_training()
-        if self.main:
+        if self.is_main:
             plot_run(self.run_dir)

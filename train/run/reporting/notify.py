@@ -1,4 +1,6 @@
-"""What `evaluation watch` found after training had ended, told to the run's tracker.
+"""Log evaluations to a finished run's tracker that were made after training had ended.
+
+During training, the trainer logs them itself.
 
 examples:
   python -m train tell runs/phase2
@@ -18,84 +20,89 @@ from shards.base.config import Config, load_for_run
 from shards.base.errors import RequestError
 from shards.base.store import Place, Store
 from shards.open import open_store
-from train.run.checkpoints import remote
 from train.run.checkpoints.checkpoint import list_checkpoints, step_of
-from train.run.checkpoints.local_copy import bring_tracker_id, find_checkpoints
-from train.run.launches import Launch, take
+from train.run.checkpoints.local_copy import download_tracker_id, find_checkpoints, lease_backend
+from train.run.checkpoints.remote import RemoteRun
+from train.run.lease.lease import Lease
 from train.run.preflight import check_tracker
 from train.run.reporting.config import LogConfig
-from train.run.reporting.evaluations import TOLD_BY_WATCHERS, note_told, read_sheet, tell, untold
+from train.run.reporting.evaluations import is_logged_by_trainer, list_unlogged, log_results, mark_logged, read_results
 from train.run.reporting.tracker import start_tracker
 
 
 class TellConfig(Config):
-    """Tell a finished run's tracker of evaluations that came after its end."""
+    """Options of `python -m train tell`: none besides the run."""
 
 
-def tell_finished(arguments: list[str]) -> str:
-    """Parse the command line, and tell; returns what was done, for people.
+def log_remaining(arguments: list[str]) -> str:
+    """Run `python -m train tell` with these arguments, and return a summary to print.
 
     Raises:
-        RequestError: there is no such run, it is trained in, or it has not done all its steps.
+        RequestError: there is no such run, a launch is training it, or it has steps left.
     """
     place, _ = load_for_run(TellConfig, arguments, "train tell", __doc__)
     store = open_store(place)
     settings = read_settings(store)
-    config, last = LogConfig.model_validate(settings["log"]), settings["max_steps"]
-    if config.tracker in TOLD_BY_WATCHERS or not untold(store):
-        return f"{place}: there is nothing that its tracker ({config.tracker}) has not been told."
+    config, last_step = LogConfig.model_validate(settings["log"]), settings["max_steps"]
+    if not is_logged_by_trainer(config.tracker) or not list_unlogged(store):
+        return f"{place}: there are no evaluations left to log (log.tracker is {config.tracker})."
     check_tracker(config.tracker)
-    with held(place, store, last, settings["takeover_after"]) as launch:
-        accelerator = Accelerator(cpu=True, log_with=config.tracker, project_dir=launch.run_dir)
-        start_tracker(config, accelerator, settings, launch.folder)
+    with hold(place, store, last_step, settings["takeover_after"]) as lease:
+        accelerator = Accelerator(cpu=True, log_with=config.tracker, project_dir=lease.run_dir)
+        start_tracker(config, accelerator, settings, lease.folder)
         trackers = accelerator.trackers
-        own = max((tracker.tracker.step for tracker in trackers if tracker.name == "wandb"), default=0)
-        sheets = [sheet for name in untold(store) if (sheet := read_sheet(store, name)) is not None]
-        for now, sheet in enumerate(sheets, max(own, last + 1)):
-            tell(trackers, sheet, now)
-            note_told(store, sheet.name)
+        readable = [results for name in list_unlogged(store) if (results := read_results(store, name)) is not None]
+        # in wandb, each evaluation gets a row of its own, after all existing rows
+        wandb_step = max((tracker.tracker.step for tracker in trackers if tracker.name == "wandb"), default=0)
+        for step, results in enumerate(readable, max(wandb_step, last_step + 1)):
+            log_results(trackers, results, step)
+            mark_logged(store, results.name)
         accelerator.end_training()
-    return f"{place}: {config.tracker} was told of {len(sheets)} evaluations."
+    return f"{place}: logged {len(readable)} evaluation{'s' * (len(readable) != 1)} to {config.tracker}."
 
 
 def read_settings(store: Store) -> dict[str, Any]:
-    """A run's config, as its last launch resolved it.
+    """Read the config of a run, as resolved by its last launch.
 
     Raises:
-        RequestError: there is none.
+        RequestError: the folder or URL contains no run.
     """
     try:
         settings: dict[str, Any] = yaml.safe_load(store.read("config.yaml"))
     except FileNotFoundError:
         raise RequestError(
-            f"{store.where()} holds no run: it has no config.yaml. Give a run_dir, or its address."
+            f"{store.where()} is not a run: it has no config.yaml. Give the folder or URL of a run."
         ) from None
     return settings
 
 
 @contextmanager
-def held(place: Place, store: Store, last: int, patience: float) -> Iterator[Launch]:
-    """The run, taken as by a launch, so that no other tells its tracker anything meanwhile.
+def hold(place: Place, store: Store, last: int, ttl: float) -> Iterator[Lease]:
+    """Hold the lease of a finished run, so that no other process writes to its tracker's run.
+
+    Args:
+        last: the step after which the run is finished.
+        ttl: seconds without a heartbeat after which the holder counts as dead.
 
     Raises:
-        RequestError: another launch holds it, or it goes on: its next launch tells.
+        RequestError: a different launch holds the run, or the run has steps left, so that the launch that resumes it
+            will log the evaluations.
     """
     names = [path.name for path in list_checkpoints(place)] if isinstance(place, Path) else find_checkpoints(store)
     step = max((step_of(Path(name)) for name in names), default=0)
     if step < last:
         raise RequestError(
-            f"{place} has done {step} of its {last} steps. The launch that trains on tells the tracker of "
-            f"evaluations: there is nothing to do."
+            f"{place} has completed {step} of its {last} steps. The launch that resumes it logs the evaluations, so "
+            f"there is nothing to do."
         )
-    if isinstance(place, Path):
-        with Launch(take(place, patience)) as launch:
-            yield launch
-        return
-    number = remote.wait_until_free(store, patience)
-    there = remote.take(place, number, find_checkpoints(store))
-    with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch:
-        work = Path(scratch) / place.rstrip("/").rpartition("/")[2]
-        work.mkdir()
-        with Launch(take(work, patience), away=there) as launch:
-            bring_tracker_id(store, work, launch.folder)
-            yield launch
+    with (
+        tempfile.TemporaryDirectory(prefix="latentmill-") as scratch,
+        Lease.acquire(lease_backend(place, Path(scratch)), ttl) as lease,
+    ):
+        if isinstance(place, Path):
+            yield lease
+            return
+        lease.folder.mkdir(parents=True)
+        download_tracker_id(store, lease.run_dir, lease.folder)
+        with RemoteRun(store, lease).logs_uploaded_at_exit():
+            yield lease

@@ -1,4 +1,4 @@
-"""`python -m train plot RUN`: the loss, its quarters and the learning rate as a picture."""
+"""Plot of a run's metrics, loss.png: loss and validation loss, loss by quarter of the timesteps, learning rate."""
 
 from pathlib import Path
 from typing import Any
@@ -6,53 +6,66 @@ from typing import Any
 from shards.base.errors import RequestError
 from train.run.reporting.json_lines import read_json_lines
 
+QUARTER_COLORS = ("#1b9e77", "#7570b3", "#d95f02", "#e7298a")
+
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw run_dir/loss.png from metrics.jsonl.
+    """Plot metrics.jsonl of a run to its loss.png, and return the path of the picture.
 
     Raises:
-        RequestError: nothing was logged yet.
+        RequestError: there are no metrics yet.
     """
     from matplotlib.figure import Figure
 
     rows = read_json_lines(run_dir / "metrics.jsonl")
     if not rows:
-        raise RequestError(f"{run_dir}/metrics.jsonl is missing or empty: nothing was logged yet.")
+        raise RequestError(
+            f"{run_dir}/metrics.jsonl is missing or empty, so there is nothing to plot. Check the path of the run, or "
+            f"wait for its first line (log.every)."
+        )
+    figure = Figure(figsize=(8, 9), dpi=120, layout="tight")
+    loss_axes, quarter_axes, lr_axes = figure.subplots(3, 1, sharex=True, height_ratios=[4, 3, 1.5])
+
     finite = [row for row in rows if row["loss"] is not None]
     steps, losses = [row["step"] for row in finite], [row["loss"] for row in finite]
-    figure = Figure(figsize=(8, 9), dpi=120, layout="tight")
-    axes, quarter_axes, lr_axes = figure.subplots(3, 1, sharex=True, height_ratios=[4, 3, 1.5])
-    axes.plot(steps, losses, color="#9ecae1", linewidth=1, label="loss")
-    axes.plot(steps, smooth(losses, 0.9), color="#08519c", linewidth=1.8, label="smoothed (0.9)")
+    loss_axes.plot(steps, losses, color="#9ecae1", linewidth=1, label="loss")
+    loss_axes.plot(steps, smooth(losses, 0.9), color="#08519c", linewidth=1.8, label="smoothed (0.9)")
     validated = [row for row in rows if "val_loss" in row]
     if validated:
         xs, ys = [row["step"] for row in validated], [row["val_loss"] for row in validated]
-        axes.plot(xs, ys, color="#b45309", marker="o", markersize=3, linewidth=1.2, label="validation")
-    axes.set(ylabel="mean squared error", title=str(run_dir))
-    axes.legend(frameon=False)
-    for name, colour in zip(quarter_names(rows), ("#1b9e77", "#7570b3", "#d95f02", "#e7298a"), strict=False):
+        loss_axes.plot(xs, ys, color="#b45309", marker="o", markersize=3, linewidth=1.2, label="validation")
+    loss_axes.set(ylabel="mean squared error", title=str(run_dir))
+    loss_axes.legend(frameon=False)
+
+    for name, color in zip(quarter_names(rows), QUARTER_COLORS, strict=False):
         drawn = [row for row in rows if row.get("loss_by_quarter", {}).get(name) is not None]
         values = smooth([row["loss_by_quarter"][name] for row in drawn], 0.9)
-        quarter_axes.plot([row["step"] for row in drawn], values, color=colour, label=f"timesteps {name}")
+        quarter_axes.plot([row["step"] for row in drawn], values, color=color, label=f"timesteps {name}")
     quarter_axes.set_ylabel("by timestep, smoothed")
     if quarter_axes.lines:
         quarter_axes.legend(frameon=False, ncols=2)
+
     lr_axes.plot([row["step"] for row in rows], [row["lr"] for row in rows], color="#555555", linewidth=1.2)
     lr_axes.set(ylabel="learning rate", xlabel="optimizer step")
-    for each in (axes, quarter_axes, lr_axes):
-        each.grid(alpha=0.3)
+
+    for axes in (loss_axes, quarter_axes, lr_axes):
+        axes.grid(alpha=0.3)
     path = run_dir / "loss.png"
     figure.savefig(path)
     return path
 
 
 def quarter_names(rows: list[dict[str, Any]]) -> list[str]:
-    """The quarters of the timesteps that the lines tell of; none in lines of older runs."""
+    """Return the names of the timestep quarters in the log, such as `0-249`, or none if no line has them."""
     return list(next((row["loss_by_quarter"] for row in rows if "loss_by_quarter" in row), {}))
 
 
 def smooth(values: list[float], weight: float) -> list[float]:
-    """Exponential smoothing without the bias of its start (as Adam corrects its moments)."""
+    """Smooth exponentially, with Adam's correction of the bias towards the initial 0.
+
+    Args:
+        weight: weight of the past, from 0 (no smoothing) to 1.
+    """
     smoothed, total, norm = [], 0.0, 0.0
     for value in values:
         total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)

@@ -1,4 +1,4 @@
-"""The run in its tracker: begun once, gone on with by each launch, and written to by nobody else."""
+"""The run in its tracker, which the first launch starts and later launches resume."""
 
 import json
 import subprocess
@@ -10,63 +10,75 @@ from accelerate import Accelerator
 
 from shards.base.config import flatten
 from shards.base.durable import write_file
-from train.run.launches import TRACKER_ID, publish
+from train.run.checkpoints.checkpoint import TRACKER_ID
+from train.run.lease.folder import publish
 from train.run.reporting.config import LogConfig
 
-STEP = "evaluation/step"
-"""Of the checkpoint that `evaluation/…` is of. Trackers are told of it later, and wandb's own steps do not go back."""
+EVALUATION_STEP = "evaluation/step"
+"""Name under which an evaluation logs its checkpoint's step. It is the x-axis of `evaluation/…` in wandb, whose own
+step has advanced by the time an evaluation is logged."""
 
 
 def start_tracker(config: LogConfig, accelerator: Accelerator, settings: dict[str, Any], folder: Path) -> None:
-    """Begin the tracker's run, or go on with it.
+    """Start the run in its tracker, or resume it.
 
     Args:
-        settings: the run's config.
-        folder: the launch's own.
+        settings: the run's config, which the tracker shows.
+        folder: the launch's own folder.
     """
-    run_dir, main = folder.parents[1], accelerator.is_main_process
-    name, settings = config.name or run_dir.name, flatten(settings) | {"source": source_state()}
-    known = tracker_ids(folder) if main else {}
-    options: dict[str, dict[str, Any]] = {
-        "wandb": {"name": name, "id": known.get("id"), "resume": "allow", "tags": config.tags, "dir": str(run_dir)},
-        "mlflow": {
-            "run_name": name,
-            "run_id": known.get("mlflow"),
-            "tags": dict.fromkeys(config.tags, "true"),
-        },
-    }
-    if config.tracker == "tensorboard":  # a folder of the run folder, which `evaluation` writes to as well
+    run_dir, is_main = folder.parents[1], accelerator.is_main_process
+    name, settings = config.name or run_dir.name, flatten(settings) | {"source": source_version()}
+    ids = load_tracker_ids(folder) if is_main else {}
+    if config.tracker == "tensorboard":  # its log folder is RUN/tracker, which `evaluation watch` writes to as well
         accelerator.init_trackers("tracker")
-        if main:
+        if is_main:
             writer = accelerator.get_tracker("tensorboard", unwrap=True)
             writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
         return
-    own = {name: value for name, value in options.items() if name == config.tracker}
-    again = "mlflow" in own and "mlflow" in known  # whose settings may not change
-    accelerator.init_trackers(config.project, config=None if again else settings, init_kwargs=own)
-    if main and "mlflow" in own and not again:
-        tracker_ids(folder, mlflow=accelerator.get_tracker("mlflow", unwrap=True).info.run_id)
-    if main and "wandb" in own:
-        accelerator.get_tracker("wandb", unwrap=True).define_metric("evaluation/*", step_metric=STEP)
+    options: dict[str, dict[str, Any]] = {
+        "wandb": {"name": name, "id": ids.get("id"), "resume": "allow", "tags": config.tags, "dir": str(run_dir)},
+        "mlflow": {
+            "run_name": name,
+            "run_id": ids.get("mlflow"),
+            "tags": dict.fromkeys(config.tags, "true"),
+        },
+    }
+    init_kwargs = {key: value for key, value in options.items() if key == config.tracker}
+    resumes_mlflow = config.tracker == "mlflow" and "mlflow" in ids  # mlflow does not let settings change
+    accelerator.init_trackers(config.project, config=None if resumes_mlflow else settings, init_kwargs=init_kwargs)
+    if is_main and config.tracker == "mlflow" and not resumes_mlflow:
+        run_id = accelerator.get_tracker("mlflow", unwrap=True).info.run_id
+        save_tracker_ids(ids | {"mlflow": run_id}, folder)
+    if is_main and config.tracker == "wandb":
+        accelerator.get_tracker("wandb", unwrap=True).define_metric("evaluation/*", step_metric=EVALUATION_STEP)
 
 
-def tracker_ids(folder: Path, **more: str) -> dict[str, str]:
-    """What a run is called in its tracker, by its first launch: `id`, and in mlflow, which makes its own, `mlflow`.
+def load_tracker_ids(folder: Path) -> dict[str, str]:
+    """Load the run's ids in trackers from tracker.json. The first launch creates the file.
 
     Args:
-        folder: the launch's own; the ids are kept in the run folder.
-        more: to be kept, too.
+        folder: the launch's own folder.
+
+    Returns:
+        `id`, chosen by the first launch, and `mlflow` if the run exists in mlflow, which chooses ids itself.
     """
     path = folder.parents[1] / TRACKER_ID
-    known = json.loads(path.read_bytes()) if path.is_file() else {}
-    found: dict[str, str] = {"id": uuid.uuid4().hex[:12]} | known | more
-    if found != known:
-        publish(write_file(folder / path.name, json.dumps(found).encode()), path, folder)
-    return found
+    if path.is_file():
+        ids: dict[str, str] = json.loads(path.read_bytes())
+        return ids
+    ids = {"id": uuid.uuid4().hex[:12]}
+    save_tracker_ids(ids, folder)
+    return ids
 
 
-def source_state() -> str | None:
-    """Return the product's commit, with `-dirty` if tracked files differ from it.
+def save_tracker_ids(ids: dict[str, str], folder: Path) -> None:
+    """Write tracker.json into the run folder, atomically. `folder`: the launch's own folder."""
+    path = folder.parents[1] / TRACKER_ID
+    publish(write_file(folder / path.name, json.dumps(ids).encode()), path, folder)
+
+
+def source_version() -> str | None:
+    """Return the commit of this package's source code, with `-dirty` if tracked files differ from it.
 
     None if git does not track this file. An installed package, for instance, may be in a virtual environment inside
     the user's own repository, whose commit says nothing about this code.
@@ -84,6 +96,6 @@ def source_state() -> str | None:
         return None
 
 
-def flat_numbers(fields: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a log line as trackers take them: `a/b` for what is b in a."""
+def flatten_numbers(fields: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers among the fields of a log line, with nested names joined as `a/b`."""
     return {name: value for name, value in flatten(fields, "/").items() if isinstance(value, int | float)}

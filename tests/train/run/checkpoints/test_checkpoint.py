@@ -13,7 +13,7 @@ from diffusers import UNet2DConditionModel
 
 from shards.base.errors import RequestError, WorkError
 from tests import ranks
-from tests.runs import UNET, curve, train_fields, write_config
+from tests.runs import UNET, acquire, curve, train_fields, write_config
 from train.model.config import EmaConfig
 from train.model.ema import make_averages
 from train.model.unet import build_unet, read_unet_config
@@ -30,7 +30,7 @@ from train.run.checkpoints.config import CheckpointConfig
 from train.run.checkpoints.retention import superfluous
 from train.run.checkpoints.snapshot import Snapshot, take_snapshot
 from train.run.checkpoints.writer import CheckpointWriter, too_slow_to_leave
-from train.run.launches import Launch, Pace, take
+from train.run.lease.owner import Pace
 from train.run.state import TrainState
 
 
@@ -41,7 +41,7 @@ def unet() -> UNet2DConditionModel:
 
 def writer(folder: Path, unet: UNet2DConditionModel, **fields: Any) -> CheckpointWriter:
     return CheckpointWriter(
-        folder, take(folder, 0.1), unet.to_json_string(), {"seed": 0}, CheckpointConfig(asynchronous=True, **fields)
+        folder, acquire(folder), unet.to_json_string(), {"seed": 0}, CheckpointConfig(asynchronous=True, **fields)
     )
 
 
@@ -170,13 +170,13 @@ def with_a_scaler(arguments: list[str]) -> None:
     from accelerate import Accelerator
 
     from shards.base.config import load_from_args
+    from train import takeover
     from train.config import TrainConfig
     from train.data.batch import Batch
     from train.data.draws import Draws
     from train.objective.loss import DiffusionLoss, NoisyBatch
     from train.prepare import prepare
     from train.setup import build_trainer
-    from train.takeover import take_run
 
     add_noise = DiffusionLoss.add_noise
 
@@ -191,7 +191,7 @@ def with_a_scaler(arguments: list[str]) -> None:
     accelerator.state._mixed_precision = "fp16"
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     prepared = prepare(config, accelerator)
-    build_trainer(config, prepared, accelerator, Launch(take_run(config, prepared))).fit()
+    build_trainer(config, prepared, accelerator, takeover.acquire(config, prepared)).fit()
 
 
 def test_what_else_lies_among_checkpoints_is_left_alone(unet: UNet2DConditionModel, tmp_path: Path) -> None:

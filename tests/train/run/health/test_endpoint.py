@@ -1,4 +1,4 @@
-"""What Prometheus gets of a run while it trains, and what an address that cannot be had is answered with."""
+"""Metrics served to Prometheus during training, and the error for an unusable address."""
 
 import itertools
 import math
@@ -15,68 +15,69 @@ from shards.base.errors import RequestError
 from tests.ranks import free_port
 from tests.runs import train_fields, write_config
 from train.__main__ import run as command
-from train.run.health.endpoint import PREFIX, Figures
+from train.run.health.endpoint import PREFIX, RunCollector
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.reporting.json_lines import read_json_lines
 from train.step import StepResult, TrainStep
 
 
 def scrape(port: int) -> dict[str, float]:
-    """Name, without what all have in front, → value."""
+    """Return metric name without PREFIX → value."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
         families = list(text_string_to_metric_families(reply.read().decode()))
     return {sample.name.removeprefix(PREFIX): sample.value for family in families for sample in family.samples}
 
 
-def test_a_run_tells_prometheus_what_it_writes_to_its_log(
-    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port, seen, train_step = free_port(), list[dict[str, float]](), TrainStep.__call__
+def test_prometheus_gets_the_values_of_the_log(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, scrapes, train_step = free_port(), list[dict[str, float]](), TrainStep.__call__
 
-    def watched(self: TrainStep, batch: Any, step: int) -> StepResult:
-        seen.append(scrape(port))
+    def scrape_and_train(self: TrainStep, batch: Any, step: int) -> StepResult:
+        scrapes.append(scrape(port))
         return train_step(self, batch, step)
 
-    monkeypatch.setattr(TrainStep, "__call__", watched)
+    monkeypatch.setattr(TrainStep, "__call__", scrape_and_train)
     fields = train_fields(latents, tmp_path / "run", log={"metrics_at": f"127.0.0.1:{port}"})
     fields["checkpoint"] |= {"asynchronous": False}
     command(["--config", str(write_config(tmp_path, fields))])
-    assert "loss" not in seen[0] and seen[0]["max_steps"] == 6
-    assert [each["step"] for each in seen] == [0, 1, 2, 3, 4, 5]
-    assert [each["checkpoint_step"] for each in seen] == [0, 0, 2, 2, 4, 4]
-    assert [math.isnan(each["checkpoint_seconds"]) for each in seen] == [True, True, False, False, False, False]
+    assert "loss" not in scrapes[0] and scrapes[0]["max_steps"] == 6
+    assert [each["step"] for each in scrapes] == [0, 1, 2, 3, 4, 5]
+    assert [each["checkpoint_step"] for each in scrapes] == [0, 0, 2, 2, 4, 4]
+    assert [math.isnan(each["checkpoint_seconds"]) for each in scrapes] == [True, True, False, False, False, False]
     lines = read_json_lines(tmp_path / "run" / "metrics.jsonl")
-    for line, each in zip(lines, seen[1:], strict=False):
+    for line, each in zip(lines, scrapes[1:], strict=False):
         for name in ("loss", "grad_norm", "images_per_second", "data_wait"):
             assert each[name] == line[name]
         assert each["skipped_steps_total"] == line["skipped_steps"] and each["alarms_total"] == line["alarms"]
-    stages = [each["rank_stages_total"] for each in seen]
+    stages = [each["rank_stages_total"] for each in scrapes]
     assert all(b > a for a, b in itertools.pairwise(stages))
-    assert 0 <= seen[5]["heartbeat_age_seconds"] < 60 and seen[5]["checkpoint_age_seconds"] < 600
+    assert 0 <= scrapes[5]["heartbeat_age_seconds"] < 60 and scrapes[5]["checkpoint_age_seconds"] < 600
     with pytest.raises(OSError):
-        scrape(port)  # nobody listens any more
+        scrape(port)  # the endpoint is closed
 
 
-def test_an_address_that_is_taken_is_refused(latents: Path, tmp_path: Path) -> None:
+def test_an_unusable_address_is_refused(latents: Path, tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         address = f"127.0.0.1:{other.getsockname()[1]}"
         fields = train_fields(latents, tmp_path / "run", log={"metrics_at": address})
-        with pytest.raises(RequestError, match=rf"log.metrics_at {address} cannot be listened at: .*Give another port"):
+        with pytest.raises(
+            RequestError, match=rf"log\.metrics_at: metrics cannot be served at {address}: .*different port"
+        ):
             command(["--config", str(write_config(tmp_path, fields))])
     with pytest.raises(RequestError, match=r"log\.metrics_at"):
         command(["--config", str(write_config(tmp_path, fields | {"log": {"metrics_at": "9400"}}))])
 
 
-def test_what_a_rank_has_waited_for_batches_never_falls() -> None:
-    """Its sign of life is some seconds old: it may have had its batch since."""
+def test_loading_time_never_decreases() -> None:
+    """It is counted up to the last heartbeat only, because the rank may have received its batch since."""
     heartbeat = HeartbeatReporter()
-    heartbeat.at(1, "loading")
-    beat = heartbeat.beat._replace(began=heartbeat.beat.began - 500, told=heartbeat.beat.began)
-    heartbeat.everyone = lambda: [beat]  # type: ignore[method-assign]
-    log = SimpleNamespace(max_steps=1, newest={})
+    heartbeat.enter(1, "loading")
+    began = heartbeat.status.stage_began
+    status = heartbeat.status._replace(stage_began=began - 500, sent=began)
+    heartbeat.read_statuses = lambda: [status]  # type: ignore[method-assign]
+    log = SimpleNamespace(max_steps=1, last_fields={})
     writer = SimpleNamespace(saved=None, seconds=0.0, config=SimpleNamespace(every=1))
-    figures = Figures(heartbeat, log, writer, 0)  # type: ignore[arg-type]
-    (waited,) = (m.samples[0].value for m in figures.collect() if m.name.endswith("rank_loading_seconds"))
-    assert waited == 500
+    collector = RunCollector(heartbeat, log, writer, 0)  # type: ignore[arg-type]
+    (seconds,) = (m.samples[0].value for m in collector.collect() if m.name.endswith("rank_loading_seconds"))
+    assert seconds == 500

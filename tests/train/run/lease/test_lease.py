@@ -1,0 +1,200 @@
+"""Leases between real processes and threads: who gets a run, who waits, and what a superseded launch can still do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shards.base.errors import RequestError, exit_code_of
+from shards.base.store import LocalStore
+from tests import ranks
+from tests.runs import acquire, curve, environment, train_fields, write_config
+from train.run.checkpoints.checkpoint import list_checkpoints, verify_checkpoint
+from train.run.lease.folder import FolderBackend, publish, remove
+from train.run.lease.lease import Backend, Lease, LeaseLost, RunInUse, Seen, wait_until_free
+from train.run.lease.owner import Pace
+from train.run.lease.store import StoreBackend
+from train.run.reporting.json_lines import JsonLines, read_json_lines
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from shards.base.errors import exit_code_of
+from train.run.lease.folder import FolderBackend, publish
+from train.run.lease.lease import Lease
+
+def hold():
+    run_dir = Path(sys.argv[1])
+    with Lease.acquire(FolderBackend(run_dir), 60) as lease:
+        for number in range(100_000):
+            (lease.folder / "own").mkdir()
+            (lease.folder / "own" / "text").write_text(f"{lease.number} {number}")
+            publish(lease.folder / "own", run_dir / "published", lease.folder)
+            time.sleep(0.002)
+
+sys.exit(exit_code_of(hold))
+"""
+
+
+def holders(run_dir: Path, count: int) -> list[subprocess.Popen[str]]:
+    """Start processes that acquire the run, and publish a folder in it again and again."""
+    command = [sys.executable, "-c", HOLDER, str(run_dir)]
+    return [subprocess.Popen(command, env=environment(), text=True, stderr=subprocess.PIPE) for _ in range(count)]
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(params=["folder", "store"])
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    """Each kind of storage, for a run without checkpoints."""
+    if request.param == "folder":
+        return FolderBackend(tmp_path / "run")
+    return StoreBackend(LocalStore(tmp_path / "run"), tmp_path / "copies", lambda store: {})
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each launch run on a different machine, so that only heartbeats say whether it is alive."""
+    monkeypatch.setattr("train.run.lease.owner.machine", lambda: None)
+
+
+def test_one_of_several_launches_proceeds_and_the_others_say_which(tmp_path: Path) -> None:
+    several = holders(tmp_path, 4)
+    wait_for(lambda: sum(process.poll() is None for process in several) == 1)
+    (alive,) = [process for process in several if process.returncode is None]
+    for process in several:
+        if process is not alive:
+            message = " ".join(process.communicate()[1].split())
+            assert process.returncode == 2
+            assert f"{tmp_path} is in use: launch 1 (host " in message
+            assert f"process {alive.pid}, since" in message and "a run has one launch at a time" in message
+    alive.kill()
+    alive.communicate()
+    # a process of this machine that died of SIGKILL is known to be dead at once
+    assert acquire(tmp_path, ttl=1000).number == 2
+    assert json.loads((tmp_path / "launches" / "0001.json").read_text())["pid"] == alive.pid
+    assert sorted(path.name for path in (tmp_path / "launches").iterdir()) == ["0001.json", "0002"]
+
+
+def test_a_suspended_launch_changes_nothing_once_it_is_superseded(tmp_path: Path) -> None:
+    (sleeper,) = holders(tmp_path, 1)
+    wait_for(lambda: (tmp_path / "published").is_dir())
+    sleeper.send_signal(signal.SIGSTOP)
+    with acquire(tmp_path, ttl=1.5) as lease:
+        (lease.folder / "own").mkdir()
+        publish(lease.folder / "own", tmp_path / "published", lease.folder)
+        sleeper.send_signal(signal.SIGCONT)
+        message = " ".join(sleeper.communicate(timeout=60)[1].split())
+        assert sleeper.returncode == 2
+        assert f"is in use: launch 2 (host {os.uname().nodename}, process {os.getpid()}" in message
+        assert "took it over from this launch, 1, which sent no heartbeat" in message
+        assert not list((tmp_path / "published").iterdir())
+        assert sorted(path.name for path in (tmp_path / "launches").iterdir()) == ["0001.json", "0002"]
+
+
+def test_a_superseded_launch_can_change_nothing(tmp_path: Path) -> None:
+    old = acquire(tmp_path)
+    lines = JsonLines(tmp_path / "metrics.jsonl", 0, old.folder)
+    lines.write(step=1)
+    new = acquire(tmp_path)
+    JsonLines(tmp_path / "metrics.jsonl", 1, new.folder).write(step=2)
+    lines.write(step=99)  # to the replaced file
+    assert [row["step"] for row in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(FileNotFoundError):
+        remove(tmp_path / "kept", old.folder)
+    with pytest.raises(FileNotFoundError):
+        JsonLines(tmp_path / "metrics.jsonl", 0, old.folder)
+    with pytest.raises(LeaseLost, match=r"launch 2 .* took it over from this launch, 1,"):
+        old.renew()
+    old.release()
+    assert "ended" not in new.backend.read(2) and (tmp_path / "kept").is_dir() and not old.folder.exists()
+
+
+def test_a_launch_passes_its_pace_to_the_next_and_says_when_it_ended(backend: Backend, far: None) -> None:
+    with Lease.acquire(backend, 0.1) as lease:
+        assert lease.pace is None
+        lease.note(Pace(save=3.0, step=0.5))
+    assert "ended" in backend.read(1)
+    with Lease.acquire(backend, 1000) as lease:
+        assert lease.number == 2 and lease.pace == Pace(3.0, 0.5)
+    assert Lease.acquire(backend, 1000).pace == Pace(3.0, 0.5)  # although launch 2 wrote no checkpoint
+
+
+def test_a_silent_launch_is_superseded_and_a_live_one_is_not(backend: Backend, far: None) -> None:
+    lease = Lease.acquire(backend, 0.1)
+    began = time.monotonic()
+    free = wait_until_free(backend, 0.3)
+    assert free.number == 1 and time.monotonic() - began > 0.3
+    stopped = threading.Event()
+
+    def send_heartbeats() -> None:
+        while not stopped.wait(0.05):
+            lease.renew()
+
+    thread = threading.Thread(target=send_heartbeats)
+    thread.start()
+    try:
+        for seen in (Seen(), Seen(free)):  # also if it was silent earlier
+            with pytest.raises(RunInUse, match=r"is in use: launch 1 \(host .*\) trains in it"):
+                Lease.acquire(backend, 60, seen)
+    finally:
+        stopped.set()
+        thread.join()
+    lease.release()
+    assert Lease.acquire(backend, 1000).number == 2
+
+
+def test_a_launch_that_died_before_it_wrote_its_record_is_superseded(tmp_path: Path) -> None:
+    (tmp_path / "launches" / "0001").mkdir(parents=True)
+    assert acquire(tmp_path, ttl=0.3).number == 2
+
+
+def test_a_launch_that_is_superseded_meanwhile_says_so_instead_of_its_own_error(backend: Backend) -> None:
+    with pytest.raises(LeaseLost, match="took it over from this launch, 1,"), Lease.acquire(backend, 0.1):
+        Lease.acquire(backend, 0.1)
+        raise FileNotFoundError("the staging folder")
+
+
+def test_a_suspended_trainer_leaves_its_successors_run_unchanged(latents: Path, tmp_path: Path) -> None:
+    """The successor resumes from its checkpoint. Curve and checkpoints are those of an undisturbed run."""
+    fields = train_fields(latents, tmp_path / "whole", max_steps=30, takeover_after=1.5, log={"tracker": "none"})
+    ranks.run(tmp_path / "whole.log", ["--config", str(write_config(tmp_path, fields))])
+    command = ["--config", str(write_config(tmp_path, fields | {"run_dir": str(tmp_path / "run")}))]
+    (sleeper,) = ranks.start(tmp_path / "sleeper.log", command)
+    wait_for(lambda: len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) >= 5)
+    assert sleeper.pid is not None
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    try:
+        (successor,) = ranks.start(tmp_path / "log", command)
+        wait_for(lambda: (tmp_path / "log").exists() and "resuming" in (tmp_path / "log").read_text())
+    finally:
+        os.kill(sleeper.pid, signal.SIGCONT)
+        codes = ranks.wait([sleeper, successor], 120)
+    assert codes == [2, 0], (tmp_path / "log").read_text()
+    assert "took it over from this launch, 1" in " ".join((tmp_path / "sleeper.log").read_text().split())
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    saved = [verify_checkpoint(list_checkpoints(tmp_path / run)[-1]).content["files"] for run in ("run", "whole")]
+    assert saved[0] == saved[1]
+
+
+def test_a_refused_request_creates_no_run(latents: Path, tmp_path: Path) -> None:
+    from train.__main__ import run
+
+    fields = train_fields(latents, tmp_path / "run", num_processes=2)
+    assert exit_code_of(lambda: run(["--config", str(write_config(tmp_path, fields))])) == RequestError.exit_code
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,91 @@
+"""Launches of one run, interleaved call by call, on both kinds of storage; and mutants that this must catch."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.train.run.lease import mutants, scenarios
+from tests.train.run.lease.machines import FolderMachine, LeaseMachine, StoreMachine, patch_modules
+from tests.train.run.lease.mutants import folder_mutant, store_mutant
+
+FEW = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
+MANY = settings(FEW, max_examples=500, stateful_step_count=60, derandomize=False)
+MACHINES = [StoreMachine, FolderMachine]
+Scenario = Callable[[Any], None]
+FAILURES = "was overwritten|took the run over from itself|two lineages|was lost|is not complete|made no progress"
+
+
+@pytest.fixture(autouse=True)
+def _simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patches:
+        patch_modules(patches)
+        yield
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_run_has_one_lineage(machine: type[LeaseMachine]) -> None:
+    run_state_machine_as_test(machine, settings=FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_run_has_one_lineage_in_many_orders(machine: type[LeaseMachine]) -> None:
+    run_state_machine_as_test(machine, settings=MANY)
+
+
+def play(machine: LeaseMachine, scenario: Scenario) -> None:
+    """Play a scenario, check every invariant, and let a last launch make progress."""
+    try:
+        scenario(machine)
+        machine.launches_are_unique()
+        machine.readers_see_one_lineage()
+    finally:
+        machine.teardown()
+
+
+@pytest.mark.parametrize(
+    ("machine", "scenario"),
+    [
+        *((StoreMachine, scenario) for scenario in [*scenarios.ANY, *scenarios.STORE]),
+        *((FolderMachine, scenario) for scenario in [*scenarios.ANY, *scenarios.FOLDER]),
+    ],
+)
+def test_a_scenario_ends_well(machine: type[LeaseMachine], scenario: Scenario) -> None:
+    play(machine(), scenario)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "scenario"),
+    [
+        (store_mutant(backend=mutants.Overwriting), scenarios.claim_the_same_number),
+        (store_mutant(backend=mutants.Forgetful), scenarios.lose_the_reply_to_create),
+        (store_mutant(backend=mutants.Trusting), scenarios.save_while_the_successor_starts),
+        (store_mutant(backend=mutants.Early), scenarios.save_while_the_successor_starts),
+        (store_mutant(backend=mutants.Fenceless), scenarios.run_alone),
+        (store_mutant(backend=mutants.Dropping), scenarios.check_after_each_call),
+        (store_mutant(remote=mutants.StateFirst), scenarios.check_after_each_call),
+        (store_mutant(remote=mutants.PlainNames), scenarios.upload_after_the_successor_saved),
+        (store_mutant(remote=mutants.StateLast), scenarios.die_during_a_removal),
+        (folder_mutant(mutants.SharingFolders), scenarios.claim_the_same_folder),
+        (folder_mutant(mutants.ReusingNumbers), scenarios.claim_an_old_number),
+        (folder_mutant(mutants.FencelessFolder), scenarios.publish_after_the_successor_saved),
+        (folder_mutant(mutants.FencesOne), scenarios.publish_after_an_interrupted_takeover),
+        (folder_mutant(mutants.TrustingFolder), scenarios.publish_after_the_successor_chose),
+        (mutants.ReplacesUnfenced, scenarios.publish_after_the_successor_saved),
+        (mutants.CopiesIntoPlace, scenarios.check_after_each_call),
+        (mutants.RemovesInPlace, scenarios.check_after_each_call),
+    ],
+)
+def test_a_mistake_is_found(mutant: type[LeaseMachine], scenario: Scenario) -> None:
+    with pytest.raises(AssertionError, match=FAILURES):
+        play(mutant(), scenario)

@@ -1,0 +1,229 @@
+"""The lease of a run: acquired by one launch at a time, renewed by a heartbeat, taken over when the heartbeat stops.
+
+Each launch acquires the next number; only one launch can create it. The holder is the launch with the highest number.
+Others wait until its heartbeat has not changed for `takeover_after` seconds on their own clock, so clocks of different
+machines are never compared. A suspended holder may wake up after it was superseded and between a check and a write.
+Therefore acquiring also fences off all earlier launches, in a way that depends on the storage (`Backend.fence`).
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from shards.base.errors import Outage, RequestError, WorkError, say
+from train.run.lease.owner import Pace, describe, has_ended, now, this_process
+
+
+class RunInUse(RequestError):
+    """A different launch holds the run."""
+
+
+class LeaseLost(RequestError):
+    """A different launch has taken the run over from this one."""
+
+
+class Heartbeat(NamedTuple):
+    """The newest launch of a run, and its last heartbeat."""
+
+    number: int = 0
+    """0: the run has no launch yet."""
+    mark: str = ""
+    """Opaque tag that changes with every heartbeat."""
+
+
+class Seen(NamedTuple):
+    """The state of a run for which a launch prepared."""
+
+    free: Heartbeat | None = None
+    """What `wait_until_free` returned; None: it was not called yet."""
+    checkpoints: Mapping[str, str] | None = None
+    """Name → identity of the checkpoints that readers saw, as `Backend.checkpoints` returns them; None: any."""
+    orphans: Mapping[str, str] = {}
+    """Name → identity of checkpoints to accept although they were never uploaded."""
+
+
+class Backend(Protocol):
+    """Storage of a run's leases. Every method is one atomic operation, or safe to be interrupted anywhere."""
+
+    place: str
+    """Folder or URL of the run, for messages."""
+    interval: float
+    """Seconds between heartbeats."""
+
+    def newest(self) -> Heartbeat:
+        """Return the newest launch, dead or alive."""
+
+    def read(self, number: int) -> dict[str, Any]:
+        """Return a launch's record and notes, or an empty dictionary if there are none."""
+
+    def create(self, number: int, record: dict[str, Any]) -> bool:
+        """Create a launch if its number was never used, and return whether this call did."""
+
+    def beat(self, number: int, notes: dict[str, Any]) -> None:
+        """Renew a launch's heartbeat and store its notes.
+
+        Raises:
+            FileNotFoundError: the launch is fenced off.
+        """
+
+    def fence(self, number: int, seen: Seen) -> bool:
+        """Fence off all launches before `number`, unless readers see other checkpoints than `seen.checkpoints`.
+
+        Returns:
+            Whether the checkpoints were as seen.
+        """
+
+    def staging(self, number: int, token: str) -> Path:
+        """Return the local folder that a launch alone writes to: RUN/launches/0004."""
+
+
+def wait_until_free(backend: Backend, ttl: float, dead: Heartbeat | None = None) -> Heartbeat:
+    """Wait until the newest launch has ended, or has sent no heartbeat for `ttl` seconds.
+
+    Args:
+        dead: what an earlier call returned.
+
+    Raises:
+        RunInUse: the launch is alive, or a different one began meanwhile.
+    """
+    first, deadline = backend.newest(), time.monotonic() + ttl
+    while True:
+        heartbeat = backend.newest()
+        record = backend.read(heartbeat.number)
+        if heartbeat.number == 0 or heartbeat == dead or has_ended(record):
+            return heartbeat
+        if heartbeat != first:
+            raise RunInUse(
+                f"{backend.place} is in use: {describe(heartbeat.number, record)} trains in it, and a run has one "
+                f"launch at a time. Wait until it ends, stop it, or choose a different run_dir."
+            )
+        if time.monotonic() > deadline:
+            return heartbeat
+        time.sleep(min(backend.interval / 5, ttl / 10))
+
+
+class Lease:
+    """Exclusive ownership of a run. A context manager: while it is open, a thread sends heartbeats.
+
+    A superseded owner loses its staging folder (local disk) or is ignored by readers (object store).
+    """
+
+    def __init__(self, backend: Backend, number: int, token: str, pace: Pace | None = None):
+        self.backend, self.number = backend, number
+        self.token = token
+        """Random, so that it differs from the token of any launch, also of a deleted run in the same place."""
+        self.pace = pace
+        """Pace of this launch, or of the one before until this one has written a checkpoint; None: unknown."""
+        self.notes: dict[str, Any] = {}
+        self.superseded = False
+        """Whether the last heartbeat found that a different launch has taken over."""
+
+    @classmethod
+    def acquire(cls, backend: Backend, ttl: float, seen: Seen = Seen()) -> "Lease":  # noqa: B008 (immutable)
+        """Acquire the run. Of several launches that try at once, one succeeds.
+
+        Args:
+            ttl: seconds without a heartbeat after which the holder counts as dead.
+            seen: the state of the run that this launch prepared for.
+
+        Raises:
+            RunInUse: a different launch holds the run.
+            WorkError: the checkpoints changed since `seen`.
+        """
+        token = uuid.uuid4().hex
+        while True:
+            free = wait_until_free(backend, ttl, seen.free)
+            number, pace = free.number + 1, Pace.from_record(backend.read(free.number))
+            record = this_process() | {"token": token} | (pace.to_record() if pace else {})
+            # if the reply to the winning request was lost and the request retried, even the winner gets False
+            if backend.create(number, record) or backend.read(number).get("token") == token:
+                break
+        lease = cls(backend, number, token, pace)
+        if not backend.fence(number, seen):
+            lease.release()
+            raise WorkError(
+                f"The checkpoints of {backend.place} changed while this launch was starting: the previous launch was "
+                f"still running. It has been superseded and can no longer change the run. Run the command again to "
+                f"resume from the newest checkpoint."
+            )
+        return lease
+
+    @property
+    def folder(self) -> Path:
+        """The launch's staging folder, RUN/launches/0004."""
+        return self.backend.staging(self.number, self.token)
+
+    @property
+    def run_dir(self) -> Path:
+        """The local folder that this launch works in: the run folder, or a copy of the run at a URL."""
+        return self.folder.parents[1]
+
+    def check(self) -> None:
+        """Check that no other launch has taken over.
+
+        Raises:
+            LeaseLost: a different launch has.
+        """
+        if self.backend.newest().number != self.number:
+            raise self.taken_over()
+
+    def renew(self) -> None:
+        """Send a heartbeat.
+
+        Raises:
+            LeaseLost, FileNotFoundError: a different launch has taken over.
+        """
+        self.check()
+        self.backend.beat(self.number, self.notes)
+
+    def taken_over(self) -> LeaseLost:
+        """Build the error of a launch that was superseded."""
+        newest = self.backend.newest().number
+        return LeaseLost(
+            f"{self.backend.place} is in use: {describe(newest, self.backend.read(newest))} took it over from this "
+            f"launch, {self.number}, which sent no heartbeat for longer than takeover_after. Nothing that this launch "
+            f"wrote since then is part of the run."
+        )
+
+    def note(self, pace: Pace) -> None:
+        """Record the launch's pace for its successor. It is stored with the next heartbeat."""
+        self.pace = pace
+        self.notes = {**self.notes, **pace.to_record()}
+
+    def release(self) -> None:
+        """Record that this launch has ended, so that the next one need not wait."""
+        with suppress(FileNotFoundError):  # fenced off
+            self.backend.beat(self.number, {**self.notes, "ended": now()})
+
+    def __enter__(self) -> "Lease":
+        self.leaving = threading.Event()
+        self.thread = threading.Thread(target=self._send_heartbeats, name="lease", daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self.leaving.set()
+        self.thread.join()
+        try:
+            self.check()
+            self.release()
+        except LeaseLost as lost:
+            self.superseded = True
+            if error is not None:  # which a lost staging folder causes, too
+                raise lost from error
+        except (OSError, Outage) as failure:  # the next launch waits for takeover_after
+            say(failure)
+
+    def _send_heartbeats(self) -> None:
+        while not self.leaving.wait(self.backend.interval):
+            try:
+                self.renew()
+            except (LeaseLost, FileNotFoundError):
+                self.superseded = True
+                return
+            except (OSError, Outage) as error:  # slow storage: other launches decide whether it was too slow
+                print(f"{self.backend.place}: the heartbeat of launch {self.number} failed: {error}", flush=True)
