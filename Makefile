@@ -172,7 +172,7 @@ test-browser: setup
 
 # a controller and two nodes on this machine, in their own network and process namespaces
 SLURM = slurmctld slurmd slurm-client munge iproute2 openssh-client openssh-server
-## make test-slurm                | both stages under Debian's Slurm, and over ssh (as root; installs them)
+## make test-slurm                | both stages under Debian's Slurm, and over ssh (as root; installs both)
 test-slurm: setup
 	@PATH=$$PATH:/usr/sbin:/sbin; for name in slurmctld slurmd sbatch munged ip sshd; do command -v $$name >/dev/null || missing=1; done; \
 	  test -z "$$missing" || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM); }

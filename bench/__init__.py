@@ -1,1 +1,1 @@
-"""Benchmarks, each a command of its own. `python -m bench` runs those of both stages."""
+"""Benchmarks, each a separate command. `python -m bench` runs those of both stages."""

@@ -1,4 +1,4 @@
-"""Time the trainer's step against a bare loop, and setting by setting: `python -m bench.train_step`.
+"""Time the trainer's step against a bare loop, and for each setting: `python -m bench.train_step`.
 
 The default is SD2 base at 256 and 512 px on a GPU, and small sizes on a CPU. `--json FILE` writes a benchmark file for
 `make plan`. Settings that run out of memory are listed as such.
@@ -262,7 +262,7 @@ def bare_loop(
 
 
 def data_spec(unet: UNet2DConditionModel) -> DataSpec:
-    """What a latents root with SD's VAE would say."""
+    """Make the data spec of a latents root with SD's VAE."""
     width = unet.config.cross_attention_dim
     encoding = encoding_record(TEXT_LENGTH, width)
     return DataSpec(

@@ -42,7 +42,7 @@ class Breaker:
         self.probed: list[str] = []
         """Keys of the units whose attempts opened the breaker and kept it open, whatever the cause."""
         self.unfit = 0
-        """Number of the latest of them that met, in a row, a problem which waiting cannot solve."""
+        """Length of the current series of probes that met a problem which waiting cannot solve."""
         self.paused_at = self.next_probe = 0.0
 
     @property
@@ -53,7 +53,7 @@ class Breaker:
     def allowed(self, room: int, began: Iterable[float]) -> int:
         """Return how many attempts may be started if there is `room`, given the start times of the running ones.
 
-        During a pause that is one probe at a time, when it is due.
+        During a pause, this is one probe at a time, once it is due.
         """
         if not self.is_open:
             return room
@@ -69,7 +69,7 @@ class Breaker:
         self.failing.discard(node or "")
         was_open = self.is_open
         if began <= (self.paused_at if was_open else self.last_outage):
-            return None  # it may have had all that it needed before the outage
+            return None  # it may have fetched everything it needed before the outage
         self.probed = []
         self.unfit = 0
         self.affected.clear()
@@ -83,8 +83,7 @@ class Breaker:
     ) -> str | None:
         """Record an attempt that an outage ended on one of the `able` nodes. Return a message, if there is one.
 
-        The job pauses once more than half of the nodes fail in this way. Fewer failing nodes have a problem of their
-        own.
+        The job pauses once more than half of the nodes fail in this way. If fewer nodes fail, the cause is local.
 
         Raises:
             WorkError: this was the last probe.
@@ -98,7 +97,7 @@ class Breaker:
             if 2 * len(self.failing) <= len(able):
                 return None
             self.paused_at = now
-        # causes may alternate, so every probe of a pause counts, whatever it met
+        # causes may alternate, so every probe of a pause counts
         self.probed.append(key)
         self.unfit = 0 if outage.is_transient else self.unfit + 1
         seconds = now - self.paused_at
@@ -106,8 +105,8 @@ class Breaker:
             tried = ", ".join(sorted(set(self.probed)))
             raise WorkError(
                 f"{len(self.probed)} consecutive attempts ({tried}) failed because of an outage that has lasted "
-                f"{seconds:.0f} s. The last one: {outage} Fix the cause and run the same command again. Committed work "
-                f"is kept."
+                f"{seconds:.0f} s. The last error: {outage} Fix the cause and run the same command again. Committed "
+                f"work is kept."
             )
         pause = backoff(len(self.probed), FIRST_PAUSE_SECONDS)
         self.next_probe = now + pause

@@ -52,7 +52,7 @@ class FailureLog:
             "trace": ANSI_COLOURS.sub("", failed.failure.trace),
         }
         self.unwritten.append(f"{json.dumps(line)}\n")
-        if failed.failure.outage is None:  # in an outage this store may be unavailable too, and slow to say so
+        if failed.failure.outage is None:  # in an outage this store may be unavailable too, and slow to fail
             self._write()
 
     def _write(self) -> Exception | None:

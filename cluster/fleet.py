@@ -89,7 +89,7 @@ class News:
 
 @dataclass(frozen=True)
 class UnderWay:
-    """The current state, about once a second, whenever attempts have ended, and at the end."""
+    """The job's current state; sent about once a second, whenever attempts have ended, and at the end."""
 
     attempts: int
     """Units that run or wait for a worker."""
@@ -121,7 +121,7 @@ class Fleet(Generic[Work, Result]):
         at_once: int = 1,
         pool: WorkerPool[Work, Result] | None = None,
     ):
-        """Prepare a fleet for `units` of (key, work), of which only as many are read as there is room for.
+        """Prepare a fleet for `units` of (key, work), which are read only as there is room for them.
 
         Args:
             at_once: units that each worker runs at a time, in one thread each.
@@ -168,7 +168,7 @@ class Fleet(Generic[Work, Result]):
         workers, num_running = self.pool.workers, len(self.pool.running)
         for worker in surplus_workers(units, num_running, workers, avoided_by):
             self.pool.dismiss(worker)
-        # more than fit on the cluster now, so that an autoscaler adds nodes
+        # more workers than fit on the cluster now, so that an autoscaler adds nodes
         most = self.config.in_flight(self.watch.places)
         for avoid in missing_workers(units, num_running, workers, most, avoided_by):
             self.pool.add(avoid)
@@ -205,7 +205,7 @@ class Fleet(Generic[Work, Result]):
             yield Done(unit.key, self.watch.address(node), result)
 
     def _settle_start_failure(self, event: StartFailure) -> Iterator[Event[Result]]:
-        """Treat a worker that could not start as an outage that the next unit in the queue has met."""
+        """Treat a worker that could not start as an outage of the next unit in the queue."""
         for unit in self.queue.due(1):
             self.queue.remove(unit)
             failure = event.failure
@@ -215,7 +215,7 @@ class Fleet(Generic[Work, Result]):
     def _settle_outage(
         self, unit: Unit[Work], began: float, report: ProgressReport | None, failure: Failure, outage: Outage
     ) -> Iterator[Event[Result]]:
-        """Requeue a unit after an outage, as a rule without counting the attempt, and pause if most nodes fail."""
+        """Requeue a unit after an outage, normally without counting the attempt, and pause if most nodes fail."""
         node = report.node if report else None
         number, which, again = unit.attempt, NOT_COUNTED, True
         others_affected = bool(self.breaker.affected - {unit.key})
@@ -250,7 +250,7 @@ class Fleet(Generic[Work, Result]):
         return Failed(key, node, which, failure, again, number, in_pause, log)
 
     def _blame(self, node: str | None) -> Iterator[News]:
-        """Count a failure of a node, and report if that suspends it."""
+        """Count a failure of a node, and report whether it is now suspended."""
         if self.health.record_failure(node):
             address = self.watch.address(node)
             yield News(f"node {address} failed {self.config.node_failures} attempts in a row and is avoided for now")

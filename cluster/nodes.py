@@ -10,7 +10,7 @@ from shards.base.errors import WorkError
 Resources = dict[str, float]
 """Amounts by Ray's names: GPU, CPU, and any custom resources."""
 LOOK_SECONDS = 2.0
-"""Interval between two looks at the cluster's nodes."""
+"""Interval between two checks of the cluster's nodes."""
 REMIND_SECONDS = 30.0
 """Interval between two messages while no node can take a worker."""
 EPSILON = 1e-9
@@ -48,7 +48,7 @@ def is_too_small(has: Resources, needs: Resources) -> bool:
 
 
 def places(has: Resources, needs: Resources) -> dict[str, int]:
-    """Return how many workers a node can hold at once by each resource; the smallest number is the limit."""
+    """Return the number of workers that each resource of a node allows at once; the smallest number is the limit."""
     fit = {name: int(has.get(name, 0) / amount + EPSILON) for name, amount in needs.items() if amount}
     if 0 < needs.get("GPU", 0) < 1:  # a fraction is part of one GPU and never spans two
         fit["GPU"] = int(has.get("GPU", 0)) * int(1 / needs["GPU"] + EPSILON)
@@ -99,7 +99,7 @@ class NodeWatch:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the list of live nodes should be refreshed."""
+        """Whether the list of live nodes should be refreshed."""
         return time.monotonic() - self.looked_at >= LOOK_SECONDS
 
     def address(self, node: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Placement of units on workers, and how many workers to ask for. Pure logic, without Ray."""
+"""Placement of units on workers, and the number of workers to request. Pure logic, without Ray."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,17 +25,17 @@ class Worker:
     running: list[Unit[Any]] = field(default_factory=list)
 
     def has_slot(self, at_once: int) -> bool:
-        """Whether the worker can take another unit, of which it runs at most `at_once`."""
+        """Return whether the worker, which runs at most `at_once` units, can take one more."""
         return len(self.running) < at_once and not any(unit.runs_alone for unit in self.running)
 
 
 def assign(
     units: list[Unit[Any]], workers: list[Worker], at_once: int, places: int, avoided: Avoided
 ) -> Iterator[tuple[Unit[Any], Worker]]:
-    """Assign units, in their order, each to the worker that runs the fewest. Occupy the slots, and yield the pairs.
+    """Assign each unit, in order, to the worker with the fewest units. Occupy the slots, and yield the pairs.
 
     A worker gets a second unit only if enough units remain for the workers that are still starting and fit on the
-    cluster's `places`. Otherwise the first worker to start would take units that the others could begin with.
+    cluster's `places`. Otherwise the first worker to start would take units that the others could start with.
     """
     started = [worker for worker in workers if worker.node is not None]
     starting = min(len(workers), places) - len(started)
@@ -60,7 +60,7 @@ def assign(
 def missing_workers(
     units: list[Unit[Any]], num_running: int, workers: list[Worker], most: int, avoided: Avoided
 ) -> list[frozenset[str]]:
-    """Return the workers to ask for, up to `most` in all, each as the nodes that it must not be on.
+    """Return the workers to request, up to `most` in all, each as the set of nodes that it must avoid.
 
     Beyond `most`, one worker is added for a unit that avoids the nodes of all present workers.
     """
@@ -68,7 +68,7 @@ def missing_workers(
     if missing > 0:
         return [frozenset()] * missing
     nodes = [worker.node for worker in workers]
-    if not nodes or None in nodes:  # a starting worker may be the one
+    if not nodes or None in nodes:  # a starting worker may be on such a node
         return []
     return next(([avoided(unit)] for unit in units if avoided(unit).issuperset(nodes)), [])
 

@@ -27,7 +27,7 @@ Function = Callable[[Work, int, Report], Result]
 """Function that workers run: (work, number of the attempt from 1, report) → result. It is pickled once per job."""
 
 NODE_ID = "ray.io/node-id"
-"""Ray's label of a node's id."""
+"""Ray's label for a node's id."""
 GRACE_SECONDS = 10
 """Time that attempts have to clean up when the job stops."""
 CLUSTER_ERRORS = (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.ActorUnschedulableError)
@@ -86,7 +86,7 @@ class WorkerActor(Generic[Work, Result]):
         return str(ray.get_runtime_context().get_node_id())
 
     def attempt(self, key: str, work: Work, number: int) -> Result:
-        """Run an attempt. Its lines in the worker's log carry its key and number, as other attempts run meanwhile."""
+        """Run an attempt. Its lines in the worker's log carry its key and number, as others share that log."""
         report = ProgressReporter(self.board, key, number, self.stopping)
 
         def log(text: str) -> None:
@@ -114,7 +114,7 @@ class WorkerPool(Generic[Work, Result]):
     """
 
     def __init__(self, config: ResourcesConfig, function: Function[Work, Result], at_once: int = 1):
-        """Prepare the pool, without workers; each runs up to `at_once` attempts, in one thread each."""
+        """Prepare the pool without workers. Each worker will run up to `at_once` attempts, one per thread."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self.board = ray.remote(ProgressBoard).options(num_cpus=0, scheduling_strategy=here).remote()
         self.function = ray.put(function)
@@ -204,7 +204,7 @@ class WorkerPool(Generic[Work, Result]):
         """Interrupt all attempts, wait until they have cleaned up, and kill the workers.
 
         Returns:
-            The attempts that ended in time; `result` tells how.
+            The attempts that ended in time; `result` returns their outcome.
         """
         results = [attempt.result for attempt in self.running]
         ended: set[Any] = set()
@@ -216,12 +216,12 @@ class WorkerPool(Generic[Work, Result]):
         for worker in list(self.workers):
             self.dismiss(worker)
         if results:
-            # files that killed attempts leave are swept later, which requires that their processes are gone
+            # files of killed attempts are swept later, which is only possible once their processes are gone
             ray.wait(results, num_returns=len(results), timeout=GRACE_SECONDS)
         return [attempt for attempt in self.running if attempt.result in ended]
 
     def reported(self) -> int:
-        """Return the sum of what the running attempts have reported, as far as it is known. Never blocks."""
+        """Return the total progress that the running attempts have reported, as far as it is known. Never blocks."""
         if ray.wait([self.reading], timeout=0)[0]:
             try:
                 self.reports = ray.get(self.reading)
@@ -242,8 +242,8 @@ class WorkerPool(Generic[Work, Result]):
 
 
 def describe_failure(error: ray.exceptions.RayError) -> Failure:
-    """Classify an error of Ray."""
-    cause = getattr(error, "cause", None)  # what the worker's function raised, if it raised
+    """Classify a Ray error."""
+    cause = getattr(error, "cause", None)  # the exception that the worker's function raised, if any
     raised = cause if isinstance(error, ray.exceptions.RayTaskError) and cause else error
     words = str(raised).strip().splitlines()
     line = f"{type(raised).__name__}: {words[-1] if words else '(no message)'}"

@@ -54,7 +54,7 @@ class ProgressReporter:
         self.node = ray.get_runtime_context().get_node_id()
         self.log = worker_log()
         self.written = time.monotonic()
-        # wait for this one, so that the node is known even if the process dies at once
+        # wait for this report, so that the node is known even if the process dies at once
         ray.wait([board.write.remote(key, number, ProgressReport(self.node, self.log))], timeout=BOARD_SECONDS)
 
     def __call__(self, done: int) -> None:

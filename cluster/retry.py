@@ -60,7 +60,7 @@ class Unit(Generic[Work]):
 
     @property
     def runs_alone(self) -> bool:
-        """Whether a worker must run this unit by itself: it was lost twice, so it may be what kills its process, and
+        """Whether a worker must run this unit by itself: it was lost twice, so it may be killing its process, and
         every other unit in that process would be lost with it."""
         return self.lost > 1
 
@@ -186,7 +186,7 @@ class NodeHealth:
         return True
 
     def avoid(self, failed_on: str | None, able: Collection[str]) -> frozenset[str]:
-        """Return the nodes that a unit should avoid: suspended ones, and the one where its last attempt failed.
+        """Return the nodes that a unit should avoid: suspended nodes, and the node where its last attempt failed.
 
         The second restriction is dropped, and then the first, if no node of `able` (those large enough for a worker)
         would remain.

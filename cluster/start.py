@@ -13,7 +13,7 @@ from shards.base.errors import Preempted, RequestError, WorkError, say
 from shards.base.stop import exit_on_stop_signal
 
 STOPPED = "Stopped by a signal. Committed work is kept; run the same command again to continue."
-# With a launcher's variables in the environment, `streaming` would take this process for one of several ranks.
+# With a launcher's variables in the environment, `streaming` would treat this process as one of several ranks.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -64,10 +64,10 @@ def start_ray(config: ResourcesConfig) -> None:
 def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> Precision:
     """Resolve a precision on the device of a worker: on this machine, or in a task on the cluster.
 
-    An explicit precision is returned as it is when workers are on a cluster. Checking it there would delay every job.
+    An explicit precision is returned unchanged when workers are on a cluster. Checking it there would delay every job.
 
     Raises:
-        RequestError, WorkError: as `start_ray`; WorkError also if no node of the cluster could run the task.
+        RequestError, WorkError: see `start_ray`; WorkError also if no node of the cluster could run the task.
     """
     if not config.num_gpus and not os.environ.get("RAY_ADDRESS"):
         return resolve_precision(requested, "cpu")
@@ -81,7 +81,7 @@ def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> 
         )
     except ray.exceptions.GetTimeoutError as error:
         raise WorkError(
-            f"precision {requested} is resolved on a worker, but no node of the cluster could take one of "
+            f"precision {requested} is resolved on a worker, but no node of the cluster could take a worker of "
             f"{describe(config.needs)} within {config.wait_for_resources:g} s (workers.wait_for_resources). Add such a "
             f"node, or set the precision explicitly: `--precision bfloat16`."
         ) from error

@@ -79,11 +79,11 @@ def endpoint(x: float, y: float, lines: list[str], colors: Colors = GREY, dash: 
 def root(x: float, width: float) -> str:
     """Draw the files of a latents root."""
     rows = [
-        ("encoding.json", "what the numbers mean"),
+        ("encoding.json", "models and settings"),
         ("256x256/00042.3fa9c1d2/", "a part: moments + text"),
-        ("commits/256x256/00042.json", "its receipt: it exists"),
+        ("commits/256x256/00042.json", "its receipt, created last"),
         ("512x512/00042.80b7e2d4/", "a part of the same tar"),
-        ("tars/00042.json", "which tar it is"),
+        ("tars/00042.json", "the tar's identity"),
         ("256x256/index.json", "all committed parts"),
     ]
     drawn = []
@@ -97,7 +97,7 @@ def root(x: float, width: float) -> str:
 def diagram() -> str:
     """Return the diagram as SVG."""
     stage_1 = [
-        ("read and check the tar", "complete? as many as counted?"),
+        ("read and check the tar", "is every sample there?"),
         ("decode, crop, scale", "once for all buckets it covers"),
         ("VAE, text encoder", "in full batches, on the GPU"),
         ("commit", "rename the part, create its receipt"),

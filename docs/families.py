@@ -13,7 +13,7 @@ HEAD = (
 )
 
 MEMORY_HEAD = (
-    "| FAMILY | together | one by one | for what overflows | together, int8 | one by one, int8 |",
+    "| FAMILY | together | one by one | float32 retry | together, int8 | one by one, int8 |",
     "| --- | --- | --- | --- | --- | --- |",
 )
 

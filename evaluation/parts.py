@@ -49,7 +49,8 @@ def read_receipts(store: Store, folder: str, names: Sequence[str]) -> dict[str, 
 def commit_part(store: Store, folder: str, name: str, write: Callable[[Path], PartReceipt]) -> PartReceipt:
     """Write and commit a part unless it is committed already, and return its receipt.
 
-    Of several concurrent attempts, the one that creates the receipt has committed the part, and all return its receipt.
+    If several attempts run concurrently, the attempt that creates the receipt has committed the part, and all return
+    its receipt.
 
     Args:
         write: writes the part's files into the given empty folder, and returns the fields to add to the receipt.
@@ -100,7 +101,7 @@ def read_part(store: Store, receipt: PartReceipt) -> dict[str, bytes]:
 def create_once(store: Store, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the sealed JSON at `name`, after creating it from `make()` if it does not exist.
 
-    Of several concurrent calls, one creates the file, and all return its content.
+    If several calls run concurrently, one creates the file, and all return its content.
 
     Raises:
         DamagedFile: the file is damaged.

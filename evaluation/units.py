@@ -1,4 +1,4 @@
-"""Units of work on Ray, as sampling and feature extraction run them."""
+"""Units of work on Ray, for sampling and feature extraction."""
 
 import os
 import random
@@ -33,7 +33,7 @@ def run_units(
     start_ray(workers)
     failed: dict[str, str] = {}
     done = 0
-    # random order, so that two jobs on the same parts share the work except for what is in flight
+    # random order, so that two jobs on the same parts share the work except for units in flight
     order = random.sample(units, len(units))
     with Progress(what, "parts", len(units)) as progress:
         for event in Fleet(workers, function, iter(order)):

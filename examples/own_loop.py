@@ -1,4 +1,4 @@
-"""Train on a latents root with your own loop, using `LatentDataset` (based on streaming) instead of our trainer.
+"""Train on a latents root with a custom loop, using `LatentDataset` (based on streaming) instead of the trainer.
 
 python -m examples.own_loop runs/demo/latents 64x64
 """

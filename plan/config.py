@@ -125,7 +125,7 @@ class SourcedValue(Config):
     value: float
     """The value that the source confirms. If the field has a different value, the source is ignored."""
     source: str
-    """Where the value was measured, published or quoted."""
+    """Measurement, publication or quote that the value comes from."""
 
 
 class Plan(Config):

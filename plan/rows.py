@@ -16,7 +16,7 @@ from train.model.config import optimizer_class
 
 BITS, MEGA = 8, 1e6
 Basis = Literal["measured", "predicted", "assumed"]
-"""How a throughput was obtained: `measured` on this GPU count, `predicted` from a different one, or `assumed`."""
+"""Origin of a throughput: `measured` on this GPU count, `predicted` from a different one, or `assumed`."""
 
 
 @dataclass(frozen=True)

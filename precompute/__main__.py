@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> None:
         finally:
             sweep_attempts(store)
             sweep_scratch(config.workers.scratch)
-        # listing a large root takes minutes, which a job that was asked to stop does not have
+        # listing a large root takes minutes, too long for a job that was asked to stop
         manifest = newest_manifest(store) if ledger.left else publishing.finish()
     if manifest is not None and not ledger.left:
         write_streaming(store, manifest)
@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> None:
 
 
 def resolved_precision(config: PrecomputeConfig) -> Precision:
-    """Return the configured precision; for `auto`, that of the root or its source, or else the best for the workers.
+    """Return the precision to use. `auto` means that of the root or its source, or else the best for the workers.
 
     Prints the precision that `auto` selects, or a warning if the workers' CPU emulates the configured one.
     """

@@ -1,4 +1,4 @@
-"""Config of stage 1, and what is derived from it: the encoding record of the root and the recipe for workers."""
+"""Config of stage 1, and the encoding record and worker recipe that are derived from it."""
 
 from pathlib import Path
 from typing import Literal
@@ -59,7 +59,7 @@ class PrecomputeConfig(Config):
     """Vision encoders by name, any number."""
     posterior: Literal["moments", "mean"] | None = None
     """`moments`, the default, stores mean and log-variance, so that training draws a new latent in every epoch; `mean`
-    takes half the space. Leave it out for an autoencoder without a posterior."""
+    takes half the space. Omit it for an autoencoder without a posterior."""
     captions: list[str] = Field(["txt"], min_length=1)
     """Caption fields of a sample: `txt` for its text member, or `json:FIELD` for a field of its JSON. If there are
     several, all are stored, and the trainer draws one each time."""
@@ -174,7 +174,7 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
 
 
 def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord, conversion: Conversion | None = None) -> Recipe:
-    """Return what workers need to know about a run.
+    """Build the recipe that workers receive for a run.
 
     Args:
         conversion: how to convert the stored data of `config.source`, if there is a source.

@@ -43,10 +43,10 @@ MAX_EXTRA_TOKENS = 32
 PROBE_SIDE = 256
 """Side of the image from which an autoencoder's latent shape is determined."""
 NORMALISED_BY_CONFIG = ("AutoencoderKL", "AutoencoderDC", "AutoencoderKLHunyuanImage")
-"""Autoencoder classes whose diffusers pipelines normalise latents by the config fields that `_normalisation` reads, and
-by nothing else. Check the pipelines' `vae.decode` calls before adding a class."""
+"""Autoencoder classes whose diffusers pipelines normalise latents using only the config fields that `_normalisation`
+reads. Check the pipelines' `vae.decode` calls before adding a class."""
 UNSUITABLE = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
-"""Exceptions with which a model of a different kind fails when it is built, or run, without weights."""
+"""Exceptions that an unsuitable model raises when it is built, or run, without weights."""
 
 
 def _check_name(name: str) -> str:
@@ -161,8 +161,8 @@ def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **se
     if class_name not in NORMALISED_BY_CONFIG:
         problem = f"names the class {class_name}" if "_class_name" in config else "has no `_class_name`"
         raise RequestError(
-            f"vae: {folder}/config.json {problem}, for which the scale and shift of latents in a diffusion pipeline "
-            f"are unknown. Training on wrongly normalised latents would not fail, but only produce bad images. Use the "
+            f"vae: {folder}/config.json {problem}, so the scale and shift of latents in a diffusion pipeline are "
+            f"unknown. Training on wrongly normalised latents would not fail, but only produce bad images. Use the "
             f"folder of an {supported}."
         )
     try:
@@ -219,7 +219,7 @@ def _normalisation(config: Mapping[str, Any], channels: int, where: str) -> dict
         raise RequestError(f"{where} has {present} but no {missing}; pipelines need both for normalisation. {remedy}")
     if shift:
         raise RequestError(
-            f"{where} has both shift_factor and latents_mean, and no pipeline of diffusers applies both. {remedy}"
+            f"{where} has both shift_factor and latents_mean, and no diffusers pipeline applies both. {remedy}"
         )
     if len(mean) != channels or len(std) != channels or not all(map(_is_number, [*mean, *std])) or min(std) <= 0:
         raise RequestError(
@@ -395,7 +395,7 @@ def _load_tokenizer(name: str, folder: Path, length: int | None, num_embeddings:
         )
     try:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # each tokenizer class raises its own kinds
+    except Exception as error:  # each tokenizer class raises its own exception types
         raise RequestError(
             f"texts.{name}.tokenizer: transformers cannot load {folder}: {error}. Use the complete folder that came "
             f"with the text encoder."
@@ -429,7 +429,7 @@ def describe_features(name: str, config: FeatureTowerConfig, buckets: Sequence[B
     patch, width = getattr(vision_config, "patch_size", None), getattr(vision_config, "hidden_size", None)
     if not isinstance(patch, int) or not isinstance(width, int):
         raise RequestError(
-            f"features.{name}: {folder} ({class_name}) is not a vision model with patches. Use one such as DINOv2."
+            f"features.{name}: {folder} ({class_name}) is not a vision model with patches. Use a model such as DINOv2."
         )
     mean, std = IMAGENET
     if (folder / "preprocessor_config.json").is_file():
@@ -465,7 +465,7 @@ def _check_feature_outputs(
         grid: (rows, columns) of the patches of the image to try.
 
     Raises:
-        RequestError: It does not.
+        RequestError: The output has a different shape.
     """
     height, width = (side * tower.patch for side in grid)
     num_patches = grid[0] * grid[1]

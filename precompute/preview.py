@@ -102,7 +102,7 @@ def spread_out(names: list[str], count: int) -> list[str]:
 
 
 def fair_shares(sizes: list[int], total: int) -> list[int]:
-    """Split `total` into shares as equal as possible, none of which exceeds its size."""
+    """Split `total` into shares as equal as possible, each at most its size."""
     shares = [0] * len(sizes)
     by_size = sorted(range(len(sizes)), key=lambda place: sizes[place])
     for number, place in enumerate(by_size):
@@ -142,7 +142,7 @@ def contact_sheet(pictures: list[Image.Image], labels: list[str], title: str, le
 
 
 def wrapped(label: str, width: float, lettering: Lettering) -> list[str]:
-    """Wrap a label to LABEL_LINES lines of `width` pixels. Its first line is kept as it is.
+    """Wrap a label to LABEL_LINES lines of `width` pixels. Its first line is kept unchanged.
 
     If text is left over, the last line ends with an ellipsis.
     """

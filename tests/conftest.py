@@ -30,7 +30,7 @@ from tests.tiny import make_models, make_samples, make_tar
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# a machine that is busy starts Ray's processes slowly, and Ray gives them 15 s
+# a busy machine starts Ray's processes slowly, and Ray allows them only 15 s
 os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112
 os.environ["RAY_agent_register_timeout_ms"] = "300000"  # noqa: SIM112
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
@@ -58,11 +58,11 @@ LONGEST_FIRST = (
     "test_train_faults.py",
     "test_remote_run.py",
 )
-"""Files that take half a minute or more. Processes take a file each: none of these should be the last."""
+"""Test files that take half a minute or more. They start first, because each process runs whole files."""
 
 
 class NamesFailuresAtOnce:
-    """A run that is ended from outside, by a gate's limit, prints no summary."""
+    """Reporter that prints each failure at once, because a run that is killed at a time limit prints no summary."""
 
     def __init__(self, terminal: pytest.TerminalReporter) -> None:
         self.terminal = terminal
@@ -76,20 +76,20 @@ class NamesFailuresAtOnce:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """The process that prints is the one with a terminal reporter of use: xdist's workers have none."""
+    """Register the reporter in the main process only: xdist's workers have no terminal."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(NamesFailuresAtOnce(config.pluginmanager.getplugin("terminalreporter")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, the others in their order."""
+    """Move the long files to the front, and keep the order of the others."""
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _precision_of_its_own() -> Iterator[None]:
-    """Accelerate keeps the first precision that it was given for the whole process."""
+    """Reset accelerate's precision, which it otherwise keeps for the whole process."""
     yield
     AcceleratorState._reset_state()
 
@@ -98,7 +98,7 @@ SIZES = [(80, 64), (200, 150), (140, 300), (40, 90)]
 
 
 def as_in_a_fresh_process() -> None:
-    """Undo what training sets for its whole process."""
+    """Undo the process-wide settings that training changes."""
     torch.backends.cuda.enable_flash_sdp(True)
     torch.set_num_threads(1)
 
@@ -111,12 +111,14 @@ def _no_traces_of_training() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_traces_of_streaming(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A StreamingDataset's shared memory goes with the test, and no two processes look for a free name of it at once.
+    """Release StreamingDataset's shared memory after each test, and let only one process at a time look for a free
+    name.
 
-    streaming lets go of it at the process's end alone, and each new dataset opens that of all the others: a hundred in
-    one process had 16,000 files open. Two processes that find the same name free both take it, and one fails.
+    streaming releases it only when the process exits, and each new dataset opens the memory of all others: a process
+        with a hundred datasets had 16,000 open files. If two processes find the same name free, both take it, and one
+        fails.
     """
-    if "streaming" not in sys.modules:  # it need not be there
+    if "streaming" not in sys.modules:  # it may not exist
         yield
         return
     held: list[Callable[[], None]] = []
@@ -141,7 +143,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of two tars of 20 sound samples and 3 bad ones each."""
+    """Folder of two tars, each with 20 intact samples and 3 bad ones."""
     folder = tmp_path_factory.mktemp("tars")
     for shard in range(2):
         samples = make_samples(shard, 20, SIZES)
@@ -162,7 +164,7 @@ def clip_tower(models: Path) -> dict[str, str]:
 
 
 def precompute_config(models: Path, tars: Path, output: Path | str, **changes: Any) -> PrecomputeConfig:
-    """Stage 1 on the CPU, in float32, stored without rounding, for the 64x64 and 128x128 buckets."""
+    """Make a stage 1 config for the CPU: float32, stored without rounding, buckets 64x64 and 128x128."""
     fields = {
         "input": str(tars),
         "output": output,
@@ -177,20 +179,20 @@ def precompute_config(models: Path, tars: Path, output: Path | str, **changes: A
 
 
 def folder_of(config: PrecomputeConfig) -> Path:
-    """The latents root of a config whose `output` is a folder."""
+    """Return the latents root of a config whose `output` is a folder."""
     assert isinstance(config.output, Path)
     return config.output
 
 
 def make_towers(config: PrecomputeConfig) -> Towers:
-    """The towers of a config, on the CPU."""
+    """Build the towers of a config on the CPU."""
     encoding, one_by_one = describe_encoding(config), config.workers.one_by_one
     networks = load_networks(encoding, "cpu", one_by_one=one_by_one)
     return Towers(*networks, config.workers.batch_size, make_recipe(config, encoding).batch_sizes, one_by_one)
 
 
 def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode: Decode = decode_picture) -> None:
-    """Stage 1 in this process, without Ray."""
+    """Run stage 1 in this process, without Ray."""
     as_in_a_fresh_process()
     store = open_store(config.output)
     encoding = describe_encoding(config)
@@ -205,7 +207,7 @@ def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode:
 
 @pytest.fixture(scope="session")
 def latents(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path) -> Path:
-    """A latents root of both tars: 30 samples in 64x64, 20 in 128x128. Not to be written to."""
+    """A latents root of both tars: 30 samples in 64x64, 20 in 128x128. Tests must not modify it."""
     config = precompute_config(models, tars, tmp_path_factory.mktemp("roots") / "latents")
     encode_all(config, models)
     return folder_of(config)
@@ -213,14 +215,14 @@ def latents(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path) 
 
 @pytest.fixture
 def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Address of an empty bucket, of an S3 server that lives as long as the test; child processes reach it, too."""
+    """Address of an empty bucket on an S3 server that runs during the test. Child processes can reach it, too."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, "us-east-1")
     clients = fsspec.get_filesystem_class("s3")
-    clients.clear_instance_cache()  # of servers of tests before
+    clients.clear_instance_cache()  # from servers of earlier tests
     clients().makedirs(tmp_path.name)  # the servers of one process share their buckets
     yield f"s3://{tmp_path.name}"
     clients.clear_instance_cache()

@@ -1,4 +1,4 @@
-"""A model hub on this machine, with as much of the real one's API as fetching a model takes, and its faults."""
+"""A local model hub with the API calls that downloading a model needs, and with injected faults."""
 
 import json
 import re
@@ -22,14 +22,15 @@ FAULTS = {
     "busy": (429, {"Retry-After": "0"}),
     "down": (503, {}),
 }
-"""Owner → what the hub answers for each of its repositories. Of owner `half`, files end in their middle."""
+"""Owner → the hub's response for each of its repositories. Files of the owner `half` are truncated."""
 
 
 @contextmanager
 def fake_hub(folder: Path, faulty: bool = True, fetched: list[str] | None = None) -> Iterator[str]:
-    """Serve the files below `folder` as every repository's, at commit COMMIT and on branch main; the hub's address.
+    """Serve the files below `folder` for every repository, at commit COMMIT and on branch main; yield the hub's
+    address.
 
-    `fetched` gets the name of each file whose bytes were asked for.
+    `fetched` receives the name of each file whose bytes are requested.
     """
     faults = FAULTS if faulty else {}
 
@@ -97,7 +98,7 @@ def fake_hub(folder: Path, faulty: bool = True, fetched: list[str] | None = None
 
 
 def ask(code: str, hub: str, cache: Path, *arguments: str, **variables: str) -> str:
-    """Standard output of `code` in a process of its own, for which `hub` is the hub."""
+    """Run `code` in a new process that uses `hub`, and return its standard output."""
     here = {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"} | variables
     command = [sys.executable, "-c", code, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, env=environment(**here), timeout=600)

@@ -1,4 +1,4 @@
-"""Processes forked from a test's own. An error must end them: past it they would go on as a second pytest."""
+"""Processes forked from the test's own. An error must end them; otherwise they would continue as a second pytest."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ OK, STORAGE_ERROR, OTHER_ERROR = 0, 10, 11
 
 
 def fork(work: Callable[[], object], about: str = "a fork") -> int:
-    """A process that does `work` and ends; what went wrong is its exit code."""
+    """Fork a process that runs `work` and exits; a failure gives a non-zero exit code."""
     sys.stdout.flush()
     if child := os.fork():
         return child
@@ -27,5 +27,5 @@ def fork(work: Callable[[], object], about: str = "a fork") -> int:
 
 
 def wait_for(child: int) -> int:
-    """The exit code of a process."""
+    """Wait for a process, and return its exit code."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

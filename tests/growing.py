@@ -1,4 +1,4 @@
-"""Roots that hold less for a while, for tests of what happens when something is added."""
+"""Roots with some tars temporarily removed, for tests of growing roots."""
 
 import shutil
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def set_aside(root: Path, tars: Iterable[str]) -> None:
-    """Take the receipts of some tars out of a root, and all that was published."""
+    """Remove the receipts of some tars from a root, and everything published."""
     for tar in tars:
         for receipt in list(root.glob(f"commits/*/{tar}.json")):
             aside = root.with_name("aside") / receipt.parent.name
@@ -18,7 +18,7 @@ def set_aside(root: Path, tars: Iterable[str]) -> None:
 
 
 def put_back(root: Path, tars: Iterable[str]) -> None:
-    """Commit them again."""
+    """Restore the receipts."""
     for tar in tars:
         for receipt in list(root.with_name("aside").glob(f"*/{tar}.json")):
             receipt.rename(root / "commits" / receipt.parent.name / receipt.name)

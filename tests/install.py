@@ -1,9 +1,9 @@
-"""The wheel with every extra in fresh environments, as `pip install` gives it, and both stages run from there.
+"""Install the wheel with every extra in fresh environments, and run both stages from there.
 
     python -m tests.install [--pythons 3.11 3.12 3.13] [--overrides]
 
-Nothing of the clone is on the path of what is run, and no lock is used. `--overrides` lets the resolver past
-streaming's pins, as docs/how-to/install.md tells users of uv.
+Nothing of the clone is on the path, and no lock is used. `--overrides` lifts streaming's pins, as in
+docs/how-to/install.md.
 """
 
 import argparse
@@ -31,12 +31,12 @@ assert len(dataset) == 12 and dataset[0]["image_latents"].shape == (8, 8, 8), da
 
 
 def main() -> None:
-    """Each Python in turn; the first failure ends it."""
+    """Test each Python in turn, until the first failure."""
     parser = argparse.ArgumentParser(prog="tests.install", description=__doc__)
     parser.add_argument(
-        "--pythons", nargs="+", default=["3.11", "3.12", "3.13"], help="names or paths, as uv takes them"
+        "--pythons", nargs="+", default=["3.11", "3.12", "3.13"], help="names or paths of interpreters, as for uv"
     )
-    parser.add_argument("--overrides", action="store_true", help="past streaming's pins of numpy and transformers")
+    parser.add_argument("--overrides", action="store_true", help="lift streaming's pins of numpy and transformers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="latentmill-install-") as folder:
         run(*UV, "build", "--quiet", "--wheel", "--out-dir", folder, str(ROOT), cwd=ROOT)
@@ -51,12 +51,12 @@ def main() -> None:
 
 
 def install(place: Path, python: str, wheel: Path, overrides: bool) -> str:
-    """PLACE/venv with the wheel and every extra; what came."""
+    """Create PLACE/venv with the wheel and every extra, and return its path and packages."""
     begin = time.monotonic()
     run(*UV, "venv", "--quiet", "--python", python, str(place / "venv"), cwd=place)
     (place / "overrides.txt").write_text(OVERRIDES if overrides else "")
     into = ("--python", str(place / "venv" / "bin" / "python"))
-    # from a folder of its own: the clone's pyproject.toml has overrides that a user's has not
+    # from a separate folder, because the clone's pyproject.toml has overrides
     past = ("--overrides", "overrides.txt")
     run(*UV, "pip", "install", "--quiet", *into, *past, f"latentmill[{EXTRAS}] @ {wheel.as_uri()}", cwd=place)
     seconds = time.monotonic() - begin
@@ -67,7 +67,7 @@ def install(place: Path, python: str, wheel: Path, overrides: bool) -> str:
 
 
 def use(place: Path, world: Path) -> str:
-    """Configs, both stages, export and checks, all by the commands that the wheel installs."""
+    """Run both stages, the export and checks, all with the commands that the wheel installs."""
     begin = time.monotonic()
 
     def command(name: str, *words: str, code: int = 0) -> str:
@@ -104,7 +104,7 @@ def use(place: Path, world: Path) -> str:
 
 
 def run(*words: str, cwd: Path, code: int = 0) -> str:
-    """What a command prints, with nothing of this clone in its environment."""
+    """Run a command without this clone in its environment, and return its output."""
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     environment = {key: value for key, value in os.environ.items() if key not in ours} | {"HF_HUB_OFFLINE": "1"}
     result = subprocess.run(words, cwd=cwd, capture_output=True, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""`make`, from tests."""
+"""Run `make` from tests."""
 
 import os
 import subprocess
@@ -8,6 +8,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
-    """`make …`, as from a shell: `make test` itself would hand its flags and ARGS down."""
+    """Run `make …` as from a shell, without the flags and ARGS that `make test` would pass on."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "ARGS"))}
     return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)

@@ -23,7 +23,7 @@ REASONS = (TOO_SMALL, "corrupt", "non_finite")
 
 
 def random_root(root: Path, seed: int, num_tars: int = 6) -> Path:
-    """Make a sound root in which any bucket may store or reject any sample, each for a reason of its own.
+    """Make a valid root in which any bucket may store or reject any sample, each for its own reason.
 
     Each tar is committed by one or two attempts, which have different buckets, machines and settings.
     """
@@ -60,7 +60,7 @@ def _commit(
     with attempt_folder(store, tar) as folder:
         for bucket in buckets:
             writer = PartWriter(folder / bucket, encoding, Bucket.parse(bucket))
-            for key in rng.sample(keys, len(keys)):  # a part's rows are in no order
+            for key in rng.sample(keys, len(keys)):  # a part's rows have no order
                 if rng.random() < 0.6:
                     made = make_sample(np.random.default_rng(0), key, bucket, encoding, 0, 0, None)
                     (caption,) = made.present

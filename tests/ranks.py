@@ -1,7 +1,8 @@
-"""Commands forked from a server that has imported everything: a start costs a second. Several are a run's ranks.
+"""Commands forked from a server that has imported everything, so a start takes only a second; several are a run's
+ranks.
 
-Each is a process of its own with an environment, a session, a log and a resource tracker of its own, as one started by
-`python -m train` would be; only the imports are shared. Nodes are simulated: each has a private /dev/shm and temporary
+Each is a separate process with its own environment, session, log and resource tracker, like a process started by
+`python -m train`; only the imports are shared. Nodes are simulated: each has a private /dev/shm and temporary
 folder, so that nothing but the network is shared.
 """
 
@@ -30,10 +31,10 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without a launcher's or a cluster's variables.
+    """Return this process's environment without a launcher's or a cluster's variables.
 
-    `ray.init` leaves RAY_AUTH_MODE=token in it; a Ray that was imported without it, as the server's was, would start a
-    cluster that asks for a token, and not give one.
+    `ray.init` sets RAY_AUTH_MODE=token. A Ray that was imported before that, as in the server, would start a cluster
+        that requires a token, but not send one.
     """
     kept = {key: value for key, value in os.environ.items() if key not in (*LAUNCHER, "RAY_ADDRESS", "RAY_AUTH_MODE")}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
@@ -48,13 +49,13 @@ def start(
     errors: Path | None = None,
     variables: Mapping[str, str] = {},
 ) -> list[ForkServerProcess]:
-    """Start `python -m train ARGUMENTS` on so many processes; a `Process` for each rank, or for each of several nodes.
+    """Start `python -m train ARGUMENTS` on several processes; return a `Process` per rank, or per node.
 
     Args:
-        log: for what they print.
+        log: file for the output.
         program: `module:function` to call with the arguments instead of the trainer's.
-        errors: for standard error alone.
-        variables: of the environment, besides those that are set here.
+        errors: file for standard error only.
+        variables: additional environment variables.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     local = num_processes // num_nodes
@@ -88,7 +89,7 @@ def run(log: Path, arguments: list[str], num_processes: int = 1, num_nodes: int 
 def run_command(
     program: str, arguments: list[str], num_processes: int = 1, seconds: float = 600, variables: Mapping[str, str] = {}
 ) -> tuple[int, str, str]:
-    """Exit code, the worst of several processes', standard output and standard error."""
+    """Return the exit code (the highest of several processes), standard output and standard error."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder) / "output", Path(folder) / "errors"
         processes = start(output, arguments, num_processes, program=program, errors=errors, variables=variables)
@@ -99,7 +100,8 @@ def run_command(
 
 
 def wait(processes: list[ForkServerProcess], seconds: float = 600) -> list[int | None]:
-    """Exit codes, in order; what has not ended after `seconds` is killed, and its code is None."""
+    """Return the exit codes in order. Processes that have not exited after `seconds` are killed, and their code is
+    None."""
     codes: list[int | None] = []
     for process in processes:
         process.join(seconds)
@@ -111,14 +113,14 @@ def wait(processes: list[ForkServerProcess], seconds: float = 600) -> list[int |
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def nodes_can_be_simulated() -> bool:
-    """Whether this process may give another one a /dev/shm of its own."""
+    """Return whether this process may give a child a private /dev/shm."""
     process = SERVER.Process(target=_own_shared_memory)
     process.start()
     process.join()
@@ -135,11 +137,11 @@ def _run_ranks(
     node: Path | None,
 ) -> None:
     os.setsid()
-    random.seed()  # or all of a server would draw the same, Ray its ports too
+    random.seed()  # otherwise all forks of a server would draw the same numbers, including Ray's ports
     os.chdir(here[0])
     os.environ.clear()
     os.environ.update(here[1])
-    set_start_method("fork", force=True)  # of loader workers, as in a process that was not itself forked by a server
+    set_start_method("fork", force=True)  # for loader workers, as in a process that was not forked by a server
     for number, path in ((1, log), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
@@ -165,13 +167,13 @@ def _run_rank(program: str, arguments: list[str], variables: dict[str, str]) -> 
     for name in LAUNCHER:
         os.environ.pop(name, None)
     os.environ.update(variables)
-    # as of a process that nobody forked: it cleans up after this one alone
+    # as in a process that was not forked: it cleans up after this process only
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
     module, _, function = program.partition(":")
     called = getattr(__import__(module, fromlist=[function]), function)
     code = exit_code_of(lambda: called(arguments))
-    atexit._run_exitfuncs()  # which a forked process leaves out
+    atexit._run_exitfuncs()  # a forked process skips this
     return code
 
 

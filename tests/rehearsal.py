@@ -1,9 +1,10 @@
-"""bench/gpu_check.sh, rehearsed on the CPU from a clean export of HEAD, in an environment like a lent GPU machine's.
+"""Rehearse bench/gpu_check.sh on the CPU, from a clean export of HEAD, in an environment like that of a lent GPU
+machine.
 
     python -m tests.rehearsal [--python 3.12] [--minutes 40] [what bench.gpu_check takes]
 
-The environment has what such a machine has, and no more: `THERE`. What the check lacks there, `bench/gpu_check.sh
-wheels` carries along, at most `MOST_CARRIED`. Installing takes a package index; the check itself then takes none.
+The environment has only the packages of such a machine, `THERE`. `bench/gpu_check.sh wheels` brings the others, at most
+`MOST_CARRIED`. Installing needs a package index; the check itself does not.
 """
 
 import argparse
@@ -28,9 +29,9 @@ MOST_CARRIED = 64 << 20
 
 
 def main() -> None:
-    """Install, export, fetch, check; ends with the check's own code."""
+    """Install, export, fetch and check; exit with the check's exit code."""
     parser = argparse.ArgumentParser(prog="tests.rehearsal", description=__doc__)
-    parser.add_argument("--python", default="3.12", help="a version or a path, as uv takes it")
+    parser.add_argument("--python", default="3.12", help="version or path of an interpreter, as for uv")
     parser.add_argument("--minutes", default="40", help="of the check")
     options, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="latentmill-rehearsal-") as folder:
@@ -44,35 +45,35 @@ def main() -> None:
         words += ["--minutes", options.minutes, *more]
         check = subprocess.run(["env", "-u", "PYTHONPATH", f"PYTHON={python}", *words], cwd=clone)
         page = place / "found" / "gpu-check.md"
-        if page.is_file():  # what is wrong with the request is said before there is one
+        if page.is_file():  # invalid requests are reported before the environment exists
             say(page.read_text())
     sys.exit(check.returncode)
 
 
 def machine(place: Path, version: str) -> tuple[Path, str]:
-    """Its interpreter, and that one's version."""
+    """Create the environment, and return its interpreter and version."""
     python = place / "venv" / "bin" / "python"
     run(*UV, "venv", "--quiet", "--seed", "--python", version, str(place / "venv"), cwd=place)
     run(*UV, "pip", "install", "--quiet", "--python", str(python), *THERE, cwd=place)
-    # a command line's typer may have brought it
+    # may have been installed as a dependency of typer
     run(*UV, "pip", "uninstall", "--quiet", "--python", str(python), "pydantic", "pydantic-core", cwd=place)
     listed = run(*UV, "pip", "list", "--quiet", "--format", "freeze", "--python", str(python), cwd=place).split()
     version, *found = run(str(python), "-c", LOOK, *ABSENT, cwd=place).split()
-    assert not found, f"the machine is to lack {found}"
+    assert not found, f"the machine must not have {found}"
     names = [name.split("=")[0] for name in THERE]
     say(f"A machine with Python {version}, {', '.join(line for line in listed if line.split('==')[0] in names)}.")
     return python, version
 
 
 def export(clone: Path) -> None:
-    """HEAD's files and nothing else."""
+    """Export HEAD's files and nothing else."""
     clone.mkdir()
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x"], cwd=clone, input=archive, check=True)
 
 
 def say(text: str) -> None:
-    """At once: what follows takes long."""
+    """Print and flush, because the next step takes long."""
     print(text.strip(), flush=True)
 
 

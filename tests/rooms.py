@@ -1,4 +1,4 @@
-"""Counts rooms, arrows and circles by the imports alone: `python -m tests.rooms` prints them.
+"""Count rooms, arrows and cycles of the imports: `python -m tests.rooms` prints them.
 
 A room is a file, or a package seen from outside; a package's floor is the rooms directly in it. An arrow is an import.
 """
@@ -21,19 +21,19 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "examples": ("shards", "cluster", "precompute", "train", "evaluation"),
     "bench": ("shards", "cluster", "precompute", "train", "plan", "evaluation", "examples"),
 }
-"""Top-level package → those below it. precompute and train never meet."""
+"""Top-level package → the packages it may import. precompute and train never import each other."""
 
 
 @dataclass
 class Floor:
-    """The rooms directly in one package, and who imports whom."""
+    """The rooms directly in one package, and their imports of each other."""
 
     rooms: set[str] = field(default_factory=set)
     arrows: set[tuple[str, str]] = field(default_factory=set)
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the product by its dotted name; a package is the name of its folder."""
+    """Return dotted name → file of every module of the product; a package has the name of its folder."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -43,7 +43,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The product's modules that a file imports, at its head or anywhere in it."""
+    """Return the product's modules that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
@@ -54,7 +54,8 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def floors() -> dict[str, Floor]:
-    """Package → its floor; `` is the whole product's. An import is an arrow on the floor where the two part."""
+    """Return package → floor; `` stands for the whole product. An import is an arrow on the floor where the two paths
+    diverge."""
     known = modules()
     found: dict[str, Floor] = defaultdict(Floor)
     for name, path in known.items():
@@ -70,7 +71,7 @@ def floors() -> dict[str, Floor]:
 
 
 def circles(floor: Floor) -> list[set[str]]:
-    """Groups of rooms that reach each other."""
+    """Return groups of rooms that import each other, directly or indirectly."""
     reach = {room: {b for a, b in floor.arrows if a == room} for room in floor.rooms}
     for middle in floor.rooms:
         for room in floor.rooms:
@@ -81,7 +82,7 @@ def circles(floor: Floor) -> list[set[str]]:
 
 
 def lines(package: str) -> int:
-    """Lines of Python below a package."""
+    """Count the lines of Python below a package."""
     return sum(len(path.read_text().splitlines()) for path in (ROOT / package).rglob("*.py"))
 
 

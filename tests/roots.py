@@ -1,4 +1,4 @@
-"""A latents root: the command line that makes it, and all that is in it."""
+"""Helpers for latents roots: the command line that creates a root, and its content."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from shards.root.committed import TarReceipts, load_tars
 
 
 def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> list[str]:
-    """Stage 1's command line on the CPU; as `precompute_config`, stored without rounding."""
+    """Return stage 1's command line for the CPU, stored without rounding like `precompute_config`."""
     fields = {
         "config": Path(__file__).parents[1] / "configs" / "precompute.yaml",
         "input": tars,
@@ -31,13 +31,14 @@ def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> li
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """Name → bytes of every file of a root; hidden ones are left out, and index/, which knows when receipts came."""
+    """Return name → bytes of a root's files, without hidden files and index/, which depends on when receipts were
+    created."""
     files = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for name, path in files.items() if not name.startswith((".", "index/"))}
 
 
 def part_of(root: Path, bucket: str, tar: str) -> Path:
-    """The folder of a tar's part, as its receipt names it."""
+    """Return the folder of a tar's part, as named by its receipt."""
     return root / receipts_of_tar(root, tar).parts[bucket].folder
 
 
@@ -46,8 +47,9 @@ def receipts_of_tar(root: Path, tar: str) -> TarReceipts:
 
 
 def list_rejects(tables: Mapping[str, tuple[Columns, Columns]]) -> list[tuple[str, str, str, str, str]]:
-    """(key, url, bucket, reason, detail) by key, of the tables of a tar's parts, by bucket. `bucket` is empty where the
-    sample is in none; otherwise it names the one that refused it for another reason than its size."""
+    """Return (key, url, bucket, reason, detail) sorted by key, from the tables of a tar's parts by bucket. `bucket` is
+    empty if no bucket has the sample; otherwise it is the bucket that refused it for a reason other than its
+    size."""
     stored = {key for samples, _ in tables.values() for key in samples["key"]}
     refused: dict[str, list[tuple[str, str, str, str, str]]] = {}
     for bucket in sorted(tables):
@@ -65,13 +67,14 @@ def list_rejects(tables: Mapping[str, tuple[Columns, Columns]]) -> list[tuple[st
 
 
 def rejects(root: Path, tar: str) -> list[dict[str, str]]:
-    """key, url, bucket (empty: in none), reason and detail of what a tar lost, by the tables of its parts."""
+    """Return key, url, bucket (empty: none), reason and detail of a tar's refused samples, from the tables of its
+    parts."""
     parts = receipts_of_tar(root, tar).parts.items()
     listed = list_rejects({name: read_tables(LocalStore(root), part.folder, part.files) for name, part in parts})
     return [dict(zip(("key", "url", "bucket", "reason", "detail"), row, strict=True)) for row in listed]
 
 
 def rows(root: Path, bucket: str) -> list[dict]:
-    """Every sample of a bucket, in order, by streaming's own reader."""
+    """Read every sample of a bucket in order with streaming's own reader."""
     dataset = StreamingDataset(local=str(root / bucket), batch_size=1, shuffle=False)
     return [dataset[i] for i in range(len(dataset))]

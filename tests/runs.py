@@ -1,4 +1,4 @@
-"""Training runs for tests: configs, and the command in a process of its own."""
+"""Training runs for tests: configs, and the command in a separate process."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ PYTHON = (sys.executable,)
 
 
 def train_fields(latents: Path, run_dir: Path | str, **changes: Any) -> dict[str, Any]:
-    """A small run: global batch 8 of the 64x64 bucket, 6 steps, a line of metrics per step."""
+    """Return the config of a small run: global batch 8 of the 64x64 bucket, 6 steps, a line of metrics per step."""
     fields: dict[str, Any] = {
         "run_dir": str(run_dir),
         "max_steps": 6,
@@ -43,7 +43,7 @@ def train_fields(latents: Path, run_dir: Path | str, **changes: Any) -> dict[str
 
 
 def write_config(folder: Path, fields: dict[str, Any]) -> Path:
-    """The fields as a YAML file."""
+    """Write the fields to a YAML file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{Path(fields['run_dir']).name}.yaml"
     path.write_text(yaml.safe_dump(fields))
@@ -58,13 +58,13 @@ def run_module(
     variables: Mapping[str, str] = {},
     seconds: float = 600,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m MODULE …` in processes of their own, which have imported everything unless a launcher starts them.
+    """Run `python -m MODULE …` in separate processes, which have imported everything unless a launcher starts them.
 
     Args:
-        num_processes: of the trainer, as a launcher would start them.
-        launcher: what stands before `-m`.
-        variables: of the environment.
-        seconds: after which it is killed.
+        num_processes: number of trainer processes, as a launcher would start them.
+        launcher: arguments before `-m`.
+        variables: environment variables.
+        seconds: time limit, after which the command is killed.
     """
     command = [*(launcher or PYTHON), "-m", module, *arguments]
     if launcher:
@@ -75,7 +75,7 @@ def run_module(
 
 
 def launcher(num_processes: int) -> tuple[str, ...]:
-    """What `make train NPROC=…` puts before `-m train`: the launcher, with gloo ranks on CPUs."""
+    """Return the arguments that `make train NPROC=…` puts before `-m train`: the launcher, with gloo ranks on CPUs."""
     flags = ["--num_machines", "1", "--num_processes", str(num_processes), "--mixed_precision", "no"]
     ports = ["--main_process_port", "0"] if num_processes > 1 else []
     multi = ["--multi_gpu"] if num_processes > 1 else []
@@ -83,13 +83,13 @@ def launcher(num_processes: int) -> tuple[str, ...]:
 
 
 def curve(run_dir: Path) -> tuple[list[float], list[list[str]]]:
-    """Losses and sample keys per step."""
+    """Return losses and sample keys per step."""
     losses = [row["loss"] for row in read_json_lines(run_dir / "metrics.jsonl")]
     return losses, [row["keys"] for row in read_json_lines(run_dir / "samples.jsonl")]
 
 
 def compare(run: Path, undisturbed: Path) -> dict[str, Any]:
-    """Hold a finished run against the undisturbed one; what is equal, as figures."""
+    """Compare a finished run with the undisturbed one, and return figures of what is equal."""
     found, expected = curve(run), curve(undisturbed)
     assert found == expected
     last = [list_checkpoints(folder)[-1] for folder in (run, undisturbed)]
@@ -100,13 +100,13 @@ def compare(run: Path, undisturbed: Path) -> dict[str, Any]:
 
 
 def last_step(run: Path) -> int:
-    """The step of the last whole line of metrics.jsonl."""
+    """Return the step of the last complete line of metrics.jsonl."""
     rows = read_json_lines(run / "metrics.jsonl")
     return int(rows[-1]["step"]) if rows else 0
 
 
 def rank_processes(pid: int) -> list[psutil.Process]:
-    """The trainer's processes below a launcher."""
+    """Return the trainer's processes below a launcher."""
     try:
         return [child for child in psutil.Process(pid).children() if "train" in child.cmdline()]
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The docs: within 100 columns, and what they name is there."""
+"""The docs are within 100 columns, and everything they name exists."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to
 
 
 def script(name: str) -> ModuleType:
-    """A script of docs/, which is no package."""
+    """Load a script of docs/, which is not a package."""
     spec = util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = util.module_from_spec(spec)
@@ -25,7 +25,7 @@ def script(name: str) -> ModuleType:
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:
-    """Lines outside of code blocks and tables, with their numbers."""
+    """Yield the lines outside of code blocks and tables, with their numbers."""
     in_code = False
     for number, line in enumerate(page.read_text().splitlines(), start=1):
         in_code ^= line.startswith(("```", "   ```"))
@@ -34,7 +34,7 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def defined(path: Path) -> set[str]:
-    """Every function, class and constant of a Python file."""
+    """Return every function, class and constant of a Python file."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -66,7 +66,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pages
 def test_paths_are_there(page: Path) -> None:
-    """Every path in backticks that begins with a folder or file of the repository."""
+    """Check every path in backticks that begins with a folder or file of the repository."""
     spans = re.findall(r"`([\w./-]+)`", page.read_text())
     gone = [span for span in spans if ("/" in span or "." in span) and span.split("/")[0] in TOPS]
     assert [span for span in gone if not (ROOT / span).exists()] == []
@@ -81,7 +81,8 @@ def test_make_targets_are_there(page: Path) -> None:
 
 
 def test_what_the_lookup_table_names_is_there() -> None:
-    """Each function of docs/reference/where.md is in its file, and each config field and test exists."""
+    """Check that each function of docs/reference/where.md is in its file, and that each config field and test
+    exists."""
     rows = [
         line for line in (ROOT / "docs/reference/where.md").read_text().splitlines() if re.match(r"\| .*`tests/", line)
     ]
@@ -104,7 +105,7 @@ def test_the_places_for_what_is_not_built_in_are_there() -> None:
 
 
 def check_place(what: str, place: str) -> None:
-    """Check one cell: a file, and the functions, classes and constants that it is said to define."""
+    """Check one cell: a file, and the functions, classes and constants that it should define."""
     file, *names = re.findall(r"`([^`]+)`", place)
     assert (ROOT / file).is_file(), f"{what}: {file}"
     assert not names or set(names) <= defined(ROOT / file), f"{what}: {place}"

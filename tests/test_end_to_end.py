@@ -1,4 +1,4 @@
-"""Everything in order on tiny data, by the commands people type: tars → latents → both phases → export → a picture."""
+"""The complete pipeline on tiny data, with the users' commands: tars → latents → both phases → export → a picture."""
 
 import shutil
 import subprocess
@@ -29,7 +29,7 @@ def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
     assert "20 samples in 128x128, 30 samples in 64x64" in result.stdout
     assert len(load_tars(open_store(root))) == 2
 
-    # the trainer needs none of these, and proves it
+    # the trainer must work without these
     shutil.move(tmp_path / "models", tmp_path / "hidden")
     shutil.rmtree(tmp_path / "tars")
     phase1 = train_fields(root, tmp_path / "phase1", max_steps=3)
@@ -59,7 +59,7 @@ def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
 
 
 def run_card(export: Path, folder: Path) -> None:
-    """The code of the model card, with fewer steps: it leaves a picture behind."""
+    """Run the model card's code with fewer steps; it writes a picture."""
     code = (export / "README.md").read_text().split("```python\n")[1].split("```")[0]
     program = code.replace("num_inference_steps=50", "num_inference_steps=2")
     command = [*PYTHON, "-c", program]
@@ -76,7 +76,7 @@ def test_export_refuses_another_vae(models: Path, latents: Path, tmp_path: Path)
     other = make_models(tmp_path / "other", seed=1)
     result = run_module("train", "export", str(tmp_path / "run"), "--vae", str(other / "vae"))
     assert result.returncode == 2
-    assert "is not the vae with which the latents were encoded" in result.stderr.replace("\n", " ")
+    assert "is not the vae that encoded the latents" in result.stderr.replace("\n", " ")
     result = run_module("train", "export", str(tmp_path / "run"), "--weights", "ema")
     assert result.returncode == 2 and "holds no moving average" in result.stderr.replace("\n", " ")
 
@@ -94,7 +94,7 @@ def test_a_trimmed_root_trains_and_samples_with_its_mask(models: Path, tars: Pat
     assert run_module("train", "export", str(tmp_path / "run")).returncode == 0
     export = str(tmp_path / "run" / "export")
     run_card(tmp_path / "run" / "export", tmp_path)
-    for stock in (StableDiffusionPipeline, DiffusionPipeline):  # would draw something else
+    for stock in (StableDiffusionPipeline, DiffusionPipeline):  # would draw a different picture
         with pytest.raises(ValueError, match=r"contains custom code in trimmed_pipeline\.py"):
             stock.from_pretrained(export)
     drawn = draw_here(Path(export), tmp_path / "drawn", sampling(images_per_prompt=1, part_size=5))

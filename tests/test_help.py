@@ -1,4 +1,4 @@
-"""`--help` of every command says what it does, and shows what to type; what it shows is understood."""
+"""`--help` of every command describes it and shows valid examples."""
 
 import importlib
 import re
@@ -22,7 +22,7 @@ PROGRAMS = {
     place.split(":")[0].removesuffix(".__main__") for name, place in SCRIPTS.items() if name != "latentmill"
 } | set(WITHOUT_SCRIPT)
 SUBCOMMANDS = {
-    "evaluation": set(evaluation.__main__.COMMANDS) - {"study"},  # which has a table of its own
+    "evaluation": set(evaluation.__main__.COMMANDS) - {"study"},  # has a separate table
     "evaluation.study": set(evaluation.study.__main__.COMMANDS),
     "shards": set(shards.__main__.COMMANDS),
     "train": set(train.__main__.COMMANDS),
@@ -37,7 +37,7 @@ READ = [
     *(f"{program}.__main__.load_config" for program in ("evaluation", "evaluation.study", "plan")),
     *(f"train.{name}.load_for_run" for name in ("export.pipeline", "export.posthoc", "run.reporting.notify")),
 ]
-"""Functions that read what was typed."""
+"""Functions that parse the arguments."""
 WORK = [
     *("shards.__main__.open_store", "precompute.preview.open_store", "shards.tools.init.write_configs"),
     *(
@@ -46,11 +46,11 @@ WORK = [
         "evaluation.__main__.read_runs",
     ),
 ]
-"""Functions with which work begins, where argparse reads."""
+"""Functions that start the actual work in commands that use argparse."""
 
 
 class UnderstoodError(Exception):
-    """Arguments are read, and work would begin."""
+    """The arguments were parsed, and the actual work would begin."""
 
 
 def call(words: list[str]) -> None:
@@ -78,7 +78,7 @@ def test_every_command_has_examples_that_are_understood(
     printed = help_of(words, capsys)
     shown = re.search(r"^examples?:(.*?)(?:\n\n|\Z)", printed, re.DOTALL | re.MULTILINE)
     assert shown is not None, printed
-    # a comment stands behind a wide gap
+    # comments follow a wide gap
     lines = [re.split(r" {3,}", line.strip())[0] for line in shown[1].splitlines()]
     examples = [shlex.split(line) for line in lines if line]
     assert examples[0][: len(words)] == words, "its own come first"

@@ -53,7 +53,7 @@ def test_a_family_is_a_folder_of_configs() -> None:
 
 
 def test_what_a_target_runs() -> None:
-    """The request is checked in one process, then launched with as many as were asked for."""
+    """The request is checked in one process, then launched with the requested number."""
     result = make("--dry-run", "train", "PHASE=1", "NPROC=2", "ARGS=--max_steps 5")
     check, launch = (line for line in result.stdout.replace("\\\n", "").splitlines() if "-m train" in line)
     assert launch.startswith("PET_SHUTDOWN_TIMEOUT=120 exec ") and "--max_restarts 3" in launch

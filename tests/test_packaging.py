@@ -1,4 +1,4 @@
-"""What a clean machine depends on: entry points, the lock, and files that must not be in the repository."""
+"""Requirements of a clean machine: entry points, the lock, and files that must not be in the repository."""
 
 import re
 import subprocess

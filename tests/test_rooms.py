@@ -19,13 +19,13 @@ WHOLE_CONFIG = {
         "train/prepare.py",
         "train/setup.py",
         "train/takeover.py",
-        # a finished run's, read from its folder
+        # config of a finished run, read from its folder
         "train/export/pipeline.py",
         "train/export/card.py",
         "train/export/components.py",
     },
 }
-"""A command's whole config → the files that may see it: it is taken apart where the run is put together."""
+"""A command's complete config → the files that may use it; all others receive only their sections."""
 
 
 def test_packages_import_those_below_them_alone() -> None:
@@ -49,7 +49,7 @@ def test_a_whole_config_stays_at_the_door(config: str, files: set[str]) -> None:
 
 
 def test_no_test_imports_another() -> None:
-    """What two of them need has a file of its own, whose name says what it is."""
+    """Shared helpers have their own files with descriptive names."""
     wrong = []
     for path in (ROOT / "tests").rglob("*.py"):
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]

@@ -1,4 +1,4 @@
-"""Both stages on an S3: tars and latents at s3:// addresses, through the commands that a user types."""
+"""Both stages on S3: tars and latents at s3:// URLs, with the users' commands."""
 
 import json
 import os
@@ -21,11 +21,12 @@ from tests.runs import curve, run_module, train_fields, write_config
 from train.run.reporting.json_lines import read_json_lines
 
 TIMED = {"started", "seconds", "attempts", "sha256", "input", "token", "tar"}
-"""What receipts of the same tars at two addresses may differ in."""
+"""Fields in which receipts of the same tars at two URLs may differ."""
 
 
 def contents(root: Path | str) -> dict[str, object]:
-    """Every file of a root, but for index/, which knows when receipts came; of receipts, what two runs have alike."""
+    """Return name → content of a root's files, without index/, which depends on when receipts were created, and without
+    the receipt fields that differ between runs."""
     store = open_store(root)
     files: dict[str, object] = {
         name: store.read(name) for name in store.files() if not name.startswith((".", "index/"))
@@ -47,7 +48,7 @@ def test_tars_and_latents_on_s3(s3: str, latents: Path, models: Path, tars: Path
     receipt = json.loads(open_store(f"{s3}/latents").read("commits/64x64/00000.json"))
     assert receipt["input"]["address"] == f"{s3}/tars/00000.tar"
 
-    again = run_module("precompute", "--config", str(config))  # there is nothing left to do
+    again = run_module("precompute", "--config", str(config))  # nothing is left to do
     assert again.returncode == 0, again.stderr[-3000:]
     assert json.loads(open_store(f"{s3}/latents").read("commits/64x64/00000.json")) == receipt
     checked = run_module("shards", "verify", f"{s3}/latents")
@@ -71,7 +72,7 @@ def test_tars_and_latents_on_s3(s3: str, latents: Path, models: Path, tars: Path
 def test_streamings_own_reader_reads_a_root_at_an_address(
     s3: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("S3_ENDPOINT_URL", os.environ["AWS_ENDPOINT_URL"])  # streaming's own name for it
+    monkeypatch.setenv("S3_ENDPOINT_URL", os.environ["AWS_ENDPOINT_URL"])  # streaming's name for the file
     fsspec.filesystem("s3").put(f"{latents}/", f"{s3}/read/", recursive=True)
     clean_stale_shared_memory()
     plain = StreamingDataset(remote=f"{s3}/read/64x64", local=str(tmp_path / "plain"), batch_size=1)
@@ -85,7 +86,7 @@ def test_streamings_own_reader_reads_a_root_at_an_address(
 
 
 def test_a_large_file_goes_up_in_pieces(s3: str, tmp_path: Path) -> None:
-    """S3's hash of an object says of how many."""
+    """S3's ETag of an object contains the number of pieces."""
     with (tmp_path / "large").open("wb") as file:
         file.truncate(40 << 20)
     store = open_store(f"{s3}/pieces")
@@ -95,7 +96,7 @@ def test_a_large_file_goes_up_in_pieces(s3: str, tmp_path: Path) -> None:
 
 
 def test_the_rule_that_a_page_gives_a_bucket(s3: str) -> None:
-    """Its JSON is what S3 takes, and says that unfinished uploads go after a week."""
+    """S3 accepts the page's JSON, which removes unfinished uploads after a week."""
     page = Path("docs/how-to/s3.md").read_text()
     (rules,) = re.findall(r"--lifecycle-configuration '([^']+)'", page)
     client, bucket = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"]), s3.removeprefix("s3://")

@@ -1,4 +1,4 @@
-"""streaming's own reader is for those who want it: neither stage, nor any check of a root, imports it."""
+"""streaming is optional: neither stage, nor any check of a root, imports it."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ run(["--config", str(stage2)])
 
 @pytest.fixture
 def without_streaming(tmp_path: Path) -> dict[str, str]:
-    """The environment of processes in which `import streaming` fails."""
+    """Environment of processes in which `import streaming` fails."""
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked" / "streaming.py").write_text("raise ImportError('streaming was imported')")
     path = os.pathsep.join([str(tmp_path / "blocked"), *filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()])])
@@ -51,7 +51,7 @@ def test_streaming_cannot_be_imported_there(without_streaming: dict[str, str]) -
 
 def test_every_module_of_the_product(without_streaming: dict[str, str]) -> None:
     ours = [name for name in modules() if name.split(".")[0] in ("cluster", "plan", "precompute", "shards", "train")]
-    ours.remove("shards.dataset")  # a subclass of streaming's dataset, for those who have it
+    ours.remove("shards.dataset")  # a subclass of streaming's dataset, if streaming is installed
     result = run(without_streaming, "\n".join(f"import {name}" for name in ours))
     assert result.returncode == 0 and len(ours) > 100, result.stderr
 

@@ -1,4 +1,4 @@
-"""Small models and tars with the layout of real ones, made in a moment: random weights, random pictures."""
+"""Small models and tars with the layout of real ones: random weights and pictures, made in a moment."""
 
 import hashlib
 import io
@@ -21,7 +21,7 @@ TEXT_WIDTH = 16
 
 
 def kl(**changes: Any) -> AutoencoderKL:
-    """8 × down, 4 channels."""
+    """Make a VAE with 8 × downsampling and 4 channels."""
     return AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 4,
         up_block_types=["UpDecoderBlock2D"] * 4,
@@ -35,12 +35,13 @@ def kl(**changes: Any) -> AutoencoderKL:
 
 
 def make_models(folder: Path, seed: int = 0) -> Path:
-    """A VAE (8x down, 4 channels), a CLIP text encoder (16 tokens of 16) and its tokenizer, below `folder`."""
+    """Save a VAE (8 × downsampling, 4 channels), a CLIP text encoder (16 tokens of 16) and its tokenizer below
+    `folder`."""
     torch.manual_seed(seed)
     vae = kl()
     vae.save_pretrained(folder / "vae")
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    characters = [*map(chr, printable), *(chr(256 + i) for i in range(256 - len(printable)))]  # of the 256 bytes
+    characters = [*map(chr, printable), *(chr(256 + i) for i in range(256 - len(printable)))]  # one token per byte
     vocabulary = [*characters, *(character + "</w>" for character in characters), "<|startoftext|>", "<|endoftext|>"]
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
@@ -68,20 +69,20 @@ def make_models(folder: Path, seed: int = 0) -> Path:
 
 
 def saved(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
-    """The picture as file bytes."""
+    """Encode the picture as file bytes."""
     file = io.BytesIO()
     image.save(file, format, **options)
     return file.getvalue()
 
 
 def picture(rng: np.random.Generator, width: int, height: int, format: str = "JPEG") -> bytes:
-    """A smooth random picture as file bytes."""
+    """Draw a smooth random picture, and encode it as file bytes."""
     coarse = rng.integers(0, 256, (max(2, height // 16), max(2, width // 16), 3), dtype=np.uint8)
     return saved(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), format)
 
 
 def make_tar(folder: Path, name: str, samples: Sequence[tuple[str, dict[str, bytes]]], stats: bool = True) -> Path:
-    """NAME.tar of (key, {suffix: bytes}) samples, with img2dataset's side files where `stats`."""
+    """Write NAME.tar with (key, {suffix: bytes}) samples, and img2dataset's side files if `stats`."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(folder / f"{name}.tar", "w") as tar:
         for key, members in samples:
@@ -97,7 +98,7 @@ def make_tar(folder: Path, name: str, samples: Sequence[tuple[str, dict[str, byt
 
 
 def make_samples(shard: int, count: int, sizes: Sequence[tuple[int, int]]) -> list[tuple[str, dict[str, bytes]]]:
-    """`count` sound samples, whose sizes go round `sizes`."""
+    """Make `count` valid samples whose sizes cycle through `sizes`."""
     samples = []
     for i in range(count):
         rng = np.random.default_rng([shard, i])

@@ -1,4 +1,4 @@
-"""Small models of the kinds that other families than Stable Diffusion use: random weights, made in a moment."""
+"""Small random models of the kinds that families other than Stable Diffusion use."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ DINO_WIDTH, PATCH = 16, 14
 
 
 def dc() -> AutoencoderDC:
-    """4 × down, no posterior."""
+    """Make an autoencoder with 4 × downsampling and no posterior."""
     return AutoencoderDC(
         latent_channels=4,
         encoder_block_out_channels=(8, 8, 8),
@@ -43,7 +43,7 @@ def dc() -> AutoencoderDC:
 
 
 def make_towers(folder: Path, seed: int = 1) -> Path:
-    """CLIP with a projection, T5, Gemma 2, their tokenizers, DINOv2 and DC-AE, below `folder`."""
+    """Save CLIP with a projection, T5, Gemma 2, their tokenizers, DINOv2 and DC-AE below `folder`."""
     torch.manual_seed(seed)
     clip = CLIPTextConfig(
         vocab_size=514,
@@ -82,7 +82,8 @@ def make_towers(folder: Path, seed: int = 1) -> Path:
 
 
 def character_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """A token a letter; T5's ends a caption with </s>, Gemma's begins it with <bos> and pads on the left."""
+    """Make a tokenizer with one token per letter; T5's ends a caption with </s>, Gemma's starts it with <bos> and pads
+    left."""
     letters = [chr(code) for code in range(97, 123)] + list("0123456789 .:{}")
     vocabulary = {token: i for i, token in enumerate(["<pad>", "</s>", "<bos>", "<unk>", *letters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -102,7 +103,7 @@ def character_tokenizer(kind: str) -> PreTrainedTokenizerFast:
 
 
 def texts(towers: Path, models: Path, **of_t5: Any) -> dict[str, Any]:
-    """Two text towers: SDXL's second, and T5 as PixArt uses it."""
+    """Return the config of two text towers: SDXL's second one, and T5 as in PixArt."""
     t5 = {"model": str(towers / "t5"), "tokenizer": str(towers / "t5_tokenizer"), "max_tokens": T5_LENGTH}
     return {
         "clip": {"model": str(towers / "clip"), "tokenizer": str(models / "tokenizer"), "layer": -2, "pooled": True},
@@ -111,7 +112,7 @@ def texts(towers: Path, models: Path, **of_t5: Any) -> dict[str, Any]:
 
 
 def config_of(models: Path, tars: Path, root: Path, towers: Path, **changes: Any) -> PrecomputeConfig:
-    """Stage 1 with two text towers and one of features, into one bucket."""
+    """Return a stage 1 config with two text towers, a feature tower and one bucket."""
     fields = {
         "texts": texts(towers, models),
         "features": {"dino": {"model": str(towers / "dino")}},

@@ -1,8 +1,8 @@
 """Check a GPU's correctness and speed in ten minutes: `python -m bench.gpu_check --output runs/gpu-check`.
 
 Each part runs in its own process, so a part that fails or takes too long does not affect the others. The command writes
-gpu-check.json, which `make plan ARGS="--measured FILE"` reads, and gpu-check.md. It exits with 1 if a check does not
-hold or a part did not finish. `--device cpu --small` rehearses the check without a GPU.
+gpu-check.json, which `make plan ARGS="--measured FILE"` reads, and gpu-check.md. It exits with 1 if a check fails or a
+part does not finish. `--device cpu --small` rehearses the check without a GPU.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def check(arguments: list[str]) -> None:
 
     Raises:
         RequestError: there is no GPU, or a part is unknown.
-        WorkError: a check does not hold, or a part did not finish.
+        WorkError: a check failed, or a part did not finish.
     """
     options = parse(arguments)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
@@ -99,7 +99,7 @@ def kept(output: Path, names: list[str]) -> dict[str, dict[str, Any]]:
         parts: dict[str, dict[str, Any]] = BenchFile.model_validate_json(path.read_bytes()).details
     except ValidationError as error:
         raise RequestError(
-            f"{path}, to which the parts would be added, is damaged. Give a different --output, or run all parts."
+            f"{path} is damaged, so no parts can be added to it. Give a different --output, or run all parts."
         ) from error
     return {name: part for name, part in parts.items() if name not in names}
 

@@ -20,7 +20,7 @@ from train.step import TrainStep
 
 BUCKET, BATCH, MICROBATCH = "64x64", 16, 8
 FAST = {"optimizer": AdamWConfig(lr=1e-3), "schedule": ScheduleConfig(warmup_steps=5)}
-"""A small network's losses are to fall within some tens of steps."""
+"""A small network's losses must fall within a few tens of steps."""
 LOWERED, ROUNDED = 0.02, 1e-3
 """Maximum difference of a curve relative to its first loss, for a lower precision and for a different summation
 order."""
@@ -76,20 +76,20 @@ def splitting(setup: Setup, found: Findings) -> None:
         try:
             for precision, most in (("float32", ROUNDED), ("bfloat16", LOWERED)):
                 whole, split = (plain_losses(setup, precision, split) for split in (False, True))
-                found.check(f"{precision}: largest difference of the split curve", apart(split, whole), most)
+                found.check(f"{precision}: largest difference of the sharded curve", apart(split, whole), most)
         finally:
             dist.destroy_process_group()
 
 
 def plain_losses(setup: Setup, precision: Any, split: bool) -> list[float]:
-    """As `losses`, without accelerate, which on one process splits nothing."""
+    """Return the losses like `losses`, but without accelerate, which shards nothing on one process."""
     setting = StepSetting(BUCKET, MICROBATCH)
     with setup.training(setting, "float32", setup.curve_unet, BATCH, **FAST) as (train_step, _):
         return list(plain_steps(setup, train_step, precision, split))
 
 
 def plain_steps(setup: Setup, train_step: TrainStep, precision: Any, split: bool) -> list[float]:
-    """The step's loss over a network of its own."""
+    """Train a new network with the step's loss, and return its losses."""
     unet = build_unet(setup.curve_unet, 0).to(setup.device)
     batch = make_batch(BUCKET, BATCH, unet).to(setup.device)
     if split:

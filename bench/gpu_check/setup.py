@@ -83,7 +83,7 @@ class Setup:
     def training(
         self, setting: StepSetting, precision: str, unet: Path, batch: int, **fields: Any
     ) -> Iterator[tuple[TrainStep, Any]]:
-        """The trainer's own step, on a batch in memory. `fields`: its optimizer and schedule."""
+        """Yield the trainer's own step, on a batch in memory. `fields` set its optimizer and schedule."""
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[precision], cpu=self.device.type == "cpu")
         options = Namespace(batch=batch, unet=unet, precision=precision)
@@ -102,7 +102,7 @@ def use_no_compiler() -> None:
 
 
 def seconds_of(function: Callable[[], object], setup: Setup, rounds: int = 10) -> float:
-    """Measure the seconds of one call, after two calls of warm-up."""
+    """Measure the seconds of one call, after two warm-up calls."""
     rounds = 2 if setup.small else rounds
     for _ in range(2):
         function()

@@ -22,7 +22,7 @@ MAX_DIFFERENCE: dict[Precision, float] = {"float32": 3e-3, "float16": 0.05, "bfl
 
 
 def batches(setup: Setup, found: Findings) -> None:
-    """Compare images and captions in a full batch with the same ones alone in a batch padded with copies."""
+    """Compare images and captions in a full batch with the same inputs alone in a batch padded with copies."""
     size, alone = (4, (0, 3)) if setup.small else (16, (0, 7, 15))
     precisions: tuple[Precision, ...] = ("bfloat16",) if setup.small else ("float32", "bfloat16", "float16")
     random = np.random.default_rng(0)

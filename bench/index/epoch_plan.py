@@ -1,7 +1,7 @@
 """Measure time and memory of opening a large stream and planning an epoch of it, at 1 M, 10 M and 100 M samples.
 
 The root is synthetic: an index like stage 1's, and sparse files of the recorded sizes, which a run checks but does not
-read. Each size is measured in new processes: a machine's first process, which makes the tables, and a further one,
+read. Each size is measured in new processes: a machine's first process, which makes the tables, and a later process,
 which maps them.
 
     python -m bench.index.epoch_plan [--sizes 1000000 10000000 100000000] [--files 100000]

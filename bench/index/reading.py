@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.index.reading", description=__doc__)
     parser.add_argument("--tars", type=int, default=79_000)
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=[*COMMANDS])
-    parser.add_argument("--before", type=Path, help="checkout of another version to compare with")
+    parser.add_argument("--before", type=Path, help="checkout of a different version to compare with")
     options = parser.parse_args()
     checkouts = {"this version": Path.cwd()} | ({str(options.before): options.before} if options.before else {})
     with tempfile.TemporaryDirectory() as folder:

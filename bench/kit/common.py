@@ -37,7 +37,7 @@ class Pair:
 
     @property
     def ratios(self) -> list[float]:
-        """Time of the second over that of the first, per round. Above 1, the first is faster."""
+        """Time of the second way divided by that of the first, per round. Above 1, the first way is faster."""
         return [b / a for a, b in zip(self.first_seconds, self.second_seconds, strict=True)]
 
     @property
@@ -57,9 +57,9 @@ def timed_in_turn(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Pair:
-    """Time two functions in turn, so that noise on the machine affects both alike.
+    """Time two functions in turn, so that noise on the machine affects both equally.
 
-    Each runs once without being timed, then `rounds` times. Other work on the machine does not affect
+    Each function runs once without being timed, then `rounds` times. Other work on the machine does not affect
     `time.process_time` as the clock.
     """
     first()

@@ -1,8 +1,8 @@
 """Measure what bfloat16 autocast costs FLUX and SANA: `python -m bench.outputs.mixed_precision`.
 
-The tables are in docs/evidence/families.txt. Each network has its family's real heads, but fewer of them, fewer
-blocks, and random weights, because no trained ones were at hand. "Error" is ‖x − x₃₂‖ / ‖x₃₂‖ against the same pass
-in float32. x is the prediction, or the gradient of its mean square over all weights.
+The tables are in docs/evidence/families.txt. Each network has its family's real heads, but fewer of them, fewer blocks,
+and random weights, because no trained weights were available. "Error" is ‖x − x₃₂‖ / ‖x₃₂‖ against the same pass in
+float32. x is the prediction, or the gradient of its mean square over all weights.
 
 Two suspects are examined separately. FLUX takes t / 1000 and casts it to the type of its activations, so autocast
 rounds a timestep to 8 significant bits. SANA's linear attention sums over all tokens; its reference code does so in

@@ -85,7 +85,7 @@ class DeviceWork:
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """DeviceRates that a device reaches."""
+    """Rates that a device reaches."""
 
     tflops: float
     """TFLOP/s of a large bfloat16 matrix product."""

@@ -45,7 +45,7 @@ PHOTOGRAPHS = (512, 1024)
 """Range of their longer sides, in pixels."""
 DISTINCT = 40
 FREE_OVER_SMALL = 3
-"""How many times more images free encoders get than small ones, which take most of the time."""
+"""Factor by which free encoders get more images than small encoders, which take most of the time."""
 TINY_VAE = {
     "block_out_channels": [4, 4, 8, 8],
     "down_block_types": ["DownEncoderBlock2D"] * 4,
@@ -55,7 +55,7 @@ TINY_VAE = {
     "norm_num_groups": 4,
     "mid_block_add_attention": False,
 }
-"""Has no attention in its middle block, which at 512 px would cost more than everything else."""
+"""VAE without attention in its middle block, which at 512 px would cost more than everything else."""
 TINY_TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -113,7 +113,7 @@ def photograph_case(folder: Path, pictures: int) -> Path:
 
 
 class Runner:
-    """One of the ways, ready to run in this process."""
+    """One of the compared ways, ready to run in this process."""
 
     def __init__(self, case: Case, way: Way):
         torch.set_num_threads(case.threads)  # as in a worker, and torch's default

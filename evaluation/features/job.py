@@ -174,7 +174,7 @@ def check_finite(values: np.ndarray, unit: Unit, job: ExtractionJob) -> np.ndarr
     """Return (N, D) features unchanged after checking that all are finite.
 
     Raises:
-        WorkError: some are not. Metrics computed from them would be wrong, some of them without any sign of it.
+        WorkError: some are not, so metrics computed from them could be wrong without any sign of it.
     """
     if not np.isfinite(values).all():
         raise WorkError(
@@ -185,7 +185,7 @@ def check_finite(values: np.ndarray, unit: Unit, job: ExtractionJob) -> np.ndarr
 
 
 def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
-    """Stack pictures into batches, (N, height, width, 3) uint8. The last one may be smaller."""
+    """Stack pictures into batches, (N, height, width, 3) uint8. The last batch may be smaller."""
     pictures = iter(pictures)
     while batch := list(islice(pictures, batch_size)):
         yield np.stack(batch)
@@ -193,23 +193,23 @@ def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndar
 
 @functools.lru_cache(maxsize=1)
 def cached_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Extractor:
-    """Load an extractor, which the worker keeps for its next unit."""
+    """Load an extractor; the worker keeps it for its next unit."""
     return load_extractor(kind, weights, device)
 
 
 @functools.lru_cache(maxsize=1)
 def cached_text_encoder(weights: Path, device: str) -> Callable[[list[str]], torch.Tensor]:
-    """Load CLIP's text encoder, which the worker keeps for its next unit."""
+    """Load CLIP's text encoder; the worker keeps it for its next unit."""
     return load_text_features(weights, device)
 
 
 def reference_features(
     config: ReferenceConfig, kind: ExtractorName, extractors: ExtractorsConfig, workers: FleetConfig
 ) -> tuple[Features, str]:
-    """Return the features of a reference, and an id of its pictures and of how they become pixels.
+    """Return the features of a reference, and an id of its pictures and their preprocessing.
 
     Raises:
-        RequestError: the reference does not exist, or was made from other pictures or with other settings.
+        RequestError: the reference does not exist, or was made from different pictures or with different settings.
         WorkError: some units failed.
     """
     if config.place is None:

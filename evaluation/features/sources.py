@@ -148,7 +148,7 @@ class FilesUnit:
     def pictures(self, record: InputRecord, isolate: bool = False) -> Generator[np.ndarray, None, None]:
         """Yield the valid pictures that are large enough, (height, width, 3) uint8, in the order of `paths`.
 
-        `isolate` and errors are those of `TarUnit.pictures`.
+        For `isolate` and errors, see `TarUnit.pictures`.
         """
         digest = hashlib.sha256()
         with _decoder(self.decode, self.config.limits, isolate) as decode:
@@ -184,7 +184,8 @@ def reference_units(config: ReferenceConfig) -> list[TarUnit] | list[FilesUnit]:
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower().lstrip(".") in IMAGE_SUFFIXES)
     if not paths:
         raise RequestError(
-            f"{folder} contains neither tars nor image files. Set reference.pictures to a folder of either."
+            f"{folder} contains neither tars nor image files. Set reference.pictures to a folder with tars or "
+            f"image files."
         )
     starts = range(0, len(paths), FILES_PER_UNIT)
     return [

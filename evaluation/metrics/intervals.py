@@ -64,7 +64,7 @@ class Jackknife:
         where the distance is at least `MIN_DEVIATIONS` standard deviations, in case it cannot be told apart from 0.
 
         A distance is never below 0, so the interval is cut off there. An unbiased estimate can be below 0; for equal
-        distributions it is, in about half of all draws. Its interval is then the one of an estimate of 0, which
+        distributions it is, in about half of all draws. Its interval is then that of an estimate of 0, which
         contains the whole non-negative part of the unrestricted interval and so covers the true distance at least as
         often.
 

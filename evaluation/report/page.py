@@ -89,7 +89,7 @@ def summary(runs: Sequence[LoggedRun]) -> Section:
 
 
 def losses(runs: Sequence[LoggedRun]) -> Section:
-    """Plot the training and validation losses. A run initialised from another one continues where that one ended."""
+    """Plot the training and validation losses. A run initialised from another run is drawn after it."""
     offsets = step_offsets(list(runs))
     lines = []
     for field, suffix, style in (("loss", "", 0), ("val_loss", " held out", len(runs))):

@@ -98,8 +98,9 @@ def lines(found: list[Evaluation]) -> list[dict[str, Any]]:
 def write_lines(place: Path | str) -> list[Evaluation]:
     """Write evaluations.jsonl and return the evaluations in it.
 
-    Several processes may do this at once, and a slow one may overwrite the file with fewer lines. Each therefore reads
-    the records again after writing, until they match what it wrote. The last writer has then seen all of them.
+    Several processes may do this at once, and a slow one may overwrite the file with fewer lines. Each process
+    therefore reads the records again after writing, until they match its output. The last writer has then seen all of
+    them.
     """
     store, written, found = open_store(place), None, evaluations(place)
     while (text := "".join(json.dumps(line) + "\n" for line in lines(found))) != written:

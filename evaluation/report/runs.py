@@ -105,7 +105,7 @@ def step_offsets(runs: list[LoggedRun]) -> dict[str, int]:
 
 
 def binned(points: list[Point], count: int = MAX_POINTS) -> list[Point]:
-    """Reduce a curve to at most `count` points by averaging consecutive ones."""
+    """Reduce a curve to at most `count` points by averaging consecutive points."""
     size = -(-len(points) // count)
     groups = [points[i : i + size] for i in range(0, len(points), max(1, size))]
     return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]

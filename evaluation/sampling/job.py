@@ -93,7 +93,7 @@ def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig
     if config.guidance_input is not None and not has_guidance_input(folder):
         raise RequestError(
             f"sampling.guidance_input is {config.guidance_input:g}, but the network in {folder} takes no guidance "
-            f"scale as an input, so it would have no effect. Leave it out; sampling.guidance sets classifier-free "
+            f"scale as an input, so it would have no effect. Omit it; sampling.guidance sets classifier-free "
             f"guidance."
         )
     return Drawing(
@@ -151,7 +151,7 @@ def _different_settings(store: Store, found: dict[str, Any], content: dict[str, 
     names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     return RequestError(
         f"{store.where()} contains a sample set with a different value of {', '.join(names) or 'prompts'}. Set "
-        f"--output to a different location, or use the settings that the sample set was begun with."
+        f"--output to a different location, or use the settings that the sample set was started with."
     )
 
 

@@ -36,8 +36,9 @@ FLOW = "flow_prediction"
 PACKED = 4
 """Number of latent pixels (2 × 2) that some pipelines pack into one token."""
 DISABLED_OPTIONS = ("use_resolution_binning", "clean_caption")
-"""Options that default to true in some pipelines. The first draws at the nearest of the pipeline's preset sizes and
-rescales the result. The second rewrites prompts, which stage 1 did not do to captions."""
+"""Options that default to true in some pipelines. `use_resolution_binning` draws at the nearest of the pipeline's
+preset sizes and rescales the result. `clean_caption` rewrites prompts, but stage 1 did not rewrite captions in this
+way."""
 ZEROS = "force_zeros_for_empty_prompt"
 
 
@@ -53,7 +54,7 @@ class Sample:
 
 
 def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_code: bool = False) -> Any:
-    """Load a pipeline to `device`, without its safety checker, which would replace flagged pictures by black ones.
+    """Load a pipeline to `device`, without its safety checker, which would replace flagged pictures with black ones.
 
     Raises:
         RequestError: the folder contains code that is not trusted.
@@ -84,7 +85,7 @@ def sampler_of(scheduler: Any, name: SamplerName) -> Any:
         return scheduler
     if scheduler.config.get("prediction_type", FLOW) == FLOW:
         raise RequestError(
-            f"The sampler {name} does not support flow matching, with which this model was trained. Set "
+            f"The model was trained with flow matching, which the sampler {name} does not support. Set "
             f"sampling.sampler to own."
         )
     return getattr(diffusers, SCHEDULERS[name]).from_config(scheduler.config)
@@ -136,10 +137,10 @@ def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
 
 
 def guidance_arguments(pipeline: Any, drawing: Drawing, count: int) -> dict[str, Any]:
-    """Build the pipeline arguments that guide a batch of `count` prompts as `drawing` asks.
+    """Build the pipeline arguments that guide a batch of `count` prompts as `drawing` specifies.
 
     Without a negative prompt, the unconditional input is the one that training used for dropped captions. A pipeline
-    that replaces a missing negative prompt by zeros gets none; all others get the empty caption, because some of them
+    that replaces a missing negative prompt with zeros gets none; all others get the empty caption, because some of them
     skip guidance unless there is a negative prompt.
     """
     text = drawing.negative_prompt

@@ -38,7 +38,7 @@ class PromptsConfig(Config):
     limit: int | None = Field(None, ge=1)
     """Number of prompts to use, from the start of the file. null: all."""
     duplicates: Literal["refuse", "keep"] = "refuse"
-    """What happens if the file repeats a prompt and has no ids: `refuse` stops, `keep` samples each repetition with
+    """Handling of repeated prompts in a file without ids: `refuse` stops, `keep` samples each repetition with
     different noise."""
 
 
@@ -71,12 +71,12 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
             text, or appears twice.
     """
     if config.file is None:
-        raise RequestError("No prompt file was given. Name one with --prompts.file PATH, or with make, PROMPTS=PATH.")
+        raise RequestError("No prompt file was given. Pass one with --prompts.file PATH or, for make, PROMPTS=PATH.")
     reader = READERS.get(config.file.suffix.lower())
     if reader is None:
         raise RequestError(
-            f"{config.file} is not a prompt file, because its name ends in none of {', '.join(READERS)}. Convert it to "
-            f"one of these formats, or rename it."
+            f"{config.file} is not a prompt file, because its name ends with none of {', '.join(READERS)}. Convert it "
+            f"to one of these formats, or rename it."
         )
     try:
         rows = list(reader(config.file, config.column))
@@ -104,8 +104,8 @@ def _make_prompts(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
     not_text = [row.place for row in rows if row.text is not None and not is_text(row.text)]
     if not_text:
         raise RequestError(
-            f"{config.file} contains prompts that are not valid text, at {_join(not_text)}. Replace them by text in "
-            f"UTF-8; if the file is a table, check that prompts.column names the column of the prompts."
+            f"{config.file} contains prompts that are not valid text, at {_join(not_text)}. Replace them with "
+            f"UTF-8 text; if the file is a table, check that prompts.column names the column of the prompts."
         )
     empty = [row.place for row in rows if not (row.text or "").strip()]
     if empty:

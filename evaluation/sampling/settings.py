@@ -18,7 +18,8 @@ VERSION = 1
 
 
 class SamplingConfig(Config):
-    """How pictures are drawn. Every combination of `guidance`, `steps` and `sampler` gives a separate sample set."""
+    """Settings for drawing pictures. Every combination of `guidance`, `steps` and `sampler` gives a separate sample
+    set."""
 
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the noise, which is keyed by seed, prompt id and picture index."""

@@ -65,7 +65,7 @@ def draw_on_worker(part: SamplePart, attempt: int, report: Callable[[int], None]
 def cached_pipeline(
     model: Model, output: Path | str, device: str, precision: Any, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """Load the pipeline, which the worker keeps for its next part, and return it with its own scheduler."""
+    """Load the pipeline, and return it with its own scheduler; the worker keeps both for its next part."""
     with open_pipeline(model, open_store(output)) as folder:
         pipeline = load_pipeline(folder, device, precision, trust_remote_code)
     return pipeline, pipeline.scheduler

@@ -1,4 +1,4 @@
-"""Count votes by the protocol's rules: which model is preferred, by how much, and with which uncertainty."""
+"""Count votes by the protocol's rules: which model is preferred, by how much, and with what uncertainty."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

@@ -48,8 +48,8 @@ def plain(text: str) -> str:
 def model_shares(results: dict[str, Any], question: str) -> dict[str, tuple[float, float, float]]:
     """Return, by model letter, how often the model is preferred, and the ends of the 95 % interval.
 
-    With two models, this is the preference over the other one. With more, it is the mean probability of being preferred
-    to another model.
+    With two models, this is the preference over the other model. With more, it is the mean probability of being
+    preferred to each other model.
     """
     if results["strengths"]:
         rows = [row for row in results["strengths"] if row["question"] == question]

@@ -67,8 +67,8 @@ def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Prot
     if path.read_bytes() != content:
         raise RequestError(
             f"{folder} holds a study with a different protocol. A changed protocol is a different study, because "
-            f"otherwise the rules could be adapted to the votes. Prepare it in another folder with --output (OUT= of "
-            f"make study)."
+            f"otherwise the rules could be adapted to the votes. Prepare it in a different folder with --output (OUT= "
+            f"of make study)."
         )
     return protocol
 
@@ -158,7 +158,7 @@ def make_items(found: SampleSet, pictures: Sequence[Pictures], num_models: int) 
 def make_gold(
     found: SampleSet, pictures: Sequence[Pictures], config: ProtocolConfig, folder: Path, secret: bytes
 ) -> list[Item]:
-    """Make gold items: a picture of a prompt, and as the worse one the pixelated picture of a different prompt.
+    """Make gold items: a picture of a prompt and, as the worse picture, a pixelated picture of a different prompt.
 
     The models contribute in turn.
 

@@ -23,7 +23,7 @@ PREFERENCE_HEADER = (
 STRENGTH_HEADER = (
     "question",
     "model",
-    "preferred to another model",
+    "preferred to each other model",
     "95 % interval",
     "strength (log odds)",
     "95 % interval",

@@ -61,7 +61,7 @@ class Votes:
         self._path = path
 
     def invite(self, rater: int) -> str:
-        """Create an invitation token for a rater (from 0), and invalidate the rater's earlier ones."""
+        """Create an invitation token for a rater (from 0), and invalidate the rater's earlier tokens."""
         token = secrets.token_urlsafe(TOKEN_BYTES)
         with self._transaction():
             values = (rater, _sha256(token), _now())
@@ -155,8 +155,8 @@ def _begin(db: sqlite3.Connection, study: Study, path: Path) -> None:
     if recorded != sha256:
         raise RequestError(
             f"{path} belongs to a different protocol ({recorded[:12]}…; {study.folder} now has {sha256[:12]}…). A "
-            f"changed protocol is a different study. Restore the original protocol, or prepare the new one in another "
-            f"folder."
+            f"changed protocol is a different study. Restore the original protocol, or prepare the new one in a "
+            f"different folder."
         )
 
 

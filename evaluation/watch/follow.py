@@ -33,7 +33,7 @@ MAX_ATTEMPTS = 3
 
 
 class FollowConfig(Config):
-    """Selection of the checkpoints to evaluate, and of when to stop following a run."""
+    """Selection of the checkpoints to evaluate, and the condition for the end of watching."""
 
     every: int | None = Field(None, ge=1)
     """Evaluate the checkpoints whose step is a multiple of this, and the run's last one. null: `evaluate.every` of the
@@ -41,7 +41,7 @@ class FollowConfig(Config):
     until: int | None = Field(None, ge=0)
     """Last step to evaluate, after which watching ends. null: the run's `max_steps`."""
     once: bool = False
-    """Evaluate the checkpoints that exist now, then end."""
+    """Evaluate the checkpoints that exist now, then exit."""
     poll_seconds: float = Field(30.0, gt=0)
     """Seconds between checks for new checkpoints."""
     keep_models: bool = False
@@ -151,7 +151,7 @@ class Follower:
         """Evaluate every checkpoint that is due now, and return whether watching is over.
 
         Raises:
-            Preempted, RequestError: as `follow`.
+            Preempted, RequestError: see `follow`.
         """
         schedule = read_schedule(self.run)
         every = self.config.every or schedule.every
@@ -228,7 +228,7 @@ class Follower:
         Raises:
             RequestError: `error`, unless it is due to another watcher or to pruning.
         """
-        if checkpoint.has_receipt():  # another watcher was faster, and deleted the exported model that was in use here
+        if checkpoint.has_receipt():  # another watcher finished first, and deleted the exported model in use here
             write_lines(self.output)
             return True
         step = checkpoint.step

@@ -227,7 +227,7 @@ def _latent_hw(bucket: str, downsampling: int) -> tuple[int, int]:
     try:
         return Bucket.parse(bucket).latent_hw(downsampling)
     except ValueError as error:
-        raise RequestError(f"{error}. Choose another bucket or another VAE.") from None
+        raise RequestError(f"{error}. Choose a different bucket or VAE.") from None
 
 
 def _read_json(path: str) -> dict[str, Any]:
@@ -244,6 +244,6 @@ def _read(path: str, parse: Any) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RequestError(
-            f"The network config {path} cannot be parsed: {error}. Correct the file, or choose another in `networks`."
+            f"The network config {path} cannot be parsed: {error}. Correct it, or choose another file in `networks`."
         ) from None
     return fields

@@ -9,7 +9,7 @@ from shards.base.config import Config
 
 
 class ImagesConfig(Config):
-    """How images are stored."""
+    """Storage of downloaded images."""
 
     mode: Literal["original", "keep_ratio_largest"] = "original"
     """`original` stores the bytes as served. `keep_ratio_largest` re-encodes as JPEG, with the longer side scaled down
@@ -26,7 +26,7 @@ class RequestsConfig(Config):
     timeout_seconds: PositiveFloat = 10.0
     """Timeout for connecting and for each read."""
     deadline_seconds: PositiveFloat = 30.0
-    """Deadline for a whole response, which ends servers that trickle."""
+    """Deadline for a whole response, against servers that send it in small pieces."""
     max_bytes: PositiveInt = 64 * 2**20
     """Maximum response size; larger responses are aborted at once."""
     max_redirects: NonNegativeInt = 5
@@ -38,7 +38,7 @@ class RequestsConfig(Config):
 
 
 class RobotsConfig(Config):
-    """How X-Robots-Tag response headers are respected."""
+    """Handling of X-Robots-Tag response headers."""
 
     user_agent_token: str = "latentmill"
     """Name of this crawler, in the user agent and in directives addressed to one robot."""
@@ -50,7 +50,8 @@ class DownloadConfig(Config):
     """Selected rows → webdataset tars, downloaded with img2dataset."""
 
     input: Path
-    """Parquet file, or folder of parquet files: the output of `precompute.select`, or any with URL and TEXT columns."""
+    """Parquet file, or folder of parquet files, with URL and TEXT columns, such as the output of
+    `precompute.select`."""
     output: Path
     """Folder for the tars: 00000.tar, 00000.parquet, 00000_stats.json and so on, and download_report.json."""
     rows_per_shard: PositiveInt = 10_000

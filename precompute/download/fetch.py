@@ -22,7 +22,7 @@ from shards.base.durable import fsync_folder, fsync_tree, write_atomically
 from shards.base.errors import RequestError, WorkError
 
 RECEIPT = "latentmill"
-"""Key of our own section in img2dataset's stats file."""
+"""Key of latentmill's section in img2dataset's stats file."""
 ATTEMPTS_NAME = ".attempts"
 LOW_SPACE = 2**26
 """Free space in bytes below which a failure is attributed to a full disk."""
@@ -152,7 +152,7 @@ def _publish(config: DownloadConfig, tar: PlannedTar, folder: Path, receipt: dic
     stats |= {RECEIPT: receipt}
     write_atomically(stats_path, json.dumps(stats, indent=2).encode())
     fsync_tree(folder)
-    (config.output / stats_path.name).unlink(missing_ok=True)  # of an earlier download that was damaged
+    (config.output / stats_path.name).unlink(missing_ok=True)  # files of an earlier, damaged download
     for suffix in (".tar", ".parquet", "_stats.json"):
         (folder / f"{tar.name}{suffix}").replace(config.output / f"{tar.name}{suffix}")
         fsync_folder(config.output)

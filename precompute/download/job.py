@@ -36,11 +36,11 @@ def fetch_missing(
     Raises:
         WorkError: The disk is full.
     """
-    shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)  # left by a run that was killed
+    shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)  # left by a killed run
     missing = [tar for tar in tars if not is_published(config, tar)]
     print(f"{len(tars) - len(missing)} of {len(tars)} tars are complete, {len(missing)} to download.", flush=True)
     attempts, failed = Counter[str](), dict[str, str]()
-    # A dying worker fails every tar that was being downloaded, so a tar's own reason is the better one to report.
+    # A dying worker fails every tar that was being downloaded, so a reason that is specific to a tar takes precedence.
     own_reasons: dict[str, str] = {}
     waiting = missing
     while waiting:
@@ -85,7 +85,7 @@ def is_published(config: DownloadConfig, tar: PlannedTar) -> bool:
         print(f"{tar.name} is damaged and will be downloaded again: {error}", flush=True)
         return False
     if not intact:
-        print(f"{tar.name} differs from what was published and will be downloaded again.", flush=True)
+        print(f"{tar.name} has changed since it was published and will be downloaded again.", flush=True)
     return intact
 
 

@@ -20,7 +20,7 @@ from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 
 PLAN_NAME = "download_plan.json"
-MAX_TARS = 100_000  # a tar is named by five digits, which also start each key
+MAX_TARS = 100_000  # a tar's name has five digits, which also begin its keys
 # Columns that img2dataset adds itself.
 RESERVED = {
     *("key", "caption", "url", "width", "height", "original_width", "original_height", "status", "error_message"),

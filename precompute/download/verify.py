@@ -36,7 +36,7 @@ def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) ->
         `tar_bytes` and `tar_sha256`, the size and hash of the tar, and `formats`, the number of images per format.
 
     Raises:
-        WorkError: They differ; the message names the first difference and its key.
+        WorkError: The records differ; the message names the first difference and its key.
     """
     stats = json.loads((folder / f"{name}_stats.json").read_text())
     rows = pq.read_table(folder / f"{name}.parquet", columns=["key", "status", "sha256"]).to_pylist()
@@ -72,7 +72,9 @@ def _check_counts(stats: dict[str, Any], rows: list[dict[str, Any]], num_rows: i
     if len(set(counts.values())) > 1:
         raise WorkError(f"the row counts differ: {', '.join(f'{place} {count}' for place, count in counts.items())}")
     if in_parquet[SUCCESS] != stats["successes"]:
-        raise WorkError(f"the parquet file lists {in_parquet[SUCCESS]} successes, the stats {stats['successes']}")
+        raise WorkError(
+            f"the parquet file lists {in_parquet[SUCCESS]} successes, but the stats list {stats['successes']}"
+        )
 
 
 def _check_sample(sample: RawSample, sha256: str, original_bytes: bool) -> None:

@@ -24,7 +24,7 @@ MAX_FUSED_HEAD = 256
 
 
 class ImageEncoder(Network):
-    """A diffusers autoencoder, from pixels to the latents that are stored."""
+    """A diffusers autoencoder, which turns pixels into the latents to store."""
 
     def __init__(self, folder: Path, tower: ImageTower, settings: DeviceSettings):
         # in float32 whatever the file contains, because autocast lowers the precision where that is safe
@@ -46,8 +46,8 @@ class ImageEncoder(Network):
         return (moments if self.tower.posterior == "moments" else moments.chunk(2, dim=1)[0],)
 
     def start_batch(self, pixels: Tensor, count: int) -> Callable[[], Tensor]:
-        """Start to encode a full batch, (N, H, W, 3) uint8 in host memory, of which the first `count` are not padding.
-        The function returned waits for (count, planes, h, w) float16 on the CPU."""
+        """Start encoding a full batch, (N, H, W, 3) uint8 in host memory; images after the first `count` are padding.
+        The returned function waits for (count, planes, h, w) float16 on the CPU."""
         wait = self.start((pixels,), count)
         return lambda: wait()[0]
 
@@ -57,13 +57,13 @@ class ImageEncoder(Network):
 
 
 def attends_by_products(device: torch.device) -> bool:
-    """Return whether attention with wide heads uses plain matrix products on `device`: on a GPU, where fused kernels
-    limit the width, and not on a CPU."""
+    """Return whether attention with wide heads uses plain matrix products on `device`: yes on a GPU, whose fused
+    kernels limit the width; no on a CPU."""
     return is_accelerator(device)
 
 
 def attend_by_products(model: nn.Module) -> None:
-    """Replace attention with heads too wide for a GPU's fused kernels, as in a VAE's middle block, by plain matrix
+    """Replace attention with heads too wide for a GPU's fused kernels, as in a VAE's middle block, with plain matrix
     products. Results differ by rounding.
     """
     for module in model.modules():
@@ -81,7 +81,7 @@ class TowerCaption:
 
 
 class TextEncoder(Network):
-    """A text model of transformers with its tokenizer, from captions to text latents."""
+    """A transformers text model and its tokenizer, which turn captions into text latents."""
 
     def __init__(self, folder: Path, tokenizer_folder: Path, tower: TextTower, settings: DeviceSettings):
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
@@ -94,8 +94,8 @@ class TextEncoder(Network):
         self.kept = torch.tensor(tower.kept)
 
     def encode(self, model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Encode token ids (N, max_tokens), with a mask of the real ones, into the hidden states and the pooled output,
-        as far as they are stored."""
+        """Encode token ids (N, max_tokens), with a mask of the real tokens, into the outputs that are stored: hidden
+        states, pooled output or both."""
         by_layer = self.tower.layer != "last"
         outputs = model(ids, attention_mask=mask, output_hidden_states=by_layer)
         results = []
@@ -109,10 +109,10 @@ class TextEncoder(Network):
         return tuple(results)
 
     def start_batch(self, captions: list[str], batch_size: int) -> Callable[[], list[TowerCaption]]:
-        """Start to encode N captions; the function returned waits for the same result as `__call__`."""
+        """Start encoding N captions; the returned function waits for the same result as `__call__`."""
         ids, mask, truncated = self.tokenize(captions, batch_size)
         wait = self.start((ids, mask) if self.tower.masked else (ids,), len(captions))
-        # a caption that ends before the first kept token is represented by that token
+        # a caption that ends before the first kept position is represented by the token there
         num_tokens = mask[: len(captions), self.kept].sum(dim=1).clamp(min=1).tolist()
         return lambda: [
             TowerCaption(self._latents(row, number), was_truncated)
@@ -135,7 +135,7 @@ class TextEncoder(Network):
         fitted = [self._fitted(text, row) for text, row in zip(texts, tokens, strict=True)]
         ids = self.copies.buffer((batch_size, self.tower.max_tokens), torch.long).fill_(self.tokenizer.pad_token_id)
         mask = self.copies.buffer(tuple(ids.shape), torch.long).zero_()
-        # assigning a list to a row of a numpy array takes a tenth of the time that a row of a tensor takes
+        # assigning a list to a row of a NumPy array is ten times as fast as to a row of a tensor
         id_rows, mask_rows = ids.numpy(), mask.numpy()
         for i, row in enumerate(pad(fitted, batch_size)):
             id_rows[i, : len(row)] = row
@@ -155,7 +155,7 @@ class TextEncoder(Network):
 
 
 class FeatureEncoder(Network):
-    """A vision model of transformers, from pixels to the last hidden states of its patches."""
+    """A transformers vision model, which turns pixels into the last hidden states of its patches."""
 
     def __init__(self, folder: Path, tower: FeatureTower, settings: DeviceSettings):
         model = model_class(tower.class_name).from_pretrained(folder, use_safetensors=True)
@@ -176,7 +176,7 @@ class FeatureEncoder(Network):
         return (states[:, -height * width :],)
 
     def start_batch(self, pixels: Tensor, count: int) -> Callable[[], Tensor]:
-        """Start to encode a full batch, as `ImageEncoder.start_batch` does; the result is (count, tokens, width)
+        """Start encoding a full batch, as `ImageEncoder.start_batch` does; the result is (count, tokens, width)
         float16."""
         wait = self.start((pixels,), count)
         return lambda: wait()[0]

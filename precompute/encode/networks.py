@@ -1,7 +1,7 @@
 """A frozen network on a device, in reduced precision, with copies to and from the device that overlap its computation.
 
-Every batch is padded to one size. Kernels are chosen by shape, so a sample's latents do not depend on how many others
-share its batch.
+Every batch is padded to one size. Kernels are chosen by shape, so a sample's latents do not depend on how many other
+samples share its batch.
 
 Encoding has two halves, so that the device never waits for the worker: `start` hands over a batch and returns at once,
 and calling the function that it returned waits for the latents. On a CPU, `start` does all of the work.
@@ -34,7 +34,7 @@ MAX_SHAPES = 64
 
 
 def model_class(name: str) -> Any:
-    """Return a class of transformers or, for MODULE.CLASS, a class defined in diffusers.pipelines.MODULE.
+    """Return a transformers class or, for MODULE.CLASS, a class defined in diffusers.pipelines.MODULE.
 
     Raises:
         AttributeError, ImportError: the class does not exist.
@@ -45,7 +45,7 @@ def model_class(name: str) -> Any:
 
 
 def vision_options(model: nn.Module) -> dict[str, bool]:
-    """Return the call options with which a vision model of transformers accepts other image sizes than in training."""
+    """Return the call options that let a transformers vision model accept image sizes other than its training size."""
     has_option = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
     return {"interpolate_pos_encoding": True} if has_option else {}
 
@@ -88,20 +88,20 @@ def quantise(model: Model, to: Quantised) -> Model:
 
 
 def pad(items: list[Item], batch_size: int) -> list[Item]:
-    """Repeat the last item until there are `batch_size`."""
+    """Pad to `batch_size` items by repeating the last item."""
     return items + items[-1:] * (batch_size - len(items))
 
 
 def pad_rows(rows: Tensor, batch_size: int) -> Tensor:
-    """Repeat the last row of a tensor until there are `batch_size`."""
+    """Pad a tensor to `batch_size` rows by repeating the last row."""
     return torch.cat([rows, rows[-1:].expand(batch_size - len(rows), *rows.shape[1:])])
 
 
 class DeviceCopies:
     """Copies to and from a GPU that overlap its computation, with one stream per direction and page-locked host memory.
 
-    The allocators never reuse a buffer while a stream still needs it: the host's knows which streams copy, and the
-    device's is informed by `record_stream`. On the CPU there is nothing to copy.
+    The allocators never reuse a buffer while a stream still needs it: the host allocator knows which streams copy, and
+    the device allocator is informed by `record_stream`. On the CPU there is nothing to copy.
     """
 
     def __init__(self, device: torch.device):
@@ -115,7 +115,7 @@ class DeviceCopies:
         return host_buffer(shape, dtype, self.device)
 
     def to_device(self, host: Tensor) -> Tensor:
-        """Start to copy `host`. Work that this thread launches next waits for the copy on the device."""
+        """Start copying `host`. Work that this thread launches next waits for the copy on the device."""
         if not self.is_accelerator:
             return host
         compute = device_module().current_stream(self.device)
@@ -126,7 +126,7 @@ class DeviceCopies:
         return copied
 
     def to_host(self, *results: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Start to copy `results` once the work launched so far is done; the function returned waits for them."""
+        """Start copying `results` once the work launched so far is done; the returned function waits for them."""
         if not self.is_accelerator:
             return lambda: results
         self.outward.wait_stream(device_module().current_stream(self.device))
@@ -146,10 +146,10 @@ class DeviceCopies:
 
 
 class Offload:
-    """A device that holds the weights of one network at a time, while those of the others stay in host memory.
+    """A device that holds the weights of one network at a time, while the other networks stay in host memory.
 
     Weights do not change, so nothing is copied back. The memory that a network releases can be used by the next one at
-    once, because all networks are launched into one stream, whichever thread does it.
+    once, because all networks are launched into one stream, from whichever thread.
     """
 
     def __init__(self, device: torch.device):
@@ -188,7 +188,7 @@ class Offload:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the device; a no-op if it is there."""
+    """Copy a tensor to the device; a no-op if it is there already."""
     return tensor.to(device)
 
 
@@ -207,13 +207,13 @@ class DeviceSettings:
     precision: Precision
     """Precision of convolutions and matrix products."""
     compiled: bool = False
-    """Whether it is compiled, once per shape. Repeated encoding in float32 is never compiled."""
+    """Whether the network is compiled, once per shape. Repeated encoding in float32 is never compiled."""
     offload: Offload | None = None
     """Moves the network to the device when it runs; None keeps it there."""
 
 
 class Network:
-    """A frozen network with float32 weights, and a copy with lowered weights that encodes."""
+    """A frozen network with float32 weights, and a copy in lower precision that does the encoding."""
 
     def __init__(
         self, model: nn.Module, compute: Callable[..., tuple[Tensor, ...]], settings: DeviceSettings, part: str = ""
@@ -253,10 +253,10 @@ class Network:
 
     @torch.inference_mode()
     def start(self, inputs: tuple[Tensor, ...], count: int) -> Callable[[], tuple[Tensor, ...]]:
-        """Start to encode a batch of inputs in host memory, of which the first `count` rows are not padding.
+        """Start encoding a batch of inputs in host memory; rows after the first `count` are padding.
 
         Returns:
-            A function that waits for the results, as (count, …) float16 each on the CPU. Rows of which a result
+            A function that waits for the results, as (count, …) float16 each on the CPU. Rows with a result that
             overflows float16 are encoded again in float32, where they may still overflow.
         """
         results = self._run([self.copies.to_device(host) for host in inputs], self.precision)

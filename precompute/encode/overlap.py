@@ -31,7 +31,7 @@ class Pool(ThreadPoolExecutor):
         super().__init__(number)
         self.lock = threading.Lock()
         self.closing = threading.Event()
-        """Set once nobody waits for results any more."""
+        """Set once no consumer waits for results any more."""
         self.calls: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
     def submit(self, function: Callable[..., Result], /, *args: Any, **options: Any) -> Future[Result]:
@@ -42,7 +42,7 @@ class Pool(ThreadPoolExecutor):
         return future
 
     def close_within(self, seconds: float | None) -> bool:
-        """Cancel pending calls. Return whether the running ones end in `seconds`."""
+        """Cancel pending calls. Return whether the running calls end within `seconds`."""
         self.closing.set()
         self.shutdown(wait=False, cancel_futures=True)
         with self.lock:
@@ -52,8 +52,8 @@ class Pool(ThreadPoolExecutor):
 
 @contextmanager
 def threads(number: int, seconds: float | None = None) -> Iterator[Pool]:
-    """Provide a pool of threads and wait for all calls on exit: after an exception for at most `seconds`, and after
-    `Stuck` not at all.
+    """Provide a thread pool, and wait for its calls on exit: for at most `seconds` after an exception, and not at all
+    after `Stuck`.
 
     Raises:
         Stuck: another exception was raised, and then one of the calls did not end.

@@ -45,7 +45,7 @@ class Parts:
             self._refuse(bucket, info.key, info.url, Reject(TOO_SMALL, f"{info.width}x{info.height}"))
 
     def add(self, bucket: Bucket, samples: Iterable[EncodedSample]) -> None:
-        """Append samples to a part. Refuse those whose latents overflow float16, even from an encoder in float32, as
+        """Append samples to a part. Samples whose latents overflow float16 even in the float32 retry are refused as
         `non_finite`."""
         finite = []
         for sample in samples:

@@ -16,11 +16,11 @@ def check_source(expected: str) -> None:
     """Check that the source code of this process has the SHA-256 of the driver's.
 
     Raises:
-        UnfitNode: it differs. Nobody could tell which of the parts the other code made.
+        UnfitNode: The code differs. Parts encoded by different code could not be told apart.
     """
     if source_sha256() != expected:
         raise UnfitNode(
-            f"The node {os.uname().nodename} runs another version of this program: its source has the SHA-256 "
+            f"The node {os.uname().nodename} runs a different version of this program: its source has the SHA-256 "
             f"{source_sha256()}, the driver's {expected}. Nothing was encoded there. Install the driver's version on "
             f"it, or remove it from the cluster."
         )

@@ -21,31 +21,30 @@ Decode = Callable[..., Picture]
 
 
 class WorkerConfig(Config):
-    """How a worker processes tars. None of these settings changes what the stored numbers mean."""
+    """Processing of tars in a worker. None of these settings changes the meaning of the stored numbers."""
 
     decode_threads: int = Field(8, ge=1)
     """Threads per worker that decode images."""
     batch_size: int = Field(64, ge=1)
-    """Images of up to 512x512 that are encoded together; for larger images, as many as have as many pixels. The last
+    """Images of up to 512x512 that are encoded together; a batch of larger images has as many pixels in all. The last
     batch of a tar is smaller."""
     compile: bool | None = None
-    """Compile the towers with torch.compile; null means on GPUs. It takes a minute per bucket when a worker starts,
-    and encoding is faster afterwards. Latents change only by rounding, as between kinds of GPU, so receipts record
-    this setting and encoding.json does not."""
+    """Compile the towers with torch.compile; null means on GPUs. Compilation takes a minute per bucket when a worker
+    starts. Latents change only by rounding, so receipts record this setting and encoding.json does not."""
     towers: Literal["together", "one_by_one"] = "together"
     """`together` keeps the weights of all towers on the device. `one_by_one` keeps one tower on the device and the
     others in host memory: a tar's images are encoded first, then its captions by one text tower after another. The
     stored bytes are the same."""
     tars_at_once: int = Field(3, ge=1, le=4)
     """Tars that a worker has in flight: one on the device, the next one, which prepares its first batches, and one that
-    is being committed. Each needs scratch space for its latents, and for its copy until it is encoded. Images of at
+    is being committed. Each tar needs scratch space for its latents, and for its copy until it is encoded. Images of at
     most two tars are in memory. 1 processes one tar after another."""
     scratch: Path | None = None
     """Local folder for temporary files: copies of tars from object stores and, if `output` is a URL, attempts, each as
     large as its latents. Default: the system's temporary folder."""
     isolate_from: int = Field(2, ge=1)
-    """Attempt from which images are decoded in child processes, so that one that crashes its decoder is identified and
-    rejected as `decoder_crash`; 1 always does."""
+    """Attempt from which images are decoded in child processes, so that an image that crashes its decoder is identified
+    and rejected as `decoder_crash`; 1 always does."""
 
     @property
     def one_by_one(self) -> bool:
@@ -59,7 +58,7 @@ class WorkerConfig(Config):
 
 @dataclass(frozen=True)
 class SourceRoot:
-    """The root that a job derives another one from."""
+    """The root that a job derives a new root from."""
 
     place: Path | str
     conversion: Conversion

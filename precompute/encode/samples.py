@@ -2,8 +2,8 @@
 
     raw sample → DecodedSample (or Rejected) → CroppedSample for each of its buckets → EncodedSample
 
-A sample that is encoded for one bucket and still waits for another bucket's batch keeps only what that one needs: its
-pixels for that bucket, and its encoded captions in memory of their own.
+A sample that is encoded for one bucket and still waits for another bucket's batch keeps only its
+pixels for that bucket and its encoded captions, in separate memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,11 +71,11 @@ class CaptionTask:
     caption: CleanCaption
     is_queued: bool = False
     encoded: Future[EncodedCaption] = field(default_factory=Future)
-    """Running from the moment the encoders have it."""
+    """Running once the encoders have received the caption."""
 
     @property
     def is_started(self) -> bool:
-        """Whether the encoders have the caption, or have finished it."""
+        """Whether the encoders have received the caption, or have finished it."""
         return self.encoded.running() or self.encoded.done()
 
     def finish(self, encoded: CaptionLatents) -> None:
@@ -141,7 +141,7 @@ class PixelBatch:
 
 @dataclass
 class StartedBatch:
-    """Samples of one bucket whose images the encoders have."""
+    """Samples of one bucket whose images the encoders have received."""
 
     bucket: Bucket
     samples: list[CroppedSample]

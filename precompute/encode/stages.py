@@ -38,7 +38,7 @@ Decoding = Callable[[Iterable[RawSample]], Iterator[DecodedSample | Rejected]]
 
 @contextmanager
 def decoding(recipe: Recipe, fresh: list[Bucket], isolate: bool) -> Iterator[Decoding]:
-    """Provide a function that decodes samples in threads, in their order, for the `fresh` ones of the job's buckets.
+    """Provide a function that decodes samples in threads, in order, for the job's `fresh` buckets.
 
     With `isolate`, images are decoded in child processes, because an image may crash its decoder.
 
@@ -88,7 +88,7 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
 def refuse_changed(raw: RawSample, policy: TarPolicy) -> NoReturn:
     """Reject a sample whose image differs from the one that was downloaded, or, by policy, its whole tar."""
     if policy == "salvage":
-        raise Reject(LOST, "the picture has not the sha256 of its JSON")
+        raise Reject(LOST, "the picture does not match the sha256 in its JSON")
     raise DamagedInput(
         f"The image of sample {raw.key} does not have the sha256 that its JSON records, so the tar is damaged. "
         f"Download the tar again. If img2dataset re-encoded the images, set tars.check_sha256 to false."
@@ -119,12 +119,12 @@ def batched_by_bucket(
 def start_batches(
     batches: Generator[PixelBatch, None, None], towers: Towers, clock: DeviceClock, turns: Turns
 ) -> Generator[StartedBatch, None, None]:
-    """Hand batches to the device. Each comes out, in order, once all of its captions have been started too."""
+    """Submit batches to the device, and yield each one, in order, once all of its captions have been started too."""
     start = start_tower_by_tower if towers.one_by_one else start_side_by_side
     held: deque[StartedBatch] = deque()
     with turns.at_device(batches) as at_device:
         yield from start(at_device, towers, clock, held)
-    # everything is started, so the next tar may have the device
+    # everything is started, so the next tar may use the device
     yield from held
 
 
@@ -132,9 +132,10 @@ def start_side_by_side(
     batches: Iterable[PixelBatch], towers: Towers, clock: Timer, held: deque[StartedBatch]
 ) -> Iterator[StartedBatch]:
     """Start images and captions side by side: images in the batches of their bucket, captions of all buckets in
-    batches of their own, each as soon as it is full.
+    separate batches, each as soon as it is full.
 
-    `held` contains the batches that wait for captions. Those left at the end have all of them started.
+    `held` contains the batches that wait for captions. Once this ends, all captions of the remaining batches have been
+    started.
     """
     captions = CaptionBatcher(towers.caption_batch)
     for batch in batches:
@@ -152,13 +153,13 @@ def start_tower_by_tower(
     batches: Iterable[PixelBatch], towers: Towers, clock: Timer, held: deque[StartedBatch]
 ) -> Iterator[StartedBatch]:
     """Encode all images first, then all captions by one text tower after another, so that each tower is moved to the
-    device once per tar. Batches are the same as in `start_side_by_side`, and so is the role of `held`.
+    device once per tar. Batches and `held` are the same as in `start_side_by_side`.
     """
     captions = CaptionBatcher(towers.caption_batch)
     for batch in batches:
         captions.add(batch.samples)
         latents = towers.start_pictures(batch.bucket, batch.pixels, clock)
-        if held:  # wait for a batch when the next one has been started; its pixels are in memory until then
+        if held:  # wait for a batch once the next one has been started, because its pixels stay in memory until then
             held[-1].finish_pictures()
         held.append(StartedBatch(batch.bucket, batch.samples, latents))
     if held:
@@ -171,7 +172,7 @@ def start_tower_by_tower(
 
 
 def ready(held: deque[StartedBatch]) -> Iterator[StartedBatch]:
-    """Take the first batches for as long as all of their captions have been started."""
+    """Take the leading batches whose captions have all been started."""
     while held and held[0].is_ready:
         yield held.popleft()
 
@@ -192,7 +193,7 @@ class CaptionBatcher:
                     self.waiting.append(task)
 
     def full_batches(self) -> Iterator[list[CaptionTask]]:
-        """Take as many full batches as there are."""
+        """Take all full batches."""
         while len(self.waiting) >= self.size:
             yield self._take()
 
@@ -206,12 +207,12 @@ class CaptionBatcher:
 
 
 def start_captions(tasks: list[CaptionTask], towers: Towers, clock: Timer) -> Callable[[], None]:
-    """Start to encode captions; the function returned waits for them and sets their results."""
+    """Start encoding captions; the returned function waits for them and sets their results."""
     return mark_started(tasks, towers.start_captions([task.caption.text for task in tasks], clock))
 
 
 def mark_started(tasks: list[CaptionTask], wait: WaitForCaptions) -> Callable[[], None]:
-    """Mark captions that the towers have; the function returned waits for them and sets their results."""
+    """Mark captions as started; the returned function waits for them and sets their results."""
     for task in tasks:
         task.encoded.set_running_or_notify_cancel()
 

@@ -122,10 +122,10 @@ def fill(
 
 @contextmanager
 def opened(tar: InputTar, recipe: Recipe, stopwatch: Stopwatch) -> Iterator[tuple[Tar, Future[TarRecord]]]:
-    """Open a tar that is intact, or was salvaged. The second value will be its record for the receipt, with its
+    """Open a tar that is intact, or was salvaged. The second value is a future of its record for the receipt, with its
     SHA-256.
 
-    A separate thread computes the hash. Among the decoding threads, an image might wait for it beyond its time limit.
+    A separate thread computes the hash. In the decoding threads, it could delay an image beyond its time limit.
     """
     with ExitStack() as stack:
         with stopwatch("fetch"):

@@ -23,12 +23,12 @@ Timer = Callable[[str], AbstractContextManager[None]]
 
 
 def untimed(tower: str) -> AbstractContextManager[None]:
-    """`Timer` that measures nothing."""
+    """Provide a `Timer` that measures nothing."""
     return nullcontext()
 
 
 def batch_size_of(bucket: Bucket, batch_size: int) -> int:
-    """Return a bucket's batch size: `batch_size` up to 512x512, and above that as many images as have as many
+    """Return a bucket's batch size: `batch_size` up to 512x512, and above that as many images as fit the same number of
     pixels."""
     return max(1, batch_size * PIXELS_PER_BATCH_ITEM // max(PIXELS_PER_BATCH_ITEM, bucket.width * bucket.height))
 
@@ -107,9 +107,9 @@ class TextTowers:
                 tower.warm.add(None)
 
     def start_captions(self, texts: list[str], timer: Timer = untimed) -> WaitForCaptions:
-        """Start to encode captions; the function returned waits for their latents.
+        """Start encoding captions; the returned function waits for their latents.
 
-        If towers run one by one, all but the last are finished by then.
+        If towers run one by one, all but the last have finished by then.
         """
         if self.one_by_one:
             return next(self.start_tower_by_tower([texts], timer))
@@ -138,7 +138,7 @@ class TextTowers:
         return tower.length * tower.width * tower.states + tower.pooled
 
     def _start(self, names: list[str], texts: list[str], timer: Timer) -> WaitForTowers:
-        """Start some of the towers, in batches. The function returned waits for each caption's results by tower."""
+        """Start some of the towers, in batches. The returned function waits for each caption's results by tower."""
         batches: dict[str, list[Callable[[], list[TowerCaption]]]] = {name: [] for name in names}
         for name in names:
             size = self.size_of(name)
@@ -193,7 +193,7 @@ class Towers(TextTowers):
         return self.image.device
 
     def warm_up(self, buckets: Iterable[Bucket] = ()) -> None:
-        """Run towers that have not run yet, on an image of each of `buckets` too."""
+        """Run towers that have not run yet, including on an image of each of `buckets`."""
         super().warm_up()
         for bucket in buckets:
             if bucket not in self.image.warm:
@@ -203,7 +203,7 @@ class Towers(TextTowers):
     def start_pictures(
         self, bucket: Bucket, pictures: list[np.ndarray], timer: Timer = untimed
     ) -> Callable[[], Iterator[PictureLatents]]:
-        """Start to encode images of `bucket`, (height, width, 3) uint8 each; the function returned waits for their
+        """Start encoding images of `bucket`, (height, width, 3) uint8 each; the returned function waits for their
         latents."""
         batch_size = batch_size_of(bucket, self.batch_size)
         pixels = self.image.stack(pictures, batch_size)

@@ -59,7 +59,7 @@ def encode_on_worker(
         source: SHA-256 of the driver's source code.
 
     Raises:
-        UnfitNode: this node has other code or other models, or does not see the latents root that the job created.
+        UnfitNode: this node has different code or models, or does not see the latents root that the job created.
     """
     check_source(source)
     with LOADING:
@@ -79,7 +79,7 @@ def encode_on_worker(
     except RuntimeError as error:
         if not is_device_error(error) and not isinstance(error, Stuck):
             raise
-        # this process cannot use its GPU again, or has a thread that never ends; the fleet starts another one
+        # this process cannot use its GPU again, or has a thread that never ends; the fleet starts a new one
         traceback.print_exc()
         os._exit(1)
 
@@ -94,7 +94,7 @@ def check_shared_root(store: Store, encoding: EncodingRecord) -> None:
     """Check that this worker sees the root that the driver created.
 
     Raises:
-        UnfitNode: it sees another folder.
+        UnfitNode: it sees a different folder.
     """
     try:
         shared = EncodingRecord.load(store).id == encoding.id
@@ -102,8 +102,8 @@ def check_shared_root(store: Store, encoding: EncodingRecord) -> None:
         shared = False
     if not shared:
         raise UnfitNode(
-            f"{store.where()} on {os.uname().nodename} is not the latents root that the job made, so the nodes do not "
-            f"share this folder. Set `output` to a folder that all nodes see under one path, or to an object-store "
+            f"{store.where()} on {os.uname().nodename} is not the latents root that the job created, so the nodes do "
+            f"not share this folder. Set `output` to a folder that all nodes see under one path, or to an object-store "
             f"URL."
         )
 
@@ -132,7 +132,7 @@ def compile_now(towers: TextTowers, buckets: Iterable[Bucket] = ()) -> None:
     Raises:
         UnfitNode: they cannot be compiled on this node.
     """
-    torch._dynamo.config.recompile_limit = MAX_SHAPES  # per thread, and another one may have loaded the networks
+    torch._dynamo.config.recompile_limit = MAX_SHAPES  # per thread, and a different thread may have loaded them
     try:
         towers.warm_up(buckets)
     except TorchDynamoException as error:
@@ -227,7 +227,7 @@ def _kept_texts(
 
 
 def _recorded(weights: Weights) -> Path:
-    """Return the folder on this node of a model that encoding.json records."""
+    """Return this node's folder of a model that encoding.json records."""
     try:
         return recorded_folder(weights)
     except RequestError as error:
@@ -237,7 +237,7 @@ def _recorded(weights: Weights) -> Path:
 def prepare_process() -> None:
     """Tune the process once its encoders are loaded."""
     configure_malloc()
-    pa.array([None])  # imports pandas, if installed, which would otherwise delay the device at the end of a first tar
+    pa.array([None])  # imports pandas, if installed, which would otherwise delay the device at the end of the first tar
     gc.collect()
     atexit.register(gc.unfreeze)  # libraries complain at exit about objects that are never collected
     gc.freeze()  # otherwise each collection scans everything that libraries created at import

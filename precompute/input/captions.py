@@ -33,7 +33,7 @@ def check_caption_fields(fields: Sequence[str]) -> None:
     """Check that each of `fields` is `txt` or `json:NAME`, without duplicates.
 
     Raises:
-        ValueError: A field has another form, or occurs twice.
+        ValueError: A field has a different form, or occurs twice.
     """
     for field in fields:
         if field != "txt" and not (field.startswith(JSON_PREFIX) and len(field) > len(JSON_PREFIX)):

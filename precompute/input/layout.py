@@ -1,6 +1,6 @@
 """Parse all headers of a tar: group its members by key, and detect damage.
 
-Python's tarfile finds the headers and skips bytes that are not one. If a header does not start where the previous
+Python's tarfile finds the headers and skips all other bytes. If a header does not start where the previous
 member ended, something was lost. Nothing is ever extracted: links, folders and devices are skipped, and only the last
 component of a member's path is used.
 """

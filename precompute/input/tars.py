@@ -285,10 +285,10 @@ class Tar:
         yield from self.lost.values()
 
     def record(self, address: str) -> TarRecord:
-        """Describe the tar for receipts, and what a damaged one lost.
+        """Describe the tar, and its losses if it was damaged, for receipts.
 
-        `lost` counts the samples that are rejected as `lost_in_tar`. `lost_unnamed` counts further samples of which
-        only the number is known.
+        `lost` counts the samples that are rejected as `lost_in_tar`. `lost_unnamed` counts further samples whose keys
+        are unknown.
         """
         record: TarRecord = {"address": address, "bytes": self.bytes, "sha256": self.sha256}
         if self.damage:

@@ -9,7 +9,7 @@ from cluster.fleet import Failed, UnderWay
 from shards.root.committed import TarReceipts
 
 UNKNOWN = "unknown"
-"""Node of an attempt that was lost before it reported one."""
+"""Node of an attempt that was lost before it reported its node."""
 
 
 class Metrics:
@@ -29,7 +29,7 @@ class Metrics:
         self.eta = Gauge("latentmill_eta_seconds", "Estimated seconds until the job ends; -1 if unknown")
 
     def tar_done(self, receipts: TarReceipts, node: str | None) -> None:
-        """Count what a tar's receipts account for."""
+        """Count the samples that a tar's receipts account for."""
         where = {"node": node or UNKNOWN}
         _add(self.images_in, receipts.samples_in, where)
         _add(self.accepted, receipts.encoded, where)
@@ -43,7 +43,7 @@ class Metrics:
         _add(self.tars, 1, {"outcome": "done"})
 
     def attempt_failed(self, failed: Failed) -> None:
-        """Count a failed attempt, and its tar if that is given up."""
+        """Count a failed attempt, and its tar if it is given up."""
         _add(self.attempts, 1, {"cause": cause(failed), "node": failed.node or UNKNOWN})
         if not failed.again:
             _add(self.tars, 1, {"outcome": "failed"})

@@ -84,7 +84,7 @@ def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: St
 
 
 def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]) -> None:
-    """Print to stderr what the job is going to do, because its workers take a while to start.
+    """Print the job's work to stderr, because its workers take a while to start.
 
     Warn of bucket sizes that some U-Nets cannot be trained on. Stage 1 does not know the backbone, so it cannot reject
     them.

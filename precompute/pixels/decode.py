@@ -43,7 +43,7 @@ MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class PixelsConfig(Config):
-    """How images are decoded, cropped and resized; recorded in encoding.json."""
+    """Decoding, cropping and resizing of images; recorded in encoding.json."""
 
     resampling: Filter = "bicubic"
     """Filter of the antialiased resize; lanczos is several times slower than the others."""
@@ -128,7 +128,7 @@ def decode(
         size = image.size
         image.load()
         if image.size != size:
-            raise Reject("undecodable", f"it says that it is {size[0]}x{size[1]}, and is {image.width}x{image.height}")
+            raise Reject("undecodable", f"its header says {size[0]}x{size[1]}, but it is {image.width}x{image.height}")
         rgb = to_srgb(image)
         pixels = {}
         # crop and resize the image as stored, and turn only the result, which is smaller
@@ -164,7 +164,7 @@ def _open(data: bytes, limits: LimitsConfig) -> ImageFile:
 
 
 def _orientation(image: Image.Image) -> int:
-    # Pillow turns TIFFs itself, and reports their size after turning
+    # Pillow rotates TIFFs itself, and reports their size after the rotation
     orientation = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION_TAG, 1)
     return orientation if orientation in TURNS else 1
 

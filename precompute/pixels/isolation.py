@@ -116,7 +116,7 @@ class Child:
         if not self.ready:
             try:
                 self.ready = self._receive(START_SECONDS)
-            except ChildDied as died:  # which is not the image's fault
+            except ChildDied as died:  # a failed start is not the image's fault
                 raise WorkError(
                     f"a child process for decoding did not start: {died}. Check this machine's memory, and the log "
                     f"above for an import error"

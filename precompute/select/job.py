@@ -48,7 +48,7 @@ def select(config: SelectConfig) -> dict[str, Any]:
             return finished
         folder = _open_run(config.output, request)
 
-        # pass 1: apply the rules that judge each row by itself
+        # pass 1: apply the rules that depend only on the row itself
         partitions = duplicates.count_partitions(sum(file.num_rows for file in files), config.partition_rows)
         calls = [(config, file, hosts, partitions) for file in files]
         filtered = list(_with_progress(run(filter_file, calls), len(files)))

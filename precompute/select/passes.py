@@ -1,7 +1,8 @@
 """First and third pass of the selection, which read all rows; the second is in `duplicates.py`.
 
 The first pass works on one input file at a time, and writes the rows that pass the rules and the hashes of their URLs.
-The third works on one output file at a time, and writes the remaining rows in input order, `rows_per_file` to a file.
+The third works on one output file at a time, and writes the remaining rows in input order, `rows_per_file` rows per
+file.
 """
 
 import hashlib

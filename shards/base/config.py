@@ -189,7 +189,7 @@ def _parse_overrides(
 
 
 def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Take options such as `--texts.t5.max_tokens 77` out, which name an entry of a field that holds sections by name.
+    """Extract options such as `--texts.t5.max_tokens 77`, which set an entry of a field that holds sections by name.
 
     pydantic-settings has no options for these, since it cannot know the names.
 
@@ -215,7 +215,7 @@ def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[s
 
 
 def _parse_value(text: str) -> Any:
-    """Parse `null`, a list or a dict; all else, and what is no JSON, stays text for pydantic to judge."""
+    """Parse `null`, a list or a dict; all other text, including invalid JSON, is left for pydantic to validate."""
     if text == "null" or text.startswith(("[", "{")):
         with suppress(ValueError):
             return json.loads(text)

@@ -188,7 +188,7 @@ def resolve_precision(requested: PrecisionOption, device: str, say: Callable[[st
 def cpu_slowdown(precision: Precision) -> float:
     """Return the time of a convolution and a matrix product in `precision` relative to float32, forward and backward.
 
-    The trial uses a single thread, so that other processes on the machine disturb both data types alike.
+    The trial uses a single thread, so that other processes on the machine disturb both data types equally.
     """
     import torch
 

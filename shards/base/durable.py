@@ -121,7 +121,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def create_file(path: Path, temporary: Path) -> bool:
-    """Move `temporary` to `path` durably if `path` does not exist. Of concurrent callers, only one succeeds.
+    """Move `temporary` to `path` durably if `path` does not exist. Only one of several concurrent callers succeeds.
 
     Returns:
         Whether the file was created. `temporary` is removed in either case.

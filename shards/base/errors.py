@@ -21,7 +21,8 @@ class WorkError(RuntimeError):
 
 
 class DamagedInput(WorkError):
-    """An input that differs from what was once written. It is not retried, since a retry would read the same bytes."""
+    """An input that differs from what was originally written. It is not retried, since a retry would read the same
+    bytes."""
 
 
 class Outage(WorkError):

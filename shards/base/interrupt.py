@@ -1,7 +1,7 @@
 """Report Ctrl-C in one line instead of a traceback, in the whole process.
 
 Importing this module installs the hook. `__main__` modules import it before anything else, because their own imports
-take seconds, in which `console` cannot catch anything yet.
+take seconds, during which `console` cannot catch anything yet.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""`python -m shards derive ROOT OUT`: derive a whole root from another one in several processes."""
+"""`python -m shards derive ROOT OUT`: derive a root from an existing root in several processes."""
 
 import functools
 import signal
@@ -111,7 +111,7 @@ def prepare(
     if not conversion.reencoded:
         write_uncond(target, kept_uncond(empty.items(), conversion))
     if old := superseded(source, target):
-        recall(target, old, f"{source.where()} has recalled what it was derived from")
+        recall(target, old, f"{source.where()} has recalled the part it was derived from")
         print(f"Recalled {len(old)} parts of {target.where()}, because the parts they were derived from were recalled.")
     return conversion, contents.tars(wanted)
 
@@ -162,7 +162,7 @@ def _run(source: Store, target: Store, conversion: Conversion, tars: list[Source
             progress.advance()
             error = future.exception()
             if isinstance(error, BrokenProcessPool) and stop.received:
-                break  # a scheduler signals every process of a job, so the worker may have died of it
+                break  # a scheduler signals every process of a job, so that signal may have killed the worker
             if isinstance(error, RequestError | WorkError | OSError):
                 failed.append(f"{tar.name}: {error}")
                 progress.say(failed[-1])

@@ -121,7 +121,8 @@ def derive_tar(
 
 
 def _origin(receipt: Receipt) -> Settings:
-    """Return the settings that record a part's source, and who encoded the original part of a chain of derivations."""
+    """Return the settings that record a part's source, and the machine that encoded the original part of a chain of
+    derivations."""
     origin: Settings = {ORIGIN: f"{receipt.encoding_id}/{receipt.folder}"}
     if not any(name.startswith(f"{ORIGIN}.") for name in receipt.settings):
         made = {"host": receipt.made_by.host, "gpu": receipt.made_by.gpu, "gpu_uuid": receipt.made_by.gpu_uuid}

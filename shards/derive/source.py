@@ -17,7 +17,7 @@ AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class SourceTar:
-    """A tar of the source root that is to be derived."""
+    """A tar of the source root to derive."""
 
     name: str
     receipts: tuple[str, ...]

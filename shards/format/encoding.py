@@ -31,7 +31,7 @@ class EncodingRecord(Config):
     """Sources of the captions: `txt` or `json:FIELD`. With several sources, the text columns have a leading axis,
     and `caption` is a JSON list with one entry per source, null where the sample has no caption."""
     max_characters: int
-    """Length in characters to which captions were cut before tokenization."""
+    """Maximum length of captions in characters; longer ones were cut before tokenization."""
     compute_dtype: Literal["float32", "float16", "bfloat16"]
     scores: tuple[str, ...] = LAION_SCORES
     """Names of the stored scores, in the order of the MDS column `scores`. Written only if they are not the default."""

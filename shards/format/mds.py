@@ -229,7 +229,7 @@ def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: st
     begin, end = offsets[row : row + 2].tolist()
     data = os.pread(descriptor, end - begin, begin)
     if len(data) != end - begin:
-        raise DamagedFile(f"{path} is truncated: it ends before its last sample does. Restore it from a copy.")
+        raise DamagedFile(f"{path} is truncated: it ends before the end of its last sample. Restore it from a copy.")
     return data
 
 

@@ -75,7 +75,7 @@ def recorded_folder(weights: Weights) -> Path:
             folder = _fetch(weights.name, DOWNLOAD_PATTERNS)
     if hash_weights(weights.name, folder).sha256 != weights.sha256:
         raise RequestError(
-            f"{weights.name} ({folder}) differs from the model recorded in encoding.json. Provide the recorded one."
+            f"{weights.name} ({folder}) differs from the model recorded in encoding.json. Provide the recorded model."
         )
     return folder
 
@@ -225,9 +225,7 @@ def _weight_shards(index: Path) -> set[str]:
         return set()
     shards = set(json.loads(index.read_text())["weight_map"].values())
     if missing := sorted(shard for shard in shards if not (index.parent / shard).is_file()):
-        raise RequestError(
-            f"{index} refers to {', '.join(missing)}, missing from the folder. Download the model again."
-        )
+        raise RequestError(f"{index} refers to {', '.join(missing)}, which the folder lacks. Download the model again.")
     return shards
 
 

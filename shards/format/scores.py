@@ -1,10 +1,11 @@
-"""The scores of a sample: numbers from its metadata that are stored with it, and by which training can filter.
+"""The scores of a sample: numbers from its metadata that are stored with it, and that training can filter on.
 
 `SCORES` is their only declaration. It determines the JSON fields that stage 1 reads, the columns that selection keeps,
 the columns of samples.parquet, the MDS column `scores`, the dataset card, and the fields of `data.filter`. A root
 records the names of its scores, so a change of the list affects only new roots.
 
-To add a score, add an entry to the list. A program can also append one before it imports anything else of latentmill:
+To add a score, add an entry to the list. A program can also append an entry before it imports anything else from
+latentmill:
 
     from shards.format.scores import SCORES, Score
     SCORES.append(Score("hps", "Human preference score v2"))

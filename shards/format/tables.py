@@ -64,7 +64,7 @@ def read_recorded(store: Store, folder: str, files: Mapping[str, FileRecord], na
 
 
 def read_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> tuple[Columns, Columns]:
-    """Read a part's tables of stored and refused samples. Raises as `read_recorded`."""
+    """Read a part's tables of stored and refused samples. Raises the errors of `read_recorded`."""
     data = read_recorded(store, folder, files, (SAMPLES_NAME, REFUSED_NAME))
     stored, refused = (pq.read_table(io.BytesIO(table)).to_pydict() for table in data.values())
     return stored, refused

@@ -207,7 +207,7 @@ class Recallable(Protocol):
 
 
 def recall(store: Store, receipts: Iterable[Recallable], why: str) -> None:
-    """Create a tombstone for each receipt, which takes it out of force; the next job re-encodes the part.
+    """Create a tombstone for each receipt, which invalidates it; the next job re-encodes the part.
 
     The files of the part stay, so that training runs that already read it can continue.
     """

@@ -46,7 +46,7 @@ def load_commits(store: Store, etags: Mapping[str, str]) -> list[Committed]:
     """Load these receipts into memory, sorted by name. Names that do not exist are skipped.
 
     Raises:
-        DamagedFile, RequestError: as `parse_receipt`.
+        DamagedFile, RequestError: see `parse_receipt`.
     """
     return [
         Committed(name, etags[name], parse_receipt(data, store.where(name)))
@@ -58,7 +58,7 @@ def read_receipts(store: Store, names: Sequence[str]) -> Iterator[Receipt]:
     """Yield these receipts in the order of `names`, parsing one at a time.
 
     Raises:
-        DamagedFile, RequestError: as `parse_receipt`.
+        DamagedFile, RequestError: see `parse_receipt`.
     """
     for name, data in read_each(store, names):
         yield parse_receipt(data, store.where(name))
@@ -71,7 +71,7 @@ def iter_receipts(store: Store) -> Iterator[Receipt]:
     receipts.
 
     Raises:
-        DamagedFile, RequestError: as `parse_receipt`.
+        DamagedFile, RequestError: see `parse_receipt`.
     """
     yield from read_receipts(store, by_tar_and_bucket(active_receipts(list_commits(store))))
 
@@ -114,7 +114,8 @@ class TarReceipts:
     def rejected(self) -> dict[str, int]:
         """Reason → number of samples that no bucket stores.
 
-        A sample counts under the reason of the first bucket that records one other than its size, else as too small.
+        A sample counts under the reason of the first bucket that records a reason other than its size, else as too
+        small.
         """
         unexplained, counts = ~self._stored, Counter[str]()
         for bucket in sorted(self.parts):
@@ -153,7 +154,7 @@ def iter_tars(store: Store) -> Iterator[TarReceipts]:
     """Yield the receipts of one tar after another, ordered by tar name.
 
     Raises:
-        DamagedFile, RequestError: as `parse_receipt`.
+        DamagedFile, RequestError: see `parse_receipt`.
     """
     for tar, receipts in groupby(iter_receipts(store), key=lambda receipt: receipt.tar):
         yield TarReceipts(tar, {receipt.bucket: receipt for receipt in receipts})
@@ -163,8 +164,8 @@ def iter_committed_tars(store: Store) -> Iterator[TarReceipts]:
     """Yield the receipts of one tar after another, and fail if nothing has been committed.
 
     Raises:
-        RequestError: the root has no active receipts; or as `parse_receipt`.
-        DamagedFile: as `parse_receipt`.
+        RequestError: the root has no active receipts; or see `parse_receipt`.
+        DamagedFile: see `parse_receipt`.
     """
     is_empty = True
     for tar_receipts in iter_tars(store):
@@ -175,10 +176,12 @@ def iter_committed_tars(store: Store) -> Iterator[TarReceipts]:
 
 
 def load_receipts(store: Store) -> list[Receipt]:
-    """Load all active receipts, ordered by tar and bucket. Only for small roots; raises as `parse_receipt`."""
+    """Load all active receipts, ordered by tar and bucket. Only for small roots; raises the errors of
+    `parse_receipt`."""
     return list(iter_receipts(store))
 
 
 def load_tars(store: Store) -> list[TarReceipts]:
-    """Load the receipts of all tars, ordered by tar name. Only for small roots; raises as `parse_receipt`."""
+    """Load the receipts of all tars, ordered by tar name. Only for small roots; raises the errors of
+    `parse_receipt`."""
     return list(iter_tars(store))

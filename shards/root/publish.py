@@ -2,8 +2,8 @@
 
 A publisher lists the commits and fetches only the receipts that the newest manifest does not cover. It writes them as
 one new segment per bucket and merges small segments into it, so the number of segments grows with the logarithm of the
-number of parts. Then it creates the next manifest, and starts over if another process was faster. A killed publisher
-leaves at most some unreferenced files.
+number of parts. Then it creates the next manifest, and starts over if another process created it first. A killed
+publisher leaves at most some unreferenced files.
 """
 
 import sys
@@ -30,10 +30,11 @@ MERGE_BELOW = 2
 
 
 class IndexConfig(Config):
-    """How often committed parts are published, so that new training runs see them."""
+    """Publication of committed parts during a job, so that new training runs see them."""
 
     every: float = Field(300.0, gt=0)
-    """Seconds between two manifests while a job runs. One more is published at the end, unless the job was stopped."""
+    """Seconds between two manifests while a job runs. A last manifest is published at the end, unless the job was
+    stopped."""
 
 
 class PublishStopped(Exception):
@@ -44,7 +45,8 @@ class Publisher:
     """Publishes a root repeatedly and caches the segments of the newest manifest in memory."""
 
     def __init__(self, store: Store, stop: Callable[[], bool] = lambda: False):
-        """`stop` is polled before each step (about a second of work); PublishStopped is raised once it returns True."""
+        """Prepare a publisher. `stop` is polled before each step (about a second of work); PublishStopped is raised
+        once it returns True."""
         self.store = store
         self.stop = stop
         self.tables: dict[str, pa.Table] = {}
@@ -153,7 +155,7 @@ class PeriodicPublisher:
     """
 
     def __init__(self, store: Store, every: float):
-        """`every` is the number of seconds between two manifests."""
+        """Prepare to publish a manifest every `every` seconds."""
         self.every = every
         self.over = threading.Event()
         self.publisher = Publisher(store, self.over.is_set)
@@ -172,7 +174,7 @@ class PeriodicPublisher:
         """Stop the thread and publish all committed parts; return the manifest.
 
         Raises:
-            DamagedFile, RequestError: as `Publisher.publish`.
+            DamagedFile, RequestError: see `Publisher.publish`.
         """
         self.over.set()
         self.thread.join()

@@ -34,7 +34,7 @@ def check_root(store: Store, encoding: EncodingRecord) -> None:
     Raises:
         RequestError: the root's encoding differs (the message names the fields), or the folder is not a latents root.
     """
-    # listed before encoding.json is looked for, because another job may create the root in between
+    # listed before looking for encoding.json, because another job may create the root in between
     existing = [name for name in store.entries() if not name.startswith(".")]
     if store.size(FILE_NAME) is None:
         if existing:
@@ -109,7 +109,7 @@ def record_rules(store: Store, rules: dict[Bucket, str]) -> None:
 
 
 def check_create_if_absent(store: Store) -> None:
-    """Check that the store supports create-if-absent, on which the commit protocol depends.
+    """Check that the store supports create-if-absent, which the commit protocol needs.
 
     Raises:
         RequestError: a second create request overwrote the first object.
@@ -123,7 +123,7 @@ def check_create_if_absent(store: Store) -> None:
         raise RequestError(
             f"{store.where()} is on a store that ignores conditional writes (`If-None-Match: *`): a second create "
             f"request overwrote the first object, so concurrent attempts at the same tar could overwrite each other. "
-            f"Use a store, or a newer version of this one, that supports conditional writes."
+            f"Use a store that supports conditional writes, or a newer version of this store."
         )
 
 

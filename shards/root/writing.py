@@ -122,7 +122,7 @@ class PartWriter:
         return json.dumps(texts, ensure_ascii=False) if self.encoding.several else str(texts[0])
 
     def _tower_columns(self, samples: Sequence[Sample]) -> Iterator[Iterator[dict[str, np.ndarray]]]:
-        """Yield one iterator per tower, which yields the tower's columns of each sample."""
+        """Yield an iterator per tower over the tower's columns of each sample."""
         yield image.pack(self.encoding.image, [sample.image_latents for sample in samples])
         for name, tower in self.encoding.texts.items():
             captions = [[caption.latents[name] for caption in sample.present] for sample in samples]
@@ -147,7 +147,7 @@ class PartWriter:
         keys: dict[str, list[str]] = {}
         for key, _, reason, _ in sorted(self.refused):
             keys.setdefault(reason, []).append(key)
-        # of a row: the number of captions, and how many of them had each of CAPTION_CHANGES
+        # caption counts of a row: all captions, and those with each of CAPTION_CHANGES
         first = self.schema.get_field_index("captions")
         caption_counts = slice(first, first + 1 + len(CAPTION_CHANGES))
         counts = [sum(column) for column in zip(*(row[caption_counts] for row in self.samples), strict=True)]

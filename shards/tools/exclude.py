@@ -35,7 +35,7 @@ def add_and_match(store: Store, exclusion: Exclusion) -> tuple[bool, list[Matche
         Whether the list is new, its matches per bucket, and its values that match no published sample.
 
     Raises:
-        RequestError: `store` is not a latents root; or it is a list of keys of which none exists.
+        RequestError: `store` is not a latents root; or the list consists of keys, and none of them exists.
     """
     EncodingRecord.load(store)
     is_matched = np.zeros(len(exclusion.values), bool)

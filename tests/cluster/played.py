@@ -24,8 +24,8 @@ def error(final: bool = False, lost: bool = False) -> Failure:
 
 
 class PlayedPool(WorkerPool[str, str]):
-    """Workers on nodes that have one place per CPU. Each attempt ends at once, as `play` (key, number, node) says; None
-    means that it has not ended yet."""
+    """Workers on nodes that have one place per CPU. Each attempt ends at once, as `play` (key, number, node) returns;
+    None means that it has not ended yet."""
 
     def __init__(self, play: Callable[[str, int, str], Outcome | None], nodes: dict[str, int] | None = None):
         self.play = play

@@ -86,7 +86,7 @@ def test_five_minutes_of_an_outage_cost_nothing(
     assert "The outage is over. The job resumes after a pause of" in said[-1]
     assert len(said) == 7  # after 0, 5, 15, 35, 75 and 155 s, and the end
     probes = [event for event in failed if event.key in {f.key for f in failed[-5:]}]
-    assert len({event.key for event in probes}) >= 5, "each probe takes another tar"
+    assert len({event.key for event in probes}) >= 5, "each probe takes a different tar"
     print(
         f"{request.node.callspec.id}: {len(KEYS)} tars on 8 slots done after {clock.now - 1000:.0f} s, {len(failed)} "
         f"attempts met the outage, {len(said)} lines said"

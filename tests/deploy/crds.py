@@ -1,7 +1,7 @@
-"""Holds deploy/kubernetes against CRDs' own schemas: `python -m tests.deploy.crds CRD.yaml …`.
+"""Validate deploy/kubernetes against the CRDs' own schemas: `python -m tests.deploy.crds CRD.yaml …`.
 
-The schemas are those of KubeRay (ray-operator/config/crd/bases) and JobSet (config/components/crd/bases). A field that
-a schema does not have is refused, as `kubectl apply --validate=strict` refuses it.
+The schemas are those of KubeRay (ray-operator/config/crd/bases) and JobSet (config/components/crd/bases). Unknown
+fields are refused, as with `kubectl apply --validate=strict`.
 """
 
 import sys
@@ -16,7 +16,7 @@ MANIFESTS = Path(__file__).parents[2] / "deploy" / "kubernetes"
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema, which knows all fields that may be there; and Kubernetes' own types as JSON Schema has them."""
+    """Return the schema with unknown fields forbidden, and Kubernetes' own types expressed in JSON Schema."""
     found = {key: strict(value) if isinstance(value, dict) else value for key, value in schema.items()}
     is_object = "type" in schema and isinstance(schema.get("properties"), dict)
     if is_object and not schema.get("x-kubernetes-preserve-unknown-fields"):
@@ -27,19 +27,19 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def schemas(paths: list[Path]) -> dict[tuple[str, str], dict[str, Any]]:
-    """(apiVersion, kind) → schema."""
+    """Return (apiVersion, kind) → schema."""
     found = {}
     for path in paths:
         crd = yaml.safe_load(path.read_text())["spec"]
         for version in crd["versions"]:
             schema = strict(version["schema"]["openAPIV3Schema"])
-            schema["properties"]["metadata"] = {"type": "object"}  # the API server's, in no CRD
+            schema["properties"]["metadata"] = {"type": "object"}  # defined by the API server, not by a CRD
             found[f"{crd['group']}/{version['name']}", crd["names"]["kind"]] = schema
     return found
 
 
 def problems(manifest: dict[str, Any], known: dict[tuple[str, str], dict[str, Any]]) -> Iterator[str]:
-    """What a manifest has that its schema does not allow."""
+    """List the violations of a manifest's schema."""
     schema = known.get((manifest["apiVersion"], manifest["kind"]))
     if schema is None:
         yield f"no schema of {manifest['apiVersion']} {manifest['kind']}"
@@ -49,7 +49,7 @@ def problems(manifest: dict[str, Any], known: dict[tuple[str, str], dict[str, An
 
 
 def main() -> int:
-    """Print what is wrong; 1 where something is."""
+    """Print all violations, and return 1 if there are any."""
     known = schemas([Path(word) for word in sys.argv[1:]])
     wrong = 0
     for path in sorted(MANIFESTS.glob("*.yaml")):

@@ -1,7 +1,7 @@
-"""Machines of their own on this one: each with a network address, host name, processes, /dev/shm and /mnt of its own.
+"""Simulated machines: each has its own network address, host name, processes, /dev/shm and /mnt.
 
-They share the file system, and nothing else. A machine's /mnt is empty at first; temporary files go there. Killing a
-machine's first process kills all of its processes, as a power cut would. It takes root.
+They share only the file system. A machine's /mnt starts empty and holds its temporary files. Killing a machine's first
+process kills all of its processes, like a power cut. Root is required.
 """
 
 import os
@@ -27,14 +27,15 @@ sleep infinity & wait
 
 
 def missing(*programs: str) -> list[str]:
-    """What these tests need and is not here."""
+    """Return the programs that these tests need and this machine lacks."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     found = [name for name in ("unshare", "nsenter", "ip", *programs) if shutil.which(name, path=path) is None]
     return found + (["root"] if os.geteuid() else [])
 
 
 class Machine:
-    """A network namespace with an address, and a first process in namespaces of its own, below which all others run."""
+    """A network namespace with an address, and an init process in separate namespaces, which all other processes run
+    below."""
 
     def __init__(self, cluster: "Machines", name: str, number: int):
         self.cluster, self.name, self.number = cluster, name, number
@@ -46,7 +47,7 @@ class Machine:
         self.start()
 
     def _wire(self) -> None:
-        """Join the bridge."""
+        """Connect the machine to the bridge."""
         outer = f"{self.cluster.tag}{self.number}"
         sh("ip", "link", "add", "eth0", "netns", self.network, "type", "veth", "peer", "name", outer)
         sh("ip", "link", "set", outer, "netns", self.cluster.tag)
@@ -58,7 +59,7 @@ class Machine:
         sh("ip", "-n", self.network, *words)
 
     def start(self) -> None:
-        """Power on."""
+        """Start the machine."""
         script = START.format(folder=self.cluster.folder, setup=self.cluster.setup)
         own = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self.process = subprocess.Popen(
@@ -75,7 +76,7 @@ class Machine:
     def run(
         self, *command: str, check: bool = True, variables: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """A command on this machine."""
+        """Run a command on this machine."""
         found = subprocess.run(
             [*self.inside, *command],
             env=self.cluster.environment | dict(variables or {}),
@@ -87,24 +88,24 @@ class Machine:
         return found
 
     def power_cut(self) -> None:
-        """Every process of it is gone at once."""
+        """Kill all processes of the machine at once."""
         psutil.Process(self.process.pid).children()[0].kill()
         self.process.wait()
 
     def kill(self, name: str) -> None:
-        """SIGKILL to processes of that name: this machine's, and no other's."""
+        """Send SIGKILL to this machine's processes of that name."""
         found = self.run("grep", "-lx", name, *self.run("sh", "-c", "ls /proc/[0-9]*/comm").stdout.split(), check=False)
         self.run("kill", "-9", *(path.split("/")[2] for path in found.stdout.split()))
 
 
 class Machines:
-    """Some of them, on one network; a context manager."""
+    """Several machines on one network; a context manager."""
 
     setup = ""
-    """What each machine does when it is switched on, as bash."""
+    """Bash script that each machine runs when it starts."""
 
     def __init__(self, folder: Path, repository: Path, environment: dict[str, str], names: list[str]):
-        """`environment`: of commands; they are run in the folder `repository`."""
+        """Prepare the machines. Commands run in the folder `repository`, with `environment`."""
         self.folder, self.repository, self.names = folder, repository, names
         self.tag = f"lm{os.getpid() % 100_000}"
         own = {"TMPDIR": "/mnt", "RAY_TMPDIR": "/mnt", "PATH": f"{environment['PATH']}:/usr/sbin:/sbin"}
@@ -120,7 +121,7 @@ class Machines:
         return self
 
     def start(self) -> None:
-        """Switch all machines on."""
+        """Start all machines."""
         numbers = {name: number for number, name in enumerate(self.names, start=1)}
         hosts = [f"{NETWORK}.{number} {name}" for name, number in numbers.items()]
         (self.folder / "hosts").write_text("\n".join([*hosts, "127.0.0.1 localhost", ""]))
@@ -132,19 +133,19 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         for machine in self.machines.values():
-            machine.process.kill()  # `--kill-child` takes all of its processes along
+            machine.process.kill()  # `--kill-child` kills all of its processes as well
             machine.process.wait()
             sh("ip", "netns", "delete", machine.network)
         sh("ip", "netns", "delete", self.tag)
 
 
 def sh(*command: str) -> None:
-    """A command that must go well."""
+    """Run a command that must succeed."""
     subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
 def wait_until(true: Callable[[], object], seconds: float) -> None:
-    """Poll."""
+    """Poll until the condition holds."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not happen in time"

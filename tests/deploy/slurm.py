@@ -1,4 +1,4 @@
-"""A Slurm cluster of Debian's daemons, with munge between them, on machines of its own (tests/deploy/machines.py)."""
+"""A Slurm cluster of Debian's daemons with munge, on simulated machines (tests/deploy/machines.py)."""
 
 import os
 import re
@@ -45,13 +45,13 @@ class Slurm(Machines):
     """A controller, `login`, and two nodes, `node1` and `node2`."""
 
     def __init__(self, folder: Path, repository: Path, environment: dict[str, str]):
-        """`environment`: of submitted jobs."""
+        """Prepare the cluster. `environment` is that of submitted jobs."""
         self.setup = MUNGE.format(folder=folder)
         own = {"SLURM_CONF": str(folder / "slurm.conf")}
         super().__init__(folder, repository, environment | own, ["login", *NODES])
 
     def start(self) -> None:
-        """All machines, and their daemons."""
+        """Start all machines and their daemons."""
         (self.folder / "slurm.conf").write_text(CONF.format(folder=self.folder))
         (self.folder / "gres.conf").write_text("NodeName=node[1-2] Name=gpu File=/dev/tty[0-7]\n")
         (self.folder / "munge.key").write_bytes(os.urandom(128))
@@ -64,27 +64,27 @@ class Slurm(Machines):
         wait_until(lambda: self.login.run("sinfo", "-ho", "%D %t", check=False).stdout.split() == ["2", "idle"], 60)
 
     def slurmd(self, name: str) -> None:
-        """Start a node's daemon, which goes into the background by itself."""
+        """Start a node's daemon, which detaches by itself."""
         self.machines[name].run("slurmd", "-N", name)
 
     def submit(self, *words: str, **variables: str) -> int:
-        """`sbatch …` from the clone; the job's number."""
+        """Run `sbatch` from the clone, and return the job's number."""
         said = self.login.run("sbatch", "--parsable", *words, variables=variables).stdout
         return int(re.match(r"\d+", said)[0])  # type: ignore[index]
 
     def state(self, job: int | str) -> dict[str, str]:
-        """The fields of `scontrol show job`."""
+        """Return the fields of `scontrol show job`."""
         said = self.login.run("scontrol", "--oneliner", "show", "job", str(job)).stdout
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
     def start_now(self, job: int) -> None:
-        """A job that was queued again waits for two minutes; this one does not."""
+        """Start a requeued job now instead of after two minutes."""
         wait_until(lambda: self.state(job)["JobState"] == "PENDING", 90)
-        time.sleep(2)  # nodes refuse credentials of the second in which the job was revoked
+        time.sleep(2)  # nodes refuse credentials from the second in which the job was revoked
         self.login.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         wait_until(lambda: self.state(job)["JobState"] == "RUNNING", 60)
 
     def finish(self, job: int | str, seconds: float = 300) -> dict[str, str]:
-        """Wait for a job's end."""
+        """Wait for a job to end."""
         wait_until(lambda: self.state(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), seconds)
         return self.state(job)

@@ -1,4 +1,4 @@
-"""Stage 1 on a cluster that has no node until there is work: Ray's own autoscaler, with processes for machines."""
+"""Stage 1 on a cluster that has no nodes until there is work: Ray's autoscaler, with processes in place of machines."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.tiny import make_samples, make_tar
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 IDLE_SECONDS = 10
-"""After which a node goes."""
+"""Idle time after which a node is removed."""
 CLUSTER = {
     "cluster_name": "three",
     "max_workers": 3,

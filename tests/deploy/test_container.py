@@ -1,6 +1,6 @@
-"""The image of deploy/container, built by buildah on a base of mmdebstrap, and both stages run in it; as root.
+"""The image of deploy/container, built by buildah on a base from mmdebstrap, and both stages run in it, as root.
 
-$LATENTMILL_STORAGE names a folder in which the base and the image stay from one time to the next.
+$LATENTMILL_STORAGE names a folder that keeps the base and the image between runs.
 """
 
 import os
@@ -31,11 +31,11 @@ ROOT = Path(__file__).parents[2]
 IMAGE = f"latentmill:{metadata.version('latentmill')}"
 USER = 1000
 VARIABLES = ("HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1", "RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN={'0123456789abcdef' * 4}")
-"""The cluster's token comes in as by a secret of Kubernetes'."""
+"""The cluster's token is passed like a Kubernetes secret."""
 
 
 class Image:
-    """The image, and two containers of it: a pod's each, for commands that run at once."""
+    """The image and two containers, one per pod, for commands that run at the same time."""
 
     def __init__(self, storage: Path, data: Path):
         self.buildah = ["buildah", "--root", str(storage / "root"), "--runroot", str(storage / "run")]
@@ -49,7 +49,7 @@ class Image:
         self.pods = [self.call("from", f"localhost/{IMAGE}").strip() for _ in range(2)]
 
     def make_base(self, storage: Path) -> None:
-        """Debian's least, and what this machine needs to reach a package index: certificates, pip's config."""
+        """Build a minimal Debian base with this machine's access to a package index: certificates and pip's config."""
         here = storage / "here"
         (here / "etc/ssl/certs").mkdir(parents=True)
         (here / "etc/uv").mkdir()
@@ -65,17 +65,17 @@ class Image:
         self.call("rm", container)
 
     def call(self, *words: str) -> str:
-        """A command of buildah's; what it said."""
+        """Run a buildah command, and return its output."""
         found = subprocess.run([*self.buildah, *words], capture_output=True, text=True, timeout=2400)
         assert found.returncode == 0, f"{words}: {found.stdout[-3000:]}{found.stderr[-3000:]}"
         return found.stdout
 
     def run(self, *command: str, pod: int = 0) -> str:
-        """A command in a pod's container, as its own user, with `data` where it is outside."""
+        """Run a command in a pod's container as the image's user, with `data` mounted at its own path."""
         return self.call(*self.words(command, pod))
 
     def words(self, command: tuple[str, ...], pod: int) -> list[str]:
-        """For buildah."""
+        """Return the arguments for buildah."""
         own = [f"{self.data}:{self.data}", "/dev/shm:/dev/shm"]
         volumes = [word for volume in own for word in ("--volume", volume)]
         variables = [word for variable in VARIABLES for word in ("--env", variable)]
@@ -83,7 +83,7 @@ class Image:
 
     @contextmanager
     def running(self, *command: str, pod: int = 0) -> Iterator[None]:
-        """The same beside what is done meanwhile."""
+        """Run a command in the background within the context."""
         with subprocess.Popen([*self.buildah, *self.words(command, pod)], start_new_session=True) as process:
             try:
                 yield
@@ -124,12 +124,12 @@ def test_it_is_no_larger_than_the_page_says(image: Image) -> None:
 
 
 def contents(root: Path) -> dict[str, dict[str, int]]:
-    """Tar → bucket → its samples."""
+    """Return tar → bucket → number of samples."""
     return {tar.tar: {name: part.samples for name, part in tar.parts.items()} for tar in load_tars(open_store(root))}
 
 
 def encode_on_a_cluster(image: Image, words: list[str]) -> None:
-    """A head without CPUs in one container, a node in the other; the RayJob's entrypoint is submitted to them."""
+    """Start a head without CPUs in one container and a node in the other, and submit the RayJob's entrypoint."""
     port, dashboard = "6399", "127.0.0.1:8299"
     head = ["--head", "--num-cpus", "0", "--port", port, "--dashboard-host", "127.0.0.1", "--dashboard-port", "8299"]
     node = ["--address", f"127.0.0.1:{port}", "--num-cpus", "2", "--dashboard-agent-listen-port", "52399"]
@@ -142,7 +142,7 @@ def encode_on_a_cluster(image: Image, words: list[str]) -> None:
 
 
 def wait_for(address: str) -> None:
-    """Until it answers."""
+    """Wait until the server responds."""
     for _ in range(240):
         try:
             with urllib.request.urlopen(address, timeout=5):
@@ -155,7 +155,7 @@ def wait_for(address: str) -> None:
 
 
 def train_in_two_pods(image: Image, config: Path, root: Path, run: Path) -> None:
-    """By the JobSet's own words, but for addresses, paths and the GPUs of a machine: a process each here."""
+    """Run the JobSet's command, with changed addresses and paths, and one process instead of a machine's GPUs."""
     (job,) = yaml.safe_load((ROOT / "deploy/kubernetes/jobset.yaml").read_text())["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
     here = {
@@ -181,7 +181,7 @@ def train_in_two_pods(image: Image, config: Path, root: Path, run: Path) -> None
 
 
 def test_both_stages_run_in_it(image: Image, models: Path, tars: Path) -> None:
-    """By the commands of the manifests, with this machine's paths and sizes."""
+    """Run the commands of the manifests, with this machine's paths and sizes."""
     data = image.data
     shutil.copytree(models, data / "models")
     shutil.copytree(tars, data / "tars")

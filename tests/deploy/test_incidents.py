@@ -1,4 +1,4 @@
-"""docs/how-to/incidents.md quotes what the product says, and names every alert that there is a rule for."""
+"""docs/how-to/incidents.md quotes the product's messages correctly, and covers every alert rule."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ QUOTED = re.findall(r"^- `([^`]+)`(?::|$)", PAGE, re.MULTILINE)
 
 
 def texts() -> set[str]:
-    """Every string of the product; what is filled in is …"""
+    """Return every string of the product; placeholders become …"""
     found = set()
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -50,7 +50,7 @@ PAGES = ("incidents.md", "resume.md")
 
 
 def messages() -> list[str]:
-    """What ends a job or a run: each text that is given to an error of these kinds; what is filled in is …"""
+    """Return every message of these kinds of errors, which end a job or a run; placeholders become …"""
     found = []
     for place in PLACES:
         for path in (ROOT / place).rglob("*.py") if (ROOT / place).is_dir() else [ROOT / place]:
@@ -66,7 +66,7 @@ def messages() -> list[str]:
 
 
 def text_of(value: ast.AST, names: dict[str, ast.expr]) -> str:
-    """Its constant words, also those of a variable that is assigned such a text."""
+    """Return the constant text of an expression, following variables that such a text is assigned to."""
     match value:
         case ast.Constant(value=str(text)):
             return text
@@ -83,7 +83,7 @@ def num_words(text: str) -> int:
 
 
 MESSAGES = [text for text in messages() if num_words(text) >= 3]
-"""But for those that pass on what another one said."""
+"""Errors that only pass on the text of a different error."""
 QUOTES = {
     quote
     for page in PAGES
@@ -101,7 +101,7 @@ def test_each_error_that_ends_a_job_or_a_run_is_quoted(message: str) -> None:
 
 
 def test_errors_are_found() -> None:
-    """Constants, variables, subclasses; not one of them is missing from a list by mistake."""
+    """Messages in constants, variables and subclasses are found."""
     assert len(MESSAGES) >= 25
     for begin in (
         "No node of the cluster can",
@@ -121,7 +121,7 @@ def test_links_lead_to_headings() -> None:
 
 
 def test_what_a_run_does_by_itself_names_fields_that_there_are() -> None:
-    """And flags: the table of resume.md that the page sends its reader to."""
+    """The table of resume.md names existing fields and flags."""
     table = (ROOT / "docs" / "how-to" / "resume.md").read_text().split("## Losing machines")[1].split("\n## ")[0]
     rows = "\n".join(line for line in table.splitlines() if line.startswith("|"))
     named = re.findall(r"`(?:--)?([a-z_]+(?:\.[a-z_]+)*)(?:[: ][^`]*)?`", rows)
@@ -136,7 +136,7 @@ def test_alerts_are_those_of_the_rules() -> None:
 
 
 def alerts(path: Path) -> list[str]:
-    """Names of a rules file's alerts."""
+    """Return the names of a rules file's alerts."""
     return [rule["alert"] for group in yaml.safe_load(path.read_text())["groups"] for rule in group["rules"]]
 
 
@@ -144,7 +144,7 @@ FIRST_LOOK = [line.split("  #")[0] for line in PAGE.split("```")[1].splitlines()
 
 
 def first_look(begin: str, folder: Path) -> list[str]:
-    """The lines that the page's one command with this beginning prints in `folder`."""
+    """Run the page's only command with this beginning in `folder`, and return the lines it prints."""
     (line,) = (line for line in FIRST_LOOK if line.startswith(begin))
     if shutil.which(line.split()[0]) is None:
         pytest.skip(f"{line.split()[0]} is not installed")
@@ -163,7 +163,7 @@ def test_first_look_at_a_run(tmp_path: Path) -> None:
 
 
 def test_first_look_at_what_failed(tmp_path: Path) -> None:
-    """As a job writes it: final failures by node and cause, and where a tar's attempts were."""
+    """On a job's failure log, the commands list final failures by node and cause, and where a tar's attempts ran."""
     log = FailureLog(tmp_path / "ROOT")
     for key, node, number, again in [("00041", "a", 1, False), ("00042", "a", 1, True), ("00042", "b", 2, False)]:
         log.record(Failed(key, node, "attempt", error(), again, number, log=f"worker-{node}.err"))

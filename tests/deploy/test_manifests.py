@@ -1,4 +1,4 @@
-"""deploy/ as far as it can be held without a cloud: schemas, and each command by the program that will read it."""
+"""Checks of deploy/ that need no cloud: schemas, and each command parsed by the program that will run it."""
 
 import json
 import re
@@ -24,12 +24,12 @@ IMAGE = "latentmill:" + metadata.version("latentmill")
 
 
 def manifest(name: str) -> Any:
-    """One of deploy/kubernetes."""
+    """Load a manifest of deploy/kubernetes."""
     return yaml.safe_load((MANIFESTS / name).read_text())
 
 
 def values_of(tree: Any, key: str) -> list[Any]:
-    """Every value of that key, at any depth."""
+    """Return every value of that key, at any depth."""
     if isinstance(tree, list):
         return [value for item in tree for value in values_of(item, key)]
     if not isinstance(tree, dict):
@@ -39,13 +39,13 @@ def values_of(tree: Any, key: str) -> list[Any]:
 
 
 def precompute_config(words: list[str]) -> PrecomputeConfig:
-    """Of `python -m precompute --config FILE …`."""
+    """Parse the config of `python -m precompute --config FILE …`."""
     assert words[:4] == ["python", "-m", "precompute", "--config"]
     return load_config(PrecomputeConfig, str(ROOT / words[4]), words[5:], "precompute", "")
 
 
 def test_ray_accepts_the_cluster_and_its_job() -> None:
-    """By the function that `ray up` calls before it asks the cloud."""
+    """Validate with the function that `ray up` calls before it contacts the cloud."""
     config = prepare_config(yaml.safe_load((DEPLOY / "ray" / "aws.yaml").read_text()))
     validate_config(config)
     workers = config["available_node_types"]["gpu"]
@@ -72,7 +72,7 @@ def test_the_cluster_is_of_the_ray_in_the_image_and_scales_from_nothing() -> Non
     assert workers["minReplicas"] == 0 < workers["maxReplicas"]
     limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
     defaults = PrecomputeConfig.model_fields["workers"].annotation()  # type: ignore[misc]
-    assert limits["cpu"] >= limits["nvidia.com/gpu"] * defaults.num_cpus  # or GPUs would be idle
+    assert limits["cpu"] >= limits["nvidia.com/gpu"] * defaults.num_cpus  # otherwise GPUs would be idle
 
 
 def test_the_rayjob_asks_for_what_stage_1_understands() -> None:
@@ -101,7 +101,7 @@ def test_the_jobset_launches_what_stage_2_understands() -> None:
 
 
 def test_the_jobset_begins_again_on_75_and_not_on_2() -> None:
-    """As JobSet decides: the first rule whose reason and pattern fit the Job's failure."""
+    """Decide like JobSet: the first rule whose reason and pattern match the Job's failure applies."""
     tree = manifest("jobset.yaml")["spec"]
     (exits, disrupted) = tree["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     assert exits["onExitCodes"]["values"] == [2, 75] and disrupted["onPodConditions"][0]["type"] == "DisruptionTarget"
@@ -127,11 +127,11 @@ def test_sbatch_scripts_parse(script: Path) -> None:
     assert found.returncode == 0, found.stderr
     lines = script.read_text().splitlines()
     last = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
-    assert all(line.startswith("#") for line in lines[: last + 1])  # sbatch reads no further than the first command
+    assert all(line.startswith("#") for line in lines[: last + 1])  # sbatch stops reading options at the first command
 
 
 def test_what_a_schema_does_not_have_is_found() -> None:
-    """Of tests/deploy/crds.py."""
+    """tests/deploy/crds.py finds unknown fields and missing schemas."""
     spec = {"type": "object", "required": ["size"], "properties": {"size": {"x-kubernetes-int-or-string": True}}}
     known = {("a/v1", "B"): strict({"type": "object", "properties": {
         "apiVersion": {"type": "string"}, "kind": {"type": "string"}, "spec": spec}})}  # fmt: skip

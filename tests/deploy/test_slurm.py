@@ -1,6 +1,6 @@
 """The recipes of deploy/slurm under Debian's Slurm, on two nodes of one machine: `make test-slurm`.
 
-Whatever Slurm does to a training, its curve and last checkpoint are those of the undisturbed one, bit for bit.
+Whatever Slurm does to a run, its curve and last checkpoint are bit-identical to those of an undisturbed run.
 """
 
 import json
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 REPOSITORY = Path(__file__).parents[2]
 TRAIN, PRECOMPUTE = "deploy/slurm/train.sbatch", "deploy/slurm/precompute.sbatch"
 SMALL = ["--nodes", "2", "--ntasks-per-node", "1", "--cpus-per-task", "1"]
-"""What is said otherwise than in the scripts: sixteen ranks would not fit this machine."""
+"""Options that differ from the scripts, because sixteen ranks would not fit this machine."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 class Training:
-    """A job of deploy/slurm/train.sbatch, on two nodes of one rank each, and what is done to it."""
+    """A job of deploy/slurm/train.sbatch on two nodes with one rank each, and the disturbances it is exposed to."""
 
     def __init__(self, slurm: Slurm, latents: Path, folder: Path, max_steps: int, every: int):
         self.slurm, self.folder, self.run = slurm, folder, folder / "run"
@@ -51,24 +51,24 @@ class Training:
         self.job = slurm.submit(*SMALL, "--output", str(self.log), TRAIN, "--config", str(self.config))
         self.events: list[str] = []
         self.lost = 0
-        """Steps that were done, and are not kept."""
+        """Steps that were done and lost."""
 
     def reach(self, step: int) -> None:
-        """Wait until a step is done."""
+        """Wait until this step is done."""
         wait_until(lambda: last_step(self.run) >= step, 300)
 
     def requeue(self) -> None:
-        """As an administrator, or a preemption, does it: SIGTERM, and SIGKILL 30 s later."""
+        """Requeue the job like an administrator or a preemption: SIGTERM, then SIGKILL 30 s later."""
         self.slurm.login.run("scontrol", "requeue", str(self.job))
         self._again()
 
     def usr1(self) -> None:
-        """As `--signal` has it before the time limit."""
+        """Send SIGUSR1, like `--signal` before the time limit."""
         self.slurm.login.run("scancel", "--signal", "USR1", str(self.job))
         self._again()
 
     def power_cut(self) -> None:
-        """The second node goes without a word, and comes back."""
+        """Cut the second node's power, and start it again."""
         node = self.slurm.machines["node2"]
         node.power_cut()
         wait_until(lambda: self.slurm.state(self.job)["JobState"] != "RUNNING", 120)
@@ -77,20 +77,20 @@ class Training:
         self._again()
 
     def slurmd(self) -> None:
-        """The daemon dies, and is started again; the step's processes are not its own."""
+        """Kill and restart slurmd; the step's processes are not its children."""
         node = self.slurm.machines["node2"]
         node.kill("slurmd")
         self.slurm.slurmd(node.name)
 
     def rank(self) -> None:
-        """A rank dies; the script starts the next step in the same allocation."""
+        """Kill a rank; the script starts a new step in the same allocation."""
         self.slurm.machines["node2"].kill("python")
 
     def _again(self) -> None:
         self.slurm.start_now(self.job)
 
     def disturb(self, event: str) -> None:
-        """Do it, and count the steps that it cost."""
+        """Apply a disturbance, and count the steps that it cost."""
         before = self.log.read_text().count("resuming ")
         self.events.append(event)
         getattr(self, event)()
@@ -101,7 +101,7 @@ class Training:
         self.lost += stood - int(re.findall(r"resuming \S+ after step (\d+)", self.log.read_text())[-1])
 
     def finish(self) -> dict[str, Any]:
-        """Wait for the job's end, and hold it against the undisturbed run."""
+        """Wait for the job to end, and compare it with the undisturbed run."""
         state = self.slurm.finish(self.job)
         assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), self.log.read_text()[-5000:]
         ranks.run(self.folder / "undisturbed.log", ["--config", str(self.undisturbed)], 2)
@@ -109,7 +109,7 @@ class Training:
 
 
 def test_variables_are_those_that_the_launcher_reads(slurm: Slurm) -> None:
-    """Of the real Slurm: names, counts, and a master that the second node finds."""
+    """Check the real Slurm's names and counts, and that the second node resolves the master."""
     code = (
         "import json, os, socket; from train.slurm import slurm_variables; found = slurm_variables(os.environ); "
         "print(json.dumps([socket.gethostname(), socket.gethostbyname(found['MASTER_ADDR']), found]))"
@@ -129,7 +129,7 @@ def test_variables_are_those_that_the_launcher_reads(slurm: Slurm) -> None:
 
 
 def test_tasks_without_the_launcher_are_refused(slurm: Slurm, latents: Path, tmp_path: Path) -> None:
-    """Plain `srun -n 2 python -m train …`: each task would train alone, in one run folder."""
+    """With plain `srun -n 2 python -m train …`, each task would train alone in the same run folder."""
     run = tmp_path / "run"
     config = write_config(tmp_path, train_fields(latents, run))
     words = ["--nodes", "2", "--ntasks", "2", "--label", "sh", "-c"]
@@ -152,7 +152,7 @@ def test_a_wrong_request_is_told_once_and_not_queued_again(slurm: Slurm, tmp_pat
 
 
 def test_one_number_of_make_is_two_machines(slurm: Slurm, latents: Path, tmp_path: Path) -> None:
-    """`make train NODES=2`, typed in an allocation: the curve of two ranks of one machine."""
+    """`make train NODES=2` in an allocation gives the curve of two ranks on one machine."""
     run, log = tmp_path / "run", tmp_path / "log"
     config = write_config(tmp_path, train_fields(latents, run))
     typed = f"make train PHASE=1 NODES=2 NPROC=1 CONFIG={config}"
@@ -164,7 +164,7 @@ def test_one_number_of_make_is_two_machines(slurm: Slurm, latents: Path, tmp_pat
 
 
 def test_whatever_slurm_does_the_curve_is_the_undisturbed_one(slurm: Slurm, latents: Path, tmp_path: Path) -> None:
-    """scontrol requeue, SIGUSR1, a slurmd that dies, a rank that dies, a node that goes without a word."""
+    """Try scontrol requeue, SIGUSR1, a killed slurmd, a killed rank and a power cut."""
     training = Training(slurm, latents, tmp_path, max_steps=700, every=20)
     for number, event in enumerate(("requeue", "usr1", "slurmd", "rank", "power_cut")):
         training.reach(100 * (number + 1))
@@ -175,7 +175,8 @@ def test_whatever_slurm_does_the_curve_is_the_undisturbed_one(slurm: Slurm, late
 
 
 def test_goodput_at_one_preemption_in_ten_minutes(slurm: Slurm, latents: Path, tmp_path: Path) -> None:
-    """A step stands for six seconds, as SD2 takes at 512 px on 8 A100s: a preemption in 100, a checkpoint in 10."""
+    """A step stands for six seconds, as with SD2 at 512 px on 8 A100s: a preemption per 100 steps, a checkpoint per
+    10."""
     rng, preemptions = random.Random(0), ["requeue", "usr1", "power_cut"] * 2
     rng.shuffle(preemptions)
     training = Training(slurm, latents, tmp_path, max_steps=100 * len(preemptions), every=10)
@@ -189,7 +190,7 @@ def test_goodput_at_one_preemption_in_ten_minutes(slurm: Slurm, latents: Path, t
 
 
 def test_stage_1_is_a_ray_cluster_of_the_jobs_nodes(slurm: Slurm, models: Path, tmp_path: Path) -> None:
-    """Stopped midway, it is requeued, and the root is that of an undisturbed job."""
+    """A job that is stopped midway is requeued, and the root is that of an undisturbed job."""
     world = make_world(tmp_path, models, num_shards=8, num_samples=100)
     root = tmp_path / "root"
 
@@ -209,7 +210,7 @@ def test_stage_1_is_a_ray_cluster_of_the_jobs_nodes(slurm: Slurm, models: Path, 
 
 
 def parts_of(root: Path) -> dict[str, bytes]:
-    """All files but the receipts, which say by whom and when."""
+    """Return all files except the receipts, which record who encoded them and when."""
     return {name: content for name, content in tree(root).items() if not name.startswith("commits/")}
 
 

@@ -1,6 +1,6 @@
-"""Stage 1 launched as docs/how-to/cluster.md says: by its own commands, on machines that share nothing but files.
+"""Stage 1 launched with the commands of docs/how-to/cluster.md, on machines that share only files.
 
-The clone is an altered copy, which only what the commands send can bring to the nodes: they refuse any other.
+The clone is an altered copy that only the commands can bring to the nodes, which refuse any other code.
 """
 
 import re
@@ -23,28 +23,28 @@ PAGE = REPOSITORY / "docs" / "how-to" / "cluster.md"
 
 
 def block(language: str, having: str) -> str:
-    """The page's code block of a language, by what it has in it."""
+    """Return the page's code block in this language that contains this text."""
     blocks = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (found,) = (text for text in blocks if having in text)
     return str(found)
 
 
 def command(having: str) -> str:
-    """The page's one command line that has this in it."""
+    """Return the page's only command line that contains this text."""
     lines = [line for line in PAGE.read_text().splitlines() if having in line and not line.startswith("#")]
     (found,) = (line for line in lines if line.startswith(("ray ", "RAY_", "kubectl ")))
     return found
 
 
 class Site:
-    """A login node without Ray, a head, and a node that takes workers; and what the page's names stand for here."""
+    """A login node without Ray, a head, and a node for workers, with the values of the page's placeholders."""
 
     def __init__(self, machines: Machines, models: Path, tars: Path, folder: Path):
         self.machines, self.models, self.tars, self.folder = machines, models, tars, folder
         self.login, self.head, self.node = (machines.machines[name] for name in ("login", "head", "node"))
 
     def here(self, text: str, root: Path) -> str:
-        """The page's text with this site's address, tars, models and root."""
+        """Fill in this site's address, tars, models and root."""
         fields = World(self.models, self.tars, Path("none")).config(root).model_dump(mode="json")
         config = self.folder / f"{root.name}.yaml"
         config.write_text(yaml.safe_dump(fields))
@@ -60,12 +60,12 @@ class Site:
         return text
 
     def type(self, machine: Machine, line: str, root: Path) -> str:
-        """Type a command of the page; what it said."""
+        """Run a command of the page, and return its output."""
         found = machine.run("bash", "-c", self.here(line, root))
         return found.stdout + found.stderr
 
     def check(self, root: Path) -> None:
-        """All tars are there, encoded by the node, with the clone's code."""
+        """Check that the node encoded all tars with the clone's code."""
         code = "from shards.root.provenance import source_sha256; print(source_sha256())"
         sent = self.login.run("python", "-c", code).stdout.strip()
         receipts = load_receipts(open_store(root))
@@ -76,7 +76,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(models: Path, tars: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """The cluster, started by the page's commands."""
+    """The cluster, started with the page's commands."""
     if missing():
         pytest.fail(f"These tests need {', '.join(missing())}: apt-get install iproute2 util-linux, as root")
     folder = tmp_path_factory.mktemp("site")
@@ -105,7 +105,7 @@ def test_from_a_login_node_the_clone_goes_along(site: Site, tmp_path: Path) -> N
 
 
 def test_from_a_node_as_from_a_pod(site: Site, tmp_path: Path) -> None:
-    """What `kubectl exec` runs in the head's pod, and what is typed on a node."""
+    """Run the command of `kubectl exec` in the head's pod, and the same command on a node."""
     said = site.type(site.head, command("RAY_ADDRESS=10.0.0.1"), tmp_path / "root")
     assert "2 tars encoded" in said
     site.check(tmp_path / "root")

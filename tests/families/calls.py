@@ -1,4 +1,4 @@
-"""How each family's pipeline is called."""
+"""Calls of each family's pipeline."""
 
 from typing import Any
 
@@ -27,17 +27,17 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }
 TOLD = {"sdxl": (80, 64, 0, 8)}
-"""Width and height, and the crop's top and left, that a pipeline tells its network of all samples."""
+"""Width, height, and the crop's top and left, which a pipeline passes to its network for all samples."""
 
 
 def arguments(name: str, prompts: list[str], steps: int = 3) -> dict[str, Any]:
-    """With guidance, so that a pipeline shows both what it makes of a prompt and of none."""
+    """Return arguments with guidance, so that the pipeline encodes both the prompt and the unconditional input."""
     common: dict[str, Any] = {"prompt": prompts, "num_inference_steps": steps, "height": 64, "width": 64}
     return common | OWN[name] | {"generator": torch.Generator().manual_seed(3)}
 
 
 def picture(name: str, pipeline: Any) -> np.ndarray:
-    """(64, 64, 3) of one prompt."""
+    """Draw one prompt: (64, 64, 3)."""
     pipeline.set_progress_bar_config(disable=True)
     drawn: np.ndarray = pipeline(**arguments(name, ["3 round blobs"], steps=2), output_type="np").images[0]
     return drawn

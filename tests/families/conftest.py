@@ -1,4 +1,4 @@
-"""Each small family is made once, for all tests of this folder."""
+"""Fixture with the small families, each made once for all tests of this folder."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,7 +10,7 @@ from tests.families.small import FAMILIES, Small, make_small
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Small]:
-    """By its name."""
+    """Family name → small family, made on first use."""
     made: dict[str, Small] = {}
 
     def make(name: str) -> Small:
@@ -23,7 +23,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Small]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _texts_need_no_mending() -> Iterator[None]:
-    """PRXPipeline mends prompts by the library ftfy, which leaves plain ASCII alone, and which is not installed."""
+    """Replace ftfy, which PRXPipeline calls on prompts: it leaves plain ASCII unchanged and is not installed."""
 
     class Unneeded:
         @staticmethod

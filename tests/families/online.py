@@ -1,7 +1,7 @@
-"""Training online: a loop of plain diffusers that encodes pictures and captions at every step.
+"""Online training: a loop over plain diffusers that encodes pictures and captions at every step.
 
-Captions go through the family's own pipeline's `encode_prompt`, pictures through its autoencoder, and the network is
-called as that pipeline calls it. Of the product it takes the keyed draws, and the pixels that a picture gives.
+The family's diffusers pipeline encodes captions (`encode_prompt`) and pictures, and the network is called like in that
+pipeline. The loop shares only the keyed draws and the decoded pixels with the product.
 """
 
 import io
@@ -29,7 +29,7 @@ Embeds = dict[str, Tensor]
 
 
 class Online:
-    """A family's pipeline, and its tar."""
+    """A family's pipeline and its tar."""
 
     def __init__(self, small: Small, network: Any, config: TrainConfig):
         self.name, self.config, self.network = small.family.name, config, network
@@ -43,7 +43,7 @@ class Online:
                 self.members.setdefault(key, {})[suffix] = file.read()
 
     def train(self, keys: list[list[str]], lr: float, weight_decay: float) -> list[float]:
-        """The loss of each step on the samples `keys`."""
+        """Return the loss of each step on the samples `keys`."""
         optimizer = torch.optim.AdamW(self.network.parameters(), lr=lr, weight_decay=weight_decay)
         losses = []
         for step, names in enumerate(keys):
@@ -57,7 +57,7 @@ class Online:
         return losses
 
     def loss(self, keys: list[str], draws: Draws) -> Tensor:
-        """The mean squared error of one step."""
+        """Return the mean squared error of one step."""
         latents = self.latents(keys, draws)
         noise = draws.normal(Purpose.NOISE, tuple(latents.shape[1:]))
         given = CALLS[self.name](self.embed(keys, draws), self.sizes(keys))
@@ -75,7 +75,7 @@ class Online:
         return F.mse_loss(self.call((1 - at) * latents + at * noise, t * 1000, given), noise - latents)
 
     def call(self, noisy: Tensor, times: Tensor, given: dict[str, Any]) -> Tensor:
-        """The network on a batch, as the pipeline does it."""
+        """Call the network on a batch like the pipeline."""
         if self.name == "flux1":
             n, channels, h, w = noisy.shape
             packed = self.pipeline._pack_latents(noisy, n, channels, h, w)
@@ -93,7 +93,7 @@ class Online:
 
     @torch.no_grad()
     def latents(self, keys: list[str], draws: Draws) -> Tensor:
-        """(N, C, h, w): what the autoencoder makes of the pictures, with keyed numbers where it samples, normalised."""
+        """Encode the pictures to normalised latents (N, C, h, w), with keyed draws where the autoencoder samples."""
         vae = self.pipeline.vae
         encoded = vae.encode(torch.stack([self.pixels(key) for key in keys]))
         if hasattr(encoded, "latent"):
@@ -104,12 +104,13 @@ class Online:
         return (found - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
 
     def pixels(self, key: str) -> Tensor:
-        """(3, SIDE, SIDE) in [-1, 1], as stage 1 cuts and scales it (tests/precompute/pixels)."""
+        """Return (3, SIDE, SIDE) in [-1, 1], cropped and scaled as in stage 1 (tests/precompute/pixels)."""
         picture = decode(self.members[key]["jpg"], [Bucket(SIDE, SIDE)], PixelsConfig(), LimitsConfig())
         return torch.tensor(picture.pixels[Bucket(SIDE, SIDE)]).permute(2, 0, 1) / 127.5 - 1
 
     def sizes(self, keys: list[str]) -> Tensor:
-        """(N, 6): what SDXL is told: height and width, top and left of the middle of the scaled picture, the bucket."""
+        """Return SDXL's size conditioning (N, 6): original height and width, crop top and left, bucket height and
+        width."""
         rows = []
         for key in keys:
             width, height = Image.open(io.BytesIO(self.members[key]["jpg"])).size
@@ -120,7 +121,7 @@ class Online:
 
     @torch.no_grad()
     def embed(self, keys: list[str], draws: Draws) -> Embeds:
-        """The captions, some of them dropped, by `encode_prompt`."""
+        """Encode the captions with `encode_prompt`, with some of them dropped."""
         captions = [self.members[key]["txt"].decode() for key in keys]
         towers = 3 if self.config.backbone.drop == "apart" else 1
         dropped = draws.bernoulli(Purpose.CAPTION_DROPOUT, self.config.objective.caption_dropout, towers)
@@ -128,43 +129,43 @@ class Online:
 
 
 def emptied(captions: list[str], dropped: Tensor) -> list[str]:
-    """The captions, `dropped` (N,) ones empty."""
+    """Return the captions, with the `dropped` (N,) ones empty."""
     return ["" if gone else caption for caption, gone in zip(captions, dropped.tolist(), strict=True)]
 
 
 def embed_sd(pipeline: Any, captions: list[str], dropped: Tensor) -> Embeds:
-    """Of Stable Diffusion 1 and 2."""
+    """Encode captions for Stable Diffusion 1 and 2."""
     return {"states": pipeline.encode_prompt(emptied(captions, dropped[:, 0]), "cpu", 1, False)[0]}
 
 
 def embed_sdxl(pipeline: Any, captions: list[str], dropped: Tensor) -> Embeds:
-    """Zeros stand for a dropped caption, as `force_zeros_for_empty_prompt` says."""
+    """Encode captions for SDXL, with zeros for dropped captions, like `force_zeros_for_empty_prompt`."""
     assert pipeline.config.force_zeros_for_empty_prompt
     states, _, pooled, _ = pipeline.encode_prompt(captions, device="cpu", do_classifier_free_guidance=False)
     return {"states": states * ~dropped[:, :, None], "pooled": pooled * ~dropped}
 
 
 def embed_pixart(pipeline: Any, captions: list[str], dropped: Tensor) -> Embeds:
-    """With the tokens' mask."""
+    """Encode captions to states with a token mask."""
     found = pipeline.encode_prompt(emptied(captions, dropped[:, 0]), False, max_sequence_length=TOKENS)
     return {"states": found[0], "mask": found[1]}
 
 
 def embed_sd3(pipeline: Any, captions: list[str], dropped: Tensor) -> Embeds:
-    """Each tower's caption by itself."""
+    """Encode captions for SD3, where each tower drops captions independently."""
     prompts = [emptied(captions, column) for column in dropped.unbind(1)]
     found = pipeline.encode_prompt(*prompts, do_classifier_free_guidance=False, max_sequence_length=TOKENS)
     return {"states": found[0], "pooled": found[2]}
 
 
 def embed_flux(pipeline: Any, captions: list[str], dropped: Tensor) -> Embeds:
-    """T5's states, CLIP's pooled output."""
+    """Encode captions to T5's states and CLIP's pooled output."""
     states, pooled, ids = pipeline.encode_prompt(emptied(captions, dropped[:, 0]), None, max_sequence_length=TOKENS)
     return {"states": states, "pooled": pooled, "ids": ids}
 
 
 def embed_sana(pipeline: Any, captions: list[str], dropped: Tensor) -> Embeds:
-    """The instruction goes before prompts, and not before the empty one that guidance leads away from."""
+    """Encode captions for SANA: the instruction precedes prompts, but not the empty unconditional prompt."""
     pairs = []
     for caption, gone in zip(captions, dropped[:, 0].tolist(), strict=True):
         instruction = [TEMPLATE.removesuffix("{}")]
@@ -177,7 +178,7 @@ def embed_sana(pipeline: Any, captions: list[str], dropped: Tensor) -> Embeds:
 
 
 def embed_prx(pipeline: Any, captions: list[str], dropped: Tensor) -> Embeds:
-    """With the tokens' mask."""
+    """Encode captions to states with a token mask."""
     found = pipeline.encode_prompt(
         emptied(captions, dropped[:, 0]),
         do_classifier_free_guidance=False,
@@ -213,11 +214,11 @@ CALLS: dict[str, Callable[[Embeds, Tensor], dict[str, Any]]] = {
     "sana": lambda e, sizes: {"encoder_hidden_states": e["states"], "encoder_attention_mask": e["mask"]},
     "prx": lambda e, sizes: {"encoder_hidden_states": e["states"], "attention_mask": e["mask"]},
 }
-"""How each pipeline's network is told of them."""
+"""Pipeline class → function that encodes captions for its network."""
 
 
 def shifted(t: Tensor, config: ShiftConfig, tokens: int) -> Tensor:
-    """As SD3's paper and FLUX.1's pipeline have it."""
+    """Shift timesteps as in SD3's paper and FLUX.1's pipeline."""
     if config.kind == "log_linear":
         alpha = math.exp(calculate_shift(tokens))
         return alpha / (alpha + 1 / t - 1)

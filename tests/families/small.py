@@ -1,6 +1,6 @@
-"""The eight families of configs/, small: random models of their kinds, under the configs that are shipped.
+"""Small versions of the eight families of configs/: random models under the shipped configs.
 
-What a family's YAML says of its backbone, inputs, towers and objective is taken as it is; only sizes differ.
+Backbone, inputs, towers and objective are those of the family's YAML; only the sizes differ.
 """
 
 import json
@@ -40,27 +40,27 @@ SIZES = [(80, 64), (90, 120), (64, 64), (200, 150)]
 
 
 def laid(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """A config's values over those of its base, section by section."""
+    """Merge a config's values over those of its base, section by section."""
     both = {key for key in below.keys() & above.keys() if isinstance(below[key], dict) and isinstance(above[key], dict)}
     return below | above | {key: laid(below[key], above[key]) for key in both}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A folder of configs/, and what is small of it."""
+    """A folder of configs/, with the fields that make it small."""
 
     name: str
     vae: str
     towers: dict[str, tuple[str, int]]
-    """As in its precompute.yaml: name → kind of model and its width."""
+    """Text towers of its precompute.yaml: name → kind of model and its width."""
     backbone: dict[str, Any]
-    """Fields of its backbone.json that are small."""
+    """Fields of its backbone.json to override with small values."""
     text: dict[str, Any] = field(default_factory=dict)
-    """Fields of its text towers that differ."""
+    """Fields of its text towers to override."""
     configs: Path = CONFIGS
 
     def read(self, name: str) -> dict[str, Any]:
-        """One of its YAML files, with what it is based on."""
+        """Read one of its YAML files, merged with its base."""
         path = self.configs / self.name / name
         values: dict[str, Any] = yaml.safe_load(path.read_text())
         while base := values.pop("base", None):
@@ -70,7 +70,7 @@ class Family:
 
     @property
     def network(self) -> dict[str, Any]:
-        """Its network's diffusers config, small."""
+        """Return the small diffusers config of its network."""
         full = self.read("phase1.yaml")["backbone"]["config"]
         fields: dict[str, Any] = json.loads((self.configs.parent / full).read_text())
         return fields | self.backbone
@@ -122,7 +122,7 @@ FLUX = {
     "pooled_projection_dim": 16,
 }
 SANA = {
-    # its attention divides by sums of ReLUs, which in narrower heads come near zero
+    # its attention divides by sums of ReLUs, which are close to zero in narrower heads
     "attention_head_dim": 16,
     "caption_channels": 12,
     "cross_attention_dim": 32,
@@ -171,7 +171,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Small:
-    """A family's models, tars and configs, in a folder."""
+    """Folder with a small family's models, tars and configs."""
 
     family: Family
     folder: Path
@@ -179,17 +179,17 @@ class Small:
 
     @property
     def root(self) -> Path:
-        """The latents."""
+        """Latents root."""
         return self.folder / self.latents
 
     @property
     def tar(self) -> Path:
-        """The pictures and captions."""
+        """Tar of pictures and captions."""
         return self.folder / "tars" / "00000.tar"
 
     def encode(self, image: str = "float16", **stored: Any) -> None:
-        """Stage 1, under the shipped towers, in float32; captions untrimmed as float16, or as `stored` says, and
-        pictures as `image` says."""
+        """Run stage 1 in float32 with the shipped towers. Captions are untrimmed float16 unless `stored` overrides it,
+        and `image` sets the storage of pictures."""
         shipped = self.family.read("precompute.yaml")
         texts = {
             name: self._tower(name, shipped.get("texts", {}).get(name, {})) | stored for name in self.family.towers
@@ -205,14 +205,14 @@ class Small:
         return {**shipped, **folders, **sizes, "storage": "float16", "trim": False}
 
     def train_fields(self, run_dir: Path, **changes: Any) -> dict[str, Any]:
-        """A small run under the shipped backbone and objective."""
+        """Return the config of a small run with the shipped backbone and objective."""
         shipped = self.family.read("phase1.yaml")
         backbone = {**shipped.get("backbone", {}), "config": str(self.folder / "backbone.json")}
         fields = train_fields(self.root, run_dir, objective=shipped["objective"], **changes)
         return {**fields, "backbone": backbone}
 
     def components(self) -> dict[str, Any]:
-        """The pipeline's encoders, as diffusers and transformers load them."""
+        """Load the pipeline's encoders with diffusers and transformers."""
         pipeline = self.family.read("phase1.yaml").get("backbone", {}).get("pipeline", {})
         towers = pipeline.get("towers", list(self.family.towers))
         vae_class = AutoencoderDC if self.family.vae == "dc" else AutoencoderKL
@@ -225,7 +225,7 @@ class Small:
         return found
 
     def pipeline(self, network: nn.Module, scheduler: Any) -> Any:
-        """The family's own pipeline, around a network."""
+        """Build the family's diffusers pipeline around a network."""
         shipped = self.family.read("phase1.yaml").get("backbone", {}).get("pipeline", {})
         name = shipped.get("class_name", "StableDiffusionPipeline")
         settings = shipped.get("settings", {})
@@ -238,7 +238,7 @@ class Small:
 
 
 def make_small(family: Family, folder: Path) -> Small:
-    """The models, a tar of 12 samples with captions of several lengths, and the latents."""
+    """Make the models, a tar of 12 samples with captions of several lengths, and the latents."""
     small = Small(family, folder)
     make_models(folder / "sd")
     torch.manual_seed(7)
@@ -246,7 +246,7 @@ def make_small(family: Family, folder: Path) -> Small:
     for tower, (kind, width) in family.towers.items():
         MAKERS[kind](width).save_pretrained(folder / tower)
         if kind == "t5gemma":
-            t5gemma_config(width).save_pretrained(folder / tower)  # the hub's folder has that of both halves
+            t5gemma_config(width).save_pretrained(folder / tower)  # the hub's folder has both encoder and decoder
         source: Any = AutoTokenizer.from_pretrained(folder / "sd" / "tokenizer")
         if kind not in ("clip", "projected"):
             source = character_tokenizer("t5" if kind == "t5" else "gemma")
@@ -261,7 +261,7 @@ def make_small(family: Family, folder: Path) -> Small:
 
 
 def stir(network: nn.Module) -> None:
-    """Move all weights a little: some networks begin with zeros, through which no caption is seen."""
+    """Perturb all weights: some networks start with zeros, which block the influence of captions."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -269,12 +269,12 @@ def stir(network: nn.Module) -> None:
 
 
 def shifted() -> AutoencoderKL:
-    """With a shift, and without the convolutions around the latents."""
+    """Give the VAE a shift, and no convolutions around the latents."""
     return kl(shift_factor=0.2, scaling_factor=1.3, use_quant_conv=False, use_post_quant_conv=False)
 
 
 def clip_config(width: int) -> CLIPTextConfig:
-    """16 tokens; the tokenizer of tests/tiny.py."""
+    """Return a CLIP config for 16 tokens, with the tokenizer of tests/tiny.py."""
     return CLIPTextConfig(
         vocab_size=514,
         hidden_size=width,
@@ -290,7 +290,7 @@ def clip_config(width: int) -> CLIPTextConfig:
 
 
 def gemma_fields(width: int) -> dict[str, Any]:
-    """Of Gemma 2 and what is made of it."""
+    """Return the config fields of Gemma 2 and its derivatives."""
     return {
         "vocab_size": 64,
         "hidden_size": width,
@@ -304,13 +304,13 @@ def gemma_fields(width: int) -> dict[str, Any]:
 
 
 def t5gemma_config(width: int) -> T5GemmaConfig:
-    """Of both halves."""
+    """Return a config of encoder and decoder."""
     half = T5GemmaModuleConfig(**gemma_fields(width))
     return T5GemmaConfig(encoder=half, decoder=half, architectures=["T5GemmaEncoder"])
 
 
 def t5(width: int) -> T5EncoderModel:
-    """The encoder alone."""
+    """Make the encoder alone."""
     return T5EncoderModel(T5Config(vocab_size=64, d_model=width, d_kv=6, d_ff=24, num_layers=2, num_heads=2))
 
 

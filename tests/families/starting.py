@@ -13,7 +13,7 @@ from train.trainer import Trainer
 
 
 def small_run(small: Small, run_dir: str, **changes: Any) -> dict[str, Any]:
-    """Six steps, with a moving average."""
+    """Return the config of a run of six steps with a moving average."""
     return small.train_fields(small.folder / run_dir, seed=3, checkpoint={"every": 3}, **changes)
 
 

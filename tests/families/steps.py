@@ -1,7 +1,7 @@
-"""What the trainer has a network predict is what the family's own pipeline has it predict, and so is the loss.
+"""The trainer's predictions and losses equal those of the family's diffusers pipeline.
 
-The pipeline runs a few steps from noise, on prompts that are the captions of the stored samples. At each step its own
-input, time and output are taken down, and the trainer predicts at the same place from the latents root alone.
+The pipeline runs a few steps from noise, on prompts that are the captions of the stored samples. The input, time and
+output of each step are recorded, and the trainer makes the same prediction from the latents root alone.
 """
 
 import tarfile
@@ -28,19 +28,19 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Taken:
-    """Of one step of a pipeline."""
+    """Record of one step of a pipeline."""
 
     time: float
-    """As the scheduler counts it."""
+    """Time in the scheduler's units."""
     sample: Tensor
-    """The latents before it."""
+    """Latents before the step."""
     outputs: list[Tensor] = field(default_factory=list)
-    """Of the network's calls, in their order."""
+    """Outputs of the network's calls, in order."""
 
 
 @dataclass
 class Scheduled:
-    """Takes down what a pipeline's scheduler is given: (output, time, latents) of each step."""
+    """Records the inputs of a pipeline's scheduler: (output, time, latents) of each step."""
 
     calls: list[tuple[Tensor, float, Tensor]] = field(default_factory=list)
 
@@ -59,7 +59,7 @@ class Scheduled:
 
 @dataclass
 class Recorder(Scheduled):
-    """Takes down what a pipeline's network is given, too."""
+    """Also records the inputs of a pipeline's network."""
 
     steps: list[Taken] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Recorder(Scheduled):
 
 @dataclass
 class Case:
-    """A batch of the trainer's, and what the pipeline did with its captions."""
+    """A trainer batch, and the pipeline's steps on its captions."""
 
     name: str
     config: TrainConfig
@@ -85,7 +85,7 @@ class Case:
 
 
 def make_case(made: Small) -> Case:
-    """Run the family's pipeline on its stored samples' captions."""
+    """Run the family's pipeline on the captions of its stored samples."""
     name = made.family.name
     # PRXPipeline guides one prompt at a time: it gives the network two times, whatever the batch
     batch_size = 1 if name == "prx" else 4
@@ -108,7 +108,7 @@ def make_case(made: Small) -> Case:
 
 
 def captions_of(small: Small) -> dict[str, str]:
-    """Key → caption, as the tar has them."""
+    """Return key → caption from the tar."""
     found = {}
     with tarfile.open(small.tar) as tar:
         for member in tar:
@@ -120,7 +120,7 @@ def captions_of(small: Small) -> dict[str, str]:
 
 
 def halves(case: Case, step: Taken) -> tuple[Tensor, Tensor]:
-    """The network's outputs with the prompts and without: of two calls, or of one on both."""
+    """Return the network's outputs with and without the prompts, from two calls or from one call on both."""
     if len(step.outputs) == 2:
         return step.outputs[0], step.outputs[1]
     without, within = step.outputs[0].chunk(2)
@@ -128,19 +128,19 @@ def halves(case: Case, step: Taken) -> tuple[Tensor, Tensor]:
 
 
 def latents_of(case: Case, step: Taken) -> Tensor:
-    """The step's latents, (N, C, h, w)."""
+    """Return the step's latents, (N, C, h, w)."""
     side = case.config.backbone.pack
     return step.sample if side == 1 else unpack(step.sample, side, (8 // side, 8 // side))
 
 
 def like_network(case: Case, prediction: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """A prediction, and the network's output, in one shape."""
+    """Bring a prediction and the network's output to the same shape."""
     side = case.config.backbone.pack
     return (prediction, output[:, : prediction.shape[1]]) if side == 1 else (pack(prediction, side), output)
 
 
 def check_steps(case: Case) -> None:
-    """What the trainer predicts, with a prompt and without."""
+    """Check the trainer's predictions with and without a prompt."""
     assert len(case.steps) == STEPS
     for step in case.steps:
         noisy = latents_of(case, step)
@@ -153,7 +153,7 @@ def check_steps(case: Case) -> None:
             ours, theirs = like_network(case, prediction, output)
             errors.append(float((ours - theirs).norm()))
             pair.append(theirs)
-        # against what the captions change: stored as float16 they are off by some 2^-11 of themselves
+        # relative to the captions' effect, because float16 storage changes captions by about 2^-11
         effect = float((pair[0] - pair[1]).norm())
         print(
             f"{case.name} at {step.time:g}: {max(errors) / effect:.1e} of what captions change, "
@@ -163,7 +163,8 @@ def check_steps(case: Case) -> None:
 
 
 def check_loss(case: Case) -> None:
-    """At a step of the pipeline: noise is chosen so that the sample's own latents, noised, are the pipeline's."""
+    """Check the loss at a step of the pipeline: noise is chosen so that the sample's noisy latents equal the
+    pipeline's."""
     step = case.steps[1]
     noisy, draws = latents_of(case, step), Draws(5, 0, case.batch.slots)
     random = case.loss.draw(case.batch, draws)

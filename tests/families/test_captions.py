@@ -1,4 +1,4 @@
-"""The text that stage 1 gives each tower is the text that the family's own pipeline gives it."""
+"""Stage 1 and the family's diffusers pipeline give each tower the same text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ CAPTIONS = ["A RED Barn", "Two dogs, and a CAT", "10 Blobs of CLAY"]
 
 
 class Listening:
-    """A tokenizer that writes down the texts it is called with."""
+    """A tokenizer that records the texts it is called with."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer, self.heard = tokenizer, set[str]()
@@ -32,7 +32,7 @@ class Listening:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_towers_get_the_text_that_the_pipeline_gives_them(name: str, small: Callable[[str], Small]) -> None:
-    """The pipeline uses its defaults; letters that only differ in case are other tokens to most tokenizers."""
+    """The pipeline uses its defaults. Case matters, because most tokenizers map it to different tokens."""
     made = small(name)
     pipeline = made.pipeline(build_unet(made.folder / "backbone.json", 0), DDPMScheduler())
     names = sorted(component for component in pipeline.components if component.startswith("tokenizer"))

@@ -1,4 +1,4 @@
-"""The shipped families: that their files can be read, their published sizes, and that no code knows their names."""
+"""The shipped families: valid files, published sizes, and no family names in the code."""
 
 import ast
 import inspect
@@ -57,7 +57,7 @@ def test_the_files_of_a_family(name: str) -> None:
 
 
 def test_every_class_is_some_familys() -> None:
-    """The list of classes that can be trained is of those that are tested."""
+    """Every supported class belongs to a tested family."""
     paths = [load_config(TrainConfig, CONFIGS / name / "phase1.yaml", [], "train").network for name in FAMILIES]
     assert {class_name(read_unet_config(CONFIGS.parent / path)) for path in paths} == CLASSES.keys()
 
@@ -85,7 +85,7 @@ def test_captions_are_as_long_as_the_pipelines(name: str, pipeline: str, tower: 
 
 
 def test_no_code_knows_a_family_by_name() -> None:
-    """Names and strings of the product's code, docstrings and comments left out."""
+    """Check identifiers and strings of the product's code, but not docstrings and comments."""
     found = []
     for name, path in modules().items():
         if name.split(".")[0] not in ("train", "cluster", "precompute", "shards", "plan"):

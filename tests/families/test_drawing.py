@@ -1,4 +1,4 @@
-"""Evaluation calls each family's network with the conditioning that training fed, with a prompt and without."""
+"""Evaluation calls each family's network with the conditioning used in training, with and without a prompt."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ TRAINED = 2.5
 
 
 def begun(made: Small, run_dir: str, **network: Any) -> tuple[TrainConfig, Trainer]:
-    """A run with one checkpoint, of its first weights; `network` are fields of its JSON that differ."""
+    """Make a run with one checkpoint of its initial weights; `network` overrides fields of the backbone JSON."""
     fields = small_run(made, run_dir, data={"shuffle": False, "num_canonical_nodes": 1})
     path = made.folder / f"{run_dir}.json"
     path.write_text(json.dumps(json.loads(Path(fields["backbone"]["config"]).read_text()) | network))
@@ -59,7 +59,7 @@ def test_the_networks_inputs_are_those_of_training(name: str, small: Callable[[s
 
     count = 1 if name == "prx" else 4
     batch = next(iter(Loader(config.data, prepare(config).spec, count, 0, 0, torch.arange(count))))
-    batch.columns["size"][:] = torch.tensor([64, 64, 0, 0])  # pipelines name the size that they draw
+    batch.columns["size"][:] = torch.tensor([64, 64, 0, 0])  # pipelines pass on the size that they draw
     captions = captions_of(made)
     samples = [Sample(i, Prompt(key, captions[key]), 0) for i, key in enumerate(batch.keys)]
     sampling = SamplingConfig(size="64x64", guidance=[2.0], steps=[STEPS])
@@ -76,7 +76,7 @@ def test_the_networks_inputs_are_those_of_training(name: str, small: Callable[[s
 
 @pytest.mark.parametrize("name", ["sd2", "sdxl"])
 def test_an_exported_unet_draws_the_size_that_was_trained(name: str, small: Callable[[str], Small]) -> None:
-    """Without height and width, whatever the size in the config that it was built from."""
+    """Draw without height and width; the size in the U-Net's original config does not matter."""
     config, _ = begun(small(name), "sized", sample_size=16)
     folder = write_pipeline(config.work, ExportConfig(weights="raw"))
     pipeline = getattr(diffusers, config.backbone.pipeline.class_name).from_pretrained(folder)

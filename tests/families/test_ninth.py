@@ -1,4 +1,4 @@
-"""The ninth family of CONTRIBUTING.md: the diff that is shown there is all that it takes."""
+"""The diff in CONTRIBUTING.md is sufficient to add a ninth family."""
 
 import json
 import re
@@ -18,10 +18,10 @@ from train.config import TrainConfig
 from train.model.unet import class_of
 
 NAME = "pixart-alpha"
-# its embeddings of sizes take a third of the width each, and its pipeline asks for them at a sample_size of 128
+# its size embeddings take a third of the width each, and its pipeline needs them at a sample_size of 128
 SMALL = PIXART | {"cross_attention_dim": 48, "num_attention_heads": 6, "sample_size": 128}
 PARAMETERS = 611_349_152
-"""0.6 B were published (Chen et al., 2023); this number is of diffusers' model of this config."""
+"""Published: 0.6 B (Chen et al., 2023). This number is that of diffusers' model with this config."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Families that do not fit their latents: one paragraph, before anything is loaded or written."""
+"""Families that do not fit their latents are refused before anything is loaded or written."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ SD3 = "StableDiffusion3Pipeline"
 
 
 def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **changes: Any) -> str:
-    """What is said of a backbone whose JSON, or inputs, differ; an input of None is left out."""
+    """Return the error for a backbone with changed JSON or inputs; an input of None is removed."""
     fields = small.train_fields(small.folder / "refused", data=changes.pop("data", {}))
     backbone = fields["backbone"] | changes
     merged = backbone["inputs"] | inputs

@@ -1,4 +1,4 @@
-"""What the trainer has a network predict is what the family's own pipeline has it predict, and so is the loss."""
+"""The trainer's predictions and losses equal those of the family's diffusers pipeline."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from train.model.inputs import Conditioning, States, TextConditioning
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, small: Callable[[str], Small]) -> Case:
-    """Of each family."""
+    """The pipeline's steps, for each family."""
     return make_case(small(request.param))
 
 
@@ -28,7 +28,7 @@ def test_the_loss_is_of_the_pipelines_prediction(case: Case) -> None:
 
 
 def test_time_reversed_and_the_output_negated_are_lumina_2s_pipeline() -> None:
-    """No family is called so. Its scheduler is given what the trainer would have the network predict."""
+    """No shipped family uses these options. Lumina 2's scheduler receives the trainer's prediction."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "num_kv_heads": 1, "axes_dim_rope": (4, 4, 4), "axes_lens": (32, 16, 16)}
     sizes = {"in_channels": 4, "hidden_size": 24, "num_layers": 1, "num_refiner_layers": 1, "cap_feat_dim": 12}

@@ -1,4 +1,5 @@
-"""Each family, trained: on stored latents as online; over a stop as without; exported as its weights are in memory."""
+"""Training of each family: stored latents match online encoding, resumes are bit-exact, and exports match the
+weights."""
 
 import copy
 import signal
@@ -28,14 +29,14 @@ from train.run.checkpoints.checkpoint import list_checkpoints
 from train.trainer import Trainer
 
 IN_MAKE_TEST = ("flux1",)
-"""Families whose ranks `make test` compares; `make test-families` does so for all."""
+"""Families whose ranks `make test` compares; `make test-families` compares all."""
 SHORT = [pytest.param(name, marks=pytest.mark.slow) if name == "sd15" else name for name in FAMILIES]
-"""sd15 is, this small, what sd2 is."""
+"""All families except sd15, which is the same as sd2 at this size."""
 STEPS, BATCH, LR, WEIGHT_DECAY = 20, 4, 5e-4, 0.01
 
 
 def config_of(small: Small, run_dir: str, **changes: Any) -> TrainConfig:
-    """20 steps, a fifth of the captions dropped where the family drops fewer."""
+    """Return the config of a run of 20 steps that drops at least a fifth of the captions."""
     fields = small.train_fields(
         small.folder / run_dir,
         seed=5,
@@ -50,8 +51,8 @@ def config_of(small: Small, run_dir: str, **changes: Any) -> TrainConfig:
 
 
 def align(pipeline: Any) -> None:
-    """Move all weights to memory of their own: a file's lie where the file has them, and some processors' kernels
-    round otherwise where that is no multiple of a cache line."""
+    """Copy all weights to new memory: memory-mapped weights may not be aligned to cache lines, and some processors'
+    kernels then round differently."""
     for module in pipeline.components.values():
         if isinstance(module, torch.nn.Module):
             for weight in module.parameters():
@@ -59,7 +60,7 @@ def align(pipeline: Any) -> None:
 
 
 def trained(trainer: Trainer, steps: int) -> list[list[str]]:
-    """Train until `steps` are done, without saving; return the keys of each step's batch."""
+    """Train for `steps` without saving; return the keys of each step's batch."""
     keys = []
     for batch in trainer.loader:
         keys.append(batch.keys)
@@ -91,7 +92,7 @@ def trained(trainer: Trainer, steps: int) -> list[list[str]]:
 def test_small_storage_keeps_its_bound(
     name: str, stored: dict[str, Any], tolerance: float, small: Callable[[str], Small]
 ) -> None:
-    """The bounds of tests/train/test_cached_equals_online.py."""
+    """Check the bounds of tests/train/test_cached_equals_online.py."""
     how = "-".join(map(str, stored.values()))
     made = replace(small(name), latents=f"stored-{how}")
     made.encode(**stored)
@@ -157,7 +158,8 @@ def test_a_run_that_stopped_goes_on_bit_by_bit(name: str, small: Callable[[str],
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_that_is_killed_goes_on_bit_by_bit(name: str, small: Callable[[str], Small]) -> None:
-    """SIGKILL somewhere behind the first checkpoint, and the command again: curve, samples, weights, all files."""
+    """Send SIGKILL at some point after the first checkpoint, run the command again, and compare curve, samples and all
+    files."""
     made = small(name)
     fields = {run: made.train_fields(made.folder / run, max_steps=30) for run in ("undisturbed", "killed")}
     configs = {run: str(write_config(made.folder, fields[run])) for run in fields}
@@ -182,7 +184,7 @@ def test_a_run_that_is_killed_goes_on_bit_by_bit(name: str, small: Callable[[str
 def test_any_number_of_ranks_trains_alike(
     name: str, small: Callable[[str], Small], pytestconfig: pytest.Config
 ) -> None:
-    """1, 2 and 4 processes, and 2 that share the weights out; `make test` has the first two."""
+    """Compare 1, 2 and 4 processes, and 2 with sharded weights; `make test` runs only the first two."""
     made = small(name)
     layouts = [(1, "none"), (2, "none")] + (
         [(2, "full"), (4, "none")] if pytestconfig.option.markexpr != "not slow" else []
@@ -201,7 +203,7 @@ def test_any_number_of_ranks_trains_alike(
 
 @pytest.mark.parametrize("name", SHORT)
 def test_it_trains_in_bfloat16_with_checkpointing(name: str, small: Callable[[str], Small]) -> None:
-    """As on a GPU, where what a network casts to what is autocast's and its own; near the loss in float32."""
+    """Train in bfloat16 autocast, as on a GPU; the loss is close to that in float32."""
     made, losses = small(name), []
     for precision in ("float32", "bfloat16"):
         lower = precision != "float32"

@@ -1,4 +1,4 @@
-"""Two Ray nodes on this machine, all of whose processes can be killed; and the command that works on them."""
+"""Two Ray nodes on this machine whose processes can be killed, and the command that runs on them."""
 
 import random
 import subprocess
@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from tests.runs import environment
 
 START_SECONDS = 300
-"""A node may take to start; Ray gives one half a minute, which a busy machine can exceed."""
+"""Time that a node may take to start. Ray allows half a minute, which a busy machine can exceed."""
 
 SAME = {"object_store_memory": 80 << 20}
 POLL_SECONDS = 0.02
@@ -27,7 +27,7 @@ POLL_SECONDS = 0.02
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Inside, Ray waits longer for a node that starts."""
+    """Make Ray wait longer for starting nodes within the context."""
 
     def get_node(*args: Any, **named: Any) -> Any:
         until = time.monotonic() + START_SECONDS
@@ -45,17 +45,17 @@ def patient() -> Iterator[None]:
 
 
 class TwoNodes:
-    """A head node that runs no tasks, which drivers connect to, and a node with one worker's place."""
+    """A head node that runs no tasks, which drivers connect to, and a node with room for one worker."""
 
     def __init__(self, folder: Path):
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder)}
-        # or every ray.init on this machine that names no address would join this cluster
+        # otherwise every ray.init on this machine without an address would join this cluster
         with patch("ray._private.utils.write_ray_address"), patient():
             self.cluster = Cluster(initialize_head=True, head_node_args=head | SAME)
         self.node = self.add_node()
 
     def add_node(self) -> Node:
-        """Another one, with one worker's place."""
+        """Add a node with room for one worker."""
         with patient():
             return self.cluster.add_node(num_cpus=1, **SAME)
 
@@ -67,21 +67,21 @@ class TwoNodes:
             self.cluster.shutdown()
 
     def workers(self) -> list[psutil.Process]:
-        """The node's worker processes, whatever they are doing."""
+        """Return the node's worker processes, busy or idle."""
         return workers_of(self.node)
 
     def kill_raylet(self) -> None:
-        """SIGKILL; then another node takes its place."""
+        """Kill the node's raylet with SIGKILL, and start a new node."""
         self.lose(self.node)
         self.node = self.add_node()
 
     def lose(self, node: Node) -> None:
-        """SIGKILL to its raylet; nothing takes its place."""
+        """Kill the node's raylet with SIGKILL, without a replacement."""
         raylet_of(node).kill()
         self.cluster.remove_node(node, allow_graceful=False)
 
     def start_driver(self, words: list[str], log: Path) -> subprocess.Popen[bytes]:
-        """`python -m WORDS` on this cluster."""
+        """Start `python -m WORDS` on this cluster."""
         with log.open("ab") as file:
             return subprocess.Popen(
                 [sys.executable, "-m", *words],
@@ -92,12 +92,12 @@ class TwoNodes:
 
 
 def raylet_of(node: Node) -> psutil.Process:
-    """The raylet of a node that runs tasks."""
+    """Return the raylet of a node that runs tasks."""
     return psutil.Process(node.all_processes["raylet"][0].process.pid)
 
 
 def workers_of(node: Node, title: str = "ray::WorkerActor") -> list[psutil.Process]:
-    """A node's worker processes, whatever they are doing; `ray::WorkerActor.attempt`: those with something in hand."""
+    """Return a node's worker processes, busy or idle; `ray::WorkerActor.attempt` selects those with an attempt."""
     found = []
     for process in raylet_of(node).children():
         try:
@@ -112,14 +112,15 @@ def workers_of(node: Node, title: str = "ray::WorkerActor") -> list[psutil.Proce
 def wait_for_a_moment(
     rng: random.Random, attempts: Callable[[], list[Path]], driver: subprocess.Popen[bytes], longest: float, work: float
 ) -> bool:
-    """Wait a random while, half of the times until an attempt is at work first; False where the driver ended before.
+    """Wait for a random time, in half of the calls after first waiting for an attempt to start; return False if the
+        driver ended first.
 
     Args:
-        attempts: their folders.
-        longest: seconds from now.
-        work: seconds from when one is at work; a job that takes no longer mostly ends before.
+        attempts: returns the folders of running attempts.
+        longest: maximum wait in seconds from now.
+        work: maximum wait in seconds after an attempt started; shorter jobs mostly end before.
     """
-    at_work, left = rng.random() < 0.5, set(attempts())  # what a killed job left says nothing of this one
+    at_work, left = rng.random() < 0.5, set(attempts())  # folders left by a killed job do not belong to this job
     while at_work and left.issuperset(attempts()):
         if driver.poll() is not None:
             return False

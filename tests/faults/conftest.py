@@ -14,13 +14,13 @@ REPORT = Path(os.environ.get("FAULTS_REPORT", "runs/faults/precompute.json"))
 
 @pytest.fixture(scope="session")
 def seed() -> int:
-    """Of everything that is random in the suite; $FAULTS_SEED for another."""
+    """Seed of everything random in the suite; $FAULTS_SEED sets a different one."""
     return int(os.environ.get("FAULTS_SEED", "0"))
 
 
 @pytest.fixture(scope="session")
 def report(request: pytest.FixtureRequest, seed: int) -> Iterator[dict[str, object]]:
-    """Section → figures. The long suite's are kept; the short form's are printed."""
+    """Section → figures. Those of the long suite are kept; those of the short form are only printed."""
     sections: dict[str, object] = {}
     yield sections
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"

@@ -1,4 +1,4 @@
-"""Stand-ins for `pixels.decode` that some pictures kill; a child process imports them by name."""
+"""Replacements for `pixels.decode` that some pictures kill; a child process imports them by name."""
 
 import os
 import signal
@@ -14,12 +14,13 @@ ACCEPTED = "accepted"
 
 
 def poisoned(data: bytes, *args: Any) -> Picture:
-    """`decode`, but a picture that begins with the word for it dies, loops, sleeps or hoards."""
+    """Decode like `pixels.decode`, except that a picture that begins with such a word dies, loops, sleeps or hoards
+    memory."""
     if data.startswith(b"ABORT"):
         os.abort()
     if data.startswith(b"SEGFAULT"):
         os.kill(os.getpid(), signal.SIGSEGV)
-    if data.startswith(b"KILLED"):  # as the kernel does where memory runs out
+    if data.startswith(b"KILLED"):  # like the kernel when memory runs out
         os.kill(os.getpid(), signal.SIGKILL)
     while data.startswith(b"LOOP"):
         pass
@@ -36,7 +37,7 @@ def poisoned(data: bytes, *args: Any) -> Picture:
 
 
 def killed_once(data: bytes, *args: Any) -> Picture:
-    """Dies at the first sight of a picture that begins with a file name, and decodes what follows at the second."""
+    """Die on the first call for a picture that begins with a file name, and decode the rest of it on the second."""
     if data.startswith(b"/"):
         name, data = data.split(b"\n", 1)
         if not (path := Path(name.decode())).exists():
@@ -46,12 +47,12 @@ def killed_once(data: bytes, *args: Any) -> Picture:
 
 
 def outcome_and_memory(data: bytes, limits: LimitsConfig) -> tuple[str, int]:
-    """What becomes of a picture, and the most memory in bytes that this process has had."""
+    """Return the outcome for a picture, and this process's peak memory in bytes."""
     try:
         decode(data, [Bucket(64, 64)], PixelsConfig(), limits)
         outcome = ACCEPTED
     except Reject as reject:
         outcome = reject.reason
-    # getrusage's figure counts what the process had before exec
+    # getrusage includes memory from before exec
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return outcome, int(peak.split()[1]) << 10

@@ -1,4 +1,4 @@
-"""Forty-odd hostile files, each with what becomes of it: `accepted`, or the reason for which it is rejected."""
+"""More than forty hostile files, each with its outcome: `accepted`, or the reason for its rejection."""
 
 import io
 import struct
@@ -14,42 +14,42 @@ RNG = np.random.default_rng(7)
 
 
 def saved(image: Image.Image, format: str, **options: object) -> bytes:
-    """The image's file."""
+    """Encode the image as a file."""
     file = io.BytesIO()
     image.save(file, format, **options)
     return file.getvalue()
 
 
 def noise(width: int = 96, height: int = 96, format: str = "PNG", **options: object) -> bytes:
-    """A picture that does not compress."""
+    """Make a picture that does not compress."""
     return saved(Image.fromarray(RNG.integers(0, 256, (height, width, 3), dtype=np.uint8)), format, **options)
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
-    """One chunk of a PNG."""
+    """Make a chunk of a PNG."""
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def png(width: int, height: int, pixels: bytes, *more: bytes, depth: int = 8, colour: int = 0) -> bytes:
-    """A PNG from its parts; `pixels` compressed."""
+    """Make a PNG from its parts, with compressed `pixels`."""
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     parts = [chunk(b"IHDR", header), *more, chunk(b"IDAT", pixels), chunk(b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def grey_rows(width: int, height: int) -> bytes:
-    """Rows of a grey PNG, compressed."""
+    """Make compressed rows of a grey PNG."""
     return zlib.compress((b"\0" + b"\x80" * width) * height, 9)
 
 
 def tiff(*entries: tuple[int, int, int, int], next_directory: int = 0, data: bytes = b"") -> bytes:
-    """A little-endian TIFF of one directory: entries are tag, type, count, value."""
+    """Make a little-endian TIFF with one directory; entries are tag, type, count, value."""
     directory = struct.pack("<H", len(entries)) + b"".join(struct.pack("<HHII", *entry) for entry in entries)
     return b"II*\0" + struct.pack("<I", 8) + directory + struct.pack("<I", next_directory) + data
 
 
 def tiff_of(width: int, height: int, num_bytes: int, next_directory: int = 0) -> bytes:
-    """An uncompressed grey TIFF whose one strip has `num_bytes`."""
+    """Make an uncompressed grey TIFF whose only strip has `num_bytes`."""
     entries = [(256, 4, 1, width), (257, 4, 1, height), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1)]
     place = 8 + 2 + 12 * 8 + 4
     entries += [(273, 4, 1, place), (278, 4, 1, height), (279, 4, 1, width * height % 2**32)]
@@ -57,26 +57,26 @@ def tiff_of(width: int, height: int, num_bytes: int, next_directory: int = 0) ->
 
 
 def gif(width: int, height: int, frames: bytes = b"") -> bytes:
-    """A GIF with a screen of this size and whatever frames."""
+    """Make a GIF with a screen of this size and arbitrary frames."""
     return b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + bytes(6) + frames + b";"
 
 
 def with_exif(exif: bytes) -> bytes:
-    """A sound JPEG with these bytes as its EXIF."""
+    """Make a valid JPEG with these bytes as its EXIF."""
     data = noise(format="JPEG")
     body = b"Exif\0\0" + exif
     return data[:2] + b"\xff\xe1" + struct.pack(">H", len(body) + 2) + body + data[2:]
 
 
 def many_scans() -> bytes:
-    """A progressive JPEG whose last scan is there 2,000 times over."""
+    """Make a progressive JPEG whose last scan is repeated 2,000 times."""
     data = noise(format="JPEG", progressive=True)
     scan = data[data.rindex(b"\xff\xda") : -2]
     return data[:-2] + scan * 2000 + b"\xff\xd9"
 
 
 def huge_jpeg() -> bytes:
-    """A small JPEG whose header says 65,500 x 65,500."""
+    """Make a small JPEG whose header declares 65,500 x 65,500."""
     data = bytearray(noise(format="JPEG"))
     place = data.index(b"\xff\xc0")
     data[place + 5 : place + 9] = struct.pack(">HH", 65500, 65500)
@@ -84,12 +84,12 @@ def huge_jpeg() -> bytes:
 
 
 def flipped(data: bytes, place: int) -> bytes:
-    """`data` with one byte inverted."""
+    """Return `data` with one byte inverted."""
     return data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :]
 
 
 def hostile() -> dict[str, tuple[bytes, str]]:
-    """Name → file and outcome, for buckets of 64 and 128 and the default limits."""
+    """Return name → file and outcome, for buckets of 64 and 128 and the default limits."""
     sound = picture(np.random.default_rng(1), 96, 96)
     text = zlib.compress(b"A" * (80 << 20), 9)
     icc = b"icc\0\0" + zlib.compress(bytes(80 << 20), 9)
@@ -154,7 +154,7 @@ def hostile() -> dict[str, tuple[bytes, str]]:
         "TIFF whose directory is its own successor": (tiff_of(96, 96, 9216, next_directory=8), ACCEPTED),
         "TIFF whose strip is past the end": (tiff_of(96, 96, 64), undecodable),
         "TIFF with 65535 entries": (b"II*\0\x08\0\0\0\xff\xff" + bytes(64), not_an_image),
-        # what hangs on to a picture
+        # metadata and other attachments
         "JPEG with a corrupt ICC profile": (noise(format="JPEG", icc_profile=RNG.bytes(3000)), "bad_profile"),
         "JPEG with an empty ICC profile": (noise(format="JPEG", icc_profile=bytes(128)), "bad_profile"),
         "JPEG with corrupt EXIF": (with_exif(RNG.bytes(500)), ACCEPTED),

@@ -1,7 +1,7 @@
 """A worker behind a slow store: `python -m tests.faults.overlap FOLDER MODELS` prints its device's share of the time.
 
-Tars come from S3 and parts go there, at 30 ms a request, and 1.3 times the bytes per second that the device's pace
-needs. The device sleeps. With one tar at a time, and with three. Memory and scratch are read at their peaks.
+Tars come from S3 and parts are uploaded there, at 30 ms per request and 1.3 times the bandwidth that the device needs.
+The device sleeps. One and three tars at a time are compared, with peaks of memory and scratch space.
 """
 
 import json
@@ -49,7 +49,7 @@ def main(folder: Path, models: Path, num_tars: int) -> None:
         for at_once in (1, 3):
             throttle(server, DELAY, 1.3 * pace)
             before, device = psutil.Process().memory_info().rss, Device(SECONDS)
-            Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is held now
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current value
             with most_of(folder / "scratch") as scratch:
                 encode_asleep(config(f"root-{at_once}"), device, at_once)
             figures[f"{at_once} at once"] = {
@@ -63,7 +63,7 @@ def main(folder: Path, models: Path, num_tars: int) -> None:
 
 @contextmanager
 def most_of(folder: Path) -> Iterator[list[int]]:
-    """Bytes of the files below a folder, every 10 ms."""
+    """Track the peak size of the files below a folder, sampled every 10 ms."""
     seen, left = [0], threading.Event()
 
     def look() -> None:

@@ -15,7 +15,8 @@ from tests.faults.decoders import poisoned
 
 
 def encode_with_poison(tar: InputTar, attempt: int, report: Report, recipe: Recipe, **options: Any) -> TarReceipts:
-    """Runs in a Ray worker, to which it goes by value, as it is this script's own."""
+    """Encode with the poisoned decoder in a Ray worker. Ray pickles this function by value, because it is in the main
+    script."""
     return encode_on_worker(tar, attempt, report, replace(recipe, decode=poisoned), **options)
 
 

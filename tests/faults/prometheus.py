@@ -1,4 +1,4 @@
-"""Debian's Prometheus, on the alert rules with short windows, as a test asks it what fires."""
+"""Debian's Prometheus with the alert rules and shortened windows, for tests of firing alerts."""
 
 import json
 import re
@@ -19,10 +19,10 @@ STAGE_1, STAGE_2 = yaml.safe_load(ALERTS.read_text())["groups"]
 
 
 class Prometheus:
-    """It scrapes one target each second. No rule waits before it fires."""
+    """A Prometheus server that scrapes one target every second. Rules fire without a delay."""
 
     def __init__(self, folder: Path, target: str, shorter: Mapping[str, str]):
-        """`shorter`: pattern → what stands in its place in the rules' expressions."""
+        """Prepare the server. `shorter` maps patterns to replacements in the rules' expressions."""
         folder.mkdir()
         rules = re.sub(r"for: \w+", "for: 1s", ALERTS.read_text())
         for pattern, replacement in shorter.items():
@@ -50,33 +50,33 @@ class Prometheus:
         self.process.wait(60)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series that an expression has now."""
+        """Return the current series of an expression."""
         with urllib.request.urlopen(f"{self.url}?{urllib.parse.urlencode({'query': expression})}", timeout=10) as reply:
             found: list[dict[str, Any]] = json.load(reply)["data"]["result"]
         return found
 
     def fires(self, alert: str, **labels: str) -> bool:
-        """Whether it does, now."""
+        """Return whether the alert fires now."""
         wanted = {"alertname": alert, "alertstate": "firing"} | labels
         selector = ", ".join(f'{name}="{value}"' for name, value in wanted.items())
         return bool(self.query(f"ALERTS{{{selector}}}"))
 
     def fired(self, alert: str) -> bool:
-        """Whether it did, since the test began."""
+        """Return whether the alert has fired since the test began."""
         return bool(self.query(f'last_over_time(ALERTS{{alertname="{alert}", alertstate="firing"}}[1h])'))
 
     def await_alert(self, alert: str, **labels: str) -> None:
-        """Wait until it fires."""
+        """Wait until the alert fires."""
         wait_until(lambda: self.fires(alert, **labels), f"{alert} did not fire")
 
     def await_silence(self, *alerts: str) -> None:
-        """Wait until none of these fires."""
+        """Wait until none of these alerts fires."""
         for alert in alerts:
             wait_until(lambda: not self.fires(alert), f"{alert} did not clear")  # noqa: B023
 
 
 def wait_until(true: Callable[[], object], what: str, seconds: float = 240) -> None:
-    """Ask until it is true; OSError: it cannot be asked yet."""
+    """Poll until the condition holds; an OSError means that the server is not reachable yet."""
     end = time.monotonic() + seconds
     while True:
         try:

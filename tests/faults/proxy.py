@@ -1,14 +1,14 @@
-"""An S3 that fails as a network does: moto behind a proxy. `python -m tests.faults.proxy` prints its address.
+"""An S3 with network faults: moto behind a proxy. `python -m tests.faults.proxy` prints its address.
 
-The proxy counts requests. In place of one of them it resets the connection, or answers 503, or does the request and
-loses the reply, or kills the process that sent it, before or after. Conditional PUTs of one key go one after the other:
-moto looks first and writes then, and would let two win. `GET /-/set?at=7&fault=lost&pid=0` waits for the requests that
-have begun, begins to count anew, and answers with the number so far. With `delay` each request waits so many seconds,
-and with `rate` all bytes, of both directions, share so many a second.
+The proxy counts requests. At one of them it resets the connection, answers 503, executes the request and drops the
+reply, or kills the sending process, before or after the request. Conditional PUTs of one key are serialised, because
+moto checks first and then writes, so two could win. `GET /-/set?at=7&fault=lost&pid=0` waits for running requests,
+restarts the count, and returns the previous count. `delay` delays each request by that many seconds, and `rate` limits
+the bytes per second of both directions together.
 
-`GET /-/suspend?at=2&of=state.json&pid=7` suspends process 7 when it sends its second PUT or POST (which deletes) whose
-path or body contains `state.json`, and holds that request back; it answers once that has happened. `GET /-/resume`
-lets both go on.
+`GET /-/suspend?at=2&of=state.json&pid=7` suspends process 7 when it sends its second PUT or POST (a deletion) whose
+path or body contains `state.json`, and holds that request back; it responds once that has happened. `GET /-/resume`
+resumes both.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request ra
 
 
 class Proxy:
-    """One request a connection."""
+    """Proxy server with one request per connection."""
 
     def __init__(self, host: str, port: int):
         self.upstream = host, port
@@ -37,7 +37,7 @@ class Proxy:
         self.suspending, self.of, self.suspended, self.resumed = 0, b"", asyncio.Event(), asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Handle one connection."""
         try:
             await self._serve(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -136,7 +136,7 @@ DROPPED = ("expect", "connection", "content-length", "transfer-encoding")
 
 
 async def read_body(reader: asyncio.StreamReader, fields: dict[str, str]) -> bytes:
-    """A request's body, as long as its head says, or in chunks."""
+    """Read a request's body, by its content length or in chunks."""
     if fields.get("transfer-encoding", "").lower() != "chunked":
         return await reader.readexactly(int(fields.get("content-length", 0)))
     body = b""
@@ -148,12 +148,13 @@ async def read_body(reader: asyncio.StreamReader, fields: dict[str, str]) -> byt
 
 
 def set_fault(address: str, at: int = 0, fault: str = "", pid: int = 0) -> int:
-    """Have request number `at` from now on meet `fault`; returns how many there were since it was last set."""
+    """Inject `fault` into request number `at` from now on; return the number of requests since the last call."""
     return _set(address, at=at, fault=fault, pid=pid)[0]
 
 
 def suspend(address: str, pid: int, at: int, of: str) -> bool:
-    """Suspend a process at its request number `at` that writes or deletes an `of`; whether it came to that in 60 s."""
+    """Suspend a process at its `at`-th request that writes or deletes `of`; return whether this happened within 60
+    s."""
     try:
         query = urlencode({"at": at, "of": of, "pid": pid})
         with urllib.request.urlopen(f"{address}/-/suspend?{query}", timeout=60):
@@ -163,12 +164,12 @@ def suspend(address: str, pid: int, at: int, of: str) -> bool:
 
 
 def resume(address: str) -> None:
-    """Let the suspended process, and its request, go on."""
+    """Resume the suspended process and its request."""
     urllib.request.urlopen(f"{address}/-/resume", timeout=60).close()
 
 
 def throttle(address: str, delay: float = 0.0, rate: float = math.inf) -> int:
-    """Have each request wait `delay` seconds, and all share `rate` bytes/s; returns how many bytes there were."""
+    """Delay each request by `delay` seconds, and limit all to `rate` bytes/s; return the number of bytes so far."""
     return _set(address, delay=delay, rate=rate)[1]
 
 

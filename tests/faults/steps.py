@@ -1,8 +1,8 @@
 """A commit, broken at each of its steps: `python -m tests.faults.steps FOLDER MODELS EVERY` prints the outcome as JSON.
 
-Every step that the operating system sees (a file opened to be written, a write, fsync, rename, mkdir, unlink), from the
-attempt's first to the index's last, is counted; in one run after another one of them is the last before SIGKILL, or
-fails with EIO or ENOSPC. The models are loaded once: each run is a fork of this process, which the kill ends for real.
+Every system call that changes the disk (open for writing, write, fsync, rename, mkdir, unlink) is counted, from the
+attempt's first to the index's last. Each run has SIGKILL after one of them, or one that fails with EIO or ENOSPC. The
+models are loaded once, and each run is a fork of this process, so the kill is real.
 """
 
 import builtins
@@ -41,7 +41,7 @@ NEVER, COUNT_ONLY = -1, 0
 
 
 class Steps:
-    """Counts what changes the disk, and calls `fault` in place of step number `at`."""
+    """Counts disk-changing calls, and calls `fault` in place of step number `at`."""
 
     def __init__(self, at: int, fault: Callable[[], None]):
         self.at = at
@@ -49,13 +49,13 @@ class Steps:
         self.taken = 0
 
     def take(self) -> None:
-        """One step."""
+        """Count one step."""
         self.taken += 1
         if self.taken == self.at:
             self.fault()
 
     def install(self) -> None:
-        """For the rest of this process's life."""
+        """Install the counters for the rest of this process's life."""
         for name in ("fsync", "replace", "rename", "link", "mkdir", "unlink", "rmdir"):
             setattr(os, name, self._before(getattr(os, name)))
         pq.write_table = self._before(pq.write_table)
@@ -81,7 +81,7 @@ class Steps:
 
 
 class Writing:
-    """A file, each write to which is a step."""
+    """A file whose every write is a step."""
 
     def __init__(self, file: Any, steps: Steps):
         self.file = file
@@ -97,7 +97,7 @@ class Writing:
         self.file.close()
 
     def write(self, data: bytes) -> int:
-        """The first half is written before the step is taken: a torn write."""
+        """Write the first half before counting the step, which leaves a torn write."""
         half = len(data) // 2
         self.file.write(data[:half])
         self.file.flush()
@@ -106,12 +106,12 @@ class Writing:
 
 
 def kill() -> None:
-    """SIGKILL to this process."""
+    """Send SIGKILL to this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def failing(number: int) -> Callable[[], None]:
-    """An `OSError` with this number."""
+    """Return a fault that raises an `OSError` with this number."""
 
     def fail() -> None:
         raise OSError(number, os.strerror(number))
@@ -120,7 +120,7 @@ def failing(number: int) -> Callable[[], None]:
 
 
 class Encoding:
-    """Stage 1 without Ray, in forks of a process that has loaded the models."""
+    """Stage 1 without Ray, in forks of a process with loaded models."""
 
     def __init__(self, world: World):
         self.world = world
@@ -128,11 +128,11 @@ class Encoding:
         self.towers = make_towers(world.config(Path("no root")))
 
     def run(self, root: Path, steps: Steps) -> int:
-        """Stage 1 into `root`; its exit code, negative for a signal's number."""
+        """Run stage 1 into `root`; return its exit code, negative for a signal."""
         return wait_for(self.start(root, steps))
 
     def start(self, root: Path, steps: Steps, other: bool = False) -> int:
-        """The process that does it."""
+        """Start the process."""
 
         def work() -> None:
             config = self.world.config(root)
@@ -144,7 +144,7 @@ class Encoding:
         return fork(work, f"step {steps.at}")
 
     def encode(self, config: PrecomputeConfig, other: bool = False) -> None:
-        """In this process; to `other` latents than the models', as another kind of GPU has."""
+        """Encode in this process; `other` produces slightly different latents, like a different kind of GPU."""
         if other:
             setattr(PartWriter, "write", write_other)  # noqa: B010
         encoding, store = describe_encoding(config), open_store(config.output)
@@ -157,14 +157,14 @@ class Encoding:
 
 
 def write_other(part: PartWriter, *samples: Sample, write: Callable[..., None] = PartWriter.write) -> None:
-    """In place of `PartWriter.write`: latents that are off by a little."""
+    """Replace `PartWriter.write`, and write slightly different latents."""
     write(part, *(replace(sample, image_latents=sample.image_latents + 0.25) for sample in samples))
 
 
 def race(encoding: Encoding, folder: Path, rounds: int, tally: Tally) -> dict[str, object]:
-    """Two processes at one tar, the second a little later each round; both end well, with one commit.
+    """Run two processes on one tar, the second one a little later each round; both succeed, with one commit.
 
-    Every other round they make different bytes of it: then each part in force is one of theirs, whole.
+    In every other round their bytes differ; each active part must then be entirely that of one process.
     """
     won = 0
     for number in range(rounds):
@@ -186,9 +186,9 @@ def race(encoding: Encoding, folder: Path, rounds: int, tally: Tally) -> dict[st
 
 
 def break_at(encoding: Encoding, folder: Path, at: int, fault: Callable[[], None], tally: Tally) -> int:
-    """Break a run at one step, look at what is there, run again, and count the outcome.
+    """Break a run at one step, check the root, run again, and count the outcome.
 
-    The run may succeed all the same, where the step only tidies up.
+    The run may succeed anyway if the step is only cleanup.
     """
     root = folder / f"{getattr(fault, '__name__', 'fault')}-{at}"
     code = encoding.run(root, Steps(at, fault))
@@ -201,7 +201,8 @@ def break_at(encoding: Encoding, folder: Path, at: int, fault: Callable[[], None
 
 
 def look(root: Path) -> None:
-    """What receipts say is there is there, whole; the index may be an older one, and nothing else may be wrong."""
+    """Check that everything the receipts list is complete; the index may be an older one, and nothing else may be
+    wrong."""
     if (root / "encoding.json").exists():
         load_receipts(open_store(root))
         wrong = [line for line in verify_root(open_store(root)) if "rebuild it with" not in line]
@@ -209,7 +210,7 @@ def look(root: Path) -> None:
 
 
 def disk_full(encoding: Encoding, folder: Path, every: int, tally: Tally) -> dict[str, object]:
-    """On a small file system of its own, a page larger each time, until all fits; then with room for the rest."""
+    """Run on a small file system that grows by a page each time until everything fits, and then with enough space."""
     mount = folder / "small"
     mount.mkdir()
     refusals = 0
@@ -233,7 +234,7 @@ def disk_full(encoding: Encoding, folder: Path, every: int, tally: Tally) -> dic
 
 
 def main(folder: Path, models: Path, every: int) -> None:
-    """Kills, EIO and ENOSPC at every `every`-th step, a disk that is full, and two runs at once."""
+    """Test kills, EIO and ENOSPC at every `every`-th step, a full disk, and two concurrent runs."""
     encoding = Encoding(make_world(folder, models, num_shards=1, num_samples=5))
     assert encoding.run(folder / "counted", Steps(COUNT_ONLY, kill)) == OK
     num_steps = int((folder / "steps").read_text())

@@ -1,7 +1,7 @@
 """A commit on S3, broken at each of its requests: `python -m tests.faults.steps_s3 FOLDER MODELS EVERY` prints JSON.
 
-In one run after another, one request is reset, answered with 503, done with its reply lost, or is its process's last.
-This process never opens the store: every look at it is a fork's.
+In each run one request is reset, answered with 503, executed with its reply lost, or its process is killed there.
+This process never opens the store; forks check it.
 """
 
 import json
@@ -29,14 +29,14 @@ from tests.roots import tree
 
 BUCKET = "s3://mill"
 LATER = 0.05
-"""Seconds, of a commit to S3 that takes one or two, by which the second of two begins later."""
+"""Delay of the second of two processes in seconds; a commit to S3 takes one to two seconds."""
 SCRATCH = "STEPS_SCRATCH"
-"""Variable with the scratch of all attempts."""
+"""Environment variable with the scratch folder of all attempts."""
 
 
 @contextmanager
 def served() -> Iterator[str]:
-    """The failing S3, for this process's forks too."""
+    """Serve the failing S3, for this process's forks too."""
     with subprocess.Popen([sys.executable, "-m", "tests.faults.proxy"], stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -50,12 +50,12 @@ def served() -> Iterator[str]:
 
 
 def make_bucket() -> None:
-    """An empty one."""
+    """Make an empty bucket."""
     open_store(BUCKET).fs.makedirs("mill")  # type: ignore[attr-defined]
 
 
 def encode(encoding: Encoding, root: str, other: bool = False) -> int:
-    """The process that runs stage 1 into `root`; to `other` latents than the models'."""
+    """Start a process that runs stage 1 into `root`; `other` produces slightly different latents."""
 
     def work() -> None:
         use_scratch(Path(os.environ[SCRATCH]))
@@ -65,12 +65,13 @@ def encode(encoding: Encoding, root: str, other: bool = False) -> int:
 
 
 def config_of(encoding: Encoding, root: str) -> PrecomputeConfig:
-    """Of a run into an address."""
+    """Make the config of a run into an object-store URL."""
     return encoding.world.config(Path("unused")).model_copy(update={"output": root})
 
 
 def look(root: str) -> None:
-    """What receipts say is there is there, whole; the index may be an older one, and nothing else may be wrong."""
+    """Check that everything the receipts list is complete; the index may be an older one, and nothing else may be
+    wrong."""
     store = open_store(root)
     if active_receipts(list_commits(store)):
         wrong = [line for line in verify_root(store) if "rebuild it with" not in line]
@@ -78,7 +79,7 @@ def look(root: str) -> None:
 
 
 def compare(root: str, reference: Path) -> None:
-    """A whole root, the same as the undisturbed one, sample for sample and byte for byte but for receipts' times."""
+    """Check that a root is complete and byte-identical to the undisturbed one, except for the receipts' times."""
     store, theirs = open_store(root), tree(reference)
     assert list(verify_root(store)) == []
     names = {name for name in store.files() if not name.startswith((".", "index/"))}  # as `tree` has them
@@ -96,7 +97,7 @@ def compare(root: str, reference: Path) -> None:
 
 
 def break_at(encoding: Encoding, server: str, at: int, fault: str) -> bool:
-    """Break a run at one request, look at what is there, run again, and compare; whether the first run came through."""
+    """Break a run at one request, check the root, run again, and compare; return whether the first run succeeded."""
     root = f"{BUCKET}/{fault.replace(' ', '-')}-{at}"
     child = encode(encoding, root)
     set_fault(server, at, fault, child)
@@ -114,9 +115,9 @@ def break_at(encoding: Encoding, server: str, at: int, fault: str) -> bool:
 
 
 def race(encoding: Encoding, folder: Path, rounds: int) -> dict[str, int]:
-    """Two at one tar, the second a little later each round: both end well, with one commit.
+    """Run two processes on one tar, the second one a little later each round; both succeed, with one commit.
 
-    Every other round they make different bytes of it: then each part in force is one of theirs, whole.
+    In every other round their bytes differ; each active part must then be entirely that of one process.
     """
     theirs = {receipt.part for receipt in load_receipts(open_store(encoding.world.reference))}
     won = 0
@@ -143,7 +144,7 @@ def race(encoding: Encoding, folder: Path, rounds: int) -> dict[str, int]:
 
 
 def main(folder: Path, models: Path, every: int) -> None:
-    """Every fault at every `every`-th request, and two runs at once."""
+    """Test every fault at every `every`-th request, and two concurrent runs."""
     encoding = Encoding(make_world(folder, models, num_shards=1, num_samples=5))
     os.environ[SCRATCH] = str(folder / "scratch")
     with served() as server:
@@ -155,7 +156,7 @@ def main(folder: Path, models: Path, every: int) -> None:
             at = range(1 + number * every // len(FAULTS), requests + 1, every)
             figures[fault] = {"faults": len(at), "came through": sum(break_at(encoding, server, n, fault) for n in at)}
         figures["two at once"] = race(encoding, folder, max(2, 200 // every))
-        sweep_scratch(folder / "scratch")  # forks end without tidying up
+        sweep_scratch(folder / "scratch")  # forks exit without cleanup
         assert [path.name for path in (folder / "scratch").glob("*/*")] == [SWEEPER]
     print(json.dumps(figures))
 

@@ -40,14 +40,14 @@ CUT, BROKEN = (1, 14), 15
 def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_metrics_report_interval_ms", "1000")
-    # signals are the main thread's, and the job is not in it here
+    # only the main thread handles signals, and the job is in a different thread here
     monkeypatch.setattr("cluster.fleet.StopSignal", lambda *_: nullcontext(SimpleNamespace(received=False)))
     yield
     ray.shutdown()
 
 
 def make_input(folder: Path) -> None:
-    """Sound tars, two that lost samples, and one of which nothing is left."""
+    """Make intact tars, two that lost samples, and one without any intact sample."""
     for number in range(NUM_TARS):
         make_tar(folder, f"{number:05d}", make_samples(number, 30, SIZES))
     for number in CUT:
@@ -57,12 +57,12 @@ def make_input(folder: Path) -> None:
 
 
 def commits(config: PrecomputeConfig) -> list[Path]:
-    """Receipts."""
+    """Return the names of the receipts."""
     return list((folder_of(config) / "commits").rglob("*.json"))
 
 
 def kill_worker() -> None:
-    """SIGKILL of the only one; the tar that it has in hand is lost with it."""
+    """Kill the only worker with SIGKILL; the tar that it is encoding is lost with it."""
     ours = psutil.Process().children(recursive=True)
     next(process for process in ours if "ray::WorkerActor" in "".join(process.cmdline())).kill()
 
@@ -79,7 +79,7 @@ def test_a_job_with_faults_under_prometheus(
     config = config.model_copy(update=changes)
     encoding, tars = describe_encoding(config), list_tars(config.input)
     create_root(open_store(config.output), encoding)
-    # of the same buckets, and a port that comes and goes
+    # serves the same buckets, on a port that comes and goes
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()
@@ -101,7 +101,7 @@ def test_a_job_with_faults_under_prometheus(
             server = ThreadedMotoServer(ip_address=host, port=port)
             server.start()
             wait_until(lambda: len(commits(config)) > done, "it does not go on")
-            kill_worker()  # increase() sees no first event of a kind: the counter was not there before
+            kill_worker()  # increase() misses the first event of a kind, because its counter did not exist before
             job.join(400)
             assert results and results[0].failed.keys() == {f"{BROKEN:05d}"}, results and results[0].failed
             for alert in OF_THE_JOB:
@@ -117,7 +117,7 @@ def test_a_job_with_faults_under_prometheus(
 
 
 def stand_still(metrics: Metrics, prometheus: Prometheus) -> None:
-    """What the job's own figures say where workers have tars, and take nothing in."""
+    """Set the job's figures to those of workers that have tars but make no progress."""
     metrics.under_way_now(UnderWay(3, 0))
     metrics.speed(0.0, None)
     prometheus.await_alert("LatentmillStalled")
@@ -126,7 +126,7 @@ def stand_still(metrics: Metrics, prometheus: Prometheus) -> None:
 
 
 def fail_on_one_node(metrics: Metrics, prometheus: Prometheus) -> None:
-    """The same of a node on which every attempt raises."""
+    """Set the figures to those of a node on which every attempt raises."""
     failed = Failed("00000", "10.0.0.7", "attempt 1 of 3 failed", Failure(False, False, "no", "no"), again=True)
     metrics.attempt_failed(failed)
     wait_until(lambda: prometheus.query('ray_latentmill_attempts_total{node="10.0.0.7"}'), "the node is not there")

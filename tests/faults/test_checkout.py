@@ -1,4 +1,4 @@
-"""A node that runs another checkout than the driver's."""
+"""A node that runs a different checkout from the driver's."""
 
 import os
 import shutil
@@ -31,12 +31,12 @@ def test_a_node_with_an_altered_checkout_is_refused_by_name(
     fields = World(models, tars, Path("none")).config(tmp_path / "root").model_dump(mode="json")
     fields["workers"] |= {"outage_probes": 1}
     (config := tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
-    monkeypatch.setenv("PYTHONPATH", str(altered))  # the raylet's, and its workers'
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # of this cluster, whatever other tests left in this process
+    monkeypatch.setenv("PYTHONPATH", str(altered))  # of the raylet and its workers
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # whatever other tests left in this process
     with tempfile.TemporaryDirectory(prefix="rf-") as short, TwoNodes(Path(short)) as nodes:
         done = subprocess.run(
             [sys.executable, "-m", "precompute", "--config", str(config)],
-            cwd=tmp_path,  # or Ray would have workers look in the driver's checkout first
+            cwd=tmp_path,  # otherwise Ray would make workers search the driver's checkout first
             capture_output=True,
             text=True,
             env=environment(RAY_ADDRESS=nodes.cluster.address, RAY_AUTH_MODE="disabled", PYTHONPATH=str(REPOSITORY)),
@@ -44,6 +44,8 @@ def test_a_node_with_an_altered_checkout_is_refused_by_name(
         )
     said = done.stderr.replace("\n", " ")
     assert done.returncode == 1, said
-    assert f"The node {os.uname().nodename} runs another version of this program: its source has the SHA-256" in said
+    assert (
+        f"The node {os.uname().nodename} runs a different version of this program: its source has the SHA-256" in said
+    )
     assert f"the driver's {source_sha256()}. Nothing was encoded there." in said
     assert load_receipts(open_store(tmp_path / "root")) == []

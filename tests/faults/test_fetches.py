@@ -1,4 +1,4 @@
-"""Workers on some machines start at once, and need a model that lies behind a slow store."""
+"""Workers on several machines start at once, and need a model from a slow store."""
 
 import json
 import subprocess
@@ -34,11 +34,12 @@ sys.stdin.readline()  # all begin at once
 with get_context("fork").Pool(int(sys.argv[2])) as workers:
     print(json.dumps(workers.map(work, range(int(sys.argv[2])), chunksize=1)))
 """
-"""A machine's workers, each a process."""
+"""Worker processes per machine."""
 
 
 def start_all(num_nodes: int, num_workers: int, weights: Weights, folder: Path, **variables: str) -> float:
-    """Each machine has processes, and a cache of its own; seconds until the last process has its model."""
+    """Start the processes of all machines, each with a separate cache; return the seconds until the last process has
+    the model."""
     nodes = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, weights.model_dump_json(), str(num_workers)],
@@ -75,7 +76,7 @@ def test_each_machine_fetches_once(
     vae = models / "vae"
     size = sum(path.stat().st_size for path in vae.iterdir())
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
-        monkeypatch.setenv(name, "")  # and back afterwards
+        monkeypatch.setenv(name, "")  # and restored afterwards
     with served() as server:
         put = "import sys; from pathlib import Path; from shards.base.remote import RemoteStore; "
         put += "RemoteStore(sys.argv[1]).put({path.name: path for path in Path(sys.argv[2]).iterdir()})"

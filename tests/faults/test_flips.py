@@ -27,7 +27,7 @@ def test_some_flips(models: Path, tmp_path: Path, report: dict[str, object], see
 
 
 def root_of(models: Path, folder: Path) -> Path:
-    """A root of two small tars, of which a part was recalled and made again."""
+    """Make a root of two small tars, with a part that was recalled and re-encoded."""
     world = make_world(folder, models, num_shards=2, num_samples=3)
     root = shutil.copytree(world.reference, folder / "root")
     recall(open_store(root), load_receipts(open_store(root))[:1], "a test")
@@ -36,7 +36,7 @@ def root_of(models: Path, folder: Path) -> Path:
 
 
 def kind_of(name: str) -> str:
-    """`64x64/00000.3fa9c1d2/index.json` → `part index.json`, and so on."""
+    """Classify a file: `64x64/00000.3fa9c1d2/index.json` → `part index.json`, and so on."""
     parts = name.split("/")
     if len(parts) == 1:
         return name
@@ -46,7 +46,7 @@ def kind_of(name: str) -> str:
 
 
 def flip(root: Path, number: int, seed: int) -> dict[str, object]:
-    """Flip `number` bits, one at a time, the kinds of file in turn."""
+    """Flip `number` bits, one at a time, cycling through the kinds of file."""
     rng = random.Random(seed)
     kinds: dict[str, list[Path]] = {}
     for path in sorted(root.rglob("*")):

@@ -1,4 +1,4 @@
-"""Hostile pictures: what becomes of each, in a worker and in a child process, and how much memory it takes."""
+"""Hostile pictures: the outcome and memory of each, in a worker and in a child process."""
 
 from collections import Counter
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.tiny import make_tar
 pytestmark = pytest.mark.faults
 LIMITS = LimitsConfig()
 MOST_MEMORY = 2 << 30
-"""Of a process that decodes one after another; the largest that the limits allow is of 100 megapixels."""
+"""Memory limit of a process that decodes them in sequence; the largest allowed picture has 100 megapixels."""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """SIGKILL of workers, drivers and raylets, and SIGTERM to drivers, at random moments; then the same command again.
 
-Into roots on a disk, and on S3.
+Roots are on a disk, and on S3.
 """
 
 import random
@@ -26,7 +26,7 @@ from tests.roots import tree
 
 TOLD_TO_LEAVE = (-signal.SIGKILL, -signal.SIGTERM, Preempted.exit_code)
 LONGEST_WAIT = 6.0
-"""Seconds between kills, at most."""
+"""Maximum seconds between kills."""
 WORK_ON_A_SHARD = 0.3
 """Seconds, at least."""
 
@@ -38,19 +38,19 @@ class OnDisk:
     folder: Path
 
     def fields(self, world: World, name: str) -> dict[str, Any]:
-        """The config of a job into a root."""
+        """Return the config of a job into a root."""
         return world.config(self.folder / name).model_dump(mode="json")
 
     def attempts(self, name: str) -> list[Path]:
-        """Folders of attempts that were begun and have not ended."""
+        """Return the folders of unfinished attempts."""
         return list((self.folder / name / ".attempts").glob("*"))
 
     def left_by_leaving(self, name: str) -> list[Path]:
-        """What a job that was told to leave should have removed."""
+        """Return files that a job should have removed when it was asked to stop."""
         return self.attempts(name)
 
     def add(self, tally: Tally, name: str, reference: Path) -> None:
-        """Count a root that a job went through."""
+        """Count a root that a job completed."""
         tally.add(self.folder / name, reference)
 
 
@@ -67,14 +67,14 @@ class OnS3(OnDisk):
         return fields | {"output": f"{BUCKET}/{name}", "workers": fields["workers"] | {"scratch": str(self.scratch)}}
 
     def attempts(self, name: str) -> list[Path]:
-        # no other root is being filled; pathlib's glob would raise where a folder goes meanwhile
+        # no other root is being filled; pathlib's glob would raise if a folder disappeared meanwhile
         return list(map(Path, glob(f"{self.scratch}/*/*/latentmill-attempts-*/*.*")))
 
     def left_by_leaving(self, name: str) -> list[Path]:
-        return []  # what workers that were killed left goes when the next one starts
+        return []  # files left by killed workers are removed when the next worker starts
 
     def add(self, tally: Tally, name: str, reference: Path) -> None:
-        compare(f"{BUCKET}/{name}", reference)  # fails where anything differs, is there twice, or is not there
+        compare(f"{BUCKET}/{name}", reference)  # fails if anything differs, is duplicated or is missing
         tally.files += len(tree(reference))
         tally.identical += len(tree(reference))
         tally.samples += stored_keys(reference).total()
@@ -96,16 +96,16 @@ def test_kills_of_jobs_on_s3(
     models: Path, tmp_path: Path, report: dict[str, object], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
-        monkeypatch.setenv(name, "")  # and back afterwards
+        monkeypatch.setenv(name, "")  # and restored afterwards
     world, roots = make_world(tmp_path, models, num_shards=10, num_samples=24), OnS3(tmp_path)
     with served():
         report["kills on S3"] = storm(world, roots, {"worker": 12, "driver": 6, "raylet": 5, "SIGTERM": 2}, seed)
-    sweep_scratch(roots.scratch)  # of workers that nobody came after
+    sweep_scratch(roots.scratch)  # of workers without a successor
     assert [path.name for path in roots.scratch.glob("*/*")] == [SWEEPER]
 
 
 def storm(world: World, place: OnDisk, kills: dict[str, int], seed: int) -> dict[str, object]:
-    """Kill, as often as `kills` says, while the command fills one root after another."""
+    """Kill processes `kills` times while the command fills one root after another."""
     rng = random.Random(seed)
     work = WORK_ON_A_SHARD * len(list(world.tars.glob("*.tar")))
     waiting = [victim for victim, count in kills.items() for _ in range(count)]
@@ -133,10 +133,10 @@ def storm(world: World, place: OnDisk, kills: dict[str, int], seed: int) -> dict
                     elif waiting[-1] == "SIGTERM":
                         driver.terminate()
                         if driver.wait() in (0, -signal.SIGTERM):
-                            continue  # it was at its end, or had not begun
+                            continue  # the job was at its end, or had not begun
                         assert driver.returncode == Preempted.exit_code
                         assert "run the same command again to continue" in log.read_text().replace("\n", " ")
-                        if not done["raylet"]:  # a worker whose raylet was killed may go on for a while
+                        if not done["raylet"]:  # a worker whose raylet was killed may continue for a while
                             assert not place.left_by_leaving(root)
                     elif waiting[-1] == "raylet":
                         nodes.kill_raylet()

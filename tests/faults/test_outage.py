@@ -36,7 +36,7 @@ def test_a_store_goes_away_and_comes_back(models: Path, s3: str, tmp_path: Path)
         make_tar(tmp_path / "tars", f"{tar:05d}", make_samples(tar, 40, SIZES))
     fsspec.filesystem("s3").put(f"{tmp_path / 'tars'}/", f"{s3}/tars/", recursive=True)
     root, log = tmp_path / "root", tmp_path / "log"
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)  # the same buckets, on a port that can be closed
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)  # serves the same buckets, on a port that can be closed
     server.start()
     host, port = server.get_host_and_port()
     arguments = precompute_arguments(models, tmp_path / "tars", root, "--input", f"{s3}/tars", *ONCE)

@@ -17,7 +17,7 @@ from tests.tiny import make_samples, make_tar
 def test_a_job_finds_the_pictures_that_kill_its_workers(
     models: Path, tmp_path: Path, report: dict[str, object]
 ) -> None:
-    """One shard with a picture that kills, one with a picture that never ends, and a sound one."""
+    """Encode a shard with a picture that kills, a shard with a picture that never finishes, and an intact shard."""
     for shard, poison in enumerate((b"SEGFAULT", b"LOOP", None)):
         samples = make_samples(shard, 8, SIZES)
         poisons = [(f"{shard:05d}9000", {"jpg": poison, "txt": b"x"})] if poison else []
@@ -31,6 +31,6 @@ def test_a_job_finds_the_pictures_that_kill_its_workers(
     receipts = load_tars(open_store(tmp_path / "root"))
     assert [receipt.rejected.get("decoder_crash", 0) for receipt in receipts] == [1, 1, 0]
     attempts = [receipt.parts["64x64"].attempts for receipt in receipts]
-    assert attempts[:2] >= [2, 2] and attempts[2] <= 3, attempts  # what kills a process is lost with its other tars
+    assert attempts[:2] >= [2, 2] and attempts[2] <= 3, attempts  # a killed process loses its other tars too
     assert [receipt.samples_in for receipt in receipts] == [9, 9, 8]
     report["pictures that kill the decoder"] = {"poisoned": 2, "found": 2, "other samples lost": 0}

@@ -1,6 +1,6 @@
-"""The start of a machine's ranks, whose root has many files and lies behind a store that takes 50 ms a call.
+"""The start of a machine's ranks on a root with many files, on a store that takes 50 ms per call.
 
-Every file is the same one, under a name of its own, so that the store here needs to hold one. What it prints is for
+All file names refer to the same content, so the store holds it only once. The output is for
 docs/evidence/reliability.md.
 """
 
@@ -33,7 +33,7 @@ BUCKET = "64x64"
 
 
 class OneFile(Proxy):
-    """Answers for every MDS file with the one that there is; counts what is asked for."""
+    """Serves the same content for every MDS file, and counts requests."""
 
     def __init__(self, host: str, port: int, real: str):
         super().__init__(host, port)
@@ -49,7 +49,7 @@ class OneFile(Proxy):
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OneFile]:
-    """moto behind the proxy, in a thread."""
+    """Run moto behind the proxy in a thread."""
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     moto.start()
     proxy, loop, ports = OneFile(*moto.get_host_and_port(), real=""), asyncio.new_event_loop(), list[int]()
@@ -72,7 +72,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OneFile]:
 
 
 def put_root(latents: Path, address: str, parts: int) -> str:
-    """A root of many names for one file of `latents`; returns where that lies in it."""
+    """Make a root with many names for one file of `latents`; return that file's path."""
     here, there = open_store(str(latents)), open_store(address)
     there.put({path.name: path for path in latents.iterdir() if path.is_file()})
     receipt = next(receipt for receipt in load_receipts(here) if receipt.bucket == BUCKET)
@@ -124,5 +124,5 @@ def test_first_step(num_ranks: int, parts: int, latents: Path, store: OneFile, t
     assert ranks.wait(processes, 300) == [0] * num_ranks, (tmp_path / "log").read_text()[-5000:]
     print(f"\n{num_ranks} ranks, {psutil.cpu_count()} cores: first step after {seconds:.1f} s; asked by then: {asked}")
     assert len(read_json_lines(lines)) == 3
-    # of all ranks one finds the index, and one makes the machine's tables
+    # one rank finds the index, and one rank makes the machine's tables
     assert asked["segments"] <= 6, asked

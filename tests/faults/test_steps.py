@@ -1,4 +1,4 @@
-"""Real kills, and errors of the disk and of S3, between each two steps of a commit; a full disk; two runs at once."""
+"""Real kills, and errors of the disk and S3, at each step of a commit; a full disk; two concurrent runs."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.runs import run_module
 
 
 def steps(folder: Path, models: Path, every: int, module: str = "steps") -> dict[str, dict]:
-    """What `tests.faults.MODULE` found; it fails where anything is not as it should be."""
+    """Run `tests.faults.MODULE`, and return its figures; it fails on any inconsistency."""
     result = run_module(f"tests.faults.{module}", str(folder), str(models), str(every), seconds=7200)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])
@@ -39,5 +39,5 @@ def test_a_slow_store_costs_the_device_nothing(models: Path, tmp_path: Path, rep
     report["overlap with a slow S3"] = figures
     assert figures["3 at once"]["device"] >= 0.95 > figures["1 at once"]["device"]
     assert figures["3 at once"]["grown_mib"] < 128
-    # three tars' latents and two tars; both are what passes for a tar
+    # three tars' latents and two tars; both have about the size of a tar
     assert 0 < figures["3 at once"]["scratch_tars"] <= 3.1

@@ -31,13 +31,13 @@ KEYS = [f"00000{i:04d}" for i in range(8)]
 
 
 def sound() -> list[tuple[str, str, bytes]]:
-    """(key, suffix, bytes) of the members of eight samples."""
+    """Return (key, suffix, bytes) of the members of eight intact samples."""
     samples = make_samples(0, 8, [(80, 64)])
     return [(key, suffix, data) for key, members in samples for suffix, data in members.items()]
 
 
 def tar_of(folder: Path, members: list[tuple[str, str, bytes]]) -> Path:
-    """A tar of these members in this order, beside the side files of eight samples."""
+    """Make a tar of these members in this order, with the side files of eight samples."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(folder / "00000.tar", "w") as tar:
         for key, suffix, data in members:
@@ -54,7 +54,7 @@ def tar_of(folder: Path, members: list[tuple[str, str, bytes]]) -> Path:
 
 
 def changed(change: Callable[[bytearray], bytes | bytearray]) -> Callable[[Path], None]:
-    """A way to break a tar by changing its bytes."""
+    """Return a function that breaks a tar by changing its bytes."""
 
     def break_it(folder: Path) -> None:
         path = tar_of(folder, sound())
@@ -64,12 +64,12 @@ def changed(change: Callable[[bytearray], bytes | bytearray]) -> Callable[[Path]
 
 
 def reordered(change: Callable[[list[tuple[str, str, bytes]]], list[tuple[str, str, bytes]]]) -> Callable[[Path], None]:
-    """A way to break a tar by changing its members."""
+    """Return a function that breaks a tar by changing its members."""
     return lambda folder: (tar_of(folder, change(sound())), None)[1]
 
 
 def flip(data: bytearray, name: bytes, offset: int = 20) -> bytearray:
-    """One bit of the header of the member called `name`, or of what follows it."""
+    """Flip one bit of the header of the member `name`, or of the data after it."""
     data[data.index(name) + offset] ^= 1
     return data
 
@@ -80,7 +80,7 @@ def without(*parts: str) -> Callable[[list[tuple[str, str, bytes]]], list[tuple[
 
 
 def negative_size(data: bytearray) -> bytearray:
-    """A header that is sound but for a size below zero, in base 256, which leads tarfile in circles."""
+    """Set a negative size, in base 256, in an otherwise valid header, which makes tarfile loop."""
     place = data.index(b"000000003.jpg")
     data[place + 124 : place + 136] = b"\xff" * 12
     data[place + 148 : place + 156] = b" " * 8
@@ -88,7 +88,7 @@ def negative_size(data: bytearray) -> bytearray:
     return data
 
 
-# the class, how it comes about, what it is refused for, and the keys that salvaging loses
+# the class, its cause, the reason for the refusal, and the keys that salvaging loses
 BROKEN: dict[str, tuple[Callable[[Path], None], str, list[int]]] = {
     "cut at a header": (changed(lambda d: d[: d.index(b"000000005.jpg")]), "truncated", [5, 6, 7]),
     "cut within a sample": (changed(lambda d: d[: d.index(b"000000005.txt")]), "truncated", [5, 6, 7]),
@@ -122,7 +122,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, list[int]]] = {
 
 
 def read(folder: Path, policy: str) -> tuple[Tar, list[RawSample]]:
-    """The tar's samples, held against its side files."""
+    """Read the tar's samples, and compare them with its side files."""
     shard = list_tars(str(folder))[0]
     tar = Tar(folder / "00000.tar", LIMIT, policy)  # type: ignore[arg-type]
     tar.check(shard, counted_samples(shard))
@@ -131,7 +131,7 @@ def read(folder: Path, policy: str) -> tuple[Tar, list[RawSample]]:
 
 @pytest.fixture(scope="module")
 def classes(report: dict[str, Any]) -> Iterator[list[str]]:
-    """Those that were refused and salvaged as they should be."""
+    """Report the classes that were refused and salvaged as expected."""
     sound: list[str] = []
     yield sound
     report["broken tars"] = {"classes": len(BROKEN), "refused and salvaged as they should be": len(sound)}
@@ -146,7 +146,7 @@ def test_each_class(name: str, tmp_path: Path, classes: list[str]) -> None:
 def check_class(name: str, tmp_path: Path) -> None:
     break_it, message, lost = BROKEN[name]
     break_it(tmp_path)
-    if not message:  # no damage: the parquet has no order
+    if not message:  # no damage, because the order of the parquet file does not matter
         assert len(read(tmp_path, "reject")[1]) == 8
         return
     with pytest.raises(DamagedInput, match=message):
@@ -156,7 +156,7 @@ def check_class(name: str, tmp_path: Path) -> None:
             read(tmp_path, "salvage")
         return
     tar, samples = read(tmp_path, "salvage")
-    assert sorted(sample.key for sample in samples) == KEYS  # all that img2dataset counted, each once
+    assert sorted(sample.key for sample in samples) == KEYS  # every sample that img2dataset counted, once
     assert {sample.key for sample in samples if sample.lost} == {KEYS[i] for i in lost}
     whole = {(key, suffix): data for key, suffix, data in sound()}
     for sample in samples:
@@ -182,7 +182,7 @@ def test_a_compressed_one_is_refused_under_both(
 
 @pytest.mark.parametrize("parquet", [True, False])
 def test_losses_without_names(tmp_path: Path, parquet: bool) -> None:
-    """Without the parquet the stats say how many are missing, and nothing says which."""
+    """Without the parquet file, the stats give only the number of missing samples."""
     reordered(lambda members: members[:9] + members[12:])(tmp_path)
     if not parquet:
         (tmp_path / "00000.parquet").unlink()
@@ -201,7 +201,7 @@ def test_a_damaged_side_file_is_named(tmp_path: Path, file: str) -> None:
 
 
 def test_nothing_is_followed_or_extracted(tmp_path: Path) -> None:
-    """Links, folders, devices, sparse files and odd names beside eight sound samples, some with long (pax) names."""
+    """Add links, folders, devices, sparse files and odd names to eight intact samples, some with long (pax) names."""
     secret = tmp_path / "secret"
     secret.write_text("secret")
     path = tar_of(tmp_path / "tars", [])
@@ -234,7 +234,7 @@ def test_a_name_that_is_no_text_becomes_one(tmp_path: Path) -> None:
 
 
 def test_a_thousand_headers_before_one_file_are_no_way_in(tmp_path: Path) -> None:
-    """Extended headers nest in tarfile; nesting has an end, which must not look like a bug."""
+    """Extended headers nest in tarfile; the recursion limit must not look like a bug."""
     path = tar_of(tmp_path, sound())
     long_name = tarfile.TarInfo("././@LongLink")
     long_name.type, long_name.size = tarfile.GNUTYPE_LONGNAME, 512
@@ -246,13 +246,13 @@ def test_a_thousand_headers_before_one_file_are_no_way_in(tmp_path: Path) -> Non
 
 
 def config_with(models: Path, folder: Path, root: Path, **tars: object) -> PrecomputeConfig:
-    """Stage 1 over the tars in `folder`."""
+    """Make the config of stage 1 on the tars in `folder`."""
     config = precompute_config(models, folder, root, buckets=["64x64"])
     return config.model_copy(update={"tars": TarsConfig.model_validate(tars)})
 
 
 def salvaged(models: Path, folder: Path, **changes: object) -> tuple[Path, TarReceipts]:
-    """Stage 1 over the tars in `folder`, salvaging: the root and the receipt."""
+    """Run stage 1 on the tars in `folder` with `salvage`; return the root and the receipt."""
     config = config_with(models, folder, folder / "root", policy="salvage", **changes)
     encode_all(config, models)
     assert list(verify_root(open_store(config.output))) == []
@@ -271,7 +271,7 @@ def test_a_salvaged_shard_accounts_for_every_sample(models: Path, tmp_path: Path
 
 
 def test_a_bit_of_a_picture(models: Path, tmp_path: Path) -> None:
-    """Nothing in a tar tells; the SHA-256 that img2dataset took of what it was served does."""
+    """The tar itself does not reveal it, but the SHA-256 that img2dataset recorded at the download does."""
     changed(lambda data: flip(data, b"000000003.jpg", 512 + 300))(tmp_path)
     config = config_with(models, tmp_path, tmp_path / "rejected", check_sha256=True)
     with pytest.raises(

@@ -31,21 +31,21 @@ NUMBERS = ("LatentmillTrainNotFinite", "LatentmillTrainLossSpike")
 
 
 def fields(latents: Path, run_dir: Path | str, port: int, **changes: Any) -> dict[str, Any]:
-    """A run without an end, which tells Prometheus of itself."""
+    """Return the config of an endless run with a metrics endpoint."""
     log = {"metrics_at": f"127.0.0.1:{port}", "every": 5, "samples": False}
     changes = {"log": log, "max_steps": FOREVER} | changes
     return train_fields(latents, run_dir, **changes)
 
 
 def steps(prometheus: Prometheus) -> float:
-    """That the run has done."""
+    """Return the number of steps that the run has done."""
     found = prometheus.query("latentmill_train_step")
     return float(found[0]["value"][1]) if found else 0
 
 
 @contextmanager
 def stopped(processes: list[psutil.Process]) -> Iterator[None]:
-    """They do nothing meanwhile."""
+    """Suspend these processes within the context."""
     for process in processes:
         process.suspend()
     try:
@@ -60,9 +60,9 @@ def test_every_rule_is_here() -> None:
 
 
 def test_two_ranks_that_stop_wait_for_data_and_cannot_save(latents: Path, s3: str, tmp_path: Path) -> None:
-    """`python -m train` as it is. Its loader is stopped, then a rank, then the store that it saves to."""
+    """Run the unmodified `python -m train`; stop its loader, then a rank, then the store that it saves to."""
     assert shutil.which("prometheus"), "apt-get install prometheus"
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)  # of the same buckets; its port comes and goes
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)  # serves the same buckets; its port comes and goes
     server.start()
     host, port_of_store = server.get_host_and_port()
     port = ranks.free_port()
@@ -106,7 +106,7 @@ def test_two_ranks_that_stop_wait_for_data_and_cannot_save(latents: Path, s3: st
 
 
 def ailing(arguments: list[str]) -> None:
-    """The trainer, whose last weights are a thousand or infinite times as large in a step for which a file asks."""
+    """Run a trainer whose last weights are scaled by a thousand or infinity in a step when a file requests it."""
     folder, train_step = Path(arguments[0]), TrainStep.__call__
 
     def ill(self: TrainStep, batch: Any, step: int) -> StepResult:

@@ -1,7 +1,7 @@
 """Training killed at random moments, at every stage of writing a checkpoint, and rank by rank under the launcher.
 
-Whatever was done to a run, its losses, its log of samples and its last checkpoint are those of the undisturbed run, bit
-for bit. `make test-faults` runs the long form, and leaves its figures in runs/faults/train.json.
+After any disturbance, the losses, the log of samples and the last checkpoint are bit-identical to those of the
+undisturbed run. `make test-faults` runs the long form, and writes its figures to runs/faults/train.json.
 """
 
 import json
@@ -42,7 +42,7 @@ STAGES = [
     ("fsync_tree", 1, "after"),
     ("fsync_folder", 1, "before"),  # renamed
     ("fsync_folder", 1, "after"),
-    ("rmtree", 1, "before"),  # of one that is not kept
+    ("rmtree", 1, "before"),  # of a checkpoint that is not kept
     ("rmtree", 1, "half"),
     ("rmtree", 1, "after"),
 ]
@@ -50,12 +50,12 @@ SHORT_STAGES = ["write_tensors-2-half", "fsync_tree-1-after", "fsync_folder-1-be
 
 
 def die() -> None:
-    """As a power cut would have it."""
+    """Kill the process like a power cut."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_until_stage(arguments: list[str]) -> None:
-    """The trainer, which is killed at a stage (`function-call-moment`) of the second checkpoint that it writes."""
+    """Run a trainer that is killed at a stage (`function-call-moment`) of its second checkpoint."""
     name, call, moment = arguments[0].split("-")
     written, calls = Counter[str](), Counter[str]()
     write = checkpoint.CheckpointWriter._write
@@ -66,7 +66,7 @@ def train_until_stage(arguments: list[str]) -> None:
 
     def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **keywords: Any) -> Any:
-            # the writer clears away what it did not rename, whether or not there is something
+            # the writer removes files that it did not rename, if any
             if written["checkpoints"] < 2 or not Path(args[0] if name == "rmtree" else "/").exists():
                 return function(*args, **keywords)
             calls[name] += 1
@@ -90,7 +90,7 @@ def train_until_stage(arguments: list[str]) -> None:
 
 
 def halfway(name: str, arguments: tuple[Any, ...], finish: Callable[[], Any]) -> None:
-    """Leave what a kill in the middle of the call would: a file cut short, a folder half removed."""
+    """Leave the result of a kill in the middle of the call: a truncated file or a half-removed folder."""
     if name == "rmtree":
         next(path for path in sorted(Path(arguments[0]).rglob("*")) if path.is_file()).unlink()
         return
@@ -100,20 +100,20 @@ def halfway(name: str, arguments: tuple[Any, ...], finish: Callable[[], Any]) ->
 
 
 def reference(latents: Path, folder: Path, max_steps: int, num_processes: int = 1) -> Path:
-    """The undisturbed run's folder."""
+    """Folder of the undisturbed run."""
     fields = run_fields(latents, folder / "undisturbed", max_steps)
     ranks.run(folder / "undisturbed.log", ["--config", str(write_config(folder, fields))], num_processes)
     return folder / "undisturbed"
 
 
 def run_fields(latents: Path, run_dir: Path, max_steps: int, **changes: Any) -> dict[str, Any]:
-    """A checkpoint after every second step: about half of the time goes into writing them."""
+    """Return the config of a run with a checkpoint after every second step, which takes about half of the time."""
     changes = {"checkpoint": {"every": 2, "keep": 2}, "collective_timeout": 120.0} | changes
     return train_fields(latents, run_dir, max_steps=max_steps, **changes)
 
 
 def kill_at_random(latents: Path, folder: Path, name: str, undisturbed: Path, rng: random.Random) -> dict[str, Any]:
-    """Start a run again and again, and kill it 0 to 8 steps and a random moment later, until it is done."""
+    """Start a run repeatedly, and kill it 0 to 8 steps and a random moment later, until it is done."""
     changes = {"data": {"num_workers": rng.choice([0, 2])}}
     kept = {"every": 2, "keep": 2, "asynchronous": rng.random() < 0.5}
     fields = run_fields(latents, folder / name, last_step(undisturbed), checkpoint=kept, **changes)
@@ -122,7 +122,7 @@ def kill_at_random(latents: Path, folder: Path, name: str, undisturbed: Path, rn
     while True:
         (process,) = ranks.start(folder / f"{name}.log", arguments)
         until = last_step(folder / name) + rng.randint(0, 8)
-        # a resumed run first drops the lines after its checkpoint; one killed before it wrote a line counts too
+        # a resumed run first drops the lines after its checkpoint; a run killed before it wrote a line counts too
         deadline = time.monotonic() + 120
         while process.is_alive() and last_step(folder / name) < until and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -132,7 +132,7 @@ def kill_at_random(latents: Path, folder: Path, name: str, undisturbed: Path, rn
             assert process.exitcode == 0, (folder / f"{name}.log").read_text()[-3000:]
             break
         assert process.pid is not None
-        # the process alone, or as a scheduler does it, with its loader and everything
+        # the process alone or, like a scheduler, with its loader and all other processes
         (os.kill if rng.random() < 0.5 else os.killpg)(process.pid, signal.SIGKILL)
         process.join()
         kills += process.exitcode == -signal.SIGKILL
@@ -146,7 +146,7 @@ def kill_at_random(latents: Path, folder: Path, name: str, undisturbed: Path, rn
 def kill_at_stages(
     latents: Path, folder: Path, stages: list[str], asynchronous: bool, undisturbed: Path
 ) -> dict[str, Any]:
-    """One run that dies at one stage after the other, and is resumed each time."""
+    """Kill one run at one stage after another, and resume it each time."""
     name = "asynchronous" if asynchronous else "synchronous"
     kept = {"every": 2, "keep": 2, "asynchronous": asynchronous}
     fields = run_fields(latents, folder / name, last_step(undisturbed), checkpoint=kept)
@@ -171,7 +171,7 @@ def report(section: str, figures: dict[str, Any]) -> None:
 
 
 def total(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts added up; the largest of the differences."""
+    """Add up the counts, and take the largest difference."""
     counts = {key: sum(part[key] for part in parts) for key in parts[0] if key != "largest_difference"}
     return {"runs": len(parts)} | counts | {"largest_difference": max(part["largest_difference"] for part in parts)}
 
@@ -204,7 +204,7 @@ def test_killed_while_writing_a_checkpoint(stages: str, asynchronous: bool, late
 
 @pytest.mark.slow
 def test_the_launcher_brings_back_a_job_whose_ranks_are_killed(latents: Path, tmp_path: Path, seed: int) -> None:
-    """Twelve kills of random ranks of two, each at a random step, under one launcher with `--max_restarts`."""
+    """Kill a random one of two ranks at a random step, twelve times, under one launcher with `--max_restarts`."""
     rng, kills, ranks_killed = random.Random(seed), 0, Counter[str]()
     undisturbed = reference(latents, tmp_path, max_steps=100, num_processes=2)
     config = write_config(tmp_path, run_fields(latents, tmp_path / "run", max_steps=100))
@@ -232,7 +232,7 @@ def test_the_launcher_brings_back_a_job_whose_ranks_are_killed(latents: Path, tm
 
 @pytest.mark.slow
 def test_two_launchers_bring_back_a_job_of_two_machines(latents: Path, tmp_path: Path) -> None:
-    """A rank of the first machine is killed, then one of the second; both machines start again, and meet."""
+    """Kill a rank of the first machine, then a rank of the second; both machines restart and rejoin."""
     if not ranks.nodes_can_be_simulated():
         pytest.skip("this process may not make a /dev/shm of its own for each machine")
     undisturbed = reference(latents, tmp_path, max_steps=40, num_processes=2)

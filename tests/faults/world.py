@@ -1,4 +1,4 @@
-"""What the fault tests work on: small models and tars, an undisturbed run of them, and how a disturbed one compares."""
+"""Data of the fault tests: small models and tars, an undisturbed run, and comparison with disturbed runs."""
 
 import json
 from collections import Counter
@@ -15,25 +15,25 @@ from tests.roots import tree
 from tests.tiny import make_samples, make_tar
 
 TIMED = {"started", "seconds", "attempts", "sha256", "token"}
-"""What two receipts of one shard may differ in, and the seal over it."""
+"""Fields in which two receipts of one shard may differ, and the seal over them."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Models, tars, and the root that an undisturbed run makes of them."""
+    """Models, tars, and the root that an undisturbed run makes from them."""
 
     models: Path
     tars: Path
     reference: Path
 
     def config(self, output: Path, **changes: object) -> PrecomputeConfig:
-        """The config of a run into `output`."""
+        """Return the config of a run into `output`."""
         workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 1, "batch_size": 8}
         return precompute_config(self.models, self.tars, output, workers=workers, **changes)
 
 
 def make_world(folder: Path, models: Path, num_shards: int, num_samples: int) -> World:
-    """A world below `folder`; in each tar one sample is no picture, and one has no caption."""
+    """Make a world below `folder`; in each tar, one sample has no valid picture and one has no caption."""
     for shard in range(num_shards):
         samples = make_samples(shard, num_samples, SIZES)
         samples.append((f"{shard:05d}9001", {"jpg": b"<html>", "txt": b"not a picture"}))
@@ -46,11 +46,11 @@ def make_world(folder: Path, models: Path, num_shards: int, num_samples: int) ->
 
 @dataclass
 class Tally:
-    """Disturbed runs, once they were through, against the undisturbed one."""
+    """Comparison of completed disturbed runs with the undisturbed one."""
 
     files: int = 0
     identical: int = 0
-    """Files that are the same byte for byte; receipts, but for their times and attempts."""
+    """Number of byte-identical files; receipts are compared without times and attempts."""
     samples: int = 0
     duplicates: int = 0
     losses: int = 0
@@ -73,15 +73,15 @@ class Tally:
         self.losses += (wanted - got).total()
 
     def check(self) -> dict[str, object]:
-        """As figures; fails unless all is as it should be."""
+        """Return the figures; fail unless everything matches."""
         assert not self.different and not self.wrong, (self.different[:10], self.wrong[:10])
         assert self.files and self.identical == self.files and not self.duplicates and not self.losses, self
         return {key: value for key, value in asdict(self).items() if key not in ("different", "wrong")}
 
 
 def comparable(root: Path) -> dict[str, object]:
-    """Every file's content by its name; of a receipt, what two runs must have alike."""
-    files: dict[str, object] = dict(tree(root))  # of what is torn too, but for the folders of attempts and locks
+    """Return name → content of every file; for a receipt, only the fields that must agree between two runs."""
+    files: dict[str, object] = dict(tree(root))  # includes torn files, but not the folders of attempts and locks
     for name in [name for name in files if name.startswith("commits/")]:
         receipt = json.loads(files[name])  # type: ignore[arg-type]
         files[name] = {key: value for key, value in receipt.items() if key not in TIMED}
@@ -89,7 +89,7 @@ def comparable(root: Path) -> dict[str, object]:
 
 
 def stored_keys(root: Path) -> Counter[tuple[str, str]]:
-    """(bucket, key) of every sample that a reader of the root meets."""
+    """Return (bucket, key) of every sample that a reader of the root sees."""
     keys: Counter[tuple[str, str]] = Counter()
     for receipt in load_receipts(open_store(root)):
         if receipt.samples:

@@ -21,7 +21,7 @@ from tests.runs import run_module, train_fields, write_config
 
 HERE = Path(__file__).parent
 RESUMED = "epsilon"
-"""The case whose checkpoint after `CHECKPOINT_STEP` steps is kept."""
+"""Case whose checkpoint after `CHECKPOINT_STEP` steps is kept."""
 CHECKPOINT_STEP, STEPS = 4, 10
 STREAM = {"bucket": "64x64"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,17 +64,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_roots(folder: Path) -> None:
-    """Stage 1 on small random models: one root of each way in which captions are stored."""
+    """Run stage 1 on small random models: one root for each storage of captions."""
     from precompute.input.tars import InputTar
     from tests import conftest
     from tests.conftest import encode_all, precompute_config
     from tests.tiny import make_models, make_samples, make_tar
 
-    os.chdir(folder)  # so that no path of this machine is recorded
+    os.chdir(folder)  # so that no path on this machine is recorded
     models = make_models(Path("models"))
     for shard in range(2):
         make_tar(Path("tars"), f"{shard:05d}", make_samples(shard, 16, [(80, 64), (200, 150), (140, 300), (40, 90)]))
-    # an address as it was given, without this machine's folders
+    # relative addresses, without this machine's folders
     conftest.list_tars = lambda folder: [InputTar(tar.stem, str(tar)) for tar in sorted(Path(folder).glob("*.tar"))]
     storages: dict[str, dict[str, object]] = {
         "float16": {},
@@ -90,7 +90,7 @@ def make_roots(folder: Path) -> None:
 
 
 def train_case(name: str, folder: Path) -> Path:
-    """Train a case in a process of its own; returns its run folder."""
+    """Train a case in a new process, and return its run folder."""
     root, changes = CASES[name]
     changes = json.loads(json.dumps(changes).replace('"ROOT"', json.dumps(str(HERE / "roots" / root))))
     fields = train_fields(HERE / "roots" / root, folder / name, **({"max_steps": STEPS} | changes))
@@ -100,20 +100,20 @@ def train_case(name: str, folder: Path) -> Path:
 
 
 def curve_of(run_dir: Path) -> dict[str, list[str]]:
-    """The losses of a run, and its validation losses, as hexadecimal floats: bit for bit."""
+    """Return the losses and validation losses of a run as exact hexadecimal floats."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {key: [row[key].hex() for row in rows if key in row] for key in ("loss", "grad_norm", "val_loss")}
 
 
 def machine() -> dict[str, str]:
-    """What the last bits of a curve depend on: kernels are chosen by the processor's maker, too."""
+    """Describe everything that the last bits of a curve depend on, including the processor's vendor."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     (vendor,) = set(re.findall(r"^vendor_id\s*: (.+)$", cpuinfo, re.MULTILINE)) or {"unknown"}
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "vendor": vendor}
 
 
 def make_curves(folder: Path) -> None:
-    """Every case's curve, and one checkpoint."""
+    """Write the curve of every case, and one checkpoint."""
     curves = {name: curve_of(train_case(name, folder)) for name in CASES}
     (HERE / "curves.json").write_text(
         json.dumps({"machine": machine(), "recorded_elsewhere": {}, "curves": curves}, indent=1) + "\n"
@@ -125,7 +125,7 @@ def make_curves(folder: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] not in (["roots"], ["curves"]):
-        sys.exit("error: this writes the records anew, which is seldom meant: say which, `roots` or `curves`")
+        sys.exit("error: this overwrites the golden records. Choose `roots` or `curves`")
     with tempfile.TemporaryDirectory() as temporary:
         if sys.argv[1] == "roots":
             make_roots(Path(temporary))

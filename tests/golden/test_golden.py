@@ -1,4 +1,4 @@
-"""Refactors change no number: curves, a resumed checkpoint and roots hold what commit 8cb740e computed."""
+"""Refactors change no numbers: curves, a resumed checkpoint and roots equal those computed by commit 8cb740e."""
 
 import json
 import shutil
@@ -11,11 +11,11 @@ from tests.golden.make import CASES, CHECKPOINT_STEP, HERE, RESUMED, curve_of, m
 
 GOLDEN = json.loads((HERE / "curves.json").read_text())
 ROUNDING = 1e-5
-"""Relative difference that another processor or torch may make."""
+"""Relative difference allowed for a different processor or torch version."""
 
 
 def check_curve(name: str, found: dict[str, list[str]], expected: dict[str, list[str]]) -> None:
-    """Bit for bit on the machine that recorded this case, up to rounding on any other."""
+    """Compare bit for bit on the kind of machine that recorded this case, and up to rounding on all others."""
     if machine() == GOLDEN["recorded_elsewhere"].get(name, GOLDEN["machine"]):
         assert found == expected
     for key, values in expected.items():

@@ -1,4 +1,4 @@
-"""Stable Diffusion 2 base as counted, so that one test alone has to count it, and plans built from the repository."""
+"""Fixtures: the counted work of Stable Diffusion 2 base, counted only once, and plans built from the repository."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Counts are kept in a folder of this session's."""
+    """Keep counts in a folder of this session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -31,7 +31,7 @@ class MakePlan(Protocol):
 
 
 class MakeReport(Protocol):
-    """As `MakePlan`, worked out."""
+    """Like `MakePlan`, but returns the report."""
 
     def __call__(self, *overrides: str, path: str = ...) -> Report: ...
 
@@ -80,7 +80,7 @@ SD2 = Work(
 
 @pytest.fixture(autouse=True)
 def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configs name files from the repository's root, where `make` runs."""
+    """Change to the repository's root, which paths in configs are relative to."""
     monkeypatch.chdir(REPOSITORY)
 
 
@@ -98,5 +98,5 @@ def plan() -> MakePlan:
 
 @pytest.fixture
 def report(plan: MakePlan) -> MakeReport:
-    """Their reports, of Stable Diffusion 2 base."""
+    """Reports of these plans, for Stable Diffusion 2 base."""
     return lambda *overrides, path="configs/plan.yaml": make_report(plan(*overrides, path=path), SD2)

@@ -1,4 +1,4 @@
-"""Which benchmark files a plan uses: those of its own kind of GPU."""
+"""A plan uses only benchmark files of its own kind of GPU."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Published trainings, from their own throughputs. Where a figure does not follow from the others, the test says so."""
+"""Published training runs, planned from their throughputs. Tests note figures that do not follow from the others."""
 
 import pytest
 
@@ -42,7 +42,7 @@ PUBLISHED = {
 
 
 def test_one_bandwidth_predicts_every_row_from_that_of_8_gpus(plan: MakePlan, sd2: Work) -> None:
-    """Also the fall at 256 px on 128 GPUs, to 11,600 img/s where 16 times that of 8 would be 17,600."""
+    """This includes the drop at 256 px on 128 GPUs, to 11,600 img/s instead of 16 times the rate of 8 GPUs, 17,600."""
     inputs = Inputs(plan("--gpu.network_gbit_per_s", "700"), sd2, read_rates([], "A100"))
     predicted = {}
     for phase in inputs.plan.phases:

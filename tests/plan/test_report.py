@@ -1,4 +1,4 @@
-"""Whole plans: what is marked, what a change changes, what is refused."""
+"""Whole plans: assumption marks, effects of changed inputs, and refusals."""
 
 import json
 from pathlib import Path
@@ -196,7 +196,7 @@ def test_measurements_need_the_right_bucket(stage: str, bucket: str | None) -> N
 
 
 def test_what_keeps_a_gpus_encoders_fed(report: MakeReport, tmp_path: Path) -> None:
-    """Where it was measured: cores for each GPU, and what it would cost the GPU to do it itself."""
+    """If decoding was measured, the plan lists CPU cores per GPU, and the cost of decoding on the GPU."""
     encoding = [("encode", "256x256", 1000.0), ("encode", "512x512", 250.0), ("text", None, 4000.0)]
     on_core, on_gpu = ("decode", None, 100.0), ("decode_on_gpu", None, 2000.0)
 

@@ -68,9 +68,7 @@ def test_classes_of_unknown_normalisation_are_refused_by_name(name: str, models:
     """Even if the constructor of the class has a scaling_factor."""
     kl().save_pretrained(tmp_path / "vae")
     known = "Use the folder of an AutoencoderKL, AutoencoderDC or AutoencoderKLHunyuanImage"
-    with pytest.raises(
-        RequestError, match=f"names the class {name}, for which the scale and shift .* are unknown.*{known}"
-    ):
+    with pytest.raises(RequestError, match=f"names the class {name}, so the scale and shift .* are unknown.*{known}"):
         tower(models, tmp_path / "vae", _class_name=name)
 
 

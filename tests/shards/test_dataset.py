@@ -1,4 +1,4 @@
-"""Anyone's loop: what streaming's own reader gives, column by column, and what LatentDataset makes of it."""
+"""Custom training loops: columns from streaming's own reader, and LatentDataset's decoded samples."""
 
 from itertools import product
 from pathlib import Path
@@ -26,7 +26,7 @@ LENGTH, WIDTH, TOKENS = 6, 5, 16
 
 
 def record(storage: Any, trim: bool, several: bool, image_storage: Any, more: bool) -> EncodingRecord:
-    """Make a record of one text tower, and with `more` of a pooled one and of features beside it."""
+    """Make a record with one text tower; `more` adds a pooled tower and a feature tower."""
     encoding = encoding_record(LENGTH, WIDTH, storage=storage, trim=trim)
     image = encoding.image.model_copy(update={"storage": image_storage})
     changes: dict[str, Any] = {"image": image}
@@ -41,7 +41,7 @@ def record(storage: Any, trim: bool, several: bool, image_storage: Any, more: bo
 
 
 def write_root(root: Path, encoding: EncodingRecord) -> list[Sample]:
-    """A bucket of seven samples with one or two captions, as a part alone."""
+    """Write a bucket of seven samples with one or two captions as a single part."""
     random = torch.Generator().manual_seed(0)
     encoding.save(open_store(root))
     writer, samples = PartWriter(root / "64x64", encoding, Bucket(64, 64)), []
@@ -77,12 +77,12 @@ def test_every_layout_reads_alike(
     dataset = LatentDataset(tmp_path / "root", "64x64", posterior_mean=True, batch_size=1, shuffle=False)
     assert len(ours) == len(dataset) == len(samples)
     for i, sample in enumerate(samples):
-        # our decoder against streaming's reader, column by column
+        # compare our decoder with streaming's reader, column by column
         raw = StreamingDataset.__getitem__(dataset, i)
         assert raw.keys() == ours[i].keys() == encoding.columns(Bucket(64, 64)).keys()
         for name, value in raw.items():
             np.testing.assert_array_equal(ours[i][name], value)
-        # what a loop gets against what was written
+        # compare the dataset's samples with the written ones
         found = dataset[i]
         exact = sample.image_latents[:4] * 0.5
         close = {"float16": 2e-3, "int8": 0.02}[encoding.image.storage]
@@ -107,7 +107,7 @@ def test_every_layout_reads_alike(
 
 
 def test_a_sample_is_drawn_from_the_posterior_afresh(latents: Path) -> None:
-    """As often as it is asked for; its mean and deviation are those of diffusers' distribution."""
+    """Every access draws a new sample, with the mean and deviation of diffusers' distribution."""
     dataset = LatentDataset(latents, "64x64", batch_size=1, shuffle=False)
     draws = torch.stack([dataset[3]["image_latents"] for _ in range(2000)])
     raw = StreamingDataset.__getitem__(dataset, 3)["image_latents"]

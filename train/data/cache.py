@@ -50,7 +50,7 @@ class Cache:
         present = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
         if present - {INDEXES} and DATABASE not in present:
             raise RequestError(
-                f"data.cache {self.folder} holds files, but is not a cache of latentmill. A cache deletes files, so "
+                f"data.cache {self.folder} holds files, but is not a latentmill cache. A cache deletes files, so "
                 f"give an empty folder or one that does not exist yet."
             )
 
@@ -87,7 +87,7 @@ class Cache:
         """
         target, partial = self.path(name), partial_path(self.path(name))
         with self._database():
-            pass  # creates it: without a database, `check` would refuse the folder next time
+            pass  # creates the database, without which `check` would refuse the folder next time
         target.parent.mkdir(parents=True, exist_ok=True)
         with lock_copy(partial):
             if target.exists() and sound(target):  # another process has downloaded it meanwhile

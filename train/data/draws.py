@@ -129,7 +129,7 @@ class Draws:
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
     def bernoulli(self, purpose: Purpose, probability: float, count: int) -> Tensor:
-        """Return (N, count) booleans, True with `probability`. A sample's first one does not depend on `count`."""
+        """Return (N, count) booleans, True with `probability`. A sample's first value does not depend on `count`."""
         return self.words(purpose, count) < round(probability * 2**32)
 
 

@@ -122,12 +122,10 @@ class StreamFiles:
         size, expected = os.stat(path).st_size, int(self.files.sizes[file])
         if size != expected:
             raise DamagedFile(
-                f"{path}: {size} bytes, but the index says {expected} bytes. Restore the file from a copy."
+                f"{path} has {size} bytes, but its index lists {expected} bytes. Restore the file from a copy."
             )
         if hash_file(path) != int(self.files.hashes[file]):
-            raise DamagedFile(
-                f"{path} is damaged: its {HASH} is not the one in its index. Restore the file from a copy."
-            )
+            raise DamagedFile(f"{path} is damaged: its {HASH} does not match its index. Restore the file from a copy.")
 
     def _is_sound(self, file: int, path: Path) -> bool:
         """Return whether a copy exists and passes `check`."""
@@ -171,7 +169,7 @@ class StreamFiles:
             yield
         except FileNotFoundError:
             raise WorkError(
-                f"{self.where(file)}: no file, but the index says {self.files.sizes[file]} bytes. Restore the file "
+                f"{self.where(file)} is missing; its index lists {self.files.sizes[file]} bytes. Restore the file "
                 f"from a copy."
             ) from None
         except OSError as error:
@@ -198,7 +196,7 @@ class SampleReader:
         self._init_process()
 
     def _init_process(self) -> None:
-        """Create the state that each process has for itself."""
+        """Create the state that is private to each process."""
         self._is_ready: NDArray[np.uint8] = self.ready.numpy()
         self._pool: ThreadPoolExecutor | None = None
         self._pending: dict[int, Future[None]] = {}
@@ -222,7 +220,7 @@ class SampleReader:
             self._pending[file] = self._pool.submit(self.make_ready, file)
 
     def make_ready(self, file: int) -> None:
-        """Download a file if necessary and verify it, once per rank. Raises as `StreamFiles.make_ready`."""
+        """Download a file if necessary and verify it, once per rank. Raises the errors of `StreamFiles.make_ready`."""
         bucket, number = self.locate(file)
         with self.locks[file % NUM_LOCKS]:
             if self._is_ready[file] and bucket.is_available(number):

@@ -30,7 +30,7 @@ from train.data.streams import diagnose_storage, resolve_root
 from train.data.watchdog import Watchdog, diagnose, end_process
 
 GRACE_SECONDS = 120
-"""How long a loader worker survives a SIGTERM."""
+"""Seconds that a loader worker survives a SIGTERM."""
 MAX_PREFETCH = 4
 """Upper bound on the batches that each loader worker prepares in advance."""
 FILE_PREFETCH = 4
@@ -114,7 +114,7 @@ def make_files(config: DataConfig, spec: DataSpec) -> SampleReader:
 
 
 def plan_prefetch(batch_bytes: int, config: DataConfig) -> tuple[int, int | None]:
-    """Return the number of loader workers and each one's prefetch factor, so that all batches fit `data.prefetch_gb`.
+    """Return the number of loader workers and their prefetch factor, so that all batches fit `data.prefetch_gb`.
 
     W workers with factor F hold W·F batches, the samples of W more that are being collated, one batch in use, and one
     that is being copied to pinned memory.
@@ -127,7 +127,7 @@ def plan_prefetch(batch_bytes: int, config: DataConfig) -> tuple[int, int | None
 
 
 class Loader:
-    """Iterates over one rank's share of the global batches, from a step on and endlessly.
+    """Iterates over one rank's share of the global batches, endlessly and starting at any step.
 
     All use of private attributes of torch's DataLoader is confined to this class.
     """
@@ -138,7 +138,7 @@ class Loader:
         """Start at global batch number `step` of the run, without computing or reading anything before it.
 
         Args:
-            step: number of steps done. It is all the state there is, so no loader state is ever saved.
+            step: number of steps done. It is the loader's entire state, so checkpoints contain no loader state.
             slots: (n,) this rank's slots of the global batch, where n is the batch size per rank.
         """
         batch_bytes = len(slots) * max(spec.sample_bytes(stream.config.bucket) for stream in spec.streams)

@@ -1,11 +1,11 @@
-"""Work that one process per machine does for all: parsing an index, applying a filter, checking file sizes.
+"""Work that one process per machine does for all processes: parsing an index, applying a filter, checking file sizes.
 
     FOLDER/KEY/names.npy, …     written by the first process that takes the lock; memory-mapped by all
     FOLDER/KEY.lock
 
 FOLDER is below `data.cache` if that is set, else below the system's temporary folder. A key determines the content
 exactly, so an entry never needs to be updated. Entries that have not been used for a week are removed; processes that
-have mapped one keep it.
+have mapped an entry keep it.
 """
 
 import os
@@ -129,5 +129,5 @@ def _wrong_sizes(top: str, files: MdsIndex, numbers: Iterable[int]) -> Iterator[
             yield f"The size of {path} cannot be read: {error}."
             continue
         if size != files.sizes[index]:
-            found = "no file" if size < 0 else f"{size} bytes"
-            yield f"{path}: {found}, but the index says {files.sizes[index]} bytes. Restore the file from a copy."
+            found = "is missing;" if size < 0 else f"has {size} bytes, but"
+            yield f"{path} {found} its index lists {files.sizes[index]} bytes. Restore the file from a copy."

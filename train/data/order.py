@@ -33,7 +33,7 @@ PASSES, ROWS, BLOCK, BATCHES = range(1, 5)
 
 @dataclass(frozen=True, eq=False)
 class StreamOrder:
-    """The samples of a stream, and how many of them an epoch takes."""
+    """The samples of a stream, and the number of them in an epoch."""
 
     first_file: int
     """Number of the stream's first file among the files of all streams."""

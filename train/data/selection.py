@@ -191,7 +191,7 @@ def select_part(
 def column_rules(
     column: str, values: NDArray[np.float32], bound: Range, missing: str
 ) -> Iterator[tuple[NDArray[np.bool_], str]]:
-    """Yield (which values pass, rule) for each rule of a bound. NaN passes all but the rule on missing values."""
+    """Yield (mask of passing values, rule) for each rule of a bound. NaN passes all but the rule on missing values."""
     absent = np.isnan(values)
     for compare, limit, rule in bound.rules:
         yield absent | compare(values, np.float32(limit)), f"{column} {rule}"

@@ -52,7 +52,7 @@ class DataConfig(Config):
     """Host memory in GB for each rank's prefetched batches, including those being collated and the one in use. At least
     four batches are allowed."""
     num_canonical_nodes: int = Field(64, ge=1)
-    """Number of slices into which an epoch's order is divided, whatever the number of machines. It must divide the
+    """Number of slices into which an epoch's order is divided, regardless of the number of machines. It must divide the
     global batch size."""
     shuffle: bool = True
     """Shuffle files, and samples within blocks; false: read in the order of the index."""
@@ -74,7 +74,7 @@ class DataConfig(Config):
     """Time in seconds to wait for a batch before the run stops with an error."""
     first_timeout: float = Field(1800.0, gt=0)
     """Time in seconds to wait for the first batch of each loader worker, before which a machine downloads and hashes a
-    large part of a block of every slice. Other ranks wait equally long for the slowest one in the first `num_workers`
+    large part of a block of every slice. Other ranks wait equally long for the slowest rank in the first `num_workers`
     steps."""
 
     @model_validator(mode="before")
@@ -130,7 +130,7 @@ class DataSpec:
         )
 
     def sample_bytes(self, bucket: str) -> int:
-        """Return the memory in bytes that a sample takes in a batch, with all its captions; trimmed ones are padded."""
+        """Return the memory in bytes that a sample takes in a batch, with all its captions, padded."""
         size = Bucket.parse(bucket)
         types = list(image.columns(self.image, size).values())
         for name, tower in self.texts.items():
@@ -204,7 +204,7 @@ def keep_towers(record: EncodingRecord, towers: list[str] | None) -> EncodingRec
 def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
     """List the differences that make the latents of two roots incompatible, as `field: here ≠ there`."""
     # Crop, resampling, decoder, dtype, caption sources and scores may differ: they change which pictures and captions
-    # there are, but not how their latents are to be interpreted.
+    # there are, but not the meaning of their latents.
     image = ("image.crop", "image.resampl", "image.decoder", "image.color")
     irrelevant = (*image, "captions", "max_characters", "compute_dtype", "scores")
     return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]

@@ -175,7 +175,7 @@ def check_locations(config: DataConfig) -> None:
     """Check that no bucket occurs twice, that remote roots have a cache, and that no cache overlaps with a root.
 
     Raises:
-        RequestError: one of these is violated.
+        RequestError: one of these conditions is violated.
     """
     buckets = [(resolve_root(stream.root), stream.bucket) for stream in config.streams]
     roots = [root for root, _ in buckets if isinstance(root, Path)]
@@ -188,7 +188,7 @@ def check_locations(config: DataConfig) -> None:
         if cache is None:
             if not isinstance(bucket[0], Path):
                 raise RequestError(
-                    f"{stream.root} is remote: set data.cache to a local folder, into which its files are downloaded."
+                    f"{stream.root} is remote: set data.cache to a local folder for copies of its files."
                 )
             continue
         folder = cache.resolve()
@@ -261,7 +261,7 @@ def map_index(store: Store, bucket: str, found: FoundStream, folder: Path) -> Md
 def _map_selection(
     store: Store, bucket: str, files: MdsIndex, config: FilterConfig | None, found: FoundStream, folder: Path
 ) -> Selection | None:
-    """Return the samples to train on, computed once per machine, or None if they are all of them."""
+    """Return the samples to train on, computed once per machine, or None if all samples are used."""
     config = config or FilterConfig()
     if not config.bounds and not found.exclusions:
         return None

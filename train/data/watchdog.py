@@ -1,4 +1,4 @@
-"""Terminates the process when it blocks too long in something uninterruptible, such as a read from hung storage."""
+"""Terminates the process when it blocks too long in an uninterruptible call, such as a read from hung storage."""
 
 import os
 import sys

@@ -93,7 +93,7 @@ def _guidance_arguments(config: TrainConfig) -> str:
 
 def _describe_default(size: Bucket | None) -> str:
     if size is None:
-        return "Always pass `height` and `width`: the pipeline's default may be a size on which it was not trained."
+        return "Always pass `height` and `width`: the pipeline's default may be a size that it was not trained on."
     return f"Without `height` and `width`, pictures have {size} pixels."
 
 

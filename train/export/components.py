@@ -21,7 +21,7 @@ from train.model.backbone import PipelineConfig
 from train.model.unet import UNET
 
 ZEROS = "force_zeros_for_empty_prompt"
-"""Constructor argument of pipelines that replace a missing negative prompt by zeros."""
+"""Constructor argument of pipelines that replace a missing negative prompt with zeros."""
 
 
 def pipeline_texts(encoding: EncodingRecord, config: TrainConfig) -> list[TextTower]:
@@ -85,7 +85,7 @@ def check_unconditional(config: TrainConfig) -> None:
     """Check that the pipeline's unconditional input is the one that replaces dropped captions in training.
 
     Raises:
-        RequestError: one of them is zeros and the other the empty caption.
+        RequestError: one of the inputs is zeros, and the other is the empty caption.
     """
     pipeline, parameter = config.backbone.pipeline, constructor(config.backbone.pipeline).get(ZEROS)
     if config.objective.caption_dropout == 0:
@@ -108,8 +108,8 @@ def check_unconditional(config: TrainConfig) -> None:
 def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
     """Check that the network is trained on exactly the text towers that the pipeline encodes prompts with.
 
-    With a tower more or less, the pipeline would feed the network inputs that it has never seen; some pipelines fill
-    the place of a missing encoder with zeros.
+    With an extra or missing tower, the pipeline would feed the network inputs that it has never seen; some pipelines
+    fill the place of a missing encoder with zeros.
 
     Raises:
         RequestError: backbone.inputs and backbone.pipeline.towers name different towers.
@@ -125,8 +125,8 @@ def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
     if missing := [name for name in read if name not in pipeline.towers]:
         raise RequestError(
             f"backbone.inputs reads {', '.join(missing)}, which backbone.pipeline.towers does not name: an exported "
-            f"{pipeline.class_name} could not feed the network what it was trained on. Add {' and '.join(missing)} to "
-            f"backbone.pipeline.towers, or remove it from backbone.inputs."
+            f"{pipeline.class_name} could not feed the network all inputs that it was trained on. Add "
+            f"{' and '.join(missing)} to backbone.pipeline.towers, or remove it from backbone.inputs."
         )
 
 
@@ -154,7 +154,7 @@ def network_name(pipeline: PipelineConfig) -> str:
 
 
 def recorded_components(pipeline: PipelineConfig, image: ImageTower, texts: list[TextTower]) -> dict[str, Weights]:
-    """Return component → model with which the latents were encoded, for the VAE, text encoders and tokenizers.
+    """Return component → model that encoded the latents, for the VAE, text encoders and tokenizers.
 
     Raises:
         RequestError: the number of text towers differs from the pipeline's number of text encoders.

@@ -85,7 +85,7 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
     if isinstance(run_dir, str):
         if options.output is None:
             raise RequestError(
-                f"{run_dir} is a URL, but a pipeline is written to a local folder. Give one with --output FOLDER."
+                f"{run_dir} is a URL, but a pipeline is written to a local folder. Set a folder with --output."
             )
         _check_target(options.output)
         with copied(run_dir, options.step) as (copy, checkpoint):
@@ -155,7 +155,8 @@ def sampler(
 ) -> DDIMScheduler | DPMSolverMultistepScheduler:
     """Build a deterministic sampler for the objective's noise schedule, configured like Stable Diffusion's.
 
-    Its timesteps are shifted as in training; if the shift depends on the picture size, as for latents of `latent_hw`.
+    Its timesteps are shifted as in training; a shift that depends on the picture size is that of latents of
+    `latent_hw`.
 
     For flow matching it is DPM-Solver++ along the straight path, whose first order is Euler's method. Unlike diffusers'
     FlowMatchEulerDiscreteScheduler, it works with the stock StableDiffusionPipeline.
@@ -192,7 +193,7 @@ def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw
     except (AttributeError, TypeError, ValueError) as error:
         raise RequestError(
             f"backbone.pipeline.scheduler: {pipeline.scheduler} with {pipeline.scheduler_settings} cannot be built: "
-            f"{error}. Name a scheduler of diffusers, with settings that it accepts."
+            f"{error}. Name a diffusers scheduler, with settings that it accepts."
         ) from error
 
 
@@ -200,7 +201,7 @@ def _check_target(target: Path) -> None:
     """Check that the export may replace `target`: it is absent, empty, or an earlier export.
 
     Raises:
-        RequestError: it may not.
+        RequestError: `target` holds something else.
     """
     if target.exists() and not target.is_dir():
         raise RequestError(f"{target} is a file, but a pipeline is written to a folder. Give a different --output.")
@@ -219,7 +220,7 @@ def _load_checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
 
 
 def _complete_config(path: Path, config: TrainConfig, checkpoint: Checkpoint, encoding: EncodingRecord) -> None:
-    """Add to the exported network's config.json what a sampler needs to know about training.
+    """Add the training settings that a sampler needs to the exported network's config.json.
 
     diffusers keeps fields whose names begin with an underscore, and ignores them.
     """
@@ -236,7 +237,7 @@ def _copy(folder: Path, target: Path) -> None:
     """Copy a folder.
 
     Raises:
-        WorkError: the folder was removed meanwhile.
+        WorkError: the folder was removed in the meantime.
     """
     try:
         shutil.copytree(folder, target, copy_function=shutil.copyfile)
@@ -257,7 +258,7 @@ def _matching_model(name: str, given: str | None, recorded: Weights) -> Path:
         has_own_option = name in ExportConfig.model_fields
         option = f"--{name} FOLDER" if has_own_option else f"""--models '{{"{name}": "FOLDER"}}'"""
         raise RequestError(
-            f"{folder} is not the {name} with which the latents were encoded ({recorded.name}): its content has the "
-            f"hash {found.sha256[:12]}… instead of {recorded.sha256[:12]}…. Give the right one with {option}."
+            f"{folder} is not the {name} that encoded the latents ({recorded.name}): its content has the "
+            f"hash {found.sha256[:12]}… instead of {recorded.sha256[:12]}…. Give the right model with {option}."
         )
     return folder

@@ -10,7 +10,7 @@ from diffusers import StableDiffusionPipeline
 
 
 class TrimmedStableDiffusionPipeline(StableDiffusionPipeline):
-    """The stock pipeline, extended by the cross-attention mask that it does not pass to the U-Net."""
+    """The stock pipeline, extended to pass a cross-attention mask to the U-Net."""
 
     def encode_prompt(self, prompt: Any, device: Any, num_images_per_prompt: int, *args: Any, **kwargs: Any) -> Any:
         """Encode prompts like the stock pipeline, and remember which tokens are not padding."""

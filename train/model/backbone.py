@@ -1,4 +1,4 @@
-"""How a network is called: which arguments it gets, and conventions that no signature shows, such as time scaling.
+"""Calling convention of a network: its arguments, and conventions that signatures do not show, such as time scaling.
 
 torch is not imported at run time, so that reading a config stays fast.
 """
@@ -26,7 +26,7 @@ class PipelineConfig(Config):
     class_name: str = "StableDiffusionPipeline"
     """Class of the pipeline in diffusers."""
     towers: list[str] = Field([])
-    """Text towers of the root that become text_encoder, text_encoder_2, …; empty: the one that was trained with."""
+    """Text towers of the root that become text_encoder, text_encoder_2, …; empty: the tower used in training."""
     scheduler: str | None = None
     """Class of the diffusers scheduler; null: a deterministic one with the noise schedule of training."""
     scheduler_settings: dict[str, Any] = Field({})
@@ -45,7 +45,7 @@ class BackboneConfig(Config):
     drop: Literal["together", "apart"] = "together"
     """Whether caption dropout drops all text towers together, or each by its own draw (Esser et al., 2024)."""
     dropped: Literal["empty", "zeros"] = "empty"
-    """What replaces the text latents of a dropped caption: those of the empty caption, or zeros."""
+    """Replacement for the text latents of a dropped caption: those of the empty caption, or zeros."""
     size_dropout: float = Field(0.0, ge=0, le=1)
     """Share of samples whose inputs of kind `sizes` are replaced by zeros."""
     size_jitter: float = Field(0.0, ge=0)
@@ -93,11 +93,11 @@ class BackboneConfig(Config):
         return list(dict.fromkeys([*(name.split(".")[0] for name in self.inputs), *masks]))
 
     def resolved(self, texts: dict[str, TextTower]) -> BackboneConfig:
-        """Return this config with its text tower named; if none is configured, it is the only one in `texts`.
+        """Return this config with its text tower named; if none is configured, it is the only tower in `texts`.
 
         Raises:
             RequestError: no tower is named and `texts` has none with hidden states or several, or a named tower is
-                missing or was encoded without what the inputs use.
+                missing or was encoded without the outputs that the inputs use.
         """
         if self.states.towers is not None:
             _check_towers(self, texts)
@@ -163,7 +163,7 @@ def unpack(packed: Tensor, side: int, grid: tuple[int, int]) -> Tensor:
 
 
 def _check_towers(config: BackboneConfig, texts: dict[str, TextTower]) -> None:
-    """Check that the towers of the inputs were encoded with what the inputs use.
+    """Check that the towers of the inputs were encoded with the outputs that the inputs use.
 
     Raises:
         RequestError: a tower is missing, lacks states or a pooled output, or cannot be concatenated with another.

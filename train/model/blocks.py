@@ -1,7 +1,7 @@
 """Find the blocks of a backbone, and run code before and after them.
 
 FSDP gathers weights block by block (train/model/sharding.py), and REPA reads a block's output
-(train/objective/alignment.py). Hooks leave weights, their names and the network's code as they are, so checkpoints and
+(train/objective/alignment.py). Hooks leave weights, their names and the network's code unchanged, so checkpoints and
 exports do not show them.
 """
 
@@ -21,15 +21,15 @@ class BlockHook:
     """Code that runs before and after a module of the backbone; a subclass overrides one or both methods.
 
     With gradient checkpointing, the backward pass calls the module again, and the hook with it: a hook must then return
-    what it returned before.
+    the same result.
     """
 
     def before(self, name: str, inputs: Inputs, named: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
-        """Return the positional and named arguments to call the module `name` with; by default those it was given."""
+        """Return the positional and named arguments to call the module `name` with; by default unchanged."""
         return inputs, named
 
     def after(self, name: str, output: Any) -> Any:
-        """Return the output of the module `name` to continue with; by default its own."""
+        """Return the output to use for the module `name`; by default unchanged."""
         return output
 
 

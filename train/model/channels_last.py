@@ -1,4 +1,4 @@
-"""Keep activations in the channels-last memory format, which diffusers' own modules leave.
+"""Keep activations in the channels-last memory format, which diffusers' modules do not preserve.
 
 Where diffusers makes tensors contiguous, the next convolution has to copy them back. The subclasses here save the copy
 before a shortcut, after a transformer, and before an upsampling of 64 pictures or more, without changing any value.
@@ -60,6 +60,6 @@ def keep_channels_last(network: nn.Module) -> None:
 
 
 def _is_plain(module: Upsample2D) -> bool:
-    """Return whether it is an upsampling by interpolation and convolution, without normalisation."""
+    """Return whether the module upsamples by interpolation and convolution, without normalisation."""
     convolves = module.use_conv and not module.use_conv_transpose and module.name == "conv"
     return convolves and module.interpolate and module.norm is None

@@ -27,7 +27,7 @@ class EmaConfig(Config):
     """The exponential moving average of the weights."""
 
     kind: Literal["constant", "power"] = "constant"
-    """`power` widens the average with the run, to the same share of it at every step (Karras et al., 2024)."""
+    """`power` widens the average in proportion to the steps done (Karras et al., 2024)."""
     decay: float = Field(0.9999, gt=0, lt=1)
     """Decay per step, for `constant`."""
     sigma_rel: Width = 0.1
@@ -56,7 +56,7 @@ def average_name(std: float) -> str:
 
 
 class OptimizerConfig(Config):
-    """Settings that all optimizers share. A subclass, listed in `OPTIMIZERS`, adds those of one kind."""
+    """Settings that all optimizers share. A subclass, listed in `OPTIMIZERS`, adds the settings of one kind."""
 
     state_bytes: ClassVar[int]
     """Bytes of optimizer state per parameter, as held in memory and in checkpoints."""

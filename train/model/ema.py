@@ -1,4 +1,4 @@
-"""Moving averages of the weights: the run's own, and those from which any width can be rebuilt post hoc."""
+"""Moving averages of the weights: the run's own, and the averages from which any width can be rebuilt post hoc."""
 
 from collections.abc import Iterable, Sequence
 
@@ -45,7 +45,7 @@ def correlation(a_step: np.ndarray, a_std: np.ndarray, b_step: np.ndarray, b_std
 
 
 def posthoc_coefficients(steps: Sequence[int], stds: Sequence[float], step: int, std: float) -> np.ndarray:
-    """Return the coefficients (n,) with which n averages best approximate the one of width `std` that ends at `step`.
+    """Return the coefficients (n,) of n averages that best approximate the average of width `std` that ends at `step`.
 
     Least squares over the profiles, algorithm 3 of Karras et al. (2024), in float64 and scaled to sum to 1.
     """

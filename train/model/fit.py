@@ -51,7 +51,7 @@ def check_fit(network: Any, spec: DataSpec, backbone: BackboneConfig | None = No
         what = "U-Net" if _is_unet(network.config) else class_name(network.config)
         raise RequestError(
             f"The {what} does not fit the latents: {'; '.join(problems)}. Set `backbone.config` to a network that fits "
-            f"them, or train on another root."
+            f"them, or train on a different root."
         )
 
 

@@ -39,7 +39,7 @@ class TextConditioning:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """All that a backbone may be conditioned on, for a batch."""
+    """Everything that a backbone may be conditioned on, for a batch."""
 
     texts: dict[str, TextConditioning]
     sizes: Tensor

@@ -1,4 +1,5 @@
-"""Sharding of weights, gradients and optimizer state over the processes (FSDP2). Without it, each holds all (DDP).
+"""Sharding of weights, gradients and optimizer state over the processes (FSDP2). Without it, each holds everything
+(DDP).
 
 Checkpoints are the same either way. The trainer calls `fully_shard` itself, with gloo as with NCCL, because
 accelerate's FSDP2 plugin does nothing on a CPU, where the tests run.
@@ -45,7 +46,7 @@ def launched_sharding() -> Sharding | None:
 
 
 def shard_weights(network: nn.Module, sharding: Sharding, precision: Precision) -> None:
-    """Shard every weight over the processes, in place. Before, all processes must hold the same weights.
+    """Shard every weight over the processes, in place. All processes must hold the same weights beforehand.
 
     Weights are gathered block by block. With `grad_op` they stay gathered from the forward pass until the end of the
     backward pass. Gradients are averaged in float32 after each microbatch, so that no process holds all of them.
@@ -75,7 +76,7 @@ def gather(tensor: Tensor) -> Tensor:
 def shard_like(tensor: Tensor, model: Tensor) -> Tensor:
     """Return this process's shard of a tensor that all processes hold, sharded like `model`.
 
-    If `model` is not sharded, or has another shape, return `tensor` unchanged.
+    If `model` is not sharded, or has a different shape, return `tensor` unchanged.
     """
     if not isinstance(model, DTensor) or tensor.shape != model.shape:
         return tensor

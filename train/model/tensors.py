@@ -85,7 +85,8 @@ def tensor_bytes(tensor: Tensor) -> bytes | memoryview:
 
 
 def owners(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
-    """Return which of `count` processes writes each tensor: consecutive ones, of about as many bytes for each."""
+    """Return which of `count` processes writes each tensor: consecutive tensors of about the same total size for
+    each."""
     total, before, found = max(bytes_of(tensors), 1), 0, {}
     for name in file_order(tensors):
         found[name] = before * count // total
@@ -94,7 +95,7 @@ def owners(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
 
 
 def share_name(path: Path, number: int, count: int) -> Path:
-    """Return the name of one file of several, by diffusers' convention: `x-00002-of-00004.safetensors`."""
+    """Return the name of one of several files, by diffusers' convention: `x-00002-of-00004.safetensors`."""
     return path.with_name(f"{path.stem}-{number + 1:05d}-of-{count:05d}{path.suffix}")
 
 
@@ -145,7 +146,7 @@ class HostCopies:
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers.values())
 
     def take(self, file: str, tensors: Mapping[str, Tensor], mine: Collection[str]) -> dict[str, Tensor]:
-        """Copy those of a file's tensors that are named in `mine`, and return the copies.
+        """Copy a file's tensors that are named in `mine`, and return the copies.
 
         They are complete once `wait` has returned, and are overwritten by the next `take`. Sharded tensors are gathered
         in the same order as by `write_tensors`, which other processes may call at the same time.
@@ -170,7 +171,7 @@ class HostCopies:
 
 
 def free_memory() -> int:
-    """Return how many bytes this process can allocate: what the machine and its control group (cgroup v2) leave free.
+    """Return the number of bytes that this process can allocate, given its machine and control group (cgroup v2).
 
     If neither is known, as on systems other than Linux, return a practically infinite number.
     """

@@ -127,7 +127,7 @@ class Aligned(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the network's output. If gradients are enabled, also project the layer, for `loss`."""
-        # only here: gradient checkpointing calls the layer again in the backward pass
+        # record only here, because gradient checkpointing calls the layer again in the backward pass
         self.layer.recording = torch.is_grad_enabled()
         answer = self.network(*inputs, **named)
         self.layer.recording = False
@@ -170,8 +170,8 @@ def make_head(
         if token_grid(tokens, hw) is None:
             raise RequestError(
                 f"The output of repa.layer {config.layer} has shape {shape} for latents of {hw[0]}x{hw[1]}. Alignment "
-                f"needs (N, tokens, width) or (N, channels, h, w), with tokens that cover the latents evenly. Name "
-                f"another layer, or another output of it (repa.output)."
+                f"needs (N, tokens, width) or (N, channels, h, w), with tokens that cover the latents evenly. "
+                f"Choose a different layer, or a different output (repa.output)."
             )
         widths.add(shape[1] if len(shape) == 4 else shape[2])
     (layer_width,) = widths
@@ -210,7 +210,7 @@ def layer_shape(network: nn.Module, config: RepaConfig, call: Callable[[], objec
         kinds = ", ".join(type(output).__name__ for output in outputs) or "nothing"
         raise RequestError(
             f"repa.layer {config.layer} was called {len(layer.outputs)} times and returns {kinds}. Alignment needs a "
-            f"layer that is called once and whose output {config.output} is a tensor. Name another layer, or another "
-            f"output of it (repa.output)."
+            f"layer that is called once and whose output {config.output} is a tensor. Choose a different "
+            f"layer, or a different output (repa.output)."
         )
     return tuple(chosen.shape)

@@ -49,7 +49,7 @@ class ShiftConfig(Config):
         return math.exp(self.base_shift + slope * (tokens - self.base_tokens))
 
     def scheduler_settings(self, scheduler: str, latent_hw: tuple[int, int]) -> dict[str, Any]:
-        """Return the settings with which a diffusers scheduler of this class applies the same shift.
+        """Return the settings that make a diffusers scheduler of this class apply the same shift.
 
         A scheduler that cannot follow the image size gets the shift of images whose latents are (h, w).
         """
@@ -80,9 +80,8 @@ class ObjectiveConfig(Config):
     """Scale of `mode`; 0 is uniform. Within these bounds the mapping from draws to times is one to one."""
     shift: ShiftConfig = ShiftConfig()
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
-    """With flow_matching, each sample's weight in the loss: max(t, 1/num_train_timesteps)^−2, or
-    2 / (π·(1 − 2t + 2t²)), the density of cosmap. Without the limit t^−2 has an infinite mean over uniform times; at
-    1/1000 diffusers' training scripts have their smallest time."""
+    """With flow_matching, each sample's weight in the loss: max(t, 1/num_train_timesteps)^−2, or 2 / (π·(1 − 2t +
+    2t²)), the density of cosmap. Without the limit t^−2 has an infinite mean over uniform times."""
     beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear"
     """Schedule of β from `beta_start` to `beta_end`, by its name in diffusers."""
     beta_start: float = Field(0.00085, gt=0, lt=1)

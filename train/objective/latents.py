@@ -18,7 +18,7 @@ class StoredLatents:
     """Converts batches of the roots that a `DataSpec` describes. All constants are moved to the device once."""
 
     def __init__(self, spec: DataSpec, device: torch.device, backbone: BackboneConfig):
-        """`backbone` must have its text towers resolved."""
+        """Prepare the constants on the device. `backbone` must have its text towers resolved."""
         self.image = spec.image
         self.scale, self.shift = (
             torch.tensor(values, device=device)[:, None, None] for values in (spec.image.scale, spec.image.shift)
@@ -99,7 +99,7 @@ class StoredLatents:
         return stored.float() if scales is None else dequantise(stored, scales)
 
     def _replacement(self, empty: TextLatents, dropped: str, device: torch.device) -> TextLatents:
-        """Return what replaces a dropped caption, in float32 on the device: the empty caption, or zeros."""
+        """Return the replacement for a dropped caption, in float32 on the device: the empty caption, or zeros."""
         states, pooled = (None if value is None else value.to(device).float() for value in (empty.states, empty.pooled))
         if dropped == "zeros":
             states, pooled = (None if value is None else torch.zeros_like(value) for value in (states, pooled))

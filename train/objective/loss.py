@@ -131,10 +131,10 @@ class DiffusionLoss:
         self.caption_dropout, self.offset_noise = config.caption_dropout, config.offset_noise
 
     def draw(self, batch: Batch, draws: Draws) -> RandomTensors:
-        """Draw everything that is random about a step on this batch.
+        """Draw all random tensors of a step on this batch.
 
         All numbers come from one call of the generator, because on a GPU a small kernel takes as long to launch as a
-        large one. What is drawn for one purpose does not depend on the others.
+        large one. The numbers for one purpose do not depend on the other purposes.
         """
         height, width = batch.columns["image_latents"].shape[2:]
         shape = (self.latents.image.channels, height, width)
@@ -146,7 +146,7 @@ class DiffusionLoss:
         if has_moments:
             counts[Purpose.POSTERIOR] = math.prod(shape)
         if jitter:
-            counts[Purpose.SIZE_JITTER] = 2  # one normal takes two words
+            counts[Purpose.SIZE_JITTER] = 2  # a normal needs two words
         if size_dropout:
             counts[Purpose.SIZE_DROPOUT] = 1
         if self.offset_noise:

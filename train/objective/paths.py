@@ -94,8 +94,9 @@ class DDPM(NoisePath):
     def weight(self, timesteps: Tensor) -> Tensor | None:
         """Return the min-SNR weights of Hang et al. (2023), or None if they are off.
 
-        The weight of a squared error in the latents is min(SNR, γ). A squared error in the noise equals one in the
-        latents times SNR, and one in the velocity equals it times SNR + 1, so the weight is divided by that factor.
+        The weight of a squared error in the latents is min(SNR, γ). A squared error in the noise equals that in the
+        latents times SNR, and a squared error in the velocity equals it times SNR + 1, so the weight is divided by that
+        factor.
 
         With a zero terminal SNR the weight in terms of the latents is min(SNR + 1, γ) instead. SNR + 1 is the weight
         that an unweighted velocity loss implies (Salimans and Ho, 2022), and it is not 0 at the last timestep.

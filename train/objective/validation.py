@@ -143,7 +143,7 @@ class FoundValidation:
 
 
 def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = None) -> FoundValidation:
-    """Choose the first `samples` of the held-out bucket, in index order, skipping excluded ones.
+    """Choose the first `samples` of the held-out bucket, in index order, skipping excluded samples.
 
     Args:
         pin: the `validation` entry of an earlier checkpoint's fingerprint; ignored if it is for a different bucket.
@@ -207,7 +207,7 @@ def open_validation(
     assert config.root is not None
     found = found or find_validation(config)
     encoding = found.stream.encoding
-    training = training.model_copy(update={"features": {}})  # validation aligns no layer
+    training = training.model_copy(update={"features": {}})  # validation computes no alignment loss
     read = [f"texts.{name}" for name in training.texts]
     differences = encoding_differences(training, keep_towers(encoding, read))
     if differences:
@@ -246,7 +246,8 @@ class Reader:
             return list(readers.map(self._sample, rows))
 
     def _open(self, file: HeldOutFile) -> NDArray[np.uint32]:
-        """Read the sample offsets of a file. A local file is hashed first; of a remote one only the header is read."""
+        """Read the sample offsets of a file. A local file is hashed first; of a remote file, only the header is
+        read."""
         name = f"{self.bucket}/{file.name}"
         where = self.store.where(name)
         try:

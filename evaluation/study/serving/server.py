@@ -82,7 +82,7 @@ class Refusal(Exception):
 
 INVALID_LINK = "This link is invalid or has been replaced. Ask the person who invited you for a new one."
 NOT_FOUND = "This page does not exist. Open your invitation link again."
-OTHER_RATER = "Another invitation has been opened in this browser. Open your own link again. Your votes are saved."
+OTHER_RATER = "A different invitation has been opened in this browser. Open your link again. Your votes are saved."
 
 
 @dataclass
@@ -218,10 +218,10 @@ class Server:
             Refusal: the request comes from a different origin, or its body is invalid.
         """
         if request.headers.get("Origin") != self._origin(request) or request.content_type != "application/json":
-            raise Refusal(403, "This request came from a different site. Open your own link again.")
+            raise Refusal(403, "This request came from a different site. Open your link again.")
         try:
             return model.model_validate_json(await request.read())
-        except (ValidationError, RequestPayloadError):  # the latter if the body contradicts its headers
+        except (ValidationError, RequestPayloadError):  # RequestPayloadError: the body contradicts its headers
             raise Refusal(400, "The request is invalid. Reload the page.") from None
 
     @web.middleware

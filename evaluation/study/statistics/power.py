@@ -19,16 +19,16 @@ Several = Annotated[int, Field(ge=2)]
 
 
 class PowerConfig(Config):
-    """Study designs to compare, and how much raters and prompts are assumed to differ."""
+    """Study designs to compare, and the assumed differences between raters and between prompts."""
 
     raters: list[Several] = Field([5, 10, 15, 20, 30], min_length=1)
     """Numbers of raters to try."""
     prompts: list[Several] = Field([50, 100, 200, 400], min_length=1)
     """Numbers of prompts to try with each number of raters."""
     prompt_sd: float = Field(1.0, ge=0)
-    """Standard deviation, between prompts, of how much they favour one model, in log odds."""
+    """Standard deviation between prompts of the preference for one model, in log odds."""
     rater_sd: float = Field(0.4, ge=0)
-    """Standard deviation, between raters, of how much they favour one model, in log odds."""
+    """Standard deviation between raters of the preference for one model, in log odds."""
     ties: float = Field(0.2, ge=0, lt=1)
     """Share of votes that are ties."""
     wanted: float = Field(0.8, gt=0, lt=1)

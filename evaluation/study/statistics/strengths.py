@@ -26,7 +26,7 @@ class Strengths:
     low: np.ndarray
     high: np.ndarray
     share: np.ndarray
-    """Mean probability of being preferred to another model."""
+    """Mean probability of being preferred to each other model."""
     share_low: np.ndarray
     share_high: np.ndarray
 
@@ -72,8 +72,8 @@ def strengths(
 ) -> Strengths:
     """Estimate strengths with percentile intervals from a bootstrap over both prompts and raters.
 
-    A vote's weight is the product of how often its prompt and its rater were drawn. Owen ("The pigeonhole bootstrap",
-    Annals of Applied Statistics 1, 2007) shows that the intervals err towards being too wide.
+    A vote's weight is the number of times its prompt was drawn, times that of its rater. Owen ("The pigeonhole
+    bootstrap", Annals of Applied Statistics 1, 2007) shows that the intervals err towards being too wide.
 
     Args:
         scores: (N,) 1, 0 or 0.5 for the first model of the pair.
@@ -102,7 +102,7 @@ def strengths(
 
 
 def shares(theta: np.ndarray) -> np.ndarray:
-    """Return (…, K) each model's mean probability of being preferred to another one, from (…, K) strengths."""
+    """Return (…, K) each model's mean probability of being preferred to each other model, from (…, K) strengths."""
     count = theta.shape[-1]
     wins = 1 / (1 + np.exp(theta[..., None, :] - theta[..., :, None]))
     means: np.ndarray = (wins.sum(-1) - 0.5) / (count - 1)

@@ -28,9 +28,9 @@ from shards.base.errors import RequestError, WorkError
 SETUP = Setup(torch.device("cpu"), small=True)
 COMPILING = ("compiling", "training-large", "training-small", "choices")
 QUICK = tuple(name for name in PARTS if name not in COMPILING)
-"""What else there is compiles the U-Net: `make gpu-check ARGS="--device cpu --small"` runs it too."""
+"""Parts that do not compile the U-Net. `make gpu-check ARGS="--device cpu --small"` runs all parts."""
 ASLEEP = 71931
-"""Seconds that nothing else sleeps."""
+"""A duration that no other process sleeps for, in seconds."""
 WHAT_IT_IS_GIVEN = """
 import sys
 for name in ("streaming", "ray"):
@@ -150,7 +150,7 @@ def test_parts_given_by_name_are_merged_into_the_file(tmp_path: Path, monkeypatc
         and "2 of 2 checks hold" in (tmp_path / "gpu-check.md").read_text()
     )
     (tmp_path / "gpu-check.json").write_text("{")
-    with pytest.raises(RequestError, match=r"gpu-check\.json, to which the parts would be added, is damaged"):
+    with pytest.raises(RequestError, match=r"gpu-check\.json is damaged, so no parts can be added to it"):
         gpu_check.check(["machine", *words])
 
 

@@ -12,11 +12,11 @@ from shards.root.reading import image_latents, read_part, text_latents
 
 PICTURES = 2
 WAYS: tuple[tuple[Way, float, float], ...] = (("exact", 0.02, 1e-3), ("default", 0.03, 0.04))
-"""And how far the worker may be off: of pictures a level of 255 here and there, and by what storage rounds."""
+"""Tolerance: one level of 255 in some pixels, and the rounding of the storage."""
 
 
 def test_the_worker_stores_the_same_as_the_simple_script(tmp_path: Path) -> None:
-    """The script uses nothing of the product except the names of columns."""
+    """Compare the outputs. The script uses nothing of the product except the names of columns."""
     case = Case("", photograph_case(tmp_path, PICTURES), ("256x256", "512x512"), free=False, threads=1, batch_size=2)
     Runner(case, "plain").encode(tmp_path / "plain")
     for way, latents_off, states_off in WAYS:

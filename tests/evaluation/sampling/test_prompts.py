@@ -81,7 +81,7 @@ def test_kept_duplicates_have_different_ids(tmp_path: Path) -> None:
         ("a.json", '{"a": {"prompt": "\\ud800"}}', "contains prompts that are not valid text, at entry a"),
         ("a.json", '{"a": {"prompt": "x"}, "a": {"prompt": "y"}}', "the key a appears twice"),
         ("a.json", '{"annotations":' + "[" * 100_000, "cannot be parsed: RecursionError"),
-        ("a.docx", "", "is not a prompt file, because its name ends in none of .txt, .csv"),
+        ("a.docx", "", "is not a prompt file, because its name ends with none of .txt, .csv"),
     ],
 )
 def test_invalid_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:

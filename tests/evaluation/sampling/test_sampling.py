@@ -159,7 +159,7 @@ def test_an_incomplete_sample_set(pipeline: Path, tmp_path: Path) -> None:
 def test_flow_matching_needs_its_own_sampler(pipeline: Path) -> None:
     scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
     assert sampler_of(scheduler, "own") is scheduler
-    with pytest.raises(RequestError, match="does not support flow matching"):
+    with pytest.raises(RequestError, match="flow matching, which the sampler ddim does not support"):
         sampler_of(scheduler, "ddim")
 
 

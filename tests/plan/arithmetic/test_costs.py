@@ -1,4 +1,4 @@
-"""Costs and sizes, against definitions and against parts that are written."""
+"""Costs and sizes, compared with definitions and with written parts."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def test_sample_bytes_are_those_of_a_written_part(
     written = part_bytes(tmp_path / "part", num_samples, tokens, width, storage, trim, image_storage)
     (tower,) = encoding_record(77, width, storage=storage, trim=trim).texts.values()
     planned = costs.sample_bytes(8, (32, 32), costs.text_bytes(tower, tokens), 21, image_storage, channels=4)
-    assert 0 <= written - num_samples * planned < 1000  # the file's own head
+    assert 0 <= written - num_samples * planned < 1000  # the file's header
 
 
 def test_a_small_sample_is_as_small_as_is_said(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_large_text_towers_are_small_where_they_are_masked(tmp_path: Path) -> No
 
 
 def t5_bytes(folder: Path, storage: TextStorage, trim: bool, image_storage: ImageStorage) -> float:
-    """Of one such sample, with all moments and 20 real tokens of 512."""
+    """Return the bytes of such a sample, with all moments and 20 real tokens of 512."""
     record = encoding_record(512, 4096, storage=storage, trim=trim, masked=trim, class_name="T5EncoderModel")
     channels = {"channels": 16, "scale": (1.0,) * 16, "shift": (0.0,) * 16, "storage": image_storage}
     pooled = encoding_record(77, 768, storage="float16", states=False, pooled=768).texts["text"]
@@ -96,7 +96,7 @@ def part_bytes(
     image_storage: ImageStorage,
     posterior: str = "moments",
 ) -> int:
-    """Bytes of the MDS file of a part of such samples."""
+    """Return the bytes of the MDS file of a part with such samples."""
     encoding = encoding_record(77, width, storage=storage, trim=trim)
     image = encoding.image.model_copy(update={"storage": image_storage, "posterior": posterior})
     encoding = encoding.model_copy(update={"image": image})

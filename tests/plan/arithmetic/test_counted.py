@@ -1,4 +1,4 @@
-"""Counts that are kept: a second plan needs no torch, and a changed network is counted again."""
+"""Cached counts: a second plan needs no torch, and a changed network is counted again."""
 
 import json
 import shutil
@@ -27,7 +27,8 @@ print("torch" in sys.modules, code)
 
 
 def plan(cache: Path, *arguments: str) -> tuple[str, str, str]:
-    """`python -m plan` in a fresh interpreter: what it printed; if it imported torch, and its exit code; errors."""
+    """Run `python -m plan` in a new interpreter; return its output, whether it imported torch, its exit code, and
+    errors."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
     variables = environment(XDG_CACHE_HOME=str(cache))
     result = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)

@@ -1,4 +1,4 @@
-"""Checkpoint intervals and lost time, against brute force and simulation."""
+"""Checkpoint intervals and lost time, compared with brute force and simulation."""
 
 import math
 import random
@@ -43,7 +43,8 @@ def test_expected_time_is_what_a_simulation_finds() -> None:
     rng = random.Random(0)
 
     def span_without_failure(length: float) -> float:
-        """Time until a span of `length` passes uninterrupted, each failure costing a restart that may fail too."""
+        """Simulate the time until a span of `length` passes without a failure; each failure costs a restart, which may
+        fail too."""
         elapsed = 0.0
         while (failure := rng.expovariate(1 / between)) < length:
             elapsed += failure

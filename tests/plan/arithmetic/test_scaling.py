@@ -1,4 +1,4 @@
-"""The time of a step on any number of GPUs: its laws, and its own inverse."""
+"""The time of a step on any number of GPUs: properties, and the inverse function."""
 
 import pytest
 from hypothesis import assume, given
@@ -43,7 +43,7 @@ def test_a_step_is_never_faster_than_its_bottleneck(
 @given(image_seconds, steps, counts, machines)
 def test_calibrating_undoes_predicting(seconds: float, step: scaling.Step, gpus: int, machine: scaling.Machine) -> None:
     time = scaling.step_time(seconds, step, gpus, machine)
-    assume(time.data < time.total)  # else the rate says nothing about computing
+    assume(time.data < time.total)  # otherwise the rate does not depend on compute
     rate = step.global_batch_size / gpus / time.total
     assert scaling.calibrate(rate, step, gpus, machine) == pytest.approx(seconds, rel=1e-6)
 
@@ -71,9 +71,9 @@ def test_slower_images_never_make_faster_steps(
     "backward, traffic, num_buckets, exposed",
     [
         (3.0, 0.0, 4, 0.0),
-        (3.0, 2.0, 1, 2.0),  # all of it is ready when the backward pass ends, and no sooner
-        (3.0, 2.0, 4, 0.5),  # hidden but for the last bucket
-        (3.0, 3.0, 3, 1.0),  # each bucket goes as the next is made
+        (3.0, 2.0, 1, 2.0),  # a single bucket is ready only when the backward pass ends
+        (3.0, 2.0, 4, 0.5),  # all buckets but the last are hidden
+        (3.0, 3.0, 3, 1.0),  # each bucket is sent while the next one is computed
         (2.0, 8.0, 4, 6.5),  # the network is busy from the first bucket on
     ],
 )
@@ -93,7 +93,7 @@ def test_weights_that_the_backward_pass_comes_to_late_travel_unhidden() -> None:
 
 
 def test_splitting_weights_within_a_node_pays_where_the_optimizer_is_a_large_part() -> None:
-    """AdamW's traffic falls to an eighth; gathers hide behind the arithmetic, while there is any."""
+    """AdamW's traffic falls to an eighth, and gathers overlap with compute as long as there is enough compute."""
     machine = scaling.Machine(8, link=2e11, network=1e11, memory=1e12, data_per_node=1e12, data_total=1e14)
     step = scaling.Step(2048, 64, 10**9, 4, 1.0)
     for gpus, seconds in ((128, 0.01), (2048, 0.0001)):

@@ -1,4 +1,4 @@
-"""Counted FLOPs and parameters against the published figures."""
+"""Counted FLOPs and parameters, compared with published figures."""
 
 import json
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_buckets_need_not_be_square() -> None:
         (
             Networks(),
             "260x256",
-            "bucket 260x256 is not a multiple of the VAE's downsampling factor, 8. Choose another bucket",
+            "bucket 260x256 is not a multiple of the VAE's downsampling factor, 8. Choose a different bucket",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a plan says in words."""
+"""The text form of a plan."""
 
 from dataclasses import replace
 

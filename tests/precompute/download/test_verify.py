@@ -109,7 +109,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (lambda folder: change_stats(folder, successes=2), "sum of stats 3"),
     (
         lambda folder: change_stats(folder, successes=2, failed_to_resize=1),
-        "lists 3 successes, the stats 2",
+        "lists 3 successes, but the stats list 2",
     ),
     (lambda folder: change_parquet(folder, lambda table: table.slice(1)), "parquet 3"),
     (

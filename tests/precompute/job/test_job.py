@@ -48,7 +48,7 @@ def test_wrong_choices(wanted: str, message: str) -> None:
 
 
 def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> None:
-    """The sound shard is committed, the damaged one reported after one attempt; again after repair."""
+    """The intact shard is committed, and the damaged one is reported after one attempt and encoded after its repair."""
     shutil.copytree(tars, tmp_path / "tars")
     damaged = tmp_path / "tars" / "00001.tar"
     sound = damaged.read_bytes()
@@ -133,7 +133,7 @@ def test_a_root_with_another_encoding_is_left_alone(
 def test_a_worker_that_fits_no_machine_is_refused(
     models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray would wait for ever, and say nothing."""
+    """Otherwise Ray would wait forever without a message."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray.init", lambda *_, **__: None)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})

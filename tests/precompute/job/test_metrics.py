@@ -1,4 +1,4 @@
-"""What Prometheus reads of a job. tests/deploy/test_alerts.py holds its names against the docs and the rules."""
+"""Prometheus metrics of a job. tests/deploy/test_alerts.py compares their names with the docs and the alert rules."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a job shows while it runs: a bar at a terminal, JSON lines elsewhere."""
+"""Progress of a job: a bar on a terminal, JSON lines elsewhere."""
 
 import json
 import os
@@ -39,7 +39,7 @@ with Ledger(3) as ledger:
 
 
 def test_a_bar_on_a_terminal(latents: Path) -> None:
-    """On stderr, where stdout is a pipe: images/s, accepted, rejected, tars and the time left."""
+    """The bar on stderr shows images/s, accepted, rejected, tars and the time left, even if stdout is a pipe."""
     ours, its = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", SHOW, str(latents)],

@@ -1,4 +1,4 @@
-"""The rate and the time left, while workers come and go; by a simulated clock."""
+"""The rate and the time left while workers come and go, on a simulated clock."""
 
 import itertools
 from types import SimpleNamespace
@@ -16,13 +16,13 @@ SPEED, SIZE = 500.0, 9000
 
 
 class Job:
-    """Tars that are worked on side by side, and what the ledger hears of them."""
+    """Tars in progress side by side, and their reports to the ledger."""
 
     def __init__(self, clock: Clock, total: int):
         self.clock, self.ledger = clock, Ledger(total)
         self.names = itertools.count()
         self.at_work: list[float] = []
-        """Samples that each worker has taken in of its tar."""
+        """Samples that each worker has read from its tar."""
 
     def second(self, workers: int) -> None:
         self.clock.sleep(1)
@@ -74,7 +74,7 @@ def test_a_rate_looks_back_so_far_and_no_further(monkeypatch: pytest.MonkeyPatch
         clock.sleep(0.25)
         rate.add(4 * count)
     assert rate.per_second == pytest.approx(16)
-    assert WINDOW_SECONDS <= len(rate.points) <= WINDOW_SECONDS + 2  # a point a second, however often it is told
+    assert WINDOW_SECONDS <= len(rate.points) <= WINDOW_SECONDS + 2  # one point per second
     for _ in range(2 * int(WINDOW_SECONDS)):
         clock.sleep(1)
         rate.add(4000)

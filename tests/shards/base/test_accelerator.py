@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class Npu(Accelerator):
-    """An accelerator that this machine has: its device type is the CPU's, and it counts what is asked of it."""
+    """A fake accelerator with the CPU's device type, which counts calls."""
 
     calls: list[str]
 
@@ -110,7 +110,7 @@ def test_checkpoints_are_copied_through_pinned_memory(npu: Npu) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_other_file_names_an_accelerator(package: str) -> None:
-    """No string or attribute, such as torch.cuda; docstrings and comments may."""
+    """Check strings and attributes, such as torch.cuda, but not docstrings and comments."""
     for path in sorted((ROOT / package).rglob("*.py")):
         if path == ROOT / "shards/base/device.py":
             continue

@@ -1,4 +1,4 @@
-"""Config files, overrides, and the paragraphs that say what is wrong with them."""
+"""Config files, overrides, and error messages."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from shards.base.errors import RequestError
 
 
 class Leaf(Config):
-    """One of several."""
+    """A list entry."""
 
     name: str
 
@@ -89,7 +89,7 @@ def test_json_that_the_shell_has_unquoted(file: Path, words: str, read: str) -> 
     with pytest.raises(RequestError) as caught:
         load_config(Outer, file, words.split(), "t")
     assert read in str(caught.value)
-    # both forms that it says to type are read, the second by two shells
+    # both suggested forms work; the second passes through two shells
     said = re.search(r"put single quotes around the value: (.*), or with make: (ARGS=.*\")", str(caught.value))
     assert said
     (make,) = shlex.split(said[2])

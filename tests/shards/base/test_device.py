@@ -1,4 +1,4 @@
-"""Devices, precisions and cores: what a command takes on this machine, and what it says where that is slow."""
+"""Devices, precisions and cores: what a command selects on this machine, and warnings about slow choices."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_float32_and_gpus_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_trial_leaves_torch_as_it_was() -> None:
-    """It runs here on a real CPU, which either emulates bfloat16 or not; float32 against itself costs the same."""
+    """Run the trial on this CPU, which may or may not emulate bfloat16; float32 relative to itself is 1."""
     threads = torch.get_num_threads()
     with torch.inference_mode():
         assert cpu_slowdown("bfloat16") > 0
@@ -80,9 +80,9 @@ def test_cores_are_those_of_the_affinity_and_the_quota(tmp_path: Path, monkeypat
     (cgroups / "a" / "b").mkdir(parents=True)
     (cgroups / "a" / "b" / "cpu.max").write_text("max 100000\n")
     assert available_cores(cgroups, own) == 6
-    (cgroups / "a" / "cpu.max").write_text("250000 100000\n")  # of the group above: 2.5 cores
+    (cgroups / "a" / "cpu.max").write_text("250000 100000\n")  # the parent group allows 2.5 cores
     assert available_cores(cgroups, own) == 3
-    (cgroups / "cpu.max").write_text("50000 100000\n")  # as a container sees its own
+    (cgroups / "cpu.max").write_text("50000 100000\n")  # the container's own cgroup
     assert available_cores(cgroups, own) == 1
 
 

@@ -1,4 +1,4 @@
-"""How a failure reaches the person at the terminal."""
+"""Printing of failures on the terminal."""
 
 import errno
 

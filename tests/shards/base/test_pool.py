@@ -1,4 +1,4 @@
-"""Calls in worker processes, some of which die, and how a process keeps memory."""
+"""Calls in worker processes that may die, and reuse of freed memory."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Temporaries of processes that are killed: the next process that starts removes them, and nobody else's."""
+"""Temporary files of killed processes: the next process on the machine removes them, and no others."""
 
 import errno
 import fcntl
@@ -35,7 +35,7 @@ KILLS = 20
 
 
 def begin(scratch: Path, ready: Path) -> None:
-    """A copy of a tar, an attempt at it, and whatever else: left as they are."""
+    """Create a copy of a tar, an attempt at it and further files, and leave them."""
     folder = use_scratch(scratch)
     store: Store = open_store("memory://root")
     store.write("tars/00000.tar", bytes(1 << 16))
@@ -54,13 +54,13 @@ def test_twenty_kills_leave_nothing_behind(tmp_path: Path) -> None:
         ready = tmp_path / f"ready-{number}"
         child = fork(lambda ready=ready: begin(scratch, ready))  # type: ignore[misc]
         until = time.monotonic() + 120
-        while number % 2 and not ready.exists():  # each other one dies before it is through
+        while number % 2 and not ready.exists():  # every second process dies before it has finished
             assert time.monotonic() < until
             time.sleep(0.01)
         os.kill(child, signal.SIGKILL)
         assert wait_for(child) == -signal.SIGKILL
         held.append(len([folder for folder in scratch.glob("*/*.*") if folder.is_dir()]))
-    assert max(held) == 1  # each removed what the one before had left
+    assert max(held) == 1  # each process removed the previous one's files
     alive = fork(lambda: begin(scratch, tmp_path / "alive"))
     until = time.monotonic() + 120
     while not (tmp_path / "alive").exists():
@@ -77,7 +77,7 @@ def test_twenty_kills_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 def hold(ready: Path) -> None:
-    """A private folder with a file, until this process is killed."""
+    """Hold a private folder with a file until this process is killed."""
     with private_folder() as folder:
         (folder / "file").write_bytes(bytes(1 << 16))
         ready.write_text(str(folder))
@@ -105,7 +105,7 @@ def test_a_killed_process_s_private_folder_is_removed_by_the_next(
 
 
 def end_while_removing(root: Path, after: int) -> None:
-    """Make an attempt that is killed once it has removed `after` of its files."""
+    """Make an attempt that is killed after it has removed `after` of its files."""
     removed = 0
 
     def unlink(*words: Any, **options: Any) -> None:
@@ -139,7 +139,7 @@ def test_who_ends_well_leaves_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     folder = Path(done.stdout.strip())
     assert tmp_path in folder.parents and not folder.exists()
-    sweep_scratch(tmp_path / "absent")  # where no worker was there is nothing to do
+    sweep_scratch(tmp_path / "absent")  # without earlier workers, there is nothing to do
     assert not (tmp_path / "absent").exists()
 
 
@@ -155,7 +155,7 @@ def test_who_ends_well_leaves_nothing(tmp_path: Path) -> None:
 def test_a_machine_cleans_up_only_after_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: dict[str, str], goes: bool
 ) -> None:
-    """On a shared root whose locks are visible on one machine only, so that every lock seems to be free."""
+    """Test a shared root whose locks are visible on one machine only, so every lock appears to be free."""
     store = LocalStore(tmp_path)
     with attempt_folder(store, "00000") as attempt:
         written = json.loads((attempt / OWNER).read_text())
@@ -171,7 +171,7 @@ def test_a_folder_that_does_not_name_its_owner_is_left_alone(tmp_path: Path) -> 
     store = LocalStore(tmp_path)
     unknown, begun = tmp_path / ".attempts" / "00000.abc", tmp_path / ".attempts" / "00000.def.new"
     unknown.mkdir(parents=True)
-    begun.mkdir()  # its owner was killed before it had written anything, its name included
+    begun.mkdir()  # its owner was killed before it wrote anything, even its name
     sweep_attempts(store)
     assert unknown.exists() and not begun.exists()
 

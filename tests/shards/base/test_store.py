@@ -1,4 +1,4 @@
-"""Both kinds of latents root: one behaviour, and each kind's own way to exclude other writers."""
+"""Both kinds of store behave in the same way, and each excludes other writers by its own means."""
 
 import hashlib
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from shards.tools.verify import verify_root
 
 @pytest.fixture(params=["folder", "memory", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """An empty root of each kind."""
+    """An empty store of each kind."""
     if request.param == "folder":
         yield LocalStore(tmp_path / "root")
     elif request.param == "memory":
@@ -76,7 +76,7 @@ def test_a_folder_is_moved_once_and_files_are_put_over_what_is_there(store: Stor
 def test_of_many_creators_one_is_told_so(store: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
         told = list(pool.map(lambda number: store.create("commits/a.json", b"%d" % number), range(8)))
-    if "memory" not in store.where() and "s3" not in store.where():  # two of fsspec's and moto's may win at once
+    if "memory" not in store.where() and "s3" not in store.where():  # there, two writers may win
         assert told.count(True) == 1 and store.read("commits/a.json") == b"%d" % told.index(True)
     assert not store.create("commits/a.json", b"9") and store.files() == ["commits/a.json"]
     assert store.etags("commits").keys() == {"commits/a.json"}

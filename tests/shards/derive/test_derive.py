@@ -1,4 +1,4 @@
-"""A root derived from another is the root that stage 1 would have made, or is refused."""
+"""A derived root equals the root that stage 1 would have written, or the derivation is refused."""
 
 import os
 import shutil
@@ -38,14 +38,14 @@ WIDER = (("--text.storage", "float16"), ("--text.trim", "false"), ("--image.stor
 
 def derive(source: Path, out: Path, *options: str, in_processes: bool = False) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        if not in_processes:  # each of which imports torch first
+        if not in_processes:  # each process imports torch first
             patch.setattr("shards.base.pool.start_pool", lambda most, *_: ThreadPoolExecutor(most))
         shards(["derive", str(source), str(out), *options])
     return out
 
 
 def parts(root: Path) -> dict[str, str]:
-    """Part's folder, which is named by its content, → bits of what it stores."""
+    """Return folder of a part, which is named by its content, → bitmap of its samples."""
     return {receipt.folder: receipt.stored for receipt in load_receipts(LocalStore(root))}
 
 
@@ -60,7 +60,7 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path, towers: Path) -> Path:
-    """A root of two captions, two text towers and one of features."""
+    """A root with two captions per sample, two text towers and a feature tower."""
     config = config_of(
         models, tars, tmp_path_factory.mktemp("roots") / "many", towers, captions=["txt", "json:blip_caption"]
     )
@@ -74,13 +74,13 @@ def test_it_is_what_stage_1_makes_of_the_tars(latents: Path, models: Path, tars:
     encode_all(config := precompute_config(models, tars, tmp_path / "direct", **asked), models)
     direct = folder_of(config)
     assert EncodingRecord.load(LocalStore(derived)).id == EncodingRecord.load(LocalStore(direct)).id
-    # names are of the content: the same bytes
+    # names are derived from the content, so the bytes are the same
     assert parts(derived) == parts(direct) and len(parts(derived)) == 4
     assert (derived / "uncond.safetensors").read_bytes() == (direct / "uncond.safetensors").read_bytes()
     for bucket in ("64x64", "128x128"):
         assert (derived / bucket / "index.json").read_bytes() == (direct / bucket / "index.json").read_bytes()
     check_sound(derived)
-    # what was derived can be derived from, as far as it goes
+    # a derived root can itself be the source of a derivation
     assert parts(derive(derived, tmp_path / "again")) == parts(direct)
 
 
@@ -114,7 +114,7 @@ def test_receipts_name_their_source(latents: Path, tmp_path: Path) -> None:
     again = derive(derived, tmp_path / "again")
     ours, theirs = (load_receipts(LocalStore(root))[0].settings for root in (again, derived))
     assert str(ours["derived_from"]).split("/", 1)[1] in parts(derived)
-    assert ours["derived_from.host"] == theirs["derived_from.host"]  # the first one's: who had encoded it
+    assert ours["derived_from.host"] == theirs["derived_from.host"]  # the machine that encoded the original part
 
 
 def test_what_is_excluded_is_left_out_and_counted(latents: Path, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_what_is_excluded_is_left_out_and_counted(latents: Path, tmp_path: Path)
         receipt.samples for receipt in load_receipts(LocalStore(derived))
     )
     check_sound(derived)
-    assert exclusion_ids(LocalStore(derived)) == exclusion_ids(LocalStore(source))  # for what is added later
+    assert exclusion_ids(LocalStore(derived)) == exclusion_ids(LocalStore(source))  # for tars that are added later
 
 
 def test_the_same_command_again_makes_what_is_left_or_was_recalled(
@@ -138,7 +138,7 @@ def test_the_same_command_again_makes_what_is_left_or_was_recalled(
 ) -> None:
     derived = derive(latents, tmp_path / "derived", "--text.storage", "float8")
     whole = parts(derived)
-    (derived / "commits" / "64x64" / "00001.json").unlink()  # as if it had been killed before
+    (derived / "commits" / "64x64" / "00001.json").unlink()  # as if it had been killed before this point
     shards(["recall", str(derived), "--node", os.uname().nodename])
     assert parts(derived) == {}
     derive(latents, derived, "--text.storage", "float8")
@@ -209,7 +209,7 @@ def test_trim_is_refused_where_states_depend_on_padding(models: Path, tars: Path
 
 
 def derive_by_config(config: PrecomputeConfig, source: Path) -> Path:
-    """As a worker of `precompute --source` does it, in this process."""
+    """Derive like a worker of `precompute --source`, in this process."""
     encoding, out = describe_encoding(config), folder_of(config)
     config = config.model_copy(update={"source": source})
     rules = {str(bucket): rule for bucket, rule in config.to_fill.rules.items()}
@@ -227,7 +227,7 @@ def derive_by_config(config: PrecomputeConfig, source: Path) -> Path:
 def test_a_text_tower_is_added_without_a_picture(
     before: str, how: str, models: Path, tars: Path, tmp_path: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever was there before: the root is that of both at once."""
+    """Whichever tower the root had before, the result equals a root encoded with both."""
     one = {"text": {"model": str(models / "text_encoder"), "tokenizer": str(models / "tokenizer")}}
     asked: dict[str, Any] = {"texts": {**one, "t5": texts(towers, models)["t5"]}, "features": {}}
     asked["buckets"] = ["64x64", "128x128"]
@@ -278,16 +278,16 @@ def test_what_the_source_recalls_is_derived_anew(
     derived = derive(source, tmp_path / "derived", *SMALL)
     whole = parts(derived)
     shards(["recall", str(source), "--node", os.uname().nodename])
-    (source / "commits" / "64x64" / "00001.g0.recalled").unlink()  # but this one
+    (source / "commits" / "64x64" / "00001.g0.recalled").unlink()  # except this receipt
     derive(source, derived, *SMALL)
     assert "Recalled 3 parts of" in capsys.readouterr().out
     assert parts(derived).keys() == {name for name in whole if name.startswith("64x64/00001.")}
-    encode_all(config, models)  # by a good machine: other parts
+    encode_all(config, models)  # re-encoded on a good machine, with different content
     for receipt in load_receipts(LocalStore(source)):
         assert receipt.generation == (receipt.folder.split(".")[0] != "64x64/00001")
     derive(source, derived, *SMALL)
     assert parts(derived) == whole
-    # made anew with the same content, they are the same: nothing is recalled again
+    # re-encoded with the same content, so nothing is recalled again
     derive(source, derived, *SMALL)
     assert parts(derived) == whole and "recalled" not in capsys.readouterr().out
     check_sound(derived)
@@ -308,7 +308,7 @@ def test_a_missing_tokenizer_is_found_before_a_root_is_made(
     with pytest.raises(RequestError, match="moved"):
         derive(source, tmp_path / "out", "--text.trim", "true")
     assert not (tmp_path / "out").exists()
-    derive(source, tmp_path / "out", "--text.storage", "float8")  # which needs none
+    derive(source, tmp_path / "out", "--text.storage", "float8")  # this conversion needs no tokenizer
 
 
 def test_receipts_are_not_all_read_to_find_the_tars(latents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def test_a_process_that_is_killed_ends_the_command(
 def test_a_signal_to_all_processes_is_one_to_leave(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Slurm and a service manager send it: a process dies of it, and the first one was told."""
+    """Slurm and service managers signal all processes: a worker dies, and the parent receives the signal too."""
     monkeypatch.setattr(job, "_derive_in_process", signal_both)
     with pytest.raises(Preempted, match="stopped by a signal before all tars were derived"):
         derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)

@@ -1,4 +1,4 @@
-"""Aspect tables: what is in one, and which bucket a picture goes to, against an exhaustive obvious answer."""
+"""Aspect tables and the choice of a bucket, compared with an exhaustive search."""
 
 import itertools
 import math
@@ -27,22 +27,22 @@ def test_the_table_of_512() -> None:
 def test_tables(table: AspectTable) -> None:
     buckets = table.buckets
     assert Bucket(table.base, table.base) in buckets
-    # the same upright as lying
+    # portrait shapes mirror landscape shapes
     assert {(b.width, b.height) for b in buckets} == {(b.height, b.width) for b in buckets}
     for bucket in buckets:
         short, long = sorted((bucket.width, bucket.height))
         assert short % table.step == 0 and long % table.step == 0
         assert long <= table.max_ratio * short
-        # the shorter side is half a step at most from where the area would be base²
+        # the shorter side is at most half a step off an area of base²
         assert abs(short - table.base**2 / long) <= table.step / 2
-    # wider means no higher: what `nearest` rests on
+    # wider buckets are never higher, which `nearest` relies on
     for narrow, wide in itertools.pairwise(buckets):
         assert narrow.width <= wide.width and narrow.height >= wide.height and narrow != wide
 
 
 @given(tables)
 def test_no_bucket_of_a_table_is_missing(table: AspectTable) -> None:
-    """Every multiple of the step, tried."""
+    """Try every multiple of the step."""
     obvious = set()
     for long in range(table.base, 8 * table.base, table.step):
         heights = range(0, table.base + 1, table.step)
@@ -69,7 +69,7 @@ def test_the_nearest_against_trying_all(table: AspectTable, width: int, height: 
 
 @given(tables, sides, sides)
 def test_the_crop_is_bounded_by_the_neighbouring_ratios(table: AspectTable, width: int, height: int) -> None:
-    """Even where the nearest is too large for the picture: the one it gets encloses its ratio, or is the outermost."""
+    """Even if the nearest bucket is too large for the picture, its bucket encloses its ratio, or is the outermost."""
     found = table.nearest(width, height)
     assume(found is not None)
     assert found is not None
@@ -100,8 +100,8 @@ def test_choice(table: AspectTable, width: int, height: int, buckets: list[Bucke
         (1920, 1080, "704x384"),  # 16:9, nearer 1.83 than 1.67
         (640, 427, "640x384"),
         (690, 388, "640x384"),  # 704 is nearer, but 690 wide does not cover it
-        (630, 400, None),  # nearest 640x384; the other neighbour, 576x448, is too high
-        (5000, 600, "704x384"),  # beyond the table: its widest
+        (630, 400, None),  # nearest is 640x384; the other neighbour, 576x448, is too high
+        (5000, 600, "704x384"),  # beyond the table: the widest bucket
         (512, 512, "512x512"),
         (511, 511, None),
     ],

@@ -22,7 +22,7 @@ def test_bad_names_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("width", "height", "fits"),
-    [(64, 32, True), (63, 32, False), (64, 31, False), (640, 320, True)],  # a side short by one pixel does not fit
+    [(64, 32, True), (63, 32, False), (64, 31, False), (640, 320, True)],  # a side that is one pixel short does not fit
 )
 def test_never_enlarged(width: int, height: int, fits: bool) -> None:
     assert Bucket(64, 32).fits(width, height) is fits

@@ -1,4 +1,4 @@
-"""Image storage: codes and steps against a float64 loop, and what they cost a sample of the posterior."""
+"""Image storage: codes and steps compared with a float64 loop, and the resulting error of posterior samples."""
 
 from typing import Any
 
@@ -16,7 +16,8 @@ from shards.format.towers import ImageTower
 
 
 def moments(seed: int, size: float = 5.0) -> torch.Tensor:
-    """Means of a deviation of `size` in channels of different size, and log-variances in and out of their range."""
+    """Draw means with deviation `size` and different channel scales, and log-variances inside and outside of their
+    range."""
     random = torch.Generator().manual_seed(seed)
     means = torch.randn(4, 6, 7, generator=random) * size * torch.tensor([1.0, 0.1, 3.0, 0.5])[:, None, None]
     return torch.cat([means, torch.rand(4, 6, 7, generator=random) * 60 - 35])
@@ -67,7 +68,7 @@ def test_a_sample_of_the_posterior_is_diffusers_own_but_for_the_stated_error() -
     exact, coarse = (
         DiagonalGaussianDistribution(parameters) for parameters in (latents, dequantise(*quantise(latents, 4)))
     )
-    assert ((coarse.std / exact.std - 1).abs() < 0.05).all()  # a variance to 10 %
+    assert ((coarse.std / exact.std - 1).abs() < 0.05).all()  # a variance within 10 %
 
 
 @pytest.mark.parametrize("posterior", ["moments", "mean"])

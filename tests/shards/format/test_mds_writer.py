@@ -1,4 +1,4 @@
-"""The part's writer gives streaming's own bytes, which come back; it knows what it wrote, and loses no disk's error."""
+"""The part writer produces the same bytes as streaming, records hashes of them, and reports disk errors."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from shards.root.reading import read_part
 
 
 def record(latents: Path, **text: Any) -> EncodingRecord:
-    """The encoding of a root, with other text fields."""
+    """Make an encoding record with the given text fields."""
     encoding = EncodingRecord.load(open_store(latents))
     captions = {"captions": text.pop("captions")} if "captions" in text else {}
     tower = encoding.texts["text"].model_copy(update=text)
@@ -31,7 +31,7 @@ def record(latents: Path, **text: Any) -> EncodingRecord:
 
 
 def samples(encoding: EncodingRecord, count: int) -> Iterator[dict]:
-    """Samples of the 64x64 bucket."""
+    """Draw samples of the 64x64 bucket."""
     random, stored = np.random.default_rng(0), encoding.texts["text"]
     for i in range(count):
         captions = [
@@ -54,7 +54,7 @@ def samples(encoding: EncodingRecord, count: int) -> Iterator[dict]:
 def both_ways(
     encoding: EncodingRecord, folder: Path, limit: int, count: int
 ) -> tuple[PartMDSWriter, dict[str, bytes], dict[str, bytes]]:
-    """The same samples by our writer and by streaming's: ours, and what either wrote."""
+    """Write the same samples with our writer and with streaming's; return our writer and both outputs."""
     bucket = Bucket(64, 64)
     columns = encoding.columns(bucket)
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +88,7 @@ def test_the_bytes_are_those_of_streaming(
     for name, known in ours.records.items():
         path = tmp_path / "ours" / name
         assert (known.bytes, known.sha256) == (path.stat().st_size, sha256_file(path))
-    if count > 3:  # streaming writes an empty file before one sample that is more than a file, and cannot read it
+    if count > 3:  # for a sample larger than a file, streaming first writes an empty file, which it cannot read
         theirs = StreamingDataset(local=str(tmp_path / "theirs"), batch_size=1)
         for read, stored, sample in zip(read_part(tmp_path / "ours"), theirs, samples(encoding, count), strict=True):
             assert read.keys() == stored.keys() == sample.keys()

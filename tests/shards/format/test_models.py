@@ -1,4 +1,4 @@
-"""Models by hub name: what comes of a hub that gives them, and what is said of one that does not."""
+"""Models by hub name: downloads, and the errors of a hub that does not provide them."""
 
 import json
 import re
@@ -44,7 +44,7 @@ NAMES = {
 
 
 def options(tmp_path: Path, repo: str) -> list[str]:
-    """Stage 1's config, with the models of a repository."""
+    """Return stage 1 options with the models of a repository."""
     fixed = ["--input", str(tmp_path), "--output", str(tmp_path / "latents"), "--buckets", '["64x64", "128x128"]']
     models = [word for field, name in NAMES.items() for word in (f"--{field}", f"{repo}/{name}")]
     models += ["--texts.text.class_name", "CLIPTextModel"]
@@ -61,7 +61,7 @@ def test_models_from_the_hub_are_those_of_the_folder(models: Path, tmp_path: Pat
             assert {place: model["sha256"] for place, model in found.items()} == {
                 place: weights.sha256 for place, weights in expected.weights.items()
             }
-    # what was fetched once serves without a network, and where the repository is gone from the hub
+    # the cached copy works without a network, and after the repository is removed from the hub
     for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
         ask(DESCRIBE, hub, tmp_path / "cache", *options(tmp_path, repos[0]), **variables)
 

@@ -1,4 +1,4 @@
-"""Models on an object store: fetched once by all processes of a machine, and held against what was recorded."""
+"""Models on an object store: downloaded once per machine, and compared with their record."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ from tests.conftest import precompute_config
 
 @pytest.fixture
 def gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that are fetched from stores, into a cache of this test's own."""
+    """Names of the files downloaded from stores, with a separate cache for this test."""
     fetched: list[str] = []
     get = RemoteStore.get
 
@@ -65,7 +65,7 @@ def test_one_of_a_machines_processes_fetches(s3: str, models: Path, gets: list[s
     changed = bytearray((models / "vae" / "diffusion_pytorch_model.safetensors").read_bytes())
     changed[-1] ^= 1
     RemoteStore(f"{s3}/vae").write("diffusion_pytorch_model.safetensors", bytes(changed))
-    assert recorded_folder(weights) == folder and len(gets) == 2  # what was recorded is here, whatever is there now
+    assert recorded_folder(weights) == folder and len(gets) == 2  # still cached here
     newer = model_folder(f"{s3}/vae/")
     assert newer != folder and newer.parent == folder.parent and len(gets) == 4 and not half.exists()
     assert recorded_folder(hash_weights(weights.name, newer)) == newer

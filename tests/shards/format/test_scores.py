@@ -1,4 +1,4 @@
-"""Scores are declared once: a new one reaches every file and filter, and changes nothing of roots without it."""
+"""Scores are declared once: a new score reaches every file and filter, and does not affect roots without it."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ from train.data.selection import FilterConfig
 pytestmark = pytest.mark.heavy
 
 HPS = {i: i / 10 for i in range(12) if i % 3}
-"""Sample number → the new score, which every third sample lacks."""
+"""Sample number → new score; every third sample lacks it."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_filter_and_selection_know_a_new_score(plugged: tuple[Path, dict[str
 def test_the_tools_read_a_root_with_a_score_that_they_do_not_know(
     plugged: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This process has not declared it: the root's own record suffices."""
+    """The root's record suffices; this process has not declared the score."""
     root = plugged[0]
     shards(["verify", str(root)])
     assert "is intact" in capsys.readouterr().out

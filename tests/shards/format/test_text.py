@@ -1,4 +1,4 @@
-"""Text storage: codes and scales against a float64 loop, and what trimming keeps."""
+"""Text storage: codes and scales compared with a float64 loop, and trimming."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from shards.format.towers import TextTower
 
 
 def e4m3_values() -> np.ndarray:
-    """Every finite e4m3 number, written out: sign × 2^(e − 7) × (1 + m/8), with subnormals m/8 × 2^−6."""
+    """Return every finite e4m3 number by its definition: sign × 2^(e − 7) × (1 + m/8), with subnormals m/8 × 2^−6."""
     values = [0.0]
     for exponent in range(16):
         for mantissa in range(8):
@@ -87,7 +87,7 @@ def test_what_trimming_keeps_is_as_it_was(storage: str) -> None:
 @settings(deadline=None)
 @given(st.integers(0, 2**16), st.lists(st.integers(1, 40), max_size=8), st.sampled_from([8, 1000, 20_000]))
 def test_pieces_change_no_byte(seed: int, lengths: list[int], width: int) -> None:
-    """Tensors that share a piece, and ones that take several: as each at once."""
+    """Compare tensors that share a piece, and tensors in several pieces, with separate quantisation."""
     random = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(length, width, generator=random).half() for length in lengths]
     for found, tensor in zip(quantise_in_chunks(quantise, tensors), tensors, strict=True):

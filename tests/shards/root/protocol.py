@@ -23,28 +23,28 @@ class ProtocolMachine(InterleavingMachine):
     moves = False
 
     def attempt(self, content: str, token: str) -> Program:
-        """An attempt; returns the token of the receipt that it takes to be in force."""
+        """Run an attempt; return the token of the receipt that it considers active."""
         raise NotImplementedError
 
     def recall(self) -> Program:
-        """Puts a tombstone beside what is in force."""
+        """Create a tombstone beside the active receipt."""
         raise NotImplementedError
 
     def clean(self) -> Program:
-        """Removes old parts without a receipt."""
+        """Remove old parts without a receipt."""
         raise NotImplementedError
 
-    # what the invariants need of a receipt, whose form is the program's
+    # accessors for the invariants, because each program has its own form of receipts
     def token_of(self, data: bytes) -> str:
-        """The attempt that wrote it."""
+        """Return the token of the attempt that wrote a receipt."""
         return str(json.loads(data)["token"])
 
     def folder_of(self, data: bytes) -> str:
-        """The part that it names."""
+        """Return the part that a receipt names."""
         return f"{BUCKET}/{json.loads(data)['part']}"
 
     def right(self, folder: str) -> dict[str, bytes]:
-        """What the part of that name holds."""
+        """Return the content that a part of that name must have."""
         content = folder.rpartition(".")[2]
         return {name: f"{content}:{name}".encode() for name in FILES}
 
@@ -58,7 +58,7 @@ class ProtocolMachine(InterleavingMachine):
     @precondition(lambda self: self.count("attempt") < 3 and not self.count("clean"))
     @rule(content=st.sampled_from("ab"))
     def start_attempt(self, content: str) -> None:
-        """A worker takes the tar."""
+        """Start an attempt at the tar."""
         self.number += 1
         self.begin("attempt", self.attempt(content, f"token-{self.number}"), f"token-{self.number}")
 
@@ -76,7 +76,7 @@ class ProtocolMachine(InterleavingMachine):
 
     @rule(share=st.sampled_from([0.3, 1.1]))
     def time_passes(self, share: float) -> None:
-        """Nothing that was begun lasts as long as `clean` waits."""
+        """Advance the time; no running program may last as long as `clean` waits."""
         self.shared.now += share * AGE
         self.late = [(began, call) for began, call in self.late if self.shared.now - began < AGE]
         for running in [r for r in self.running if self.shared.now - r.began >= AGE]:
@@ -85,7 +85,7 @@ class ProtocolMachine(InterleavingMachine):
 
     @rule()
     def pin(self) -> None:
-        """A training run begins with what is in force, and reads it for ever."""
+        """Start a training run that reads the active receipts from now on."""
         for name in active_receipts(self.shared.files):
             self.pinned.add(self.folder_of(self.shared.files[name][0]))
 
@@ -104,7 +104,7 @@ class ProtocolMachine(InterleavingMachine):
 
     @invariant()
     def receipts_stay_as_they_are(self) -> None:
-        """Once there, a receipt is there for good."""
+        """Check that no receipt is changed or removed."""
         now = self._receipts()
         for name, data in self.receipts.items():
             assert now.get(name) == data, f"{name} was replaced"
@@ -112,7 +112,7 @@ class ProtocolMachine(InterleavingMachine):
 
     @invariant()
     def one_receipt_an_attempt_and_one_in_force(self) -> None:
-        """Generations begin at 0 without a gap, all but the last are recalled, and no attempt wrote two."""
+        """Check that generations start at 0 without gaps, all but the last are recalled, and no attempt wrote two."""
         assert len(active_receipts(self.shared.files)) <= 1
         tokens = [self.token_of(data) for data in self._receipts().values()]
         assert len(set(tokens)) == len(tokens), "one attempt committed two generations"
@@ -122,21 +122,21 @@ class ProtocolMachine(InterleavingMachine):
 
     @invariant()
     def what_a_receipt_names_is_whole(self) -> None:
-        """Recalled ones too: runs that were pinned before read on."""
+        """Check all parts that receipts name, including recalled ones, which pinned runs still read."""
         for folder in {self.folder_of(data) for data in self._receipts().values()} | self.pinned:
             for name, data in self.right(folder).items():
                 assert self.shared.files.get(f"{folder}/{name}", (None,))[0] == data, f"{folder}/{name} is not whole"
 
     @invariant()
     def nobody_writes_into_anothers_part(self) -> None:
-        """Every file has the content that its folder is named by."""
+        """Check that every file has the content that its folder is named after."""
         for name, (data, _) in self.shared.files.items():
             folder, _, file = name.rpartition("/")
             if folder.startswith(f"{BUCKET}/"):
                 assert self.right(folder)[file] == data
 
     def teardown(self) -> None:
-        """An undisturbed attempt at the end commits, or finds what was committed."""
+        """Run an undisturbed attempt at the end, which must commit or find the committed part."""
         for running in self.running:
             running.program.close()
         self.running = []
@@ -149,7 +149,7 @@ class ProtocolMachine(InterleavingMachine):
 
 
 class Scratch:
-    """Local folders of the two contents."""
+    """Local folders with the two contents."""
 
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory()

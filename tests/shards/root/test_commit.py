@@ -1,4 +1,4 @@
-"""The commit protocol, broken between each two of its steps: what is there afterwards, and that it heals."""
+"""The commit protocol, interrupted between any two steps: the remaining state, and recovery."""
 
 import os
 import shutil
@@ -30,16 +30,16 @@ from tests.tiny import make_samples, make_tar
 pytestmark = pytest.mark.heavy
 
 STEPS = {LocalStore: ("create", "move"), RemoteStore: ("create", "put")}
-"""What changes a root of each kind."""
+"""Calls that change a root of each kind."""
 TIMED = {"started", "seconds", "attempts", "token"}
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing that handles errors handles it."""
+    """Stand-in for SIGKILL, which no error handling catches."""
 
 
 def die_before(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Raise `Killed` before the `number`-th step after the root was made."""
+    """Raise `Killed` before the `number`-th step after the creation of the root."""
     steps = iter(range(1000))
 
     def counting(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,12 +73,13 @@ def one_tar(tars: Path, tmp_path: Path) -> Path:
 
 
 def contents(root: Path | str) -> dict[str, bytes]:
-    """Every file of a root; hidden ones are left out, and index/, which knows when receipts came."""
+    """Return name → bytes of a root's files, without hidden files and index/, which depends on when receipts were
+    created."""
     store = open_store(root)
     return {name: store.read(name) for name in store.files() if not name.startswith((".", "index/"))}
 
 
-@pytest.mark.parametrize("number", range(6))  # uncond, the tar's record; of each bucket the part and the receipt
+@pytest.mark.parametrize("number", range(6))  # uncond and the tar's record; for each bucket, the part and the receipt
 def test_a_kill_between_two_steps_leaves_nothing_that_anybody_reads(
     latents: Path, models: Path, one_tar: Path, root: Path | str, number: int
 ) -> None:
@@ -94,7 +95,7 @@ def test_a_kill_between_two_steps_leaves_nothing_that_anybody_reads(
     two = contents(root)
     assert one.keys() == two.keys()
     different = {name.partition("/")[0] for name in one if one[name] != two[name] and not name.endswith("index.json")}
-    assert different <= {"commits", "tars"}  # these say when, and where the tar was
+    assert different <= {"commits", "tars"}  # these record times and the tar's location
 
 
 def test_a_kill_while_a_bucket_is_added_leaves_the_committed_one_alone(
@@ -103,7 +104,7 @@ def test_a_kill_while_a_bucket_is_added_leaves_the_committed_one_alone(
     encode_all(precompute_config(models, tars, root, buckets=["128x128"]), models)
     before = {name: data for name, data in contents(root).items() if name.startswith(("128x128/0", "commits"))}
     both = precompute_config(models, tars, root)
-    for number in (2, 3):  # the tar's record, the part; the second time the part is there
+    for number in (2, 3):  # the tar's record and the part; the second time, the part exists
         with pytest.MonkeyPatch.context() as patch:
             die_before(patch, number - 1)
             with pytest.raises(Killed):
@@ -117,12 +118,12 @@ def test_a_kill_while_a_bucket_is_added_leaves_the_committed_one_alone(
 
 
 def test_the_later_of_two_attempts_adopts_what_is_there(models: Path, tars: Path, tmp_path: Path) -> None:
-    """Another job commits one of two buckets while this one is at work: its receipts stay as they are."""
+    """A second job commits one of two buckets during this attempt; its receipts stay unchanged."""
     root = tmp_path / "root"
     encode_all(precompute_config(models, tars, root, buckets=["64x64"]), models)
     before = tree(root)
     with pytest.MonkeyPatch.context() as patch:
-        # as a job that looked before the other one's commit
+        # like a job that listed commits before the other job's commit
         patch.setattr("precompute.encode.tar.current_generation", lambda store, bucket, tar: (0, None))
         encode_all(precompute_config(models, tars, root), models)
     now = tree(root)
@@ -176,7 +177,7 @@ def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path
 
 
 def abandon(root: Path, tar: str) -> Path:
-    """The private folder of an attempt that was killed."""
+    """Create the private folder of a killed attempt."""
 
     def be_killed() -> None:
         with attempt_folder(open_store(root), tar) as folder:
@@ -199,7 +200,7 @@ def test_what_a_killed_attempt_left_is_swept_and_one_at_work_is_not(tmp_path: Pa
 
 
 def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, root: Path | str) -> None:
-    """A writer that loses a sample: the receipt refuses to exist."""
+    """If a writer loses a sample, the receipt cannot be built."""
     config = precompute_config(models, tars, root)
     with pytest.MonkeyPatch.context() as patch:
         write = PartWriter.write
@@ -244,7 +245,8 @@ def test_a_store_that_ignores_the_condition_is_refused(latents: Path, monkeypatc
 def test_another_job_may_make_the_root_in_any_moment(
     latents: Path, root: Path | str, monkeypatch: pytest.MonkeyPatch, moment: str, same: bool
 ) -> None:
-    """With the same encoding both go on; with another one the first to write it does, and the other says which."""
+    """With the same encoding, both jobs continue; otherwise the first to write it continues, and the other is
+    refused."""
     from shards.format.encoding import EncodingRecord
 
     ours = EncodingRecord.load(open_store(latents))
@@ -254,7 +256,7 @@ def test_another_job_may_make_the_root_in_any_moment(
     overtaken: list[EncodingRecord] = []
 
     def ask_and_be_overtaken(*arguments: Any) -> object:
-        found = ask(*arguments) if moment != "create" else None  # what is found is of before
+        found = ask(*arguments) if moment != "create" else None  # the listing is from before
         if not overtaken:
             create_root(other, theirs)
             overtaken.append(theirs)
@@ -304,6 +306,6 @@ def test_of_two_creators_one_is_told_so_without_hard_links_too(tmp_path: Path, m
     store = LocalStore(tmp_path)
     assert store.create("a/b", b"1") and not store.create("a/b", b"2") and store.read("a/b") == b"1"
     assert store.files() == ["a/b"]
-    monkeypatch.setattr("shards.base.durable.RENAME_NOREPLACE", 1 << 20)  # what no file system knows
+    monkeypatch.setattr("shards.base.durable.RENAME_NOREPLACE", 1 << 20)  # an error of file systems without the call
     with pytest.raises(RequestError, match="supports neither hard links nor RENAME_NOREPLACE"):
         store.create("a/c", b"1")

@@ -1,4 +1,4 @@
-"""The model of the commit protocol, and the product's code, through the same machine; and that the machine can fail."""
+"""The model of the commit protocol and the product's code pass the state machine, and faulty protocols fail it."""
 
 import json
 import math
@@ -39,7 +39,7 @@ MANY = settings(FEW, max_examples=3000, stateful_step_count=80, derandomize=Fals
 
 
 class Model(ProtocolMachine):
-    """The protocol in its fewest words."""
+    """A minimal model of the protocol."""
 
     def attempt(self, content: str, token: str) -> Program:
         generation, found = yield from self.current()
@@ -59,7 +59,7 @@ class Model(ProtocolMachine):
                 return self.token_of(found)
 
     def current(self) -> Program:
-        """The generation that is not recalled, and its receipt."""
+        """Return the first generation that is not recalled, and its receipt."""
         generation = 0
         while True:
             found = yield "read", receipt_name(BUCKET, TAR, generation)
@@ -68,7 +68,7 @@ class Model(ProtocolMachine):
             generation += 1
 
     def place(self, content: str) -> Program:
-        """Complete the part's folder; the index is written in any case."""
+        """Complete the part's folder; the index is always written."""
         folder = f"{BUCKET}/{TAR}.{content}"
         for name in FILES:
             right = f"{content}:{name}".encode()
@@ -126,13 +126,13 @@ class Product(ProtocolMachine):
 
 
 class ProductOnAFileSystem(Product):
-    """The same where a part is renamed into place."""
+    """The product's code on a file system, where a part is renamed into place."""
 
     moves = True
 
 
 def make_receipt(token: str, part: str, files: dict[str, FileRecord]) -> Receipt:
-    """A receipt of no samples."""
+    """Make a receipt without samples."""
     empty = synthetic_receipt(TAR, BUCKET, samples_of_files=())
     return empty.model_copy(update={"token": token, "part": part, "files": files})
 
@@ -158,7 +158,7 @@ def test_the_protocol_holds_in_many_orders(machine: type[ProtocolMachine]) -> No
 
 
 class Overwrites(Model):
-    """Receipts are written, whatever is there."""
+    """Faulty protocol: receipts are overwritten."""
 
     def attempt(self, content: str, token: str) -> Program:
         yield from self.place(content)
@@ -168,7 +168,7 @@ class Overwrites(Model):
 
 
 class NeverReadsBack(Model):
-    """Told that there is one, an attempt takes it for another's, and goes on where that was recalled."""
+    """Faulty protocol: an attempt assumes that an existing receipt is not its own, and continues if it was recalled."""
 
     def attempt(self, content: str, token: str) -> Program:
         yield from self.place(content)
@@ -182,7 +182,7 @@ class NeverReadsBack(Model):
 
 
 class ReceiptFirst(Model):
-    """The receipt comes before the part."""
+    """Faulty protocol: the receipt is created before the part."""
 
     def attempt(self, content: str, token: str) -> Program:
         data = json.dumps({"token": token, "part": f"{TAR}.{content}"}).encode()
@@ -192,7 +192,7 @@ class ReceiptFirst(Model):
 
 
 class OneFolder(Model):
-    """Parts are named by their tar alone."""
+    """Faulty protocol: parts are named after their tar only."""
 
     def folder_of(self, data: bytes) -> str:
         return f"{BUCKET}/{TAR}"
@@ -206,7 +206,7 @@ class OneFolder(Model):
 
 
 class CleansTheYoung(Model):
-    """Whatever no receipt names goes."""
+    """Faulty protocol: cleaning removes parts without a receipt at any age."""
 
     def clean(self) -> Program:
         now, self.shared.now = self.shared.now, self.shared.now + 2 * AGE
@@ -224,7 +224,7 @@ class CleansTheYoung(Model):
 
 
 class NeverRenews(Model):
-    """A part that lies there is used as it is, however old."""
+    """Faulty protocol: an existing part is used without rewriting its index, however old it is."""
 
     def place(self, content: str) -> Program:
         for name in FILES:
@@ -234,7 +234,7 @@ class NeverRenews(Model):
 
 
 class CleansTheRecalled(Model):
-    """A recalled receipt's part goes, though a run may read it."""
+    """Faulty protocol: cleaning removes recalled parts, although a run may read them."""
 
     def clean(self) -> Program:
         found, now = (yield "list", ""), self.shared.now
@@ -245,7 +245,7 @@ class CleansTheRecalled(Model):
 
 
 def until_receipt(machine: ProtocolMachine) -> None:
-    """An attempt of content a, up to the call that creates its receipt."""
+    """Run an attempt with content a up to the call that creates its receipt."""
     machine.start_attempt("a")
     while machine.running[-1].call[0] != "create":
         machine.proceed(len(machine.running) - 1, 1)
@@ -278,7 +278,7 @@ SCENARIOS = [recalled_while_a_reply_is_lost, cleaned_while_a_receipt_is_on_its_w
 
 
 def play(machine: ProtocolMachine, scenario: Callable[[ProtocolMachine], None]) -> None:
-    """A scenario, and every invariant."""
+    """Play a scenario, and check every invariant."""
     scenario(machine)
     machine.receipts_stay_as_they_are()
     machine.one_receipt_an_attempt_and_one_in_force()
@@ -310,7 +310,7 @@ def test_a_worse_protocol_is_found_out(mutant: type[ProtocolMachine]) -> None:
 
 
 def test_worse_code_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same of the product's own: told that there is a receipt, it does not look whose."""
+    """The machine finds the same fault in the product's code: it does not check whose receipt exists."""
 
     def create_receipt(store: Store, receipt: Receipt) -> Receipt:
         while True:

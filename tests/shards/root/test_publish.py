@@ -1,4 +1,4 @@
-"""Manifests: what they say is a function of the set of parts, and publishing costs what was added."""
+"""Manifests depend only on the set of parts, and the cost of publishing depends only on new parts."""
 
 import json
 import random
@@ -44,7 +44,7 @@ def names(store: Store, manifest: Manifest, bucket: str = BUCKET) -> list[str]:
 def test_what_a_manifest_says_depends_on_the_set_of_parts_alone(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[int]]
 ) -> None:
-    """However often it was published on the way, and whoever did."""
+    """The number of earlier manifests and their publishers do not matter."""
     often, once = (LocalStore(tmp_path_factory.mktemp("root")) for _ in range(2))
     done: set[int] = set()
     for store in (often, once):
@@ -77,7 +77,7 @@ def test_publishing_fetches_what_was_added_and_segments_stay_few(tmp_path: Path)
         assert store.calls["get"] <= len(fresh) + 5 and store.calls["put"] == 3 and store.calls["list"] == 2
         written += max(path.stat().st_size for path in (tmp_path / "index/segments").iterdir())
     assert manifest.number == 60 and most <= 8
-    # another process, which has seen nothing, loads the segments and no receipt
+    # a new process loads the segments but no receipts
     store.calls.clear()
     assert Publisher(store).publish() == manifest and store.calls["get"] <= 6 + len(segments) and not store.calls["put"]
     assert (
@@ -121,7 +121,7 @@ def test_what_was_recalled_drops_out_and_comes_back_as_another_generation(tmp_pa
     commit(store, "00001", generation=1)
     again = Publisher(store).publish()
     assert names(store, again)[1] == f"commits/{BUCKET}/00001.g1.json"
-    # the index of before is there as it was
+    # the previous index is unchanged
     assert names(store, before)[1] == f"commits/{BUCKET}/00001.json" and again.recalled == without.recalled
 
 

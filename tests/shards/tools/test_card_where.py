@@ -1,4 +1,4 @@
-"""What can be said of a root, and of each of its samples, from encoding.json and receipts alone."""
+"""The dataset card, and the lookup of samples, from encoding.json and receipts alone."""
 
 import hashlib
 import json
@@ -97,7 +97,7 @@ def test_the_card(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(weights.sha256 in text for weights in encoding.weights.values())
     for row in ("| 64x64 | 30 |", "| 128x128 | 20 |", "| too_small | 10 |", "| batch_size | 8 |"):
         assert row in text
-    # its example of reading runs as it stands
+    # the card's reading example runs unchanged
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(latents.parent)
     scope: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""Samples that are excluded by key, URL or hash are in no batch of a later run; a run under way keeps its own."""
+"""Samples excluded by key, URL or hash are in no batch of later runs; running ones keep theirs."""
 
 import hashlib
 import shutil
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.heavy
 
 @pytest.fixture
 def root(latents: Path, tmp_path: Path) -> Path:
-    """As stage 1 writes it, with URLs and hashes."""
+    """A root with URLs and hashes, as written by stage 1."""
     return shutil.copytree(latents, tmp_path / "root")
 
 
 def keys(root: Path, **fields: Any) -> set[str]:
-    """Of the samples that pass, in the index's order."""
+    """Return the keys of the samples that pass, in index order."""
     streams = [{"root": str(root), "bucket": "64x64"}]
     spec = open_data(DataConfig.model_validate({"streams": streams, "num_workers": 0, **fields}), 4)
     (stream,) = spec.streams
@@ -46,7 +46,7 @@ def keys(root: Path, **fields: Any) -> set[str]:
 
 
 def batch_keys(root: Path) -> set[str]:
-    """Of every sample of an epoch, in batches of one."""
+    """Return the keys of every sample of an epoch, in batches of one."""
     streams = {"streams": [{"root": str(root), "bucket": "64x64"}]}
     data = DataConfig.model_validate({**streams, "num_workers": 0, "num_canonical_nodes": 1})
     spec = open_data(data, 1)
@@ -75,14 +75,14 @@ def test_by_key_url_and_hash(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     shards(["exclude", str(root), "--hashes", hash.upper()])
     assert keys(root) == batch_keys(root) == everything - {one, two, three, four}
     assert len(exclusion_ids(LocalStore(root))) == 3
-    # the same list again is the same list
+    # adding the same list again changes nothing
     capsys.readouterr()
     shards(["exclude", str(root), "--hashes", hash])
     assert "Already present: exclusions/" in capsys.readouterr().out and len(exclusion_ids(LocalStore(root))) == 3
 
 
 def test_a_url_matches_however_it_is_spelled(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the same rules as the opt-out list of `select`."""
+    """URLs match by the same rules as in the opt-out list of `select`."""
     everything = keys(root)
     one, two = sorted(everything)[:2]
     spelled = [f"HTTPS://user@EXAMPLE.org.:8443/a/../{one}#top", f"example.org/{two}"]
@@ -112,7 +112,7 @@ def test_keys_that_no_sample_has_are_refused_and_nothing_is_added(root: Path) ->
 
 
 def test_lines_that_match_nothing_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A list of takedowns may name pictures that a later tar brings, so it is kept whole."""
+    """The complete list is kept, because later tars may contain the other pictures."""
     shards(["exclude", str(root), "--urls", "http://example.org/nobody"])
     assert "No sample matches the line 'example.org/nobody'." in capsys.readouterr().out
     shards(["exclude", str(root), "--keys", min(keys(root)), "nobody"])
@@ -129,7 +129,7 @@ def test_with_a_filter_both_hold(root: Path) -> None:
 
 
 def test_a_run_under_way_keeps_its_samples_and_the_next_one_leaves_them_out(tmp_path: Path) -> None:
-    """Read from the batches that the runs were trained on."""
+    """Check the batches that the runs were trained on."""
     root = make_root(tmp_path / "root", {"64x64": [13, 29, 17]})
 
     def train(name: str, steps: int, *more: str) -> tuple[list[float], list[list[str]]]:

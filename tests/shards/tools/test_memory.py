@@ -1,4 +1,4 @@
-"""Commands read all receipts of a root without keeping them, and find the same as if they had kept them."""
+"""Commands read all receipts of a root without keeping them, and their results do not change."""
 
 import shutil
 import weakref
@@ -29,14 +29,14 @@ from tests.random_roots import HOSTS, random_root
 
 TARS, BUCKETS = 400, ("256x256", "512x512")
 MOST_ALIVE = 8
-"""Those of two or three tars."""
+"""Limit on receipts in memory: those of two or three tars."""
 MOST_ALIVE_IN_VERIFY = MOST_ALIVE + 2 * 64
-"""It also holds 64 of each bucket before they become rows of an index."""
+"""Limit for `verify`, which also holds 64 receipts per bucket before they become rows of an index."""
 
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root of 800 receipts whose parts are not there."""
+    """A root of 800 receipts without parts."""
     root = tmp_path_factory.mktemp("many")
     encoding_record(4, 4).save(LocalStore(root))
     for bucket in BUCKETS:
@@ -49,7 +49,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Alive:
-    """Counts receipts that were parsed and not yet let go of."""
+    """Counts receipts that were parsed and not yet released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = self.most = self.parsed = 0
@@ -86,7 +86,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "preview": lambda root: pick_samples(open_store(root), None, 2 * TARS),
 }
 EXPECTED_ERRORS = {"verify": WorkError, "preview": FileNotFoundError}
-"""The parts are not there."""
+"""Errors about missing parts, which are expected."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -99,10 +99,10 @@ def test_the_receipts_in_memory_do_not_grow_with_the_root(
             COMMANDS[name](many)
     else:
         COMMANDS[name](many)
-    assert alive.parsed >= TARS  # `preview` needs those of one bucket
+    assert alive.parsed >= TARS  # `preview` needs the receipts of one bucket
     assert 0 < alive.most <= (MOST_ALIVE_IN_VERIFY if name == "verify" else MOST_ALIVE)
     kept = Alive(monkeypatch)
-    receipts = load_receipts(open_store(many))  # it is counted: this is more than allowed
+    receipts = load_receipts(open_store(many))  # the counter works: this exceeds the limit
     assert kept.most == len(receipts) == len(BUCKETS) * TARS > MOST_ALIVE_IN_VERIFY
 
 
@@ -148,7 +148,7 @@ def test_what_commands_add_up_is_what_all_receipts_say(tmp_path: Path, seed: int
 
 
 def test_verify_names_all_that_is_wrong(tmp_path: Path) -> None:
-    """In parts, tables and receipts of several tars, and in the index."""
+    """Damage parts, tables and receipts of several tars, and the index."""
     store = open_store(random_root(tmp_path / "root", 1))
     assert list(verify_root(store)) == []
     first, *_, last = [receipt for receipt in load_receipts(store) if receipt.samples]
@@ -160,7 +160,7 @@ def test_verify_names_all_that_is_wrong(tmp_path: Path) -> None:
     assert lines[0] == f"{first.folder}/refused.parquet is missing"
     assert lines[1].startswith(f"{last.folder}/samples.parquet has 1 bytes, but its receipt records ")
     assert lines[2].startswith(f"{last.bucket}/index.json does not match the receipts") and len(lines) == 3
-    # a root whose receipts cannot all be read has no index to compare with
+    # the index is only compared if all receipts can be read
     path = tmp_path / "root" / first.name
     path.write_bytes(path.read_bytes()[:-9])
     lines = [line.replace(f"{tmp_path}/root/", "") for line in verify_root(store)]
@@ -189,7 +189,7 @@ def test_a_settings_values_are_counted_by_tar(tmp_path: Path, capsys: pytest.Cap
 def test_of_a_setting_with_many_values_the_card_shows_some(
     latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As `derived_from` of a derived root, whose every part has its own."""
+    """`derived_from` of a derived root, for example, has a different value for each part."""
     store = LocalStore(shutil.copytree(latents, tmp_path / "root"))
     (receipt, *_) = load_receipts(store)
     for number in range(30):
@@ -204,7 +204,7 @@ def test_of_a_setting_with_many_values_the_card_shows_some(
 
 
 class Listening(ThinStore):
-    """Notes what each request is for, and what has been handed over by then."""
+    """Records the purpose of each request, and the receipts returned by then."""
 
     def __init__(self, root: Path):
         super().__init__(root)
@@ -226,12 +226,12 @@ def test_small_files_are_read_ahead_in_batches(tmp_path: Path) -> None:
     for name, content in read_each(store, names, 4):
         assert content == name.encode()
         got.append(name)
-        # the batch that is handed over, and the next one
+        # the batch in use and the next one
         assert len(store.requests) <= (names.index(name) // 4 + 1) + 1
     assert got == [name for name in names if name != "05"]
     assert store.requests == [names[first : first + 4] for first in range(0, 23, 4)]
     assert list(read_each(store, [], 4)) == []
-    # a caller that has seen enough leaves the rest
+    # the rest is not read if the caller stops
     store.requests.clear()
     next(read_each(store, names, 4))
     assert 1 <= len(store.requests) <= 2

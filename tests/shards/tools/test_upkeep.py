@@ -1,4 +1,4 @@
-"""recall, by-node and clean: what they do to a root, and what they refuse."""
+"""recall, by-node and clean: effects and refusals."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from tests.roots import tree
 
 
 def words(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed on stderr, on one line."""
+    """Return the output on stderr, joined to one line."""
     return capsys.readouterr().err.replace("\n", " ")
 
 
@@ -52,7 +52,7 @@ def test_what_is_recalled_is_made_anew_and_its_part_stays(
     assert "4 parts with 50 samples were recalled" in capsys.readouterr().out
     assert load_receipts(open_store(root)) == []
     now = tree(root)
-    assert {name: now[name] for name in parts} == parts  # a run that has begun with them reads on
+    assert {name: now[name] for name in parts} == parts  # a run that started with them continues to read them
     encode_all(precompute_config(models, tars, root), models)
     assert [receipt.generation for receipt in load_receipts(open_store(root))] == [1] * 4
     assert (root / "commits" / "64x64" / "00000.g1.json").is_file()
@@ -94,12 +94,12 @@ def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture
 
 
 def test_by_node_counts_a_reject_once_for_all_buckets(root: Path, tmp_path: Path) -> None:
-    """One machine made the whole root, so its rejects are those of `stats`."""
+    """One machine encoded the whole root, so its rejects are those of `stats`."""
     store = open_store(root)
     (node,) = node_totals(store)
     rejected = root_stats(store, 0)["rejected"]
     assert node["rejects"] == {reason: rejected[reason] for reason in rejected if reason != "too_small"} != {}
-    # of samples that one bucket rejects and another stores, or both reject for different reasons
+    # samples that one bucket rejects and another stores, or that both reject for different reasons
     store = open_store(random_root(tmp_path / "random", 0))
     expected: dict[str, Counter[str]] = {}
     for books in load_tars(store):
@@ -116,7 +116,7 @@ def test_by_node_counts_a_reject_once_for_all_buckets(root: Path, tmp_path: Path
 
 
 def aged(root: Path, seconds: float) -> Path:
-    """As if everything had been written that long ago."""
+    """Make all files look this old."""
     then = time.time() - seconds
     for path in root.rglob("*"):
         os.utime(path, (then, then))
@@ -143,7 +143,7 @@ def test_clean_waits_until_nobody_writes(root: Path, capsys: pytest.CaptureFixtu
     orphan.mkdir()
     for written, message in ((time.time() - 60, "a job may be running"), (time.time() + 5000, "was written")):
         (orphan / "index.json").write_text("{}")
-        os.utime(orphan / "index.json", (written, written))  # the second: by a clock that ran backwards since
+        os.utime(orphan / "index.json", (written, written))  # one is in the future
         assert exit_code_of(lambda: run(["clean", str(root), "--older-than", "1h"])) == 2
         assert message in words(capsys) and orphan.is_dir()
     assert exit_code_of(lambda: run(["clean", str(root), "--older-than", "59m"])) == 2
@@ -160,7 +160,7 @@ def test_a_receipt_of_another_version_is_refused(root: Path, capsys: pytest.Capt
 def test_clean_gives_up_uploads_that_never_ended(
     s3: str, latents: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On S3, where an attempt that is killed while it uploads leaves pieces that no listing shows."""
+    """On S3, an attempt that is killed during an upload leaves pieces that no listing shows."""
     files = fsspec.filesystem("s3")
     bucket = s3.removeprefix("s3://")
     files.put(f"{latents}/", f"{bucket}/root/", recursive=True)
@@ -174,7 +174,8 @@ def test_clean_gives_up_uploads_that_never_ended(
     asked: list[str] = []
 
     def paged(self: object, method: str, **options: str) -> dict[str, Any]:
-        """One upload a page, as S3 gives a thousand; and of an age, where moto's are all of 2010."""
+        """Return one upload per page, where S3 returns a thousand, with realistic ages, where moto dates all to
+        2010."""
         page: dict[str, Any] = call(self, method, **options)
         if method != "list_multipart_uploads":
             return page
@@ -201,7 +202,7 @@ def test_clean_gives_up_uploads_that_never_ended(
 
 
 def test_finished_commands_do_not_block_clean(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The commands of docs/how-to/look-into-a-root.md, in the order in which it lists them."""
+    """Run the commands of docs/how-to/look-into-a-root.md in order."""
     (receipt, *_) = load_receipts(open_store(root))
     orphan = shutil.copytree(root / receipt.folder, root / receipt.bucket / "00000.00000000")
     aged(root, 30 * 86400)

@@ -1,4 +1,4 @@
-"""Verifying and describing a latents root: what is broken on purpose is named."""
+"""Verification names all injected damage, and statistics of a latents root."""
 
 import random
 import shutil
@@ -35,7 +35,7 @@ def test_a_sound_root(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_flipped_bit_in_any_file_names_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every file of the root, at seeded places."""
+    """Flip a bit at a seeded position of every file."""
     rng = random.Random(0)
     for path in committed_files(root):
         data = path.read_bytes()
@@ -85,7 +85,7 @@ def test_stats(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     stats = root_stats(open_store(root), max_samples=1000)
     assert (stats["samples_in"], stats["encoded"], stats["rejected"]["too_small"]) == (46, 30, 10)
     assert {b: v["samples"] for b, v in stats["buckets"].items()} == {"64x64": 30, "128x128": 20}
-    # 8 planes of 8x8 and 16 tokens of 16, in two bytes each, and a little besides
+    # 8 planes of 8x8 and 16 tokens of 16, two bytes each, plus some overhead
     assert 1024 + 512 < stats["buckets"]["64x64"]["bytes_per_sample"] < 1024 + 512 + 200
     assert len(stats["buckets"]["64x64"]["latent_std"]) == 4
     run(["stats", str(root), "--plot", str(tmp_path / "new" / "stats.png")])
@@ -102,7 +102,7 @@ def test_stats(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 def test_a_caption_in_several_buckets_is_counted_once(
     tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the parts' tables, whichever buckets hold a sample; in the dataset card too."""
+    """Captions are counted from the parts' tables, no matter which buckets hold a sample, also in the dataset card."""
     store = open_store(random_root(tmp_path / "root", seed))
     expected = dict.fromkeys(("stored", *CAPTION_CHANGES), 0)
     for books in load_tars(store):

@@ -201,9 +201,9 @@ def test_downloads_are_retried(root: Path, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (flip_a_bit, r"64x64/00001\.\w+/shard\.00000\.mds is damaged: its xxh3_64 is not the one in its index"),
-        (cut_short, r"64x64/00001\.\w+/shard\.00000\.mds: \d+ bytes, but the index says \d+ bytes"),
-        (Path.unlink, r"64x64/00001\.\w+/shard\.00000\.mds: no file, but the index says \d+ bytes"),
+        (flip_a_bit, r"64x64/00001\.\w+/shard\.00000\.mds is damaged: its xxh3_64 does not match its index"),
+        (cut_short, r"64x64/00001\.\w+/shard\.00000\.mds has \d+ bytes, but its index lists \d+ bytes"),
+        (Path.unlink, r"64x64/00001\.\w+/shard\.00000\.mds is missing; its index lists \d+ bytes"),
     ],
     ids=["flipped-bit", "cut-short", "missing"],
 )
@@ -230,7 +230,7 @@ def test_a_remote_root_needs_a_cache(root: Path, tmp_path: Path) -> None:
     files.put(str(root), "/mill", recursive=True)
     try:
         with pytest.raises(
-            RequestError, match=r"memory://mill is remote: set data\.cache to a local folder, into which"
+            RequestError, match=r"memory://mill is remote: set data\.cache to a local folder for copies"
         ):
             open_data(data_config("memory://mill"), 8)
         config = data_config("memory://mill", cache=str(tmp_path / "cache"))
@@ -253,7 +253,7 @@ def test_a_cache_must_not_overlap_with_a_root(root: Path, place: str) -> None:
 def test_wrong_caches_are_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"x")
-    with pytest.raises(RequestError, match=r"photos holds files, but is not a cache of latentmill"):
+    with pytest.raises(RequestError, match=r"photos holds files, but is not a latentmill cache"):
         open_data(data_config(root, cache=str(tmp_path / "photos")), 8)
     with pytest.raises(RequestError, match=r"data\.cache_limit 1000 is less than two files"):
         open_data(data_config(root, cache=str(tmp_path / "cache"), cache_limit=1000), 8)

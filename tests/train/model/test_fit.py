@@ -93,7 +93,10 @@ def test_a_unet_that_does_not_fit_the_latents(
 ) -> None:
     (unet := tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | change))
     message = refusal(tmp_path, train_fields(root, tmp_path / "run", backbone={"config": str(unet)}), capsys)
-    assert words in message and "Set `backbone.config` to a network that fits them, or train on another root" in message
+    assert (
+        words in message
+        and "Set `backbone.config` to a network that fits them, or train on a different root" in message
+    )
 
 
 @pytest.mark.parametrize("content", ["[1]", '"runwayml/stable-diffusion-v1-5"', "3"])

@@ -72,7 +72,7 @@ def test_full_sharding_gives_the_curve_the_norms_and_the_checkpoints_of_ddp(whol
     assert curve(full)[0] == pytest.approx(curve(whole)[0], rel=1e-5)
     assert rows(full, "grad_norm") == pytest.approx(rows(whole, "grad_norm"), rel=1e-4)  # the norm is over all shards
     same_weights(whole, full, STEPS)
-    # each process wrote one file, in a layout that diffusers loads
+    # each process wrote one file, in a layout that diffusers can load
     files = set(verify_checkpoint(step_folder(full, STEPS)).content["files"])
     parts = {f"{name[:-12]}-0000{number}-of-00002.safetensors" for name in FILES for number in (1, 2)}
     assert files == parts | {f"{name}.index.json" for name in FILES} | {"unet/config.json", "ema/config.json"}
