@@ -24,7 +24,7 @@ from train.run.checkpoints.checkpoint import SNAPSHOTS, drop_later, restore, tra
 from train.run.checkpoints.config import CheckpointConfig
 from train.run.checkpoints.remote import RemoteRun
 from train.run.checkpoints.shares import WriterGroup
-from train.run.checkpoints.writer import CheckpointWriter, too_slow_to_leave
+from train.run.checkpoints.writer import CheckpointWriter, warn_if_slow_to_stop
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.health.meter import Meter
 from train.run.health.output import outdated
@@ -156,7 +156,7 @@ def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerato
                 f"timesteps and noise step by step and, on the same data, its order of samples. Set a different "
                 f"`seed`.",
             )
-    slow = too_slow_to_leave(lease.pace, config.checkpoint)
+    slow = warn_if_slow_to_stop(lease.pace, config.checkpoint)
     if slow is not None:
         print_once(accelerator, slow)
     share = config.global_batch_size // prepared.world.size

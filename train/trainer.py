@@ -14,7 +14,7 @@ from train.data.batch import Batch
 from train.data.loader import Loader
 from train.metrics import Metrics
 from train.objective.validation import Validation
-from train.run.checkpoints.writer import CheckpointWriter, too_slow_to_leave
+from train.run.checkpoints.writer import CheckpointWriter, warn_if_slow_to_stop
 from train.run.health.endpoint import RunCollector, serve_metrics
 from train.run.health.heartbeat import LOADING, HeartbeatReporter
 from train.run.lease.lease import Lease
@@ -158,8 +158,8 @@ class Trainer:
             return
         before, now = self.lease.pace, Pace(self.checkpoints.seconds, step_seconds)
         self.lease.note(now)
-        warning = too_slow_to_leave(now, self.checkpoints.config)
-        if warning is not None and not too_slow_to_leave(before, self.checkpoints.config):
+        warning = warn_if_slow_to_stop(now, self.checkpoints.config)
+        if warning is not None and not warn_if_slow_to_stop(before, self.checkpoints.config):
             print_once(self.accelerator, warning)
 
     def _listen_for_signals(self) -> ShutdownCoordinator:

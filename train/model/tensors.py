@@ -84,7 +84,7 @@ def tensor_bytes(tensor: Tensor) -> bytes | memoryview:
     return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def owners(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
+def assign_owners(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
     """Return which of `count` processes writes each tensor: consecutive tensors of about the same total size for
     each."""
     total, before, found = max(bytes_of(tensors), 1), 0, {}

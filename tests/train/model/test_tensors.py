@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from train.model import tensors as module
 from train.model.tensors import (
     HostCopies,
+    assign_owners,
     bytes_of,
     free_memory,
     load_tensors,
-    owners,
     share_name,
     write_index,
     write_tensors,
@@ -52,7 +52,7 @@ def test_parts_of_a_file_are_about_equal_and_make_it_up(count: int, tmp_path: Pa
     """Each process writes its tensors to a file, here one after the other, and all can be loaded together."""
     sizes = [5, 1, 700, 3, 0, 300, 250, 41, 8, 90]
     tensors = {f"w{number}": torch.arange(float(size)) for number, size in enumerate(sizes)}
-    found = owners(tensors, count)
+    found = assign_owners(tensors, count)
     assert found.keys() == tensors.keys() and set(found.values()) <= set(range(count))
     shares = [sum(tensors[name].numel() for name in found if found[name] == rank) for rank in range(count)]
     assert max(shares) <= sum(sizes) / count + max(sizes)

@@ -1,15 +1,15 @@
-"""Checkpoints: a folder appears whole or not at all, and is used only if every byte of it is what was written.
+"""Checkpoints: each is published atomically, and used only if the SHA-256 of every file matches.
 
 checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.safetensors   (loads in diffusers)
-                         /ema/          the same, from the EMA's first step on; ema-0.050/, … the post-hoc averages
-                         /optimizer.safetensors, and repa.safetensors, the projection head where there is one
-                         /lines/        of a run at an address: metrics.jsonl and samples.jsonl, up to this step
-                         /state.json    tag, step, fingerprint, SHA-256 of every file; sealed with its own
+                         /ema/          the same, from the first step of the EMA on; ema-0.050/, … for post-hoc averages
+                         /optimizer.safetensors, and repa.safetensors with the projection head if a layer is aligned
+                         /lines/        for runs at a URL: metrics.jsonl and samples.jsonl, up to this step
+                         /state.json    tag, step, fingerprint, SHA-256 of every file and of itself
 
-Of a run whose weights are split, each process writes a share: x-00001-of-00004.safetensors; x.safetensors.index.json
-says which tensor is in which.
+If weights are sharded, each process writes a share, x-00001-of-00004.safetensors, and x.safetensors.index.json maps
+tensors to shares.
 
-torch is imported inside the functions that need it: reading a config or a root must not cost its import.
+torch is imported inside the functions that need it, because commands that only read a config or a root must start fast.
 """
 
 from __future__ import annotations
@@ -41,75 +41,78 @@ OPTIMIZER_NAME = "optimizer.safetensors"
 HEAD = "repa"
 HEAD_NAME = f"{HEAD}.safetensors"
 SNAPSHOTS = "posthoc"
-"""Folder of a run, laid out as a run's own: checkpoints/step-…/ema-0.050/, of post-hoc averages alone."""
+"""Folder in the run folder for snapshots of post-hoc averages, laid out alike: checkpoints/step-…/ema-0.050/."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint, every file of which was found to be as written."""
+    """A verified checkpoint."""
 
     folder: Path
     content: dict[str, Any]
-    """Of its state.json."""
+    """Content of state.json."""
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What its curve is a function of."""
+        """The values that determine the loss curve."""
         return dict(self.content["fingerprint"])
 
     @property
     def state(self) -> TrainState:
-        """Where the run stood."""
+        """The state of the run after the step."""
         from train.run.state import TrainState
 
         return TrainState.from_json(self.content["state"])
 
     @property
     def tag(self) -> str:
-        """The name of its phase, or of its run folder where the phase has none."""
+        """Name of the phase, or of the run folder if the phase has no name."""
         return str(self.content["tag"])
 
     def weights(self, which: str) -> Path:
-        """The folder of its weights: `raw`, `ema`, or `auto`, the moving average where there is one; or one of others.
+        """Return the folder of the `raw` or `ema` weights, or of `auto`: the moving average if there is one.
+
+        Args:
+            which: raw, ema, auto, or a folder with other weights.
 
         Raises:
-            RequestError: it holds no moving average, and that was asked for; or there are no weights in that folder.
+            RequestError: the checkpoint has no moving average, or the folder has no weights.
         """
         from train.model.tensors import file_of
 
         if which not in ("auto", "raw", "ema"):
             if not file_of(Path(which) / WEIGHTS_NAME).is_file():
                 raise RequestError(
-                    f"weights {which} is neither auto, raw, ema nor a folder with {WEIGHTS_NAME}, as `python -m train "
-                    f"ema RUN --std 0.05` writes one."
+                    f"weights {which} is neither auto, raw, ema nor a folder with {WEIGHTS_NAME}. `python -m train ema "
+                    f"RUN --std 0.05` writes such a folder."
                 )
             return Path(which)
         has_ema = (self.folder / "ema").is_dir()
         if which == "ema" and not has_ema:
-            raise RequestError(f"{self.folder} holds no moving average. Ask for raw or auto weights.")
+            raise RequestError(f"{self.folder} has no moving average. Choose raw or auto weights.")
         return self.folder / ("ema" if has_ema and which != "raw" else "unet")
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is."""
+    """Return the folder of the checkpoint of `step`."""
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint folder's name."""
+    """Parse the step in a checkpoint folder's name."""
     return int(folder.name.removeprefix("step-"))
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoint folders, oldest first; whole ones as far as names tell. What else lies there is left alone."""
+    """List the checkpoint folders, oldest first. Folders with other names, such as interrupted copies, are ignored."""
     folders = (run_dir / "checkpoints").glob("step-*")
     return sorted((f for f in folders if re.fullmatch(r"step-\d{8,}", f.name) and f.is_dir()), key=step_of)
 
 
 def drop_later(run_dir: Path, step: int, own: Path) -> None:
-    """Remove what an interrupted run wrote of steps after `step`: it comes again, maybe at another learning rate.
+    """Remove the checkpoints of later steps, which the run will write again, perhaps with a different learning rate.
 
-    `own`: the launch's own folder.
+    `own`: the launch's staging folder.
     """
     for folder in list_checkpoints(run_dir):
         if step_of(folder) > step:
@@ -123,28 +126,28 @@ def checkpoint_identities(run_dir: Path) -> dict[str, str]:
 
 
 def verify_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`, once every file was found to be as written.
+    """Verify every file of the checkpoint in `folder`, and return it.
 
     Raises:
-        DamagedFile: what is missing or differs.
-        RequestError: another version of this program wrote it.
+        DamagedFile: a file is missing or differs.
+        RequestError: a different version of this program wrote it.
     """
     try:
         content = read_sealed_json(folder / STATE_NAME)
         check_version(content.get("version"), VERSION, str(folder))
         for name, sha256 in (content["files"] | content.get("lines", {})).items():
             if sha256_file(folder / name) != sha256:
-                raise DamagedFile(f"{folder / name} does not have the SHA-256 that it was written with.")
+                raise DamagedFile(f"{folder / name} does not have the SHA-256 in {STATE_NAME}.")
     except FileNotFoundError as error:
         raise DamagedFile(f"{error.filename} is missing.") from None
     return Checkpoint(folder, content)
 
 
 def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
-    """The newest undamaged checkpoint; damaged ones are passed over, loudly. None where there is none.
+    """Return the newest intact checkpoint, and print a line about each damaged one. None: the run has none.
 
     Raises:
-        RequestError: there are checkpoints, and all are damaged: starting anew would be a quiet loss of the run.
+        RequestError: all checkpoints are damaged. Starting from scratch would lose the run without notice.
     """
     folders = list_checkpoints(run_dir)
     for folder in reversed(folders):
@@ -155,7 +158,7 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     if folders:
         raise RequestError(
             f"Every checkpoint of {run_dir} is damaged ({', '.join(folder.name for folder in folders)}). Restore one "
-            f"from a copy; or remove {run_dir}/checkpoints to train from the start."
+            f"from a copy, or remove {run_dir}/checkpoints to train from the start."
         )
     return None
 
@@ -167,14 +170,14 @@ def restore(
     averages: dict[str, Ema],
     head: nn.Module | None = None,
 ) -> TrainState:
-    """Load what a checkpoint holds besides weights: into the optimizer and the moving averages, in place."""
+    """Load the optimizer's state and the moving averages in place, and return the state of the run."""
     from train.model.sharding import shard_like
     from train.model.tensors import load_tensors
 
     unflatten(trained(unet, head), optimizer, load_tensors(checkpoint.folder / OPTIMIZER_NAME))
     state = checkpoint.state
     for folder, ema in averages.items():
-        # one from before `start_step` was begun under an earlier one: it is dropped, and begun anew there
+        # an average from before `start_step` was started under an earlier setting, so it starts again
         if ema.has_begun(state.step) and (checkpoint.folder / folder).is_dir():
             average = ema.begin(unet.named_parameters())
             saved = load_tensors(checkpoint.folder / folder / WEIGHTS_NAME)
@@ -184,10 +187,10 @@ def restore(
 
 
 def load_weights(unet: Any, folder: Path) -> None:
-    """Load `folder`'s weights into `unet`.
+    """Load the weights in `folder` into `unet`.
 
     Raises:
-        RequestError: they are another architecture's.
+        RequestError: they belong to a different architecture.
     """
     from train.model.unet import load_matching
 
@@ -195,7 +198,7 @@ def load_weights(unet: Any, folder: Path) -> None:
 
 
 def load_head(head: nn.Module, folder: Path) -> bool:
-    """Load the projection head of the checkpoint in `folder`, where it has one of the same shapes; whether it has."""
+    """Load the projection head of the checkpoint in `folder` if it has the same shapes, and return whether it did."""
     from train.model.tensors import load_tensors
 
     if not (folder / HEAD_NAME).is_file():
@@ -210,7 +213,7 @@ def load_head(head: nn.Module, folder: Path) -> bool:
 
 
 def trained(unet: Any, head: nn.Module | None) -> dict[str, nn.Parameter]:
-    """All that the optimizer moves, by its name in the optimizer's file."""
+    """Return the trained parameters by their names in the optimizer's file."""
     beside = {} if head is None else {f"{HEAD}.{name}": value for name, value in head.named_parameters()}
     return dict(unet.named_parameters()) | beside
 
@@ -225,7 +228,7 @@ def flatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[s
 
 
 def unflatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """What `flatten` gave, into the optimizer."""
+    """Load the tensors that `flatten` returned into the optimizer."""
     import torch
 
     from train.model.sharding import shard_like

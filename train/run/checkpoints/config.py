@@ -1,4 +1,4 @@
-"""Config of checkpoints, without torch: it is read first."""
+"""Config of checkpoints. This module must not import torch."""
 
 from pydantic import Field
 
@@ -6,13 +6,13 @@ from train.run.checkpoints.retention import KeepConfig
 
 
 class CheckpointConfig(KeepConfig):
-    """When the run is saved."""
+    """When and how the run is saved."""
 
     every: int = Field(1000, ge=1)
-    """Steps; the last step is always saved."""
+    """Steps between checkpoints; the last step is always saved."""
     asynchronous: bool = True
-    """Copy what is to be saved to the CPU's memory, and write it while training goes on; one at a time."""
+    """Copy the tensors to host memory, and write them in the background, one checkpoint at a time."""
     grace: float = Field(120.0, gt=0)
-    """Seconds from the signal to leave to the kill, as the scheduler has it: a run that saves more slowly is warned."""
+    """The scheduler's seconds from the stop signal to the kill. A run that saves more slowly prints a warning."""
     tag: str | None = None
-    """The phase's name, in the checkpoint and in messages; null: the run folder's name."""
+    """Name of the phase in checkpoints and messages; null: the name of the run folder."""

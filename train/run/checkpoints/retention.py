@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, the young, those of certain steps, and the one before each loss alarm."""
+"""Retention of checkpoints: the newest, recent ones, every n-th step, and the one before each loss alarm."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,21 +8,21 @@ from shards.base.config import Config
 
 
 class KeepConfig(Config):
-    """Which checkpoints stay; each that any of these holds."""
+    """Retention of checkpoints. A checkpoint is kept if any of these rules keeps it."""
 
     keep: int = Field(3, ge=1)
-    """How many of the newest checkpoints are kept."""
+    """Number of the newest checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1)
-    """Checkpoints of steps that this divides are kept for good."""
+    """Keep checkpoints of steps divisible by this for good."""
     keep_hours: float | None = Field(None, gt=0)
-    """Checkpoints that are younger than so many hours are kept, too; null: age does not matter."""
+    """Keep checkpoints younger than this number of hours; null: age does not matter."""
 
 
 def superfluous(ages: Mapping[int, float], config: KeepConfig, alarms: Iterable[int]) -> list[int]:
-    """Steps of the checkpoints to remove, ascending.
+    """Return the steps of the checkpoints to remove, in ascending order.
 
     Args:
-        ages: step → seconds since it was written.
+        ages: step → seconds since the checkpoint was written.
         alarms: steps of the loss alarms.
     """
     steps = sorted(ages)
@@ -35,10 +35,14 @@ def superfluous(ages: Mapping[int, float], config: KeepConfig, alarms: Iterable[
 
 
 def before_alarms(steps: list[int], alarms: Iterable[int]) -> set[int]:
-    """Of the `steps` of checkpoints, ascending, those before the loss alarms at steps `alarms`.
+    """Return the step of the last sound checkpoint before each loss alarm.
 
-    The loss of step s is of the weights that step s − 1 made, which may be what is wrong: the checkpoint before it is
-    of step s − 2 at most. Where there is none, one of s − 1 is better than nothing.
+    The loss of step s is computed with the weights of step s − 1, which may already be bad, so the newest sound
+    checkpoint is that of step s − 2 or earlier. If there is none, that of step s − 1 is better than nothing.
+
+    Args:
+        steps: steps of the checkpoints, ascending.
+        alarms: steps of the loss alarms.
     """
     found = set()
     for alarm in alarms:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as it is in memory."""
+"""The content of a checkpoint in memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ from train.run.state import TrainState
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds: the run's own tensors, or copies of them, beside which the run may go on."""
+    """The content of a checkpoint: the tensors of the run, or copies of them so that training can continue."""
 
     state: TrainState
     files: dict[str, dict[str, Tensor]]
-    """File below the checkpoint's folder → its tensors, by name."""
+    """File in the checkpoint's folder → tensors by name."""
 
     lines: Mapping[str, int] = field(default_factory=dict)
-    """Logs of the run folder → their bytes up to this step."""
+    """Log in the run folder → its size in bytes up to this step."""
 
 
 def take_snapshot(
@@ -33,7 +33,7 @@ def take_snapshot(
     head: nn.Module | None = None,
     lines: Mapping[str, int] | None = None,
 ) -> Snapshot:
-    """The run as it stands; nothing is copied yet. `head`: the projection head, where a layer is aligned."""
+    """Collect the current tensors of the run, without copying them. `head`: projection head, if a layer is aligned."""
     files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: flatten(trained(unet, head), optimizer)}
     if head is not None:
         files[HEAD_NAME] = head.state_dict()
@@ -43,7 +43,7 @@ def take_snapshot(
 def average_files(
     unet: Any, averages: dict[str, Ema], dtype: torch.dtype = torch.float32
 ) -> dict[str, dict[str, Tensor]]:
-    """File → tensors, of those averages that are held, as `dtype`; and buffers, which are not averaged, as they are."""
+    """Return file → tensors of the averages that have started, as `dtype`, with the buffers of the network."""
     files = {}
     for folder, ema in averages.items():
         if ema.average is not None:

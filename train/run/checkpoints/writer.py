@@ -1,4 +1,4 @@
-"""The writer that makes checkpoints of a run's snapshots while training goes on."""
+"""Writes checkpoints in the background while training continues."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from typing import Any
 
 from shards.base.durable import fsync_file, sha256_file
 from shards.base.errors import Outage, WorkError
-from train.model.tensors import HostCopies, bytes_of, free_memory, owners, share_name, write_index, write_tensors
+from train.model.tensors import HostCopies, assign_owners, bytes_of, free_memory, share_name, write_index, write_tensors
 from train.run.checkpoints.checkpoint import HEAD_NAME, LINES, VERSION, list_checkpoints, step_folder, step_of
 from train.run.checkpoints.config import CheckpointConfig
 from train.run.checkpoints.remote import RemoteRun
@@ -24,36 +24,38 @@ from train.run.lease.lease import Lease
 from train.run.lease.owner import Pace
 from train.run.preflight import SHUTDOWN_TIMEOUT
 
-AGREED_SECONDS = 2.0
-"""Within which the processes agree to leave."""
+AGREE_SECONDS = 2.0
+"""Time within which all processes agree to stop after a signal."""
 
 
-def too_slow_to_leave(pace: Pace | None, config: CheckpointConfig) -> str | None:
-    """What to tell of a run of this pace, where a step and a save may not fit between the signal and the kill."""
+def warn_if_slow_to_stop(pace: Pace | None, config: CheckpointConfig) -> str | None:
+    """Return a warning if a step and a save may not fit between the stop signal and the kill; None: they do."""
     if pace is None:
         return None
     grace = min(config.grace, float(os.environ.get(SHUTDOWN_TIMEOUT, config.grace)))
-    # one may be under way, which the last one waits for
-    needed = 2 * pace.save + max(AGREED_SECONDS, pace.step)
+    # the last checkpoint may have to wait for an earlier one that is still being written
+    needed = 2 * pace.save + max(AGREE_SECONDS, pace.step)
     if needed <= grace:
         return None
     return (
-        f"warning: to leave may take {needed:.0f} s, as a step takes {pace.step:.1f} s and a checkpoint is written in "
-        f"{pace.save:.0f} s, maybe behind another one, but {grace:g} s pass before the kill (the lesser of "
-        f"checkpoint.grace and the launcher's LEAVE). What was done since the last checkpoint would be lost. Ask the "
-        f"scheduler for more time and raise both, or lower checkpoint.every."
+        f"warning: stopping may take {needed:.0f} s, because a step takes {pace.step:.1f} s and each of up to two "
+        f"checkpoints {pace.save:.0f} s, but the kill comes after {grace:g} s (the smaller of checkpoint.grace and the "
+        f"launcher's LEAVE). The steps since the last checkpoint would be lost. Ask the scheduler for more time and "
+        f"raise both, or lower checkpoint.every."
     )
 
 
 Mine = Mapping[str, Collection[str]]
-Owned = Mapping[str, Mapping[str, int]]
+"""File → names of the tensors that this process writes."""
+Owners = Mapping[str, Mapping[str, int]]
+"""File → name of a tensor → rank that writes it."""
 
 
 class CheckpointWriter:
-    """Writes snapshots into a run folder, one at a time; while training goes on, where `asynchronous`.
+    """Writes snapshots into a run folder, one at a time, in the background if `asynchronous`.
 
-    Every process has one, as shares of weights are gathered. The main one's writes; the others', too, where weights are
-    split and so is the writing.
+    Every process has a writer, because gathering sharded weights takes all of them. Only the main process writes files,
+    unless each process of the group writes its own shards.
     """
 
     def __init__(
@@ -87,44 +89,46 @@ class CheckpointWriter:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
         self.seconds: float | None = None
-        """That the last checkpoint took to write; of the main process, and None before the first."""
+        """Time that the main process took to write the last checkpoint; None before the first."""
         self.saved: tuple[int, float] | None = None
-        """Its step, and when it was there."""
+        """Step of the last checkpoint, and the time when it was complete."""
 
     def write(self, snapshot: Snapshot) -> None:
-        """Copy, and begin to write once the one before is done; or write at once, tensor by tensor.
+        """Wait for the previous checkpoint, then copy the tensors and write in the background, or write at once.
 
         Raises:
             WorkError: the checkpoint could not be written.
         """
         self.finish()
         count = self.group.size
-        owned = {file: owners(tensors, count if file != HEAD_NAME else 1) for file, tensors in snapshot.files.items()}
-        mine = {file: [name for name in names if names[name] == self.group.rank] for file, names in owned.items()}
+        owners = {
+            file: assign_owners(tensors, count if file != HEAD_NAME else 1) for file, tensors in snapshot.files.items()
+        }
+        mine = {file: [name for name in names if names[name] == self.group.rank] for file, names in owners.items()}
         if self.group.rank >= count:
             for tensors in snapshot.files.values():
                 write_tensors(None, tensors)
         elif self._copies_fit(snapshot, mine):
             files = {file: self.copies.take(file, tensors, mine[file]) for file, tensors in snapshot.files.items()}
             self.copies.wait()
-            self.pending = self.thread.submit(self._write, replace(snapshot, files=files), mine, owned)
+            self.pending = self.thread.submit(self._write, replace(snapshot, files=files), mine, owners)
         else:
-            with self._explained():
-                self._write(snapshot, mine, owned)
+            with self._explain_errors():
+                self._write(snapshot, mine, owners)
 
     def _copies_fit(self, snapshot: Snapshot, mine: Mine) -> bool:
         wanted = ({name: tensors[name] for name in mine[file]} for file, tensors in snapshot.files.items())
         needed, free = sum(map(bytes_of, wanted)) - self.copies.bytes, free_memory() // self.group.local_size
         if self.config.asynchronous and needed > free:
             print(
-                f"warning: a copy of the run would take {needed / 2**30:.1f} GiB more of this machine's memory, of "
-                f"which {free / 2**30:.1f} GiB are free: training waits while this checkpoint is written.",
+                f"warning: the copy for an asynchronous checkpoint needs {needed / 2**30:.1f} GiB more memory, but "
+                f"only {free / 2**30:.1f} GiB are free, so training waits while this checkpoint is written.",
                 flush=True,
             )
         return self.config.asynchronous and needed <= free
 
     def check(self) -> None:
-        """Raise what went wrong with a checkpoint written in the background, once it is known; waits for nothing.
+        """Raise the error of a background write that has failed. Does not wait.
 
         Raises:
             WorkError: the checkpoint could not be written.
@@ -133,41 +137,36 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until nothing is being written.
+        """Wait for the background write.
 
         Raises:
             WorkError: the checkpoint could not be written.
         """
         pending, self.pending = self.pending, None
         if pending is not None:
-            with self._explained():
+            with self._explain_errors():
                 pending.result()
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise WorkError(
-                f"A checkpoint of {self.run_dir} could not be written: {error}. The ones before it are whole. Make "
-                f"room or mend the storage; the same command again resumes from the newest."
+                f"A checkpoint of {self.run_dir} could not be written: {error}. Earlier checkpoints are intact. Free "
+                f"space or repair the storage, and run the same command to resume from the newest checkpoint."
             ) from error
 
-    def _write(self, snapshot: Snapshot, mine: Mine, owned: Owned) -> None:
-        """Write a checkpoint durably, or this process's share of it; then drop the older ones that are not to be kept.
-
-        Args:
-            mine: file → names of the tensors that this process writes.
-            owned: file → name → who does.
-        """
+    def _write(self, snapshot: Snapshot, mine: Mine, owners: Owners) -> None:
+        """Write a checkpoint durably, or this process's share of it. The main process then removes old checkpoints."""
         step, began = snapshot.state.step, time.monotonic()
         target = step_folder(self.run_dir, step)
         private = self.exchange.private(target)
         try:
-            hashes = self._write_tensors(snapshot, private, mine, owned)
+            hashes = self._write_tensors(snapshot, private, mine, owners)
             content = self.content | {"state": snapshot.state.to_json()}
             if self.main:
-                hashes |= self._write_configs(private, owned)
+                hashes |= self._write_configs(private, owners)
                 if self.remote is not None:
                     content["lines"] = self._write_lines(snapshot.lines, private / LINES)
             self.exchange.hand_in(private, target, hashes)
@@ -187,23 +186,23 @@ class CheckpointWriter:
         assert self.remote is not None
         self.pending = self.thread.submit(self.remote.upload, folder)
 
-    def _write_tensors(self, snapshot: Snapshot, folder: Path, mine: Mine, owned: Owned) -> dict[str, str]:
-        """This process's share of each file; returns file → SHA-256."""
+    def _write_tensors(self, snapshot: Snapshot, folder: Path, mine: Mine, owners: Owners) -> dict[str, str]:
+        """Write this process's share of each file, and return file → SHA-256."""
         hashes = {}
         for name, tensors in snapshot.files.items():
-            path = self._share(folder / name, owned[name], self.group.rank)
+            path = self._share(folder / name, owners[name], self.group.rank)
             path.parent.mkdir(exist_ok=True)
             if not mine[name] and not (self.main and path.name == Path(name).name):
                 write_tensors(None, tensors)
                 continue
             hashes[path.relative_to(folder).as_posix()] = write_tensors(path, tensors, mine[name])
-            fsync_file(path)  # by the machine that wrote it
+            fsync_file(path)  # each machine can sync only its own writes
         return hashes
 
-    def _write_configs(self, folder: Path, owned: Owned) -> dict[str, str]:
-        """The networks' configs, in the layout that `Any.from_pretrained` loads, and indexes of shares; as above."""
+    def _write_configs(self, folder: Path, owners: Owners) -> dict[str, str]:
+        """Write the configs that `from_pretrained` needs and the indexes of sharded files; return file → SHA-256."""
         written = []
-        for name, names in owned.items():
+        for name, names in owners.items():
             path = folder / name
             if path.parent != folder:
                 written.append(path.with_name("config.json"))
@@ -214,11 +213,11 @@ class CheckpointWriter:
         return {path.relative_to(folder).as_posix(): sha256_file(path) for path in written}
 
     def _share(self, path: Path, names: Mapping[str, int], rank: int) -> Path:
-        """The file of a process; the whole one where one process writes all of it."""
+        """Return the file that a rank writes: a shard, or `path` itself if one rank writes all tensors."""
         return share_name(path, rank, self.group.size) if max(names.values(), default=0) > 0 else path
 
     def _write_lines(self, lines: Mapping[str, int], folder: Path) -> dict[str, str]:
-        """Copies of the logs up to the snapshot's step, as an empty machine needs them to go on; returns hashes."""
+        """Copy the logs up to the snapshot's step, which an empty machine needs to resume; return file → SHA-256."""
         folder.mkdir()
         for name, size in lines.items():
             with (self.run_dir / name).open("rb") as file:
@@ -226,15 +225,15 @@ class CheckpointWriter:
         return {f"{folder.name}/{name}": sha256_file(folder / name) for name in sorted(lines)}
 
     def _drop_old(self, step: int, alarms: Iterable[int]) -> None:
-        if self.remote is not None and self.run_dir == self.lease.run_dir:  # and not its SNAPSHOTS
+        if self.remote is not None and self.run_dir == self.lease.run_dir:  # not for snapshots of averages
             try:
                 self.remote.drop_old(step, lambda ages: superfluous(ages, self.config, alarms))
-            except Outage as error:  # the next one removes them
-                print(f"older checkpoints stay for now: {error}", flush=True)
-        # damaged ones of later steps, which this run passed over, do not count among the newest
+            except Outage as error:  # the next checkpoint removes them
+                print(f"Old checkpoints were not removed yet: {error}", flush=True)
+        # damaged checkpoints of later steps, which this run skipped, do not count as the newest
         whole = {step_of(folder): folder for folder in list_checkpoints(self.run_dir) if step_of(folder) <= step}
         ages = {step: time.time() - folder.stat().st_mtime for step, folder in whole.items()}
-        # of a run at an address this machine keeps the newest alone
+        # for a run at a URL, this machine keeps only the newest checkpoint
         old = superfluous(ages, self.config, alarms) if self.remote is None else sorted(whole.keys() - {step})
         for each in old:
             remove(whole[each], self.lease.folder)

@@ -29,7 +29,7 @@ from train.run.checkpoints.checkpoint import (
 from train.run.checkpoints.config import CheckpointConfig
 from train.run.checkpoints.retention import superfluous
 from train.run.checkpoints.snapshot import Snapshot, take_snapshot
-from train.run.checkpoints.writer import CheckpointWriter, too_slow_to_leave
+from train.run.checkpoints.writer import CheckpointWriter, warn_if_slow_to_stop
 from train.run.lease.owner import Pace
 from train.run.state import TrainState
 
@@ -116,7 +116,7 @@ def test_a_file_that_cannot_grow_is_heard_of_at_the_next_step_and_leaves_the_one
     try:
         writing.write(snapshot(unet, 2))
         with pytest.raises(
-            WorkError, match=r"could not be written: .*File too large.*safetensors.*The ones before it are whole"
+            WorkError, match=r"could not be written: .*File too large.*safetensors.*Earlier checkpoints are intact"
         ):
             while True:
                 writing.check()
@@ -240,25 +240,24 @@ def test_an_average_begun_too_early_is_not_gone_on_with(unet: UNet2DConditionMod
         assert (averages["ema"].average is not None) == goes_on
 
 
-def test_a_save_that_does_not_fit_before_the_kill_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_says_that_saving_takes_longer_than_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
     config = CheckpointConfig(grace=60)
-    assert too_slow_to_leave(None, config) is None
-    assert too_slow_to_leave(Pace(29.0, 1.0), config) is None
-    warning = too_slow_to_leave(Pace(29.1, 1.0), config)
-    assert warning is not None and "to leave may take 60 s, as a step takes 1.0 s" in warning
-    assert "but 60 s pass before the kill" in warning
-    assert too_slow_to_leave(Pace(26.0, 7.0), config) is None and too_slow_to_leave(Pace(27.0, 7.0), config)
+    assert warn_if_slow_to_stop(None, config) is None
+    assert warn_if_slow_to_stop(Pace(29.0, 1.0), config) is None
+    warning = warn_if_slow_to_stop(Pace(29.1, 1.0), config)
+    assert warning is not None and "stopping may take 60 s, because a step takes 1.0 s and each of up to" in warning
+    assert "two checkpoints 29 s, but the kill comes after 60 s" in warning
+    assert warn_if_slow_to_stop(Pace(26.0, 7.0), config) is None and warn_if_slow_to_stop(Pace(27.0, 7.0), config)
     monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "20")
-    assert too_slow_to_leave(Pace(10.0, 0.0), config) is not None
+    assert warn_if_slow_to_stop(Pace(10.0, 0.0), config) is not None
 
 
-def test_a_launch_knows_what_saving_took_the_one_before(latents: Path, tmp_path: Path) -> None:
-    """Measured in the first; the second says at its start that its scheduler gives too little time."""
+def test_a_launch_warns_at_its_start_if_the_previous_one_saved_too_slowly(latents: Path, tmp_path: Path) -> None:
     fields = train_fields(latents, tmp_path / "run", max_steps=2)
     assert "warning" not in ranks.run(tmp_path / "log", ["--config", str(write_config(tmp_path, fields))])
     fields |= {"max_steps": 4, "checkpoint": {"every": 2, "grace": 1.0}}
     said = ranks.run(tmp_path / "log-2", ["--config", str(write_config(tmp_path, fields))])
-    assert said.count("but 1 s pass before the kill") == 1
+    assert said.count("but the kill comes after 1 s") == 1
 
 
 def test_the_young_stay_too() -> None:
