@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from shards.base.config import load_from_args
 from shards.base.errors import console
+from train.run.preflight import World
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -35,7 +36,8 @@ def run(arguments: list[str]) -> None:
         COMMANDS[arguments[0]](arguments[1:])
         return
     config = read_config(arguments, "train", __doc__)
-    if (message := check_without_torch(config, arguments)) is not None:
+    world = World.launched()
+    if (message := check_without_torch(config, arguments, world)) is not None:
         print(message)
         return
     from train.early import config_file
@@ -51,7 +53,7 @@ def read_config(arguments: list[str], prog: str, about: str | None) -> "TrainCon
     return load_from_args(TrainConfig, arguments, prog, about)
 
 
-def check_without_torch(config: "TrainConfig", arguments: list[str]) -> str | None:
+def check_without_torch(config: "TrainConfig", arguments: list[str], world: World) -> str | None:
     """Run the checks that need no torch, and return the final message if the run has already finished.
 
     With several processes, only their number is checked here, because all of them must get the same result. The
@@ -61,11 +63,10 @@ def check_without_torch(config: "TrainConfig", arguments: list[str]) -> str | No
         RequestError: the number of processes is wrong, or an input of the run is missing.
     """
     from train import early
-    from train.run.preflight import World
 
-    world = World.launched()
     world.check(config.num_processes, config.global_batch_size)
-    return early.check_without_torch(config, early.config_file(arguments)) if world.size == 1 else None
+    is_alone = World.launched().size == 1
+    return early.check_without_torch(config, early.config_file(arguments)) if is_alone else None
 
 
 def check(arguments: list[str]) -> None:
@@ -78,14 +79,15 @@ def check(arguments: list[str]) -> None:
       python -m train check --config configs/phase1.yaml --data.root s3://bucket/latents --num_processes 8
     """
     config = read_config(arguments, "train check", check.__doc__)
-    if (message := check_without_torch(config, arguments)) is not None:
+    world = World.planned(config.num_processes)
+    if (message := check_without_torch(config, arguments, world)) is not None:
         print(message.splitlines()[0])  # after this check, `make train` starts the trainer, which prints the rest
         return
     from train.finish import nothing_to_do
     from train.prepare import prepare
 
     with ExitStack() as downloads:
-        prepared = prepare(config, downloads=downloads)
+        prepared = prepare(config, downloads=downloads, world=world)
     own = prepared.checkpoint
     if own is None:
         print(f"{config.run_dir} would start from {prepared.start or config.init_unet or 'random weights'}.")

@@ -37,7 +37,8 @@ from train.run.checkpoints.checkpoint import (
     newest_checkpoint,
 )
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
-from train.run.lease.lease import Seen, wait_until_free
+from train.run.lease.backend import Seen
+from train.run.lease.lease import wait_until_free
 from train.run.preflight import World, check_launch, check_run_dir, check_tracker
 
 
@@ -73,7 +74,10 @@ class Prepared:
 
 
 def prepare(
-    config: TrainConfig, accelerator: Accelerator | None = None, downloads: ExitStack | None = None
+    config: TrainConfig,
+    accelerator: Accelerator | None = None,
+    downloads: ExitStack | None = None,
+    world: World | None = None,
 ) -> Prepared:
     """Open the data, build the network, and load the weights of the checkpoint to resume or to start from.
 
@@ -84,13 +88,14 @@ def prepare(
         accelerator: None: this is the only process.
         downloads: closing it deletes the downloaded checkpoints. Required if `run_dir` or `init_from` is a URL. It
             must stay open until `install` has moved the run's own checkpoint.
+        world: processes of the planned run; None: the launched processes.
 
     Raises:
         RequestError: an input is missing, or the config, the data and the checkpoint do not match.
     """
     assert downloads or not any(isinstance(place, str) for place in (config.run_dir, config.init_from))
     downloads = downloads or ExitStack()
-    world = World.launched()
+    world = world or World.launched()
     check_tracker(config.log.tracker)
     check_launch(accelerator, world)
     world.check(config.num_processes, config.global_batch_size)

@@ -126,7 +126,6 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(latents: Path, t
         ({"data": {"streams": [{"root": "/absent", "bucket": "64x64"}]}}, "/absent is not a latents root"),
         ({"init_from": "/absent"}, "/absent has no complete checkpoint"),
         ({"run_dir": "/dev/null"}, "run_dir /dev/null cannot be used: /dev/null is a file"),
-        ({"num_processes": 2}, "num_processes is 2, but 1 were started"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -139,6 +138,19 @@ def test_an_invalid_request_is_refused_without_torch(
     assert (code, imported) == (2, set())
     assert message in printed
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [([], "num_processes is 3, but 1 were started"), (["check"], "global_batch_size 8 cannot be shared evenly by 3")],
+    ids=["train", "check"],
+)
+def test_a_wrong_number_of_processes_is_refused_without_torch(
+    latents: Path, tmp_path: Path, command: list[str], message: str
+) -> None:
+    config = write_config(tmp_path, train_fields(latents, tmp_path / "run", num_processes=3))
+    code, printed, imported = run_fresh(*command, "--config", str(config))
+    assert (code, imported) == (2, set()) and message in printed
 
 
 def test_a_missing_config_is_refused_without_torch(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from shards.base.errors import WorkError, exit_code_of
+from shards.base.errors import RequestError, WorkError, exit_code_of
 from shards.base.store import LocalStore
 from shards.root.index import write_indexes
 from tests import ranks
@@ -62,6 +62,17 @@ def reference(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert len(losses) == STEPS and all(len(set(batch)) == 8 for batch in keys)
     assert len({key for batch in keys[:3] for key in batch}) == 24  # an epoch repeats no sample
     return folder / "run"
+
+
+def test_check_checks_a_launch_of_several_processes_in_one(
+    latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ["--config", str(write_config(tmp_path, train_fields(latents, tmp_path / "run")))]
+    command(["check", *config, "--num_processes", "4"])
+    assert "would start from random weights" in capsys.readouterr().out
+    with pytest.raises(RequestError, match="global_batch_size 8 cannot be shared evenly by 3 processes"):
+        command(["check", *config, "--num_processes", "3"])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +212,6 @@ def test_packages_do_not_import_forbidden_modules(package: str, forbidden: list[
         ({"optimizer": {"lr": -1.0}}, "`optimizer.lr` = -1.0: input should be greater than 0"),
         ({"optimiser": {"lr": 1.0}}, "unknown key `optimiser` (did you mean `optimizer`?)"),
         ({"backbone": {"config": "/absent.json"}}, "The network config /absent.json cannot be read"),
-        ({"num_processes": 2}, "num_processes is 2, but 1 were started"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -44,6 +44,12 @@ class World:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
 
+    @classmethod
+    def planned(cls, num_processes: int | None) -> "World":
+        """Return the launched processes or, without a launcher, a world of `num_processes` on one node."""
+        launched = cls.launched()
+        return launched if launched.size > 1 or num_processes is None else cls(num_processes, num_processes)
+
     def check(self, num_processes: int | None, global_batch_size: int) -> None:
         """Check the number of processes against the config.
 

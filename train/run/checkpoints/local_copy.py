@@ -34,8 +34,9 @@ from train.run.checkpoints.checkpoint import (
     step_of,
     verify_checkpoint,
 )
+from train.run.lease.backend import Backend
 from train.run.lease.folder import FolderBackend, publish
-from train.run.lease.lease import Backend, Lease
+from train.run.lease.lease import Lease
 from train.run.lease.store import StoreBackend, read_accepted
 
 
@@ -55,7 +56,8 @@ def lease_backend(place: Place, copies: Path | None = None) -> Backend:
     """
     if isinstance(place, Path):
         return FolderBackend(place, partial(checkpoint_identities, place))
-    return StoreBackend(open_store(place), copies or work_folder(place), find_checkpoints)
+    store = open_store(place)
+    return StoreBackend(store, copies or work_folder(place), partial(find_checkpoints, store))
 
 
 class Stored(NamedTuple):

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from shards.base.durable import canonical_json
 from shards.base.errors import Outage, RequestError, WorkError, say
-from shards.base.store import Store
+from shards.base.store import STAGING_FOLDER, Store
 from train.run.checkpoints.checkpoint import STATE_NAME, step_of
 from train.run.checkpoints.local_copy import parse_folder, remote_folder, stored_checkpoints
 from train.run.lease.lease import Lease
 
-NOT_LOGS = {"checkpoints", "launches", "posthoc"}
+NOT_LOGS = {"checkpoints", "launches", "posthoc", STAGING_FOLDER}
 """Entries of a run folder that are not uploaded with the logs."""
 FIRST_PAUSE, LONGEST_PAUSE, PATIENCE = 2.0, 60.0, 900.0
 """Seconds: first and longest pause between uploads during an outage, and how long an outage may last."""

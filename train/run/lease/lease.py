@@ -9,12 +9,11 @@ Therefore acquiring also fences off all earlier launches, in a way that depends 
 import threading
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from shards.base.errors import Outage, RequestError, WorkError, say
+from train.run.lease.backend import Backend, Heartbeat, Seen
 from train.run.lease.owner import Pace, describe, has_ended, now, this_process
 
 
@@ -24,61 +23,6 @@ class RunInUse(RequestError):
 
 class LeaseLost(RequestError):
     """A different launch has taken the run over from this one."""
-
-
-class Heartbeat(NamedTuple):
-    """The newest launch of a run, and its last heartbeat."""
-
-    number: int = 0
-    """0: the run has no launch yet."""
-    mark: str = ""
-    """Opaque tag that changes with every heartbeat."""
-
-
-class Seen(NamedTuple):
-    """The state of a run for which a launch prepared."""
-
-    free: Heartbeat | None = None
-    """What `wait_until_free` returned; None: it was not called yet."""
-    checkpoints: Mapping[str, str] | None = None
-    """Name → identity of the checkpoints that readers saw, as `Backend.checkpoints` returns them; None: any."""
-    orphans: Mapping[str, str] = {}
-    """Name → identity of checkpoints to accept although they were never uploaded."""
-
-
-class Backend(Protocol):
-    """Storage of a run's leases. Every method is one atomic operation, or safe to be interrupted anywhere."""
-
-    place: str
-    """Folder or URL of the run, for messages."""
-    interval: float
-    """Seconds between heartbeats."""
-
-    def newest(self) -> Heartbeat:
-        """Return the newest launch, dead or alive."""
-
-    def read(self, number: int) -> dict[str, Any]:
-        """Return a launch's record and notes, or an empty dictionary if there are none."""
-
-    def create(self, number: int, record: dict[str, Any]) -> bool:
-        """Create a launch if its number was never used, and return whether this call did."""
-
-    def beat(self, number: int, notes: dict[str, Any]) -> None:
-        """Renew a launch's heartbeat and store its notes.
-
-        Raises:
-            FileNotFoundError: the launch is fenced off.
-        """
-
-    def fence(self, number: int, seen: Seen) -> bool:
-        """Fence off all launches before `number`, unless readers see other checkpoints than `seen.checkpoints`.
-
-        Returns:
-            Whether the checkpoints were as seen.
-        """
-
-    def staging(self, number: int, token: str) -> Path:
-        """Return the local folder that a launch alone writes to: RUN/launches/0004."""
 
 
 def wait_until_free(backend: Backend, ttl: float, dead: Heartbeat | None = None) -> Heartbeat:
@@ -139,11 +83,10 @@ class Lease:
             free = wait_until_free(backend, ttl, seen.free)
             number, pace = free.number + 1, Pace.from_record(backend.read(free.number))
             record = this_process() | {"token": token} | (pace.to_record() if pace else {})
-            # if the reply to the winning request was lost and the request retried, even the winner gets False
-            if backend.create(number, record) or backend.read(number).get("token") == token:
+            if backend.create(number, record):
                 break
         lease = cls(backend, number, token, pace)
-        if not backend.fence(number, seen):
+        if not backend.fence(number, token, seen):
             lease.release()
             raise WorkError(
                 f"The checkpoints of {backend.place} changed while this launch was starting: the previous launch was "
@@ -154,7 +97,7 @@ class Lease:
 
     @property
     def folder(self) -> Path:
-        """The launch's staging folder, RUN/launches/0004."""
+        """The launch's staging folder."""
         return self.backend.staging(self.number, self.token)
 
     @property
@@ -175,7 +118,7 @@ class Lease:
         """Send a heartbeat.
 
         Raises:
-            LeaseLost, FileNotFoundError: a different launch has taken over.
+            LeaseLost: a different launch has taken over.
         """
         self.check()
         self.backend.beat(self.number, self.notes)
@@ -196,8 +139,7 @@ class Lease:
 
     def release(self) -> None:
         """Record that this launch has ended, so that the next one need not wait."""
-        with suppress(FileNotFoundError):  # fenced off
-            self.backend.beat(self.number, {**self.notes, "ended": now()})
+        self.backend.beat(self.number, {**self.notes, "ended": now()})
 
     def __enter__(self) -> "Lease":
         self.leaving = threading.Event()
@@ -222,7 +164,7 @@ class Lease:
         while not self.leaving.wait(self.backend.interval):
             try:
                 self.renew()
-            except (LeaseLost, FileNotFoundError):
+            except LeaseLost:
                 self.superseded = True
                 return
             except (OSError, Outage) as error:  # slow storage: other launches decide whether it was too slow

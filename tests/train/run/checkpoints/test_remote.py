@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from train.run.checkpoints.local_copy import (
 from train.run.checkpoints.remote import RemoteRun
 from train.run.checkpoints.shares import UrlExchange, WriterGroup
 from train.run.health.output import outdated
-from train.run.lease.lease import Lease, LeaseLost, Seen
+from train.run.lease.backend import Seen
+from train.run.lease.lease import Lease, LeaseLost
 from train.run.lease.store import StoreBackend
 
 
@@ -45,7 +47,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 def acquire(store: Store, copies: Path, seen: Seen = Seen()) -> RemoteRun:  # noqa: B008 (immutable)
     """Acquire the run. Earlier launches of this process count as dead."""
-    lease = Lease.acquire(StoreBackend(store, copies, find_checkpoints), 1.0, seen)
+    lease = Lease.acquire(StoreBackend(store, copies, partial(find_checkpoints, store)), 1.0, seen)
     lease.folder.mkdir(parents=True)
     return RemoteRun(store, lease)
 

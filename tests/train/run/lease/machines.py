@@ -23,7 +23,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from shards.base.durable import DamagedFile, write_sealed_json
 from shards.base.errors import RequestError, WorkError
-from shards.base.store import Store
+from shards.base.store import STAGING_FOLDER, Store
 from tests.interleaving import Handing, InterleavingMachine, InThread, Program, Running, Shared, ask
 from train.run.checkpoints.checkpoint import (
     VERSION,
@@ -37,8 +37,9 @@ from train.run.checkpoints.local_copy import find_checkpoints, stored_checkpoint
 from train.run.checkpoints.remote import RemoteRun
 from train.run.lease import folder as folder_lease
 from train.run.lease import lease as leases
+from train.run.lease.backend import Seen
 from train.run.lease.folder import FolderBackend
-from train.run.lease.lease import Lease, Seen, wait_until_free
+from train.run.lease.lease import Lease, wait_until_free
 from train.run.lease.store import StoreBackend
 
 TTL = 1.0
@@ -62,7 +63,7 @@ class Clock:
 
 
 CLOCK = Clock()
-FILE_OPERATIONS = ("mkdir", "rename", "replace", "rmdir", "unlink", "utime", "scandir", "listdir", "open")
+FILE_OPERATIONS = ("mkdir", "rename", "replace", "link", "rmdir", "unlink", "utime", "scandir", "listdir", "open")
 
 
 def patch_modules(patches: pytest.MonkeyPatch) -> None:
@@ -90,6 +91,9 @@ class LeaseMachine(InterleavingMachine):
         self.number = 0
         self.records: dict[str, str] = {}
         """Record of a launch → its token."""
+        self.settled = ""
+        """Record of the launch that was found to have fenced off all earlier ones."""
+        self.seen: dict[int, Lineage] = {}
         self.durable: Lineage = []
         """Lineage of the newest checkpoint that a launch saved while it was the newest launch."""
         CLOCK.shared = self.shared
@@ -146,8 +150,14 @@ class LeaseMachine(InterleavingMachine):
             assert later[: len(earlier)] == earlier, "checkpoints of two lineages are visible"
         newest = lineages[-1] if lineages else []
         assert newest[: len(self.durable)] == self.durable, "a durable checkpoint was lost"
+        records = self.tokens()
+        if self.settled and self.settled == max(records):
+            for step, lineage in found.items():
+                is_own = lineage[-1] == records[self.settled]
+                assert is_own or self.seen.get(step) == lineage, "a superseded launch changed the run"
+        self.seen = found
         if self.is_settled():
-            self.durable = newest
+            self.settled, self.durable = max(records), newest
 
     def teardown(self) -> None:
         """An undisturbed launch at the end resumes from the newest checkpoint and makes progress."""
@@ -169,8 +179,9 @@ class LeaseMachine(InterleavingMachine):
 
 
 def write_checkpoint(folder: Path, token: str, lineage: Lineage) -> None:
-    """Write a checkpoint of one small file."""
-    (folder / FILE).parent.mkdir(parents=True)
+    """Write a checkpoint of one small file. The folder above must exist, as a superseded launch's does not."""
+    folder.mkdir()
+    (folder / FILE).parent.mkdir()
     (folder / FILE).write_text(json.dumps(lineage))
     files = {FILE: hashlib.sha256((folder / FILE).read_bytes()).hexdigest()}
     content = {"version": VERSION, "token": token, "lineage": lineage, "files": files}
@@ -182,11 +193,10 @@ class StoreMachine(LeaseMachine):
 
     backend: type[StoreBackend] = StoreBackend
     remote: type[RemoteRun] = RemoteRun
-    find: Callable[[Store], dict[str, str]] = staticmethod(find_checkpoints)
 
     def launch(self, folder: Path) -> Program:
         def work(store: Store) -> None:
-            backend = self.backend(store, folder, self.find)
+            backend = self.backend(store, folder, partial(find_checkpoints, store))
             try:
                 free = wait_until_free(backend, TTL)
                 stored, lineage = stored_checkpoints(store), Lineage()
@@ -201,6 +211,7 @@ class StoreMachine(LeaseMachine):
                 for _ in range(SAVES):
                     lineage = [*lineage, lease.token]
                     target = step_folder(lease.run_dir, len(lineage))
+                    target.parent.mkdir(parents=True, exist_ok=True)
                     write_checkpoint(target, lease.token, lineage)
                     remote.upload(target)
                     lease.renew()
@@ -296,10 +307,10 @@ class FolderMachine(LeaseMachine):
         return found
 
     def tokens(self) -> dict[str, str]:
-        launches = self.run_dir / "launches"
-        found = {path.name: path for path in launches.glob("*.json")}
-        found |= {f"{path.parent.name}.json": path for path in launches.glob("*/launch.json")}
-        return {name: json.loads(path.read_bytes())["token"] for name, path in found.items()}
+        records = (self.run_dir / "launches").glob("*.json")
+        return {path.name: json.loads(path.read_bytes())["token"] for path in records}
 
     def is_settled(self) -> bool:
-        return len(list((self.run_dir / "launches").glob("[0-9][0-9][0-9][0-9]"))) == 1
+        newest = max(self.tokens(), default="")
+        folders = (self.run_dir / STAGING_FOLDER).glob("[0-9][0-9][0-9][0-9].*")
+        return bool(newest) and all(folder.name[:4] >= newest[:4] for folder in folders)

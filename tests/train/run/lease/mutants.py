@@ -1,7 +1,6 @@
 """Leases with one mistake each, which the state machines must find."""
 
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +8,35 @@ from shards.base.durable import canonical_json
 from tests.train.run.lease.machines import FolderMachine, StoreMachine
 from train.run.checkpoints.checkpoint import STATE_NAME
 from train.run.checkpoints.remote import RemoteRun, files_below
+from train.run.lease.backend import Backend, Seen
 from train.run.lease.folder import FolderBackend
-from train.run.lease.lease import Seen
 from train.run.lease.store import StoreBackend
 
 
-class Overwriting(StoreBackend):
-    """Writes a launch's record even if the number is taken."""
+def overwrite(self: Backend, number: int, record: dict[str, Any]) -> bool:
+    """Write a launch's record even if the number is taken."""
+    self.store.write(f"launches/{number:04d}.json", canonical_json(record))
+    return True
 
-    def create(self, number: int, record: dict[str, Any]) -> bool:
-        self.store.write(f"launches/{number:04d}.json", canonical_json(record))
-        return True
+
+class Overwriting(StoreBackend):
+    """Writes its record even if the number is taken."""
+
+    create = overwrite
 
 
 class Forgetful(StoreBackend):
     """Does not recognise its own record, so a winner whose reply was lost takes the run over from itself."""
 
-    def read(self, number: int) -> dict[str, Any]:
-        return super().read(number) | {"token": None}
+    def create(self, number: int, record: dict[str, Any]) -> bool:
+        return self.store.create(f"launches/{number:04d}.json", canonical_json(record))
 
 
 class Trusting(StoreBackend):
     """Accepts the checkpoints that it finds, even if they changed since the launch chose the one to resume from."""
 
-    def fence(self, number: int, seen: Seen) -> bool:
-        return super().fence(number, seen._replace(checkpoints=None))
+    def fence(self, number: int, token: str, seen: Seen) -> bool:
+        return super().fence(number, token, seen._replace(checkpoints=None))
 
 
 class Early(StoreBackend):
@@ -42,10 +45,10 @@ class Early(StoreBackend):
     found: dict[str, str]
 
     def create(self, number: int, record: dict[str, Any]) -> bool:
-        self.found = dict(self.checkpoints(self.store))
+        self.found = dict(self.checkpoints())
         return super().create(number, record)
 
-    def fence(self, number: int, seen: Seen) -> bool:
+    def fence(self, number: int, token: str, seen: Seen) -> bool:
         if self.found != seen.checkpoints:
             return False
         self.store.write(f"launches/{number:04d}.accepted.json", canonical_json(self.found))
@@ -53,17 +56,17 @@ class Early(StoreBackend):
 
 
 class Fenceless(StoreBackend):
-    """Never says which checkpoints it accepts."""
+    """Never records which checkpoints it accepts."""
 
-    def fence(self, number: int, seen: Seen) -> bool:
-        return seen.checkpoints in (None, dict(self.checkpoints(self.store)))
+    def fence(self, number: int, token: str, seen: Seen) -> bool:
+        return self.is_unchanged(seen)
 
 
 class Dropping(StoreBackend):
     """Accepts no checkpoint."""
 
-    def fence(self, number: int, seen: Seen) -> bool:
-        if self.checkpoints(self.store) != seen.checkpoints:
+    def fence(self, number: int, token: str, seen: Seen) -> bool:
+        if not self.is_unchanged(seen):
             return False
         self.store.write(f"launches/{number:04d}.accepted.json", b"{}")
         return True
@@ -95,55 +98,46 @@ class StateLast(RemoteRun):
         super()._remove(files[:1])
 
 
-class SharingFolders(FolderBackend):
-    """Uses a staging folder that a different launch has created."""
+class OverwritingFolder(FolderBackend):
+    """Writes its record even if the number is taken."""
 
     def create(self, number: int, record: dict[str, Any]) -> bool:
-        folder = self.staging(number)
-        folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            self._write(folder, record)
-        return True
+        self.staging(number, record["token"]).mkdir(parents=True)
+        return overwrite(self, number, record)
 
 
-class ReusingNumbers(FolderBackend):
-    """Claims a number that a superseded launch had."""
+class ClaimsFirst(FolderBackend):
+    """Creates its record before its staging folder, which a successor may therefore not find."""
 
     def create(self, number: int, record: dict[str, Any]) -> bool:
-        (self.run_dir / "launches").mkdir(parents=True, exist_ok=True)
-        try:
-            self.staging(number).mkdir()
-            self._write(self.staging(number), record)
-        except (FileExistsError, FileNotFoundError):
+        if not Backend.create(self, number, record):
             return False
+        self.staging(number, record["token"]).mkdir(parents=True)
         return True
 
 
 class FencelessFolder(FolderBackend):
     """Leaves the staging folders of earlier launches."""
 
-    def fence(self, number: int, seen: Seen) -> bool:
-        return seen.checkpoints in (None, self.checkpoints())
+    def fence(self, number: int, token: str, seen: Seen) -> bool:
+        return self.is_unchanged(seen)
 
 
 class FencesOne(FolderBackend):
     """Fences off only the previous launch, which may have died before it fenced off others."""
 
-    def fence(self, number: int, seen: Seen) -> bool:
-        folder, older = self.staging(number), self.staging(number - 1)
-        if older.is_dir():
-            older.rename(folder / older.name)
-            with suppress(FileNotFoundError):
-                (folder / older.name / "launch.json").rename(older.with_suffix(".json"))
-            shutil.rmtree(folder / older.name, ignore_errors=True)
-        return seen.checkpoints in (None, self.checkpoints())
+    def fence(self, number: int, token: str, seen: Seen) -> bool:
+        own = self.staging(number, token)
+        for folder in own.parent.glob(f"{number - 1:04d}.*"):
+            folder.rename(own / folder.name)
+        return self.is_unchanged(seen)
 
 
 class TrustingFolder(FolderBackend):
     """Does not notice that the checkpoints changed."""
 
-    def fence(self, number: int, seen: Seen) -> bool:
-        return super().fence(number, seen._replace(checkpoints=None))
+    def fence(self, number: int, token: str, seen: Seen) -> bool:
+        return super().fence(number, token, seen._replace(checkpoints=None))
 
 
 class CopiesIntoPlace(FolderMachine):

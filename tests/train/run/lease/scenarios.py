@@ -93,11 +93,11 @@ def die_during_a_removal(machine: StoreMachine) -> None:
 # in a folder
 
 
-def claim_the_same_folder(machine: FolderMachine) -> None:
-    """Two launches find the run free, and then both create their staging folder."""
+def claim_the_same_number_in_a_folder(machine: FolderMachine) -> None:
+    """Two launches find the run free, and then both create the first record."""
     for which in range(2):
         machine.start()
-        proceed_to(machine, which, {"mkdir"}, "launches/0001")
+        proceed_to(machine, which, {"link", "replace"}, "")
     machine.finish(0)
     machine.launches_are_unique()
     machine.finish(0)
@@ -106,15 +106,29 @@ def claim_the_same_folder(machine: FolderMachine) -> None:
 def claim_an_old_number(machine: FolderMachine) -> None:
     """A launch finds the run free, and is suspended while two others acquire the run one after the other."""
     machine.start()
-    proceed_to(machine, 0, {"mkdir"}, "launches/0001")
+    proceed_to(machine, 0, {"mkdir"}, "")
     for _ in range(2):
         machine.start()
         proceed_to(machine, 1, {"mkdir"}, "step-00000001")
         machine.launches_are_unique()
+        machine.readers_see_one_lineage()
         if machine.number == 2:
             machine.crash(1, "not sent")
     machine.proceed(0, 6)
     machine.launches_are_unique()
+    machine.finish(0)
+
+
+def take_over_before_the_staging_folder_exists(machine: FolderMachine) -> None:
+    """A launch is suspended right after it created its record, and resumes after its successor acquired the run."""
+    machine.start()
+    proceed_to(machine, 0, {"link"}, "")
+    machine.proceed(0, 1)
+    machine.start()
+    proceed_to(machine, 1, {"mkdir"}, "step-00000001")
+    machine.readers_see_one_lineage()
+    machine.finish(0)
+    machine.readers_see_one_lineage()
     machine.finish(0)
 
 
@@ -133,7 +147,7 @@ def publish_after_an_interrupted_takeover(machine: FolderMachine) -> None:
     machine.start()
     proceed_to(machine, 0, {"replace"}, "step-00000001")
     machine.start()
-    proceed_to(machine, 1, {"rename"}, "launches/0001")
+    proceed_to(machine, 1, {"rename"}, "")
     machine.crash(1, "not sent")
     machine.shared.now += 2 * TTL
     machine.start()
@@ -147,7 +161,7 @@ def publish_after_the_successor_chose(machine: FolderMachine) -> None:
     machine.start()
     proceed_to(machine, 0, {"replace"}, "step-00000001")
     machine.start()
-    proceed_to(machine, 1, {"mkdir"}, "launches/0002")
+    proceed_to(machine, 1, {"link"}, "")
     proceed_to(machine, 0, {"replace"}, "step-00000003")
     machine.readers_see_one_lineage()
     machine.finish(1)
@@ -162,7 +176,8 @@ STORE = [
     die_during_a_removal,
 ]
 FOLDER = [
-    claim_the_same_folder,
+    claim_the_same_number_in_a_folder,
+    take_over_before_the_staging_folder_exists,
     claim_an_old_number,
     publish_after_the_successor_saved,
     publish_after_an_interrupted_takeover,

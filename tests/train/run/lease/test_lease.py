@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from shards.base.errors import RequestError, exit_code_of
+from shards.base.errors import RequestError
 from shards.base.store import LocalStore
 from tests import ranks
 from tests.runs import acquire, curve, environment, train_fields, write_config
 from train.run.checkpoints.checkpoint import list_checkpoints, verify_checkpoint
+from train.run.lease.backend import Backend, Seen
 from train.run.lease.folder import FolderBackend, publish, remove
-from train.run.lease.lease import Backend, Lease, LeaseLost, RunInUse, Seen, wait_until_free
+from train.run.lease.lease import Lease, LeaseLost, RunInUse, wait_until_free
 from train.run.lease.owner import Pace
 from train.run.lease.store import StoreBackend
 from train.run.reporting.json_lines import JsonLines, read_json_lines
@@ -63,7 +64,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     """Each kind of storage, for a run without checkpoints."""
     if request.param == "folder":
         return FolderBackend(tmp_path / "run")
-    return StoreBackend(LocalStore(tmp_path / "run"), tmp_path / "copies", lambda store: {})
+    return StoreBackend(LocalStore(tmp_path / "run"), tmp_path / "copies", dict)
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_one_of_several_launches_proceeds_and_the_others_say_which(tmp_path: Pat
     # a process of this machine that died of SIGKILL is known to be dead at once
     assert acquire(tmp_path, ttl=1000).number == 2
     assert json.loads((tmp_path / "launches" / "0001.json").read_text())["pid"] == alive.pid
-    assert sorted(path.name for path in (tmp_path / "launches").iterdir()) == ["0001.json", "0002"]
+    assert [path.name[:4] for path in (tmp_path / ".unfinished").iterdir()] == ["0002"]
 
 
 def test_a_suspended_launch_changes_nothing_once_it_is_superseded(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_suspended_launch_changes_nothing_once_it_is_superseded(tmp_path: Path
         assert f"is in use: launch 2 (host {os.uname().nodename}, process {os.getpid()}" in message
         assert "took it over from this launch, 1, which sent no heartbeat" in message
         assert not list((tmp_path / "published").iterdir())
-        assert sorted(path.name for path in (tmp_path / "launches").iterdir()) == ["0001.json", "0002"]
+        assert [path.name[:4] for path in (tmp_path / ".unfinished").iterdir()] == ["0002"]
 
 
 def test_a_superseded_launch_can_change_nothing(tmp_path: Path) -> None:
@@ -122,7 +123,12 @@ def test_a_superseded_launch_can_change_nothing(tmp_path: Path) -> None:
     with pytest.raises(LeaseLost, match=r"launch 2 .* took it over from this launch, 1,"):
         old.renew()
     old.release()
-    assert "ended" not in new.backend.read(2) and (tmp_path / "kept").is_dir() and not old.folder.exists()
+    assert (
+        "ended" not in new.backend.read(2)
+        and new.backend.newest().number == 2
+        and (tmp_path / "kept").is_dir()
+        and not old.folder.exists()
+    )
 
 
 def test_a_launch_passes_its_pace_to_the_next_and_says_when_it_ended(backend: Backend, far: None) -> None:
@@ -159,9 +165,11 @@ def test_a_silent_launch_is_superseded_and_a_live_one_is_not(backend: Backend, f
     assert Lease.acquire(backend, 1000).number == 2
 
 
-def test_a_launch_that_died_before_it_wrote_its_record_is_superseded(tmp_path: Path) -> None:
-    (tmp_path / "launches" / "0001").mkdir(parents=True)
-    assert acquire(tmp_path, ttl=0.3).number == 2
+def test_the_staging_folder_of_a_launch_that_died_before_its_record_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished" / "0001.dead").mkdir(parents=True)
+    for number in (1, 2):
+        assert acquire(tmp_path).number == number
+    assert [path.name[:4] for path in (tmp_path / ".unfinished").iterdir()] == ["0002"]
 
 
 def test_a_launch_that_is_superseded_meanwhile_says_so_instead_of_its_own_error(backend: Backend) -> None:
@@ -196,5 +204,6 @@ def test_a_refused_request_creates_no_run(latents: Path, tmp_path: Path) -> None
     from train.__main__ import run
 
     fields = train_fields(latents, tmp_path / "run", num_processes=2)
-    assert exit_code_of(lambda: run(["--config", str(write_config(tmp_path, fields))])) == RequestError.exit_code
+    with pytest.raises(RequestError, match="num_processes is 2, but 1 were started"):
+        run(["--config", str(write_config(tmp_path, fields))])
     assert not (tmp_path / "run").exists()

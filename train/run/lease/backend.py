@@ -1,0 +1,91 @@
+"""Storage of leases: numbered records, which are created if absent, and heartbeats.
+
+RUN/launches/0004.json   record of launch 4: its process, and a random token; never changed or removed
+            /0004.sign   its heartbeat and notes, overwritten with every heartbeat
+
+RUN is a folder or an object-store URL. The two differ only in how a launch fences off earlier ones.
+"""
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shards.base.durable import canonical_json
+from shards.base.store import Store
+
+
+class Heartbeat(NamedTuple):
+    """The newest launch of a run, and its last heartbeat."""
+
+    number: int = 0
+    """0: the run has no launch yet."""
+    mark: str = ""
+    """Opaque tag that changes with every heartbeat."""
+
+
+class Seen(NamedTuple):
+    """The state of a run for which a launch prepared."""
+
+    free: Heartbeat | None = None
+    """Result of `wait_until_free`; None: it was not called yet."""
+    checkpoints: Mapping[str, str] | None = None
+    """Name → identity of the checkpoints that readers saw, as returned by `Backend.checkpoints`; None: any."""
+    orphans: Mapping[str, str] = {}
+    """Name → identity of checkpoints to accept although they were never uploaded."""
+
+
+class Backend(ABC):
+    """Leases of one run. Every method is atomic, or safe to interrupt anywhere."""
+
+    interval: float
+    """Seconds between heartbeats."""
+
+    def __init__(self, store: Store, checkpoints: Callable[[], Mapping[str, str]]):
+        """`checkpoints`: returns the name → identity of the checkpoints that readers see."""
+        self.store, self.checkpoints = store, checkpoints
+
+    @property
+    def place(self) -> str:
+        """Folder or URL of the run, for messages."""
+        return self.store.where().rstrip("/")
+
+    def newest(self) -> Heartbeat:
+        """Return the newest launch, dead or alive."""
+        marks = {name: entry.etag for name, entry in self.store.listing("launches").items()}
+        number = max((int(name.partition(".")[0]) for name in marks), default=0)
+        return Heartbeat(number, marks.get(f"{number:04d}.sign", ""))
+
+    def read(self, number: int) -> dict[str, Any]:
+        """Return a launch's record and notes, or an empty dictionary if there are none."""
+        names = [f"launches/{number:04d}.json", f"launches/{number:04d}.sign"]
+        files = self.store.read_many(names)
+        return {key: value for name in names if name in files for key, value in json.loads(files[name]).items()}
+
+    def create(self, number: int, record: dict[str, Any]) -> bool:
+        """Create a launch if its number was never used, and return whether this launch owns the number."""
+        created = self.store.create(f"launches/{number:04d}.json", canonical_json(record))
+        # if the reply to the winning request was lost and the request retried, even the winner gets False
+        return created or bool(self.read(number).get("token") == record["token"])
+
+    def beat(self, number: int, notes: dict[str, Any]) -> None:
+        """Renew a launch's heartbeat and store its notes."""
+        self.store.write(f"launches/{number:04d}.sign", canonical_json({"time": time.time_ns(), **notes}))
+
+    @abstractmethod
+    def fence(self, number: int, token: str, seen: Seen) -> bool:
+        """Fence off all launches before `number`, unless readers see other checkpoints than `seen.checkpoints`.
+
+        Returns:
+            Whether the checkpoints were as seen.
+        """
+
+    @abstractmethod
+    def staging(self, number: int, token: str) -> Path:
+        """Return the local folder that a launch alone writes to. It is two levels below the launch's run folder."""
+
+    def is_unchanged(self, seen: Seen) -> bool:
+        """Return whether readers see the checkpoints that the launch saw."""
+        return seen.checkpoints is None or dict(self.checkpoints()) == dict(seen.checkpoints)
