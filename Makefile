@@ -8,7 +8,7 @@ ARGS ?=
 
 comma := ,
 empty :=
-# FAMILY=sana reads configs/sana/. Without FAMILY, configs/ itself is read, which is Stable Diffusion 2.
+# FAMILY=sana selects configs/sana/. Without FAMILY, the configs in configs/ itself are used: Stable Diffusion 2.
 FAMILIES := $(notdir $(patsubst %/,%,$(dir $(wildcard configs/*/precompute.yaml))))
 CONFIGS := configs$(FAMILY:%=/%)
 PHASE_CONFIG = $(or $(CONFIG),$(if $(PHASE),$(CONFIGS)/phase$(PHASE).yaml))
@@ -63,13 +63,13 @@ select: setup
 download: setup
 	$(BIN)/python -m precompute.download --config $(or $(CONFIG),configs/download.yaml) $(if $(IN),--input $(IN)) $(if $(OUT),--output $(OUT)) $(ARGS)
 
-## make precompute SHARD=00000-00099 | encode tars into latents, as a Ray job; SHARD=all: every tar
+## make precompute SHARD=00000-00099 | encode tars into latents with a Ray job; SHARD=all encodes every tar
 precompute: setup
 	$(BIN)/python -m precompute --config $(or $(CONFIG),$(CONFIGS)/precompute.yaml) --shards $(SHARD) $(ARGS)
 
 # The request is checked first, in one process, because a launcher would bury an error in its own traceback. A single
-# process needs no launcher, and receives its signals directly. Without --multi_gpu, accelerate silently starts one process
-# on CPUs where two are requested.
+# process needs no launcher and receives signals directly. Without --multi_gpu, Accelerate silently starts only one
+# process on CPUs, even if two are requested.
 # The launcher restarts the job if a process dies. It forwards SIGTERM and SIGUSR1, and then waits LEAVE seconds for its
 # processes to save a checkpoint.
 RESTARTS ?= 3
@@ -78,7 +78,7 @@ LAUNCH ?= $(if $(filter-out 1,$(NPROC)),--num_machines 1 --num_processes $(NPROC
 # On several machines, Slurm starts one task per process on NODES nodes of its allocation, NPROC on each.
 # Without Slurm, a launcher is started by ssh on each machine of HOSTS, or on the first NODES of them.
 NODES ?= $(if $(HOSTS),$(shell grep -cEv '^[[:space:]]*(#|$$)' $(HOSTS)),1)
-# Not --kill-on-bad-exit, which would kill a main process that is saving a checkpoint.
+# No --kill-on-bad-exit, which would kill a main process that is saving a checkpoint.
 SRUN = srun --nodes $(NODES) --ntasks-per-node $(NPROC) --wait $(LEAVE)
 STARTER = $(if $(HOSTS),--hosts $(HOSTS) $(NODES) $(NPROC),$(LAUNCH))
 LAUNCHER = $(if $(BY_SRUN),-m train.launch --slurm,$(if $(STARTER),-m train.launch $(STARTER) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet))
@@ -93,7 +93,7 @@ train: setup
 	$(TRAIN_COMMAND)
 
 EVALUATE = --config $(or $(CONFIG),configs/evaluate.yaml) --model $(RUN) $(if $(PROMPTS),--prompts.file $(PROMPTS)) $(if $(OUT),--output $(OUT))
-## make sample RUN=runs/phase2 PROMPTS=prompts.txt | sample images from a run, an export or a hub pipeline, as a Ray job
+## make sample RUN=runs/phase2 PROMPTS=prompts.txt | sample images from a run, an export or a hub pipeline with a Ray job
 sample: setup
 	$(BIN)/python -m evaluation sample $(EVALUATE) $(ARGS)
 
@@ -111,11 +111,11 @@ study: setup
 watch: setup
 	$(BIN)/python -m evaluation watch $(RUN) --config $(or $(CONFIG),configs/evaluate.yaml) --prompts.file $(PROMPTS) $(if $(OUT),--output $(OUT)) $(ARGS)
 
-## make report RUN="runs/phase1 runs/phase2" [OUT=runs/report.html] | losses, metrics and samples of runs on one page
+## make report RUN="runs/phase1 runs/phase2" [OUT=runs/report.html] | show losses, metrics and samples of runs on one page
 report: setup
 	$(BIN)/python -m evaluation report $(RUN) --output $(or $(OUT),runs/report.html) $(ARGS)
 
-## make plan [GPUS=128]           | days, cost and storage of a training run
+## make plan [GPUS=128]           | estimate days, cost and storage of a training run
 plan: setup
 	$(BIN)/python -m plan --config $(or $(CONFIG),$(CONFIGS)/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)
 
@@ -123,17 +123,17 @@ plan: setup
 clean:
 	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-## make lint                      | ruff and mypy
+## make lint                      | run ruff and mypy
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# of the packages whose tests need no other process, only those that take less than a few seconds
+# only packages whose tests need no other process, and of those only tests that take a few seconds at most
 QUICK = tests/shards tests/plan tests/precompute/select tests/precompute/input tests/precompute/pixels tests/cluster \
   tests/train/data tests/train/model tests/train/objective tests/train/run/lease tests/train/run/test_alarm.py \
   tests/train/test_config.py tests/train/test_step.py tests/evaluation/metrics tests/test_rooms.py
-## make quick                     | lint, types and the quick tests, in 90 s on two cores
+## make quick                     | run lint, types and the quick tests, in 90 s on two cores
 quick: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not (slow or faults or heavy)" $(QUICK) $(ARGS)
 
@@ -144,27 +144,27 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
 	  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max-worker-restart 1 $(ARGS)
 
-# its figures are published in docs/evidence/reliability.md
-## make test-faults               | the long suites: kills, full disks, flipped bits, hostile images
+# docs/evidence/reliability.md publishes the figures
+## make test-faults               | run the long suites: kills, full disks, flipped bits, hostile images
 test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "(slow or faults) and not (browser or container or prometheus or quantised or slurm)" $(ARGS)
 
-## make test-alerts               | the alert rules, and a live job under Prometheus (needs prometheus)
+## make test-alerts               | test the alert rules, and a live job under Prometheus (needs prometheus)
 test-alerts: setup
 	@command -v promtool prometheus >/dev/null || \
 	  { echo "error: make test-alerts needs Prometheus and its promtool: apt-get install prometheus" >&2; exit 1; }
 	promtool test rules deploy/prometheus/alerts_test.yml
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m prometheus $(ARGS)
 
-# Limit oneDNN and ATen to AVX2, so that bfloat16 is emulated as on an x86 CPU without AVX-512 and AMX.
+# Limit oneDNN and ATen to AVX2, so that bfloat16 is emulated as on an x86 CPU without AVX-512 or AMX.
 SLOW = ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 WHAT ?= test
-## make test-slow-cpu [WHAT=demo]  | the tests, or the demo, as on a CPU with AVX2 only
+## make test-slow-cpu [WHAT=demo]  | run the tests, or the demo, as on a CPU with only AVX2
 test-slow-cpu: setup
 	$(SLOW) $(BIN)/python -m bench.precision
 	$(SLOW) $(MAKE) $(WHAT) ARGS="$(ARGS)"
 
-## make test-browser              | the study's page in Chromium (needs chromium)
+## make test-browser              | test the study's page in Chromium (needs chromium)
 test-browser: setup
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
 	  echo "error: make test-browser needs Chromium: apt-get install chromium" >&2; exit 1
@@ -172,7 +172,7 @@ test-browser: setup
 
 # a controller and two nodes on this machine, in their own network and process namespaces
 SLURM = slurmctld slurmd slurm-client munge iproute2 openssh-client openssh-server
-## make test-slurm                | both stages under Debian's Slurm, and over ssh (as root; installs both)
+## make test-slurm                | test both stages under Debian's Slurm, and over ssh (as root; installs both)
 test-slurm: setup
 	@PATH=$$PATH:/usr/sbin:/sbin; for name in slurmctld slurmd sbatch munged ip sshd; do command -v $$name >/dev/null || missing=1; done; \
 	  test -z "$$missing" || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM); }
@@ -183,25 +183,25 @@ test-container: setup
 	@command -v buildah mmdebstrap >/dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends buildah mmdebstrap; }
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m container $(ARGS)
 
-## make test-families             | every model family against its pipeline and online encoding, on 1, 2 and 4 processes
+## make test-families             | compare every model family with its pipeline and online encoding, on 1, 2 and 4 processes
 test-families: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or not slow" tests/families $(ARGS)
 
-# not in .venv, because diffusers imports torchao in every process where it is installed
+# not into .venv, because diffusers would import an installed torchao in every process
 TORCHAO = torchao==0.18.0
-## make test-quantised            | text encoders in int8 and float8 (installs torchao into .torchao)
+## make test-quantised            | test text encoders in int8 and float8 (installs torchao into .torchao)
 test-quantised: setup
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target .torchao $(TORCHAO)
 	PYTHONPATH=.torchao OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m quantised tests/precompute/encode $(ARGS)
 
 PYTHONS ?= 3.11 3.12 3.13
-## make test-install [PYTHONS="3.11 3.12 3.13"] | the wheel with every extra, in fresh environments
+## make test-install [PYTHONS="3.11 3.12 3.13"] | test the wheel with every extra, in fresh environments
 test-install: setup
 	$(BIN)/python -m tests.install --pythons $(PYTHONS) $(ARGS)
 
 OLDEST = tests/precompute/encode/test_encoders.py tests/shards/base/test_config.py tests/shards/format/test_models.py \
   tests/test_end_to_end.py tests/train/test_cached_equals_online.py
-## make test-oldest               | the oldest supported versions, in .venv-oldest
+## make test-oldest               | test the oldest supported versions, in .venv-oldest
 test-oldest: .venv-oldest/.installed
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(OLDEST) $(ARGS)
 
@@ -215,11 +215,11 @@ test-oldest: .venv-oldest/.installed
 test-gpu-check: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rehearsal $(ARGS)
 
-## make bench                     | benchmark both stages into runs/benchmarks.md (on an idle machine)
+## make bench                     | benchmark both stages and write runs/benchmarks.md (on an idle machine)
 bench: setup
 	$(BIN)/python -m bench --output runs/benchmarks.md $(ARGS)
 
-## make gpu-check [OUT=runs/gpu-check] | ten minutes on a new GPU: correctness, speed, where the time goes
+## make gpu-check [OUT=runs/gpu-check] | check a new GPU in ten minutes: correctness, speed, where the time goes
 gpu-check: setup
 	$(BIN)/python -m bench.gpu_check --output $(or $(OUT),runs/gpu-check) $(ARGS)
 

@@ -32,7 +32,7 @@ def collate(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_index(root: str, bucket: str) -> dict[str, Any]:
-    """Read the bucket's index.json. Without this check, streaming would fail with a traceback.
+    """Read the bucket's index.json, and fail with a clear error if it is missing (streaming fails with a traceback).
 
     Raises:
         RequestError: the root or the bucket does not exist.
@@ -41,7 +41,7 @@ def read_index(root: str, bucket: str) -> dict[str, Any]:
     EncodingRecord.load(store)
     if store.size(f"{bucket}/index.json") is None:
         buckets = sorted({name.split("/")[0] for name in store.files("") if name.endswith("/index.json")})
-        raise RequestError(f"{root} has no bucket {bucket} with an index. It has {', '.join(buckets) or 'none'}.")
+        raise RequestError(f"{root} has no indexed bucket {bucket}. Its buckets are: {', '.join(buckets) or 'none'}.")
     index: dict[str, Any] = json.loads(store.read(f"{bucket}/index.json"))
     return index
 

@@ -53,15 +53,15 @@ class Data(Config):
     """The dataset."""
 
     pictures: int = Field(790_000_000, gt=0)
-    """Number of distinct pictures. Each has one caption, which is encoded once."""
+    """Number of distinct images. Each has one caption, which is encoded once."""
     samples: dict[str, int] = Field({"256x256": 790_000_000, "512x512": 300_000_000}, min_length=1)
-    """Number of pictures large enough for each bucket. Stage 1 encodes every bucket listed here."""
+    """Number of images large enough for each bucket. Stage 1 encodes every bucket listed here."""
     posterior: Literal["moments", "mean"] = "moments"
-    """Stored posterior: `moments` takes 2 × latent channels per position, `mean` takes 1 × latent channels."""
+    """Stored posterior: per position, `moments` takes 2 × the latent channels, and `mean` takes 1 ×."""
     string_bytes: float = fact("B per sample", 80, ge=0)
     """Combined size of a sample's key and caption."""
     picture_bytes: float = fact("B per picture", 100_000, gt=0)
-    """Size of a compressed picture, read in training when encoding online."""
+    """Size of a compressed image, which online encoding reads during training."""
 
     @field_validator("samples")
     @classmethod
@@ -125,18 +125,18 @@ class SourcedValue(Config):
     value: float
     """The value that the source confirms. If the field has a different value, the source is ignored."""
     source: str
-    """Measurement, publication or quote that the value comes from."""
+    """Measurement, publication or price quote that the value comes from."""
 
 
 class Plan(Config):
-    """A training run, from pictures to a trained backbone."""
+    """A training run, from images to a trained backbone."""
 
     title: str = "Stable Diffusion 2 base"
     """Heading of the report."""
     encoding: Literal["beforehand", "online"] = "beforehand"
     """`beforehand` precomputes latents; `online` encodes every image each time it is trained on."""
     every_size: bool = False
-    """Precompute every bucket for all pictures, as MosaicML did, instead of only for pictures that are large enough."""
+    """Precompute every bucket for all images, as MosaicML did, instead of only for images that are large enough."""
     gpus: int | None = Field(None, gt=0)
     """GPU count to add to the table and highlight."""
     gpu_counts: list[Annotated[int, Field(gt=0)]] = Field([8, 16, 32, 64, 128, 256, 512, 1024], min_length=1)
@@ -195,7 +195,7 @@ class Plan(Config):
             if phase.bucket not in self.data.samples:
                 known = ", ".join(self.data.samples)
                 raise RequestError(
-                    f"phase{number}.bucket is {phase.bucket}, which is not in data.samples (it has {known}). "
+                    f"phase{number}.bucket is {phase.bucket}, which is not in data.samples ({known}). "
                     f"Add the bucket and its number of samples to data.samples."
                 )
             required = [self.gpus] if self.gpus else [] if self.counts else self.gpu_counts

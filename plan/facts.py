@@ -40,8 +40,8 @@ def list_facts(plan: BaseModel, sources: Mapping[str, tuple[float, str]]) -> lis
     """Return every numeric input of `plan` with the source of its current value.
 
     Args:
-        sources: (value, source) by field, in addition to the fields' own defaults. A field that has neither its sourced
-            value nor its default is assumed, because neither source applies to the value.
+        sources: (value, source) by field, in addition to the fields' default sources. A field whose value is neither
+            the sourced one nor the default is marked as assumed, because neither source applies to it.
     """
     facts = []
     for field, value, extra in _fact_fields(plan):

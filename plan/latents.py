@@ -1,4 +1,4 @@
-"""Cost of encoding, storing and transferring the latents, and the break-even against online encoding."""
+"""Cost of encoding, storing and transferring latents, and the break-even with online encoding."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Traffic:
     """Data read during training, and the cost of reading it across regions. Costs are in $."""
 
     read_tb: float
-    """Total read during training without a cache."""
+    """Amount of data read during training without a cache."""
     foreign_tb: float
     """Portion of `read_tb` that comes from other regions."""
     cost: float
@@ -41,7 +41,7 @@ class Traffic:
 
 
 def precompute_hours(inputs: Inputs) -> float:
-    """Return the GPU-hours needed to encode every caption once and every picture for each of its buckets."""
+    """Return the GPU-hours needed to encode every caption once, and every image once for each of its buckets."""
     data = inputs.plan.data
     seconds = data.pictures / inputs.rates_of("text", None)[0].images_per_second_per_gpu
     for bucket, samples in data.samples.items():
@@ -51,7 +51,7 @@ def precompute_hours(inputs: Inputs) -> float:
 
 
 def bucket_report(inputs: Inputs, bucket: str) -> BucketReport:
-    """Compute the size and cost of `bucket` and its break-even against online encoding."""
+    """Compute the size and cost of a bucket's latents, and the break-even with online encoding."""
     plan = inputs.plan
     samples = plan.data.samples[bucket]
     stored = samples * inputs.sample_bytes(bucket) / TERA

@@ -1,4 +1,4 @@
-"""Config sections for hardware: GPUs, bandwidths, storage, regions, checkpoints and failures."""
+"""Config sections for GPUs, bandwidths, storage, regions, checkpoints and failures."""
 
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ class Gpu(Config):
     gpus_per_node: int = Field(8, gt=0)
     """GPUs per node."""
     price_per_hour: float = fact("$ per GPU-hour", ge=0)
-    """Price of one GPU."""
+    """Price of one GPU for one hour."""
     peak_tflops: float = fact("TFLOP/s", gt=0)
     """Peak dense bf16 throughput from the datasheet."""
     memory_gb_per_s: float = fact("GB/s", gt=0)
@@ -52,7 +52,7 @@ class Links(Config):
     efficiency: float = fact("of link and network bandwidth", 0.8, gt=0, le=1)
     """Share of the nominal bandwidth that an all-reduce achieves."""
     data_gbit_per_node: float = fact("Gbit/s per node", 20, gt=0)
-    """Read bandwidth of one node from the store of the latents."""
+    """Bandwidth at which one node reads from the store of the latents."""
     data_gbit_total: float = fact("Gbit/s", 400, gt=0)
     """Total read bandwidth of the store of the latents."""
     checkpoint_gbit: float = fact("Gbit/s", 10, gt=0)

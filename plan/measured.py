@@ -19,8 +19,8 @@ class Measurement(Config):
     """Throughput of one stage on a given number of GPUs."""
 
     stage: Literal["train", "encode", "text", "decode", "decode_on_gpu"]
-    """`train`: training steps; `encode`: pictures from tar bytes to moments; `text`: caption encoding; `decode`:
-    picture files to the pixels of every bucket, on one CPU core; `decode_on_gpu`: JPEG decoding on the GPU."""
+    """`train`: training steps; `encode`: images from tar bytes to moments; `text`: caption encoding; `decode`:
+    image files to the pixels of every bucket, on one CPU core; `decode_on_gpu`: JPEG decoding on the GPU."""
     bucket: str | None = None
     """Bucket (WIDTHxHEIGHT); required for `train` and `encode`, not allowed for other stages."""
     images_per_second_per_gpu: float = Field(gt=0)
@@ -54,10 +54,11 @@ class BenchFile(Config):
     published: bool = False
     """Whether the figures come from a publication."""
     modelled: bool = False
-    """Whether the figures come from a model. They count as assumed and are used only if no other file has the stage."""
+    """Whether the figures come from a performance model. They count as assumed and are used only if no other file has
+    the stage."""
     measurements: list[Measurement]
     details: dict[str, Any] = Field({})
-    """Other results of the run, which the planner ignores."""
+    """Other results of the run; the planner ignores them."""
 
 
 @dataclass(frozen=True)

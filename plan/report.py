@@ -1,4 +1,4 @@
-"""The report of a plan: time and cost per GPU count, storage, online encoding, inputs and notes."""
+"""The report on a plan: time and cost per GPU count, storage, online encoding, inputs and notes."""
 
 from dataclasses import dataclass
 
@@ -33,20 +33,21 @@ class Row:
     cost: float
     """Cost without checkpoints and failures."""
     expected_days: float
-    """Days including checkpoints and failures. Precompute is not adjusted, as a failure repeats at most one tar."""
+    """Days including checkpoints and failures. Precompute time is not adjusted, because a failure repeats at most one
+    tar per worker."""
     expected_cost: float
     """Cost including checkpoints and failures."""
     lost: float
     """Time added by checkpoints and failures, as a fraction of the training time."""
     online_days: float
-    """Days of training when encoding online."""
+    """Training days when encoding online."""
     online_ratio: float
     """Training time when encoding online, divided by the time on precomputed latents."""
     online_cost: float
     speedup: float | None
     """Training speedup per doubling of the GPUs, relative to the previous row."""
     bottleneck: str
-    """Bottleneck of all phases, or of each phase with its bucket where they differ."""
+    """Bottleneck of all phases, or of each phase and its bucket if they differ."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def _used_rates(inputs: Inputs) -> dict[str, Rate]:
 
 
 def _used_facts(inputs: Inputs) -> list[Fact]:
-    """Return the plan's numeric inputs, except those that do not affect this plan."""
+    """Return the plan's numeric inputs, except those that do not affect its results."""
     used = _used_rates(inputs).items()
     assumed = {stage.split()[0] for stage, rate in used if rate.assumed and not rate.modelled}
     unused = {
@@ -201,13 +202,13 @@ def _decoding_notes(inputs: Inputs) -> list[str]:
     on_core, on_gpu = (inputs.rates.of(stage, None) for stage in ("decode", "decode_on_gpu"))
     if not on_core or inputs.plan.encoding == "online":
         return []
-    pictures_per_second = inputs.plan.data.pictures / (precompute_hours(inputs) * SECONDS_PER_HOUR)
-    cores = pictures_per_second / on_core[0].images_per_second_per_gpu
+    images_per_second = inputs.plan.data.pictures / (precompute_hours(inputs) * SECONDS_PER_HOUR)
+    cores = images_per_second / on_core[0].images_per_second_per_gpu
     note = (
-        f"One GPU encodes {pictures_per_second:,.0f} pictures/s, which takes {cores:.1f} CPU cores to decode "
+        f"One GPU encodes {images_per_second:,.0f} images/s. Decoding them takes {cores:.1f} CPU cores "
         f"({on_core[0].source})."
     )
     if on_gpu:
-        share = pictures_per_second / on_gpu[0].images_per_second_per_gpu
+        share = images_per_second / on_gpu[0].images_per_second_per_gpu
         note += f" Decoding on the GPU would take {share:.0%} of its time and produce different pixels."
     return [note]

@@ -74,7 +74,7 @@ class Inputs:
         return self.rates.of(stage, bucket) or [modelled]
 
     def encode_seconds(self, bucket: str) -> float:
-        """Return the GPU-seconds needed to encode one picture of `bucket` and its caption."""
+        """Return the GPU-seconds needed to encode one image in `bucket` and its caption."""
         rates = self.rates_of("encode", bucket)[0], self.rates_of("text", None)[0]
         return sum(1 / rate.images_per_second_per_gpu for rate in rates)
 
@@ -104,7 +104,7 @@ class PhaseRow:
     basis: Basis
     source: str
     predicted_images_per_second: float
-    """Prediction from a different GPU count, even where this one was measured."""
+    """Prediction from a measurement on another GPU count, even if this count was measured."""
     step: StepTime
     split_speedup: float
     """Speedup from sharding weights within each node (HSDP), which the trainer does not support."""
@@ -116,7 +116,7 @@ class PhaseRow:
     """Total read rate from the store, in B/s."""
     save_every_steps: int
     best_interval: float
-    """Optimal work between checkpoints by Daly's formula."""
+    """Optimal training time between checkpoints by Daly's formula."""
     num_checkpoints: int
     expected_days: float
     """Days including checkpoints and failures."""
@@ -161,7 +161,7 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
 
 
 def _basis_for(rates: list[Rate], gpus: int) -> Rate:
-    """Return the rate with the most GPUs up to `gpus`, or else with the fewest. `rates` must be sorted by GPU count."""
+    """Return the rate with the most GPUs up to `gpus`, or else the fewest. `rates` must be sorted by GPU count."""
     return next((rate for rate in reversed(rates) if rate.gpus <= gpus), rates[0])
 
 

@@ -1,4 +1,4 @@
-"""The demo's fixed prompts, and how many of the images drawn for them show the requested colour and shape."""
+"""The demo's fixed prompts, and the share of samples that show the requested colour and shape."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,9 @@ from examples.shapes.prompts import PROMPT_SEED, ScenePrompt, held_out_prompts, 
 
 PHASES = ("phase1", "phase2")
 MIN_SHARES = {"colour": 0.9, "shape": 0.8}
-"""Shares of phase 2's images of seen combinations that a demo of full size must reach."""
+"""Minimum shares of correct samples for seen combinations after phase 2, in a full-size demo."""
 MAX_SIDE = 1024
-"""Larger than any image of the demo, so that all are judged at their original size."""
+"""Larger than any image in the demo, so that all are judged at their original size."""
 
 
 def prompt_lists() -> dict[str, list[ScenePrompt]]:
@@ -25,8 +25,8 @@ def prompt_lists() -> dict[str, list[ScenePrompt]]:
 def write_prompts(path: Path) -> None:
     """Write both lists in MJHQ's JSON format, shuffled.
 
-    The first few prompts then contain some of each list, and so does every group that the intervals' jackknife leaves
-    out.
+    Shuffling puts prompts from both lists among the first few, and into every group that the intervals' jackknife
+    leaves out.
     """
     entries = [
         (f"{name}-{i:02d}", {"prompt": prompt.text, "category": name})
@@ -62,10 +62,10 @@ def judge_phases(folder: Path) -> None:
 
 
 def check_adherence(folder: Path) -> None:
-    """Check that a demo of full size has learnt to follow its prompts.
+    """Check that the model of a full-size demo has learned to follow its prompts.
 
     Raises:
-        SystemExit: too few of phase 2's images show what their prompts ask for.
+        SystemExit: too few of phase 2's samples show what their prompts ask for.
     """
     found = json.loads((folder / "adherence.json").read_text())["phase2"]["seen"]
     short = [
@@ -79,7 +79,7 @@ def check_adherence(folder: Path) -> None:
 
 
 def score(pictures: np.ndarray, prompts: list[ScenePrompt]) -> dict[str, float | int]:
-    """Compute the shares of images with the colour and with the shape that their prompts ask for."""
+    """Compute the shares of images that show the colour, and the shape, that their prompts ask for."""
     seen = [judge(picture) for picture in pictures]
     colour = [found.colour == prompt.scene.colour for found, prompt in zip(seen, prompts, strict=True)]
     shape = [found.shape == prompt.scene.shape for found, prompt in zip(seen, prompts, strict=True)]

@@ -1,4 +1,4 @@
-"""Captions of the demo's images, written from templates. Every caption is true, but many omit some facts."""
+"""Captions for the demo's images, written from templates. Every caption is true, but many omit some facts."""
 
 import numpy as np
 
@@ -39,7 +39,7 @@ FACTS = ("colour", "shape", "background", "size", "place")
 
 
 def write_caption(scene: Scene, rng: np.random.Generator) -> str:
-    """Write a true caption of the scene from a random template. It always states colour and shape."""
+    """Write a true caption for the scene from a random template. It always states the colour and shape."""
     return fill(TEMPLATES[rng.integers(len(TEMPLATES))], scene, rng)
 
 

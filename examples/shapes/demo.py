@@ -3,7 +3,7 @@
     world → (HTTP) → tars → latents → phase 1 (64 px) → phase 2 (128 px) → evaluation → report
 
 Most steps run the command that a user would type. After an interruption, run the demo again to continue with the first
-unfinished step. After a finished demo, it starts over.
+unfinished step. Once the demo has finished, running it again starts over.
 """
 
 import argparse
@@ -32,11 +32,11 @@ ROWS_PER_TAR = 500
 SIDES = {"phase1": 64, "phase2": 128}
 SEED = 0
 MAX_PROCESSES = 8
-"""With more, each process would have fewer than four images of phase 2's batch."""
+"""With more processes, each would get fewer than four images of a batch in phase 2."""
 PHASE2_BATCH = 32
 """Phase 2's global batch size, which the training processes share evenly."""
 STEP_RATIO, LATER_SECONDS_RATIO = 1.55, 0.53
-"""Duration of phase 2, and of everything after it, relative to phase 1. Measured on CPUs and used for the estimate."""
+"""Durations of phase 2 and of everything after it, relative to phase 1: measured on CPUs, used for the estimate."""
 ESTIMATE_AFTER = 10
 """Steps of phase 1 after which the demo estimates its total duration."""
 
@@ -66,13 +66,13 @@ class Demo:
         try:
             work()
             self.done.append(name)
-        finally:  # time before an interruption counts as well
+        finally:  # time spent before an interruption counts as well
             self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - started, 1)
             self.timings.write_text(json.dumps({"seconds": self.seconds, "done": self.done}))
         print(f"{number} Done in {self.seconds[name]:.0f} s.", flush=True)
 
     def make_world(self) -> None:
-        """Draw the images into a folder that plays the role of the web."""
+        """Draw the images into a folder that stands in for the web."""
         write_world(self.folder / "web", self.num_pictures, SEED)
 
     def download(self) -> None:
@@ -118,12 +118,12 @@ class Demo:
                 if metrics.exists() and (lines := metrics.read_text().splitlines()):
                     line = json.loads(lines[0])
                     if line["step"] > ESTIMATE_AFTER:
-                        return  # a resumed run, which printed its estimate earlier
+                        return  # a resumed run, whose estimate was printed earlier
                     spent = earlier + time.monotonic() - started
                     left = seconds_left(line["images_per_second"])
                     print(
-                        f"The demo will take about {(spent + left) / 60:.0f} minutes in total, {spent / 60:.0f} of "
-                        f"which have passed. Phase 1 trains at {line['images_per_second']:.0f} images/s here.",
+                        f"The demo will take about {(spent + left) / 60:.0f} minutes in total, of which "
+                        f"{spent / 60:.0f} have passed. Phase 1 trains at {line['images_per_second']:.0f} images/s.",
                         flush=True,
                     )
                     return
@@ -171,7 +171,7 @@ def seconds_left(images_per_second: float) -> float:
     """Estimate the seconds from phase 1's first logged step to the end of the demo.
 
     Args:
-        images_per_second: rate of phase 1. The later steps are estimated from it by ratios measured on CPUs.
+        images_per_second: rate of phase 1. Later steps are estimated from this rate with ratios measured on CPUs.
     """
     config = load_config(TrainConfig, CONFIGS / "phase1.yaml", [], "demo")
     phase_1 = (config.max_steps - ESTIMATE_AFTER) * config.global_batch_size / images_per_second
@@ -183,8 +183,8 @@ def call(*arguments: str) -> None:
     completed = subprocess.run([sys.executable, "-m", *arguments])
     if completed.returncode:
         sys.exit(
-            f"error: `python -m {' '.join(arguments[:3])} …` failed with exit code {completed.returncode}. Its message "
-            f"is above. Run the demo again to continue with this step."
+            f"error: `python -m {' '.join(arguments[:3])} …` failed with exit code {completed.returncode}. See its "
+            f"error message above. Run the demo again to continue with this step."
         )
 
 

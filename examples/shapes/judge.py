@@ -1,4 +1,4 @@
-"""Recognise the colour and shape in an image by geometry on its pixels, without anything learnt or random."""
+"""Recognise the colour and shape in an image from its pixels by geometry alone: nothing is learned or random."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from examples.shapes.scenes import BACKGROUNDS, COLOURS, OUTLINES, draw_mask
 Array = np.ndarray
 
 MIN_CONTRAST = 60.0  # RGB distance between foreground and background
-MAX_COLOUR_DISTANCE = 95.0  # RGB distance between the foreground and a colour's own tint
+MAX_COLOUR_DISTANCE = 95.0  # RGB distance between the foreground and a colour's nominal value
 MIN_OVERLAP = 0.75  # intersection over union of the foreground with a shape of equal area and centroid
 MIN_PLAIN_BORDER = 0.7  # share of the border that must have the background's colour
 AREA_LIMITS = (0.02, 0.45)  # share of the image that the foreground may cover
@@ -17,7 +17,7 @@ AREA_LIMITS = (0.02, 0.45)  # share of the image that the foreground may cover
 
 @dataclass(frozen=True)
 class Verdict:
-    """The colour and the shape recognised in an image; None for anything that is not of this world."""
+    """The colour and the shape recognised in an image; None for anything that the demo does not draw."""
 
     colour: str | None
     shape: str | None
@@ -68,7 +68,7 @@ def _nearest_colour(foreground: Array) -> str | None:
 
 
 def _best_shape(coverage: Array) -> str | None:
-    """Return the shape that overlaps the coverage most when drawn with equal area and centroid, or None."""
+    """Return the shape that overlaps the coverage best when drawn with equal area and centroid, or None."""
     overlaps = {shape: _overlap(coverage, shape) for shape in OUTLINES}
     best = max(overlaps, key=lambda shape: overlaps[shape])
     return best if overlaps[best] >= MIN_OVERLAP else None

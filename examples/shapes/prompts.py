@@ -1,4 +1,4 @@
-"""The demo's fixed prompts, each with the scene that it asks for, so that the images can be judged."""
+"""The demo's fixed prompts, each with the scene that it asks for, so that samples can be judged."""
 
 from dataclasses import dataclass
 

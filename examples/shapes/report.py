@@ -15,13 +15,13 @@ from shards.open import open_store
 from shards.tools.stats import root_totals
 
 GRID = {"seen": 16, "held_out": 8}
-"""Number of prompts that samples.png shows, from the start of each list."""
+"""Number of prompts from the start of each list that samples.png shows."""
 COLUMNS = 8
 MARGINS = {"left": 0.035, "right": 0.995, "bottom": 0.01, "top": 0.79, "hspace": 0.04, "wspace": 0.06}
 LABELS = {"phase1": "phase 1, 64 px", "phase2": "phase 2, 128 px"}
 TITLES = {
     "seen": "combinations of colour and shape in the training data",
-    "held_out": "held-out combinations, which no training image or caption contained",
+    "held_out": "held-out combinations, which no training image or caption contains",
 }
 STEPS = {
     "world": "draw the images",

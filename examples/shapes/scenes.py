@@ -1,4 +1,4 @@
-"""The scenes of the demo's world (shape x colour x background x size x place), and how they are drawn.
+"""The scenes of the demo (shape x colour x background x size x place), and code to draw them.
 
 Coordinates are relative to an image's central square, from (0, 0) at its top left to (1, 1) at its bottom right, so
 that captions remain true after a center crop.
@@ -63,7 +63,7 @@ OUTLINES: dict[str, Array] = {
     "cross": _cross(),
 }
 
-# Absent from all training images and captions: the demo samples them to test whether the model composes.
+# Absent from all training images and captions. The demo samples them to test whether the model can recombine concepts.
 HELD_OUT: frozenset[tuple[str, str]] = frozenset(
     {
         ("red", "triangle"),

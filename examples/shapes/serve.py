@@ -26,7 +26,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
 @contextmanager
 def serve(folder: Path) -> Iterator[str]:
-    """Serve `folder` while the context is open, and yield its URL without a trailing slash."""
+    """Serve `folder` within the context, and yield its URL without a trailing slash."""
     handler = functools.partial(_QuietHandler, directory=str(folder))
     with _Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)

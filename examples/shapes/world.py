@@ -15,17 +15,17 @@ from examples.shapes.captions import write_caption
 from examples.shapes.scenes import BACKGROUNDS, Scene, draw_scene, sample_scene
 
 NUM_PICTURES = 4000
-# Share of images of each unusual kind, of which there is at least one. All other images are "plain".
+# Share of images of each unusual kind; there is at least one image of each kind. All other images are "plain".
 KINDS: dict[str, float] = {
     # usable if decoded with care
     "rotated": 0.01,  # a JPEG with an EXIF orientation
-    "alpha": 0.005,  # a PNG with transparency in place of a white background
+    "alpha": 0.005,  # a PNG with transparency instead of a white background
     "palette": 0.005,
     "cmyk": 0.001,
     "animated": 0.0003,
     # unusable
     "truncated": 0.006,  # the second half of the bytes is missing
-    "html": 0.005,  # an error page in place of an image
+    "html": 0.005,  # an error page instead of an image
     "empty": 0.003,
     "tiny": 0.01,  # shortest side under 64 pixels
     "captionless": 0.005,
@@ -38,7 +38,7 @@ EXIF_ORIENTATION = 0x0112
 
 @dataclass(frozen=True)
 class PlannedPicture:
-    """An image of the world: its path in the served folder, its scene and its caption."""
+    """A planned image: its path in the served folder, scene and caption."""
 
     path: str
     kind: str
@@ -49,10 +49,10 @@ class PlannedPicture:
 
 
 def plan_world(num_pictures: int, seed: int) -> list[PlannedPicture]:
-    """Plan all images of a world. The same arguments give the same list.
+    """Plan all images of the demo. The same arguments give the same list.
 
     Raises:
-        ValueError: there are fewer images than kinds.
+        ValueError: there are fewer images than kinds of images.
     """
     kinds = [kind for kind, fraction in KINDS.items() for _ in range(max(1, round(fraction * num_pictures)))]
     if len(kinds) > num_pictures:
@@ -95,7 +95,7 @@ def _extension(kind: str, rng: np.random.Generator) -> str:
 
 
 def encode_picture(picture: PlannedPicture, rng: np.random.Generator) -> bytes:
-    """Encode the bytes that the server returns for an image."""
+    """Return the bytes that the server sends for an image."""
     if picture.kind == "html":
         return b"<!DOCTYPE html><html><body><h1>This picture has moved</h1></body></html>\n"
     if picture.kind == "empty":

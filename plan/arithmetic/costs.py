@@ -9,7 +9,7 @@ GIGA, TERA = 1e9, 1e12
 SECONDS_PER_HOUR = 3600
 SECONDS_PER_DAY = 86_400
 WEIGHT_BYTES = 4
-"""Bytes per parameter that a float32 weight takes in a checkpoint."""
+"""Bytes per parameter that float32 weights take in a checkpoint."""
 EMA_BYTES = 4
 """Bytes per parameter that an exponential moving average adds to a checkpoint."""
 
@@ -31,7 +31,7 @@ def gpu_hours(days: float, gpus: int) -> float:
 
 
 def text_bytes(tower: TextTower, real_tokens: float) -> float:
-    """Return the bytes that one caption occupies in the columns of a text encoder.
+    """Return the bytes that one caption takes in a text encoder's columns.
 
     Args:
         real_tokens: mean number of non-padding tokens per caption. Only these are stored if `tower.trim` is set.
@@ -55,7 +55,7 @@ def sample_bytes(
     image_storage: ImageStorage = "float16",
     channels: int = 0,
 ) -> float:
-    """Return the bytes of one sample in an MDS shard: the columns of shards/format/encoding.py and MDS framing.
+    """Return the bytes of one sample in an MDS file: the columns of shards/format/encoding.py and MDS framing.
 
     Args:
         num_planes: number of stored channels; 2 × latent channels for moments.

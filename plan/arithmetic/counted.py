@@ -1,8 +1,8 @@
 """On-disk cache of FLOP counts.
 
 Counting imports torch and diffusers and takes several seconds, but most plans change only prices or GPUs. The user's
-cache folder has one file per set of networks. Its name is a hash of everything the count depends on: the network
-configs, the buckets, the counting code, and the versions of the libraries that build the networks.
+cache folder has one file per set of networks. The file's name is a hash of everything the count depends on: the
+network configs, the buckets, the counting code, and the versions of the libraries that build the networks.
 """
 
 import hashlib

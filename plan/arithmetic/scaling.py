@@ -92,7 +92,7 @@ class StepTime:
 
 
 def all_reduce_seconds(num_bytes: float, gpus: int, machine: Machine) -> float:
-    """Return the seconds of a ring all-reduce over n GPUs: 2 (n − 1) / n × bytes ÷ bandwidth of the slowest link.
+    """Return the seconds a ring all-reduce over n GPUs takes: 2 (n − 1) / n × bytes ÷ the slowest link's bandwidth.
 
     The factor is from nccl-tests (PERFORMANCE.md, "AllReduce"). Across nodes, all rings share the node's network, so
     the bandwidth is the minimum of the node's network and one GPU's link.
@@ -120,14 +120,14 @@ def exposed_seconds(backward_seconds: float, gradient_seconds: float, step: Step
 
 @functools.lru_cache(maxsize=64)
 def bucket_ready_times(blocks: tuple[tuple[float, float], ...], num_buckets: int) -> NDArray[np.float64]:
-    """Return when each gradient bucket is complete, as a share of the backward time. Shape (num_buckets,).
+    """Return the time at which each gradient bucket is complete, as a share of the backward time, (num_buckets,).
 
     Buckets have equal shares of the weights. Within a block, gradients are assumed to complete at a constant rate.
     """
     weights, seconds = np.array([*blocks, (0.0, 0.0)], np.float64).T  # sentinel block: rounded shares may sum to < 1
     shares = np.arange(1, num_buckets + 1) / num_buckets
     before, start = np.cumsum(weights) - weights, np.append(np.cumsum(seconds[:-1]) - seconds[:-1], 1.0)
-    # tolerance, so that rounding does not move a bucket that ends with a block into the next block
+    # tolerance, so that rounding does not push a bucket that ends exactly at a block boundary into the next block
     block = np.searchsorted(np.cumsum(weights)[:-1] * (1 + 1e-9), shares)
     within = np.divide(shares - before[block], weights[block], out=np.ones(num_buckets), where=weights[block] > 0)
     ready: NDArray[np.float64] = start[block] + seconds[block] * within
@@ -171,7 +171,7 @@ def step_time(
 
 
 def sharding_seconds(num_parameters: int, gpus: int, machine: Machine) -> float:
-    """Return the seconds of one microbatch's all-gathers and reduce-scatter within a node."""
+    """Return the seconds that one microbatch's all-gathers and reduce-scatter take within a node."""
     return (gpus - 1) / gpus * num_parameters * (2 * ALL_GATHER_BYTES + REDUCE_SCATTER_BYTES) / machine.link
 
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import torch
 
 NO_WEIGHTS = Weights(name="none", sha256="0" * 64)
-"""Placeholder for the weights of networks that are built from a config only."""
+"""Placeholder for the weights of networks that are built only from a config."""
 PROBE_SIDE = 256
-"""Side of the picture that is encoded to find the shape of the latents."""
+"""Side of the image that is encoded to find the shape of the latents."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Work:
     backward: dict[str, tuple[tuple[float, float], ...]]
     """(share of the weights, share of the FLOPs) of each block in each bucket, in the order of the backward pass."""
     encode: dict[str, int]
-    """Encoding FLOPs per picture in each bucket."""
+    """Encoding FLOPs per image in each bucket."""
     caption: int
     """Encoding FLOPs per caption, summed over all text encoders."""
     latent_hw: dict[str, tuple[int, int]]
@@ -167,7 +167,7 @@ def _backbone(networks: Networks) -> tuple[Any, str]:
 
 
 def build_image_tower(path: str) -> tuple[Any, ImageTower]:
-    """Build the autoencoder of a config file, and the description of it that a latents root stores."""
+    """Build the autoencoder of a config file, and the record that describes it in a latents root."""
     import diffusers
     import torch
 
@@ -193,7 +193,7 @@ def build_image_tower(path: str) -> tuple[Any, ImageTower]:
 
 
 def build_text_tower(name: str, text: TextNetwork) -> tuple[Any, TextTower]:
-    """Build the text encoder of a config file, and the description of it that a latents root stores."""
+    """Build the text encoder of a config file, and the record that describes it in a latents root."""
     import transformers
 
     fields = _read_json(text.config)

@@ -15,7 +15,7 @@ TOTALS: dict[str, tuple[str, Callable[[Report], str]]] = {
     "latents per month": ("storage", lambda report: f"${report.price_per_month:,.0f}"),
     "read TB": ("size", lambda report: f"{report.traffic.read_tb:,.0f}"),
 }
-"""Rows of the totals table: the key of the star in `DEPENDS_ON`, and a function that formats the cell."""
+"""Rows of the totals table: the key in `DEPENDS_ON` that determines the star, and a function that formats the cell."""
 BY_GPUS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "days": ("speed", lambda row: f"{row.training_days + row.precompute_days:.2f}"),
     "hours": ("speed", lambda row: f"{row.training_hours + row.precompute_hours:,.0f}"),
@@ -25,7 +25,7 @@ BY_GPUS: dict[str, tuple[str, Callable[[Row], str]]] = {
 
 
 def render_comparison(plans: list[Plan], reports: list[Report]) -> str:
-    """Compare plans as columns A, B, …: differing config fields, totals, and each GPU count that all plans have."""
+    """Compare plans in columns A, B, …: differing config fields, totals, and the GPU counts that all plans have."""
     names = [chr(ord("A") + number) for number in range(len(plans))]
     stars = [star_marks(report) for report in reports]
     different = [[f"  {field}", *map(str, values)] for field, values in differences(plans).items()]
@@ -56,7 +56,7 @@ def render_comparison(plans: list[Plan], reports: list[Report]) -> str:
 
 
 def differences(plans: list[Plan]) -> dict[str, list[Any]]:
-    """Return the value in each plan of every config field that is not the same in all plans."""
+    """Return every config field that differs between plans, with its value in each plan."""
     flat = [flatten(plan.model_dump(mode="json")) for plan in plans]
     fields = {field: [values.get(field) for values in flat] for values in flat for field in values}
     return {field: values for field, values in fields.items() if any(value != values[0] for value in values)}

@@ -211,7 +211,7 @@ def test_what_keeps_a_gpus_encoders_fed(report: MakeReport, tmp_path: Path) -> N
 
     # 4,000 captions, 4,000 and 1,000 pictures: 1 + 4 + 4 s of a GPU
     (fed,) = notes([*encoding, on_core])
-    assert fed.startswith("One GPU encodes 444 pictures/s, which takes 4.4 CPU cores to decode (measured 20")
+    assert fed.startswith("One GPU encodes 444 images/s. Decoding them takes 4.4 CPU cores (measured 20")
     share = " Decoding on the GPU would take 22% of its time and produce different pixels."
     assert notes([*encoding, on_core, on_gpu]) == [fed + share]
     assert notes([*encoding, on_gpu]) == [] and notes([*encoding, on_core], "--encoding", "online") == []

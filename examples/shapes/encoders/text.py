@@ -1,7 +1,7 @@
-"""The demo's tokenizer and text encoder: a standard `CLIPTokenizer` and `CLIPTextModel` for this world's vocabulary.
+"""The demo's tokenizer and text encoder: a standard `CLIPTokenizer` and `CLIPTextModel` for the demo's vocabulary.
 
 The encoder is trained so that a linear map can read a caption's five facts from the end-of-text token and from every
-padding token after it. Only these tokens see the whole caption, because attention is causal.
+padding token after it. Only these tokens can attend to the whole caption, because attention is causal.
 """
 
 import json
@@ -32,7 +32,7 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 
 
 def build_tokenizer(folder: Path) -> CLIPTokenizer:
-    """Build a byte-level BPE tokenizer with one token per word of this world; other words are split into bytes."""
+    """Build a byte-level BPE tokenizer with one token for each word in the demo; other words are split into bytes."""
     words = sorted({word for text in _all_texts() for word in text.replace(",", " , ").split()})
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -50,7 +50,7 @@ def build_tokenizer(folder: Path) -> CLIPTokenizer:
 
 
 def _all_texts() -> list[str]:
-    """Return texts that together contain every word a caption may contain."""
+    """Return texts that together contain every word that captions use."""
     names = [name for table in NAMES.values() for name in table[1:]]
     synonyms = [word for words in SYNONYMS.values() for word in words]
     return [*names, *synonyms, "a", "an", *(template.format_map(dict.fromkeys(FACTS, "")) for template in TEMPLATES)]

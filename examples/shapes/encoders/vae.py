@@ -21,7 +21,7 @@ CONFIG = {
     "up_block_types": ("UpDecoderBlock2D",) * 4,
     "layers_per_block": 1,
     "norm_num_groups": 1,
-    # attention over all positions would tie the VAE to the image sizes it was trained on
+    # with attention over all positions, the VAE would work only at the image sizes it was trained on
     "mid_block_add_attention": False,
     "sample_size": 64,
 }
@@ -59,7 +59,7 @@ def train_vae(seed: int, num_steps: int, peak_lr: float = 1.2e-3) -> Autoencoder
 def _initialise(vae: AutoencoderKL) -> None:
     """Initialise as a chain of variance-preserving convolutions, with zero residual branches and narrow posteriors.
 
-    With the default initialisation, a VAE this small and deep needs many times the steps.
+    With the default initialisation, a VAE this small and deep needs many times as many steps.
     """
     for module in vae.modules():
         if isinstance(module, nn.Conv2d) and module.bias is not None:
@@ -75,7 +75,7 @@ def _initialise(vae: AutoencoderKL) -> None:
 
 
 def _draw_batch(pictures: dict[int, torch.Tensor], whole: bool) -> torch.Tensor:
-    """Draw whole images, or 24 patches of 32 px, which teach most of the same at a fraction of the cost."""
+    """Draw whole images, or 24 patches of 32 px, which train the VAE almost as well at a fraction of the cost."""
     side = 64 if torch.rand(()) < 0.8 else 128
     num_pictures = (16 if side == 64 else 4) if whole else 24
     batch = pictures[side][torch.randint(len(pictures[side]), (num_pictures,))]
@@ -97,7 +97,7 @@ def _loss(vae: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
 def _standardise(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) -> None:
     """Give all latent channels mean 0 and the same standard deviation, and set scaling_factor to its inverse.
 
-    The changes are folded into the 1x1 convolutions around the latents, so reconstructions stay the same.
+    The change is folded into the 1x1 convolutions on both sides of the latents, so reconstructions stay the same.
     """
     mean, std = _channel_statistics(vae, picture_sets)
     scale = RAW_STD / std
@@ -112,7 +112,7 @@ def _standardise(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) -> None:
 
 
 def _channel_statistics(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and standard deviation (channels,) of latents sampled for up to 512 images of each set."""
+    """Return the mean and standard deviation (channels,) of latents sampled for up to 512 images from each set."""
     posteriors = [vae.encode(batch).latent_dist for pictures in picture_sets for batch in pictures[:512].split(64)]
     latents = torch.cat([posterior.sample().movedim(1, -1).flatten(0, -2) for posterior in posteriors])
     return latents.mean(0), latents.std(0)
