@@ -14,16 +14,17 @@ from shards.base.errors import Outage, WorkError
 
 FIRST_PAUSE_SECONDS = 5.0
 UNFIT_PROBES = 4
-"""Limit on consecutive probes that meet a problem which waiting cannot solve, such as a missing model. The last one
-comes 35 s after the first."""
+"""Maximum number of consecutive probes that fail for a reason that waiting cannot fix, such as a missing model. The
+last probe comes 35 s after the first."""
 
 
 class OutageConfig(Config):
     """Conditions under which a job gives up on an outage."""
 
     outage_probes: int = Field(16, ge=1)
-    """Consecutive attempts that storage, credentials or the cluster may fail before the job stops, each at a different
-    unit of work if possible. The delays between them grow to five minutes, 50 minutes in all."""
+    """Number of consecutive attempts that may fail because of storage, credentials or the cluster before the job stops.
+    Each tries a different unit of work if possible. The delays between them grow to five minutes and total 50
+    minutes."""
 
 
 class Breaker:
@@ -42,7 +43,7 @@ class Breaker:
         self.probed: list[str] = []
         """Keys of the units whose attempts opened the breaker and kept it open, whatever the cause."""
         self.unfit = 0
-        """Length of the current series of probes that met a problem which waiting cannot solve."""
+        """Number of consecutive probes, so far, that failed for a reason that waiting cannot fix."""
         self.paused_at = self.next_probe = 0.0
 
     @property
@@ -51,9 +52,9 @@ class Breaker:
         return bool(self.probed)
 
     def allowed(self, room: int, began: Iterable[float]) -> int:
-        """Return how many attempts may be started if there is `room`, given the start times of the running ones.
+        """Return how many attempts, at most `room`, may start now, given the start times of the running attempts.
 
-        During a pause, this is one probe at a time, once it is due.
+        During a pause, only one probe may run at a time, and only once it is due.
         """
         if not self.is_open:
             return room
@@ -64,12 +65,12 @@ class Breaker:
         return self.is_open and began > self.paused_at
 
     def record_success(self, node: str | None, began: float) -> str | None:
-        """Record an attempt that succeeded. Return a message for the user, if there is one."""
+        """Record an attempt that succeeded. Return a message for the user, or None if there is nothing to report."""
         self.last_success = max(self.last_success, began)
         self.failing.discard(node or "")
         was_open = self.is_open
         if began <= (self.paused_at if was_open else self.last_outage):
-            return None  # it may have fetched everything it needed before the outage
+            return None  # the attempt may have fetched everything it needed before the outage
         self.probed = []
         self.unfit = 0
         self.affected.clear()
@@ -81,7 +82,7 @@ class Breaker:
     def record_outage(
         self, key: str, node: str | None, able: Collection[str], began: float, outage: Outage
     ) -> str | None:
-        """Record an attempt that an outage ended on one of the `able` nodes. Return a message, if there is one.
+        """Record an attempt that an outage ended on one of the `able` nodes. Return a message for the user, or None.
 
         The job pauses once more than half of the nodes fail in this way. If fewer nodes fail, the cause is local.
 
@@ -97,7 +98,7 @@ class Breaker:
             if 2 * len(self.failing) <= len(able):
                 return None
             self.paused_at = now
-        # causes may alternate, so every probe of a pause counts
+        # causes may alternate, so every probe during a pause counts
         self.probed.append(key)
         self.unfit = 0 if outage.is_transient else self.unfit + 1
         seconds = now - self.paused_at

@@ -19,9 +19,10 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 class FailureLog:
     """Log of a job's failed attempts, next to the root at `place`; a context manager.
 
-    For a folder it is the file `FOLDER.failures.jsonl`, to which later jobs append. Object stores cannot append, so
-    there each object `URL.failures/TIME.jsonl` holds some of the lines. Lines that cannot be written yet, during an
-    outage for example, are kept, and printed to stderr if they still cannot be written at the end of the job.
+    For a folder, the log is the file `FOLDER.failures.jsonl`, to which later jobs append. Object stores cannot append,
+    so for a URL, each object `URL.failures/TIME.jsonl` holds some of the lines. Lines that cannot be written yet, for
+    example during an outage, are kept in memory, and printed to stderr if they still cannot be written when the job
+    ends.
     """
 
     def __init__(self, place: Path | str):
@@ -36,10 +37,12 @@ class FailureLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if reason := self._write():
             lines = "".join(self.unwritten)
-            print(f"{self.where} cannot be written ({reason}). Its last lines:\n{lines}", file=sys.stderr, flush=True)
+            print(
+                f"{self.where} cannot be written ({reason}). The unwritten lines:\n{lines}", file=sys.stderr, flush=True
+            )
 
     def record(self, failed: Failed) -> None:
-        """Append an attempt."""
+        """Append a line for a failed attempt."""
         line = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "shard": failed.key,
@@ -52,7 +55,7 @@ class FailureLog:
             "trace": ANSI_COLOURS.sub("", failed.failure.trace),
         }
         self.unwritten.append(f"{json.dumps(line)}\n")
-        if failed.failure.outage is None:  # in an outage this store may be unavailable too, and slow to fail
+        if failed.failure.outage is None:  # during an outage, this store may also be unavailable, and slow to fail
             self._write()
 
     def _write(self) -> Exception | None:
@@ -72,6 +75,6 @@ class FailureLog:
 
 
 def summarize(failed: Sequence[tuple[str, str]], most: int = 5) -> str:
-    """Format the first of the failed units (key, reason) for an error message."""
+    """Format the first `most` failed units (key, reason) for an error message."""
     text = "; ".join(f"{key}: {reason}" for key, reason in sorted(failed)[:most])
     return f"{text}; and {len(failed) - most} more" if len(failed) > most else text

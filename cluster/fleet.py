@@ -27,16 +27,17 @@ Work = TypeVar("Work")
 Result = TypeVar("Result")
 POLL_SECONDS = 1.0
 MIN_IN_FLIGHT = 8
-"""Units in flight while the cluster has no node yet: an autoscaler adds nodes for the workers that wait."""
+"""Minimum number of units in flight, even on a cluster without nodes, because an autoscaler adds nodes for waiting
+workers."""
 NOT_COUNTED = "an outage, which does not count as an attempt"
 
 
 class FleetConfig(RetryConfig, OutageConfig, ResourcesConfig):
-    """Resources of a worker, and limits on retries."""
+    """Resources per worker, and limits on retries and outages."""
 
     max_in_flight: int | Literal["auto"] = "auto"
-    """Units of work that run or wait for a worker. `auto` follows the size of the cluster: all that its workers can run
-    at once, and one more for each worker."""
+    """Maximum number of units of work that run or wait for a worker. `auto` follows the size of the cluster: as many
+    units as its workers can run at once, plus one per worker."""
 
     @field_validator("max_in_flight")
     @classmethod
@@ -75,9 +76,9 @@ class Failed:
     number: int = 1
     """Number of the attempt."""
     in_pause: bool = False
-    """Whether the job is paused because of this outage, which `News` reports."""
+    """Whether the job is paused because of this outage. `News` reports the pause."""
     log: str = ""
-    """Path of the worker's log on that node."""
+    """Path of the worker's log on the node."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class UnderWay:
     reported: int
     """Sum of the progress that the running attempts have reported."""
     paused: bool = False
-    """Whether the job waits for an outage to end."""
+    """Whether the job is waiting for an outage to end."""
 
 
 Event = Done[Result] | Failed | News | UnderWay
@@ -105,11 +106,11 @@ Event = Done[Result] | Failed | News | UnderWay
 class Fleet(Generic[Work, Result]):
     """Runs units of work on the Ray cluster that `start_ray` joined or started. Iterate over it once.
 
-    Iteration ends when every unit is done or has failed for good. After SIGTERM, SIGUSR1 or SIGINT it interrupts the
-    running attempts, and ends with the results of those that were finished by then.
+    Iteration ends when every unit is done or has failed for good. On SIGTERM, SIGUSR1 or SIGINT, the fleet interrupts
+    the running attempts, and iteration ends with the results of those that had already finished.
 
     Raises:
-        WorkError: for `wait_for_resources` seconds no node could take a worker, or an outage lasted for
+        WorkError: no node could take a worker for `wait_for_resources` seconds, or an outage lasted for
             `outage_probes` attempts.
     """
 
@@ -121,10 +122,10 @@ class Fleet(Generic[Work, Result]):
         at_once: int = 1,
         pool: WorkerPool[Work, Result] | None = None,
     ):
-        """Prepare a fleet for `units` of (key, work), which are read only as there is room for them.
+        """Prepare a fleet for `units`, pairs of (key, work) that are read only as there is room for them.
 
         Args:
-            at_once: units that each worker runs at a time, in one thread each.
+            at_once: number of units that each worker runs at a time, one per thread.
             pool: replacement for the Ray workers.
         """
         self.config, self.at_once = config, at_once
@@ -154,7 +155,7 @@ class Fleet(Generic[Work, Result]):
         """Adjust the number of workers, and give units to workers with a free slot.
 
         Returns:
-            The number of units that could start but wait for a worker.
+            The number of units that could start but are waiting for a worker.
         """
         self.queue.move_to_end(self.breaker.probed)
         room = self.config.in_flight(self.watch.places, self.at_once) - len(self.pool.running)
@@ -205,7 +206,7 @@ class Fleet(Generic[Work, Result]):
             yield Done(unit.key, self.watch.address(node), result)
 
     def _settle_start_failure(self, event: StartFailure) -> Iterator[Event[Result]]:
-        """Treat a worker that could not start as an outage of the next unit in the queue."""
+        """Treat a worker that could not start as an outage that hit the next unit in the queue."""
         for unit in self.queue.due(1):
             self.queue.remove(unit)
             failure = event.failure
@@ -250,10 +251,12 @@ class Fleet(Generic[Work, Result]):
         return Failed(key, node, which, failure, again, number, in_pause, log)
 
     def _blame(self, node: str | None) -> Iterator[News]:
-        """Count a failure of a node, and report whether it is now suspended."""
+        """Count a failure on a node, and report the node if it is now suspended."""
         if self.health.record_failure(node):
             address = self.watch.address(node)
-            yield News(f"node {address} failed {self.config.node_failures} attempts in a row and is avoided for now")
+            yield News(
+                f"{self.config.node_failures} attempts in a row failed on node {address}, so it gets no work for now"
+            )
 
     def _drain(self) -> Iterator[Done[Result] | UnderWay]:
         """Interrupt the running attempts, and report the results of those that had finished."""

@@ -8,11 +8,11 @@ from shards.base.config import Config
 from shards.base.errors import WorkError
 
 Resources = dict[str, float]
-"""Amounts by Ray's names: GPU, CPU, and any custom resources."""
+"""Amounts by Ray's resource names: GPU, CPU, and any custom resources."""
 LOOK_SECONDS = 2.0
-"""Interval between two checks of the cluster's nodes."""
+"""Interval between checks of the cluster's nodes."""
 REMIND_SECONDS = 30.0
-"""Interval between two messages while no node can take a worker."""
+"""Interval between messages while no node can take a worker."""
 EPSILON = 1e-9
 
 
@@ -22,18 +22,18 @@ class ResourcesConfig(Config):
     num_gpus: float = Field(1.0, ge=0)
     """GPUs per worker; 0 computes on the CPU, and 0.5 puts two workers on each GPU."""
     num_cpus: float = Field(4.0, gt=0)
-    """CPUs per worker, as Ray counts them. In stage 1, 4 keep up with a GPU that encodes 500 images a second."""
+    """CPUs per worker, as Ray counts them. In stage 1, 4 CPUs keep up with a GPU that encodes 500 images a second."""
     resources: dict[str, float] = Field(default_factory=dict)
-    """Custom Ray resources per worker: {encoder: 1} restricts workers to nodes that were started with such a
+    """Custom Ray resources per worker: {encoder: 1} restricts workers to nodes that were started with this
     resource."""
     wait_for_resources: float = Field(3600.0, ge=0)
-    """Seconds that the job waits for a node that can take a worker before it gives up; on a cluster only."""
+    """Seconds to wait for a node that can take a worker before the job gives up; on a cluster only."""
 
     @field_validator("num_gpus")
     @classmethod
     def _whole_or_fraction(cls, num_gpus: float) -> float:
         if num_gpus > 1 and not num_gpus.is_integer():
-            raise ValueError("must be a whole number of GPUs or a fraction of one: 0.5, 1 or 2")
+            raise ValueError("must be a whole number of GPUs or a fraction of one, such as 0.5, 1 or 2")
         return num_gpus
 
     @property
@@ -56,11 +56,13 @@ def places(has: Resources, needs: Resources) -> dict[str, int]:
 
 
 def shortage(has: Resources, needs: Resources) -> str | None:
-    """Name the resources that leave GPUs of a node unused: `6 of 8 GPUs usable: CPUs`; None if all can be used."""
+    """Return a message such as `6 of 8 GPUs usable: too few CPUs`, or None if workers can use all of a node's GPUs."""
     fit = places(has, needs)
     usable, by_gpu = min(fit.values()), fit.get("GPU", 0)
     short = [plural(name) for name, count in fit.items() if count < by_gpu]
-    return f"{has['GPU'] * usable / by_gpu:g} of {has['GPU']:g} GPUs usable: {', '.join(short)}" if short else None
+    return (
+        f"{has['GPU'] * usable / by_gpu:g} of {has['GPU']:g} GPUs usable: too few {', '.join(short)}" if short else None
+    )
 
 
 def address_of(node: str, has: Resources) -> str:
@@ -70,18 +72,18 @@ def address_of(node: str, has: Resources) -> str:
 
 
 def describe(resources: Resources, wanted: Resources | None = None) -> str:
-    """Format amounts for messages: `1 GPUs and 8 CPUs`; with `wanted`, only resources that it names."""
+    """Format amounts for messages: `1 GPUs and 8 CPUs`; with `wanted`, only the resources named there."""
     named = [f"{resources.get(name, 0):g} {plural(name)}" for name in wanted or resources]
     return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 
 def plural(name: str) -> str:
-    """Add an s to Ray's own resources (GPU, CPU); custom names stay as they are."""
+    """Add an s to the names of Ray's own resources (GPU, CPU), but not to custom names."""
     return f"{name}s" if name.isupper() else name
 
 
 class NodeWatch:
-    """Keeps track of the nodes that can take a worker, and of how long there have been none."""
+    """Keeps track of the nodes that can take a worker, and of how long there have been no such nodes."""
 
     def __init__(self, config: ResourcesConfig):
         self.needs, self.limit = config.needs, config.wait_for_resources
@@ -107,10 +109,10 @@ class NodeWatch:
         return None if node is None else self.addresses.get(node, node)
 
     def look(self, alive: dict[str, Resources]) -> str | None:
-        """Update from the total resources of all live nodes. Return a message for the user, if there is one.
+        """Update from the total resources of all live nodes. Return a message for the user, or None.
 
         Raises:
-            WorkError: for `wait_for_resources` seconds no node could take a worker.
+            WorkError: no node could take a worker for `wait_for_resources` seconds.
         """
         now = self.looked_at = time.monotonic()
         self.addresses |= {node: address_of(node, has) for node, has in alive.items()}
@@ -121,16 +123,16 @@ class NodeWatch:
             return self._new_shortages(alive)
         waited = now - self.able_at
         sizes = "; ".join(sorted({describe(has, self.needs) for has in alive.values()})) or "none"
-        problem = f"No node of the cluster can take a worker of {describe(self.needs)} (alive: {sizes})"
+        problem = f"No node in the cluster can take a worker that needs {describe(self.needs)} (live nodes: {sizes})"
         if waited > self.limit:
             raise WorkError(
-                f"{problem}, and none joined within {self.limit:g} s (workers.wait_for_resources). Add such a node, or "
+                f"{problem}, and no such node joined within {self.limit:g} s (workers.wait_for_resources). Add one, or "
                 f"lower workers.num_gpus, workers.num_cpus or workers.resources. Committed work is kept."
             )
         if now - self.reminded_at < REMIND_SECONDS:
             return None
         self.reminded_at = now
-        return f"{problem}. Waiting up to {self.limit - waited:.0f} s for one to join."
+        return f"{problem}. Waiting up to {self.limit - waited:.0f} s for such a node to join."
 
     def _new_shortages(self, alive: dict[str, Resources]) -> str | None:
         before = self.shortages

@@ -12,16 +12,16 @@ Avoided = Callable[[Unit[Any]], frozenset[str]]
 
 @dataclass(eq=False)
 class Worker:
-    """A process that runs one or several units at a time."""
+    """A process that runs one or more units at a time."""
 
     actor: Any
     """Handle of the Ray actor."""
     started: Any
-    """Object reference that resolves to the worker's node once its process runs, or to the error that prevents it."""
+    """Object reference that resolves to the worker's node once its process runs, or to the error that prevents this."""
     requested_at: float = 0.0
     """Time by `time.monotonic`."""
     node: str | None = None
-    """Id of its node; None until its process runs."""
+    """Id of the worker's node; None until its process runs."""
     running: list[Unit[Any]] = field(default_factory=list)
 
     def has_slot(self, at_once: int) -> bool:
@@ -62,7 +62,7 @@ def missing_workers(
 ) -> list[frozenset[str]]:
     """Return the workers to request, up to `most` in all, each as the set of nodes that it must avoid.
 
-    Beyond `most`, one worker is added for a unit that avoids the nodes of all present workers.
+    Beyond `most`, one worker is added for a unit that avoids the nodes of all current workers.
     """
     missing = min(len(units) + num_running, most) - len(workers)
     if missing > 0:
@@ -74,7 +74,7 @@ def missing_workers(
 
 
 def surplus_workers(units: list[Unit[Any]], num_running: int, workers: list[Worker], avoided: Avoided) -> list[Worker]:
-    """Return the workers that have not started and that no unit waits for any more."""
+    """Return the workers that have not started and are no longer needed by any unit."""
     surplus = len(workers) - len(units) - num_running
     if surplus <= 0:
         return []

@@ -22,20 +22,20 @@ from shards.base.errors import DamagedInput, Outage, RequestError, WorkError, is
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 Report = Callable[[int], None]
-"""Called in a worker with the amount of its unit that is done."""
+"""Function that a worker calls with the amount of its unit that is done."""
 Function = Callable[[Work, int, Report], Result]
 """Function that workers run: (work, number of the attempt from 1, report) → result. It is pickled once per job."""
 
 NODE_ID = "ray.io/node-id"
 """Ray's label for a node's id."""
 GRACE_SECONDS = 10
-"""Time that attempts have to clean up when the job stops."""
+"""Seconds that attempts have to clean up when the job stops."""
 CLUSTER_ERRORS = (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.ActorUnschedulableError)
 
 
 @dataclass(eq=False)
 class Failure(Exception):
-    """The failure of an attempt, which raised or whose process or node died."""
+    """The failure of an attempt: it raised an exception, or its process or node died."""
 
     is_lost: bool
     """Whether its process or node died."""
@@ -69,7 +69,7 @@ class StartFailure:
     """A worker that could not start. No unit ran on it."""
 
     requested_at: float
-    """When the worker was requested, by `time.monotonic`."""
+    """Time of the request for the worker, by `time.monotonic`."""
     failure: Failure
 
 
@@ -86,7 +86,7 @@ class WorkerActor(Generic[Work, Result]):
         return str(ray.get_runtime_context().get_node_id())
 
     def attempt(self, key: str, work: Work, number: int) -> Result:
-        """Run an attempt. Its lines in the worker's log carry its key and number, as others share that log."""
+        """Run an attempt. Its log lines carry its key and number, because attempts share the worker's log."""
         report = ProgressReporter(self.board, key, number, self.stopping)
 
         def log(text: str) -> None:
@@ -132,13 +132,13 @@ class WorkerPool(Generic[Work, Result]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no attempt runs and no worker is starting, so that `wait` would return at once."""
+        """Whether no attempt is running and no worker is starting, so that `wait` would return immediately."""
         return not self.running and all(worker.node is not None for worker in self.workers)
 
     def alive(self) -> dict[str, Resources]:
         """Return the total resources of each live node, and drop idle workers of dead nodes.
 
-        Otherwise the next attempt on such a worker would be lost.
+        Otherwise, the next attempt on such a worker would be lost.
         """
         alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         for worker in list(self.workers):
@@ -153,7 +153,7 @@ class WorkerPool(Generic[Work, Result]):
         self.workers.append(Worker(actor, actor.node.remote(), time.monotonic()))
 
     def dismiss(self, worker: Worker) -> None:
-        """Kill a worker, or withdraw the request for one."""
+        """Kill a worker, or cancel the request for it."""
         if worker in self.workers:
             self.workers.remove(worker)
             ray.kill(worker.actor)
@@ -164,10 +164,10 @@ class WorkerPool(Generic[Work, Result]):
         self.running.append(Attempt(unit, unit.attempt, worker, result, time.monotonic()))
 
     def wait(self, seconds: float) -> list[Attempt[Work] | StartFailure]:
-        """Wait until an attempt ends or a worker starts or cannot start, for at most `seconds`.
+        """Wait at most `seconds` until an attempt ends, or a worker starts or fails to start.
 
         Returns:
-            The attempts that ended, and the failed starts. Empty after a start or a timeout.
+            The attempts that ended, and the failed starts; empty after a successful start or a timeout.
         """
         starting = {worker.started: worker for worker in self.workers if worker.node is None}
         attempts = {attempt.result: attempt for attempt in self.running}
@@ -221,7 +221,7 @@ class WorkerPool(Generic[Work, Result]):
         return [attempt for attempt in self.running if attempt.result in ended]
 
     def reported(self) -> int:
-        """Return the total progress that the running attempts have reported, as far as it is known. Never blocks."""
+        """Return the total progress that the running attempts have reported, as far as known. Never blocks."""
         if ray.wait([self.reading], timeout=0)[0]:
             try:
                 self.reports = ray.get(self.reading)
@@ -232,7 +232,7 @@ class WorkerPool(Generic[Work, Result]):
         return sum(report.done for attempt, report in self.reports.items() if attempt in running)
 
     def last_report(self, attempt: Attempt[Work]) -> ProgressReport | None:
-        """Take the last report of an attempt that has ended; None if there is none."""
+        """Remove and return the last report of an attempt that has ended; None if it has no report."""
         try:
             reference = self.board.take.remote(attempt.unit.key, attempt.number)
             report: ProgressReport | None = ray.get(reference, timeout=BOARD_SECONDS)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import ray
 
 BOARD_SECONDS = 20.0
-"""Limit on a call to the board."""
+"""Timeout for a call to the board."""
 REPORT_SECONDS = 2.0
-"""Interval between two reports of an attempt."""
+"""Minimum interval between an attempt's reports."""
 
 
 class JobStopping(Exception):
-    """The job is being stopped, so the attempt must end."""
+    """Raised in an attempt that must end because the job is stopping."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ProgressReport:
 
     node: str
     log: str
-    """Path of the worker's log on that node."""
+    """Path of the worker's log on the node."""
     done: int = 0
 
 
@@ -54,7 +54,7 @@ class ProgressReporter:
         self.node = ray.get_runtime_context().get_node_id()
         self.log = worker_log()
         self.written = time.monotonic()
-        # wait for this report, so that the node is known even if the process dies at once
+        # wait for this report, so that the node is known even if the process dies immediately
         ray.wait([board.write.remote(key, number, ProgressReport(self.node, self.log))], timeout=BOARD_SECONDS)
 
     def __call__(self, done: int) -> None:
@@ -71,7 +71,7 @@ class ProgressReporter:
 
 
 def worker_log() -> str:
-    """Return the file that this process's stderr goes to; empty if unknown."""
+    """Return the path of the file to which this process's stderr is written; empty if unknown."""
     try:
         return os.readlink("/proc/self/fd/2")
     except OSError:

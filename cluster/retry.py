@@ -1,7 +1,7 @@
 """Retry policy: when and where a failed unit of work runs again. Pure logic over units and nodes, without Ray.
 
-An attempt that raised counts as an error, because the unit may have caused it. An attempt whose process or node died
-counts as lost, because preemption, for example, is not the unit's fault. Each kind has its own limit.
+An attempt that raised an exception counts as an error, because the unit may have caused it. An attempt whose process or
+node died counts as lost, because the cause, such as preemption, may not be the unit. Each kind has its own limit.
 """
 
 import time
@@ -25,10 +25,11 @@ class RetryConfig(Config):
     """Limits on retries of failed attempts."""
 
     attempts: int = Field(3, ge=1)
-    """Attempts at a unit of work (a tar in stage 1) that may raise before the unit is reported as failed."""
+    """Number of attempts at a unit of work (in stage 1, a tar) that may raise an error before the unit is reported as
+    failed."""
     lost_attempts: int = Field(10, ge=1)
-    """Attempts at a unit that may be lost with their process or node, as on preempted machines, before the unit is
-    reported as failed. They do not count towards `attempts`."""
+    """Number of attempts at a unit that may be lost with their process or node, for example to preemption, before the
+    unit is reported as failed. Lost attempts do not count towards `attempts`."""
     backoff: float = Field(5.0, ge=0)
     """Seconds before a unit's second attempt; doubled for each further attempt, up to five minutes."""
     node_failures: int = Field(5, ge=1)
@@ -60,8 +61,8 @@ class Unit(Generic[Work]):
 
     @property
     def runs_alone(self) -> bool:
-        """Whether a worker must run this unit by itself: it was lost twice, so it may be killing its process, and
-        every other unit in that process would be lost with it."""
+        """Whether a worker must run this unit by itself. A unit that was lost twice may be killing its process, and
+        all other units in the process would be lost with it."""
         return self.lost > 1
 
     def record_failure(self, lost: bool, node: str | None, config: RetryConfig) -> bool:
@@ -86,8 +87,8 @@ class Unit(Generic[Work]):
             others_affected: whether other units hit outages too.
 
         Returns:
-            False if this unit had an outage before and appears to be the only one affected. Then the cause may be the
-            unit itself (an object that nobody may read, for example), and the attempt must be counted.
+            False if this unit had an outage before and appears to be the only one affected. In that case, the unit
+            itself may be the cause (for example, an object that cannot be read), and the attempt must be counted.
         """
         previous, self.outage_at = self.outage_at, time.monotonic()
         if previous is not None and (last_success > previous or not others_affected):
@@ -102,9 +103,9 @@ def backoff(failures: int, seconds: float) -> float:
 
 
 class UnitQueue(Generic[Work]):
-    """Units that wait for a worker: new ones in their order, then failed ones.
+    """Units that wait for a worker: new units in their original order, then failed units.
 
-    With new units first, an outage costs every unit one attempt instead of costing the first units all of theirs.
+    Because new units come first, an outage costs many units one attempt each rather than a few units all of theirs.
     """
 
     def __init__(self, units: Iterable[tuple[str, Work]]):
@@ -121,7 +122,7 @@ class UnitQueue(Generic[Work]):
     def due(self, limit: int) -> list[Unit[Work]]:
         """Return the first units, at most `limit`, that may start now. They stay in the queue until `remove`.
 
-        Reads no more of the source than needed.
+        The source is read only as far as needed.
         """
         limit = max(0, limit)
         while len(self.new) < limit and self.source is not None:
@@ -137,7 +138,7 @@ class UnitQueue(Generic[Work]):
         return found
 
     def remove(self, unit: Unit[Work]) -> None:
-        """Remove a unit that starts now."""
+        """Remove a unit that is about to start."""
         (self.new if unit in self.new else self.failed).remove(unit)
 
     def put_back(self, unit: Unit[Work]) -> None:
@@ -188,8 +189,8 @@ class NodeHealth:
     def avoid(self, failed_on: str | None, able: Collection[str]) -> frozenset[str]:
         """Return the nodes that a unit should avoid: suspended nodes, and the node where its last attempt failed.
 
-        The second restriction is dropped, and then the first, if no node of `able` (those large enough for a worker)
-        would remain.
+        If no node in `able` (those large enough for a worker) would remain, the second restriction is dropped, and then
+        the first.
         """
         now, able = time.monotonic(), frozenset(able)
         suspended = frozenset(node for node, until in self.suspended.items() if until > now)

@@ -1,4 +1,4 @@
-"""Join or start a Ray cluster, and resolve a precision on the device of its workers."""
+"""Join or start a Ray cluster, and resolve a precision for its workers' device."""
 
 import logging
 import os
@@ -20,10 +20,10 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 def start_ray(config: ResourcesConfig) -> None:
     """Join the cluster at RAY_ADDRESS, or start one on this machine that accepts no outside connections.
 
-    From then on stop signals end this process with exit code 75, except while a fleet handles them.
+    From then on, stop signals end this process with exit code 75, except while a fleet handles them.
 
     Raises:
-        RequestError: the cluster cannot be joined, or this machine lacks the resources of one worker.
+        RequestError: the cluster cannot be joined, or this machine lacks the resources for one worker.
         WorkError: Ray does not start on this machine.
     """
     forget_ranks()
@@ -35,7 +35,7 @@ def start_ray(config: ResourcesConfig) -> None:
         except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
             raise RequestError(
                 f"The Ray cluster at RAY_ADDRESS={address} cannot be joined: {first_line(error)} This machine must be "
-                f"a node of it; from any other machine, submit the job with `ray job submit`. If the nodes were "
+                f"one of its nodes; from any other machine, submit the job with `ray job submit`. If the nodes were "
                 f"started with a token, this machine needs the same one: RAY_AUTH_MODE=token, and the token in "
                 f"~/.ray/auth_token or at RAY_AUTH_TOKEN_PATH (docs/how-to/cluster.md)."
             ) from error
@@ -48,9 +48,9 @@ def start_ray(config: ResourcesConfig) -> None:
         )
     except Exception as error:  # after a timeout Ray raises a plain Exception
         raise WorkError(
-            f"Ray did not start on this machine: {first_line(error)} The likeliest cause is a busy machine, or too "
-            f"little memory or space in /tmp. Ray's logs are in /tmp/ray/session_latest/logs. Run the same command "
-            f"again."
+            f"Ray did not start on this machine: {first_line(error)} The most likely cause is a busy machine, too "
+            f"little memory, or too little space in /tmp. Ray's logs are in /tmp/ray/session_latest/logs. Run the same "
+            f"command again."
         ) from error
     here = ray.cluster_resources()
     if is_too_small(here, config.needs):
@@ -62,12 +62,13 @@ def start_ray(config: ResourcesConfig) -> None:
 
 
 def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> Precision:
-    """Resolve a precision on the device of a worker: on this machine, or in a task on the cluster.
+    """Resolve a precision for the workers' device: on this machine, or in a task on the cluster.
 
-    An explicit precision is returned unchanged when workers are on a cluster. Checking it there would delay every job.
+    If the workers are on a cluster, an explicit precision is returned unchanged, because checking it would delay every
+    job.
 
     Raises:
-        RequestError, WorkError: see `start_ray`; WorkError also if no node of the cluster could run the task.
+        RequestError, WorkError: see `start_ray`; WorkError also if no node in the cluster could run the task.
     """
     if not config.num_gpus and not os.environ.get("RAY_ADDRESS"):
         return resolve_precision(requested, "cpu")
@@ -81,9 +82,9 @@ def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> 
         )
     except ray.exceptions.GetTimeoutError as error:
         raise WorkError(
-            f"precision {requested} is resolved on a worker, but no node of the cluster could take a worker of "
-            f"{describe(config.needs)} within {config.wait_for_resources:g} s (workers.wait_for_resources). Add such a "
-            f"node, or set the precision explicitly: `--precision bfloat16`."
+            f"precision {requested} is resolved on a worker, but no node in the cluster could take a worker that "
+            f"needs {describe(config.needs)} within {config.wait_for_resources:g} s (workers.wait_for_resources). Add "
+            f"such a node, or set the precision explicitly: `--precision bfloat16`."
         ) from error
     for line in lines:
         print(line, file=sys.stderr, flush=True)
@@ -97,7 +98,7 @@ def _resolve(requested: PrecisionOption, device: str) -> tuple[Precision, list[s
 
 
 def _init(**options: Any) -> None:
-    """Call `ray.init`, during which Ray's own handler would end the process on SIGTERM with code 15 and no message."""
+    """Call `ray.init`. If SIGTERM arrives meanwhile, print a message, because Ray's own handler exits without one."""
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit:

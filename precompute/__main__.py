@@ -7,7 +7,7 @@ examples:
 other commands (each has its own --help):
   python -m precompute.select      select rows of LAION metadata to download
   python -m precompute.download    download selected rows into verified webdataset tars
-  python -m precompute.preview     decode some latents of a root into a contact sheet
+  python -m precompute.preview     decode some latents from a root into a contact sheet
 """
 
 import shards.base.interrupt  # noqa: F401
@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> None:
 
 
 def resolved_precision(config: PrecomputeConfig) -> Precision:
-    """Return the precision to use. `auto` means that of the root or its source, or else the best for the workers.
+    """Return the precision to use. `auto` means the precision of the root or its source, or else the workers' best.
 
     Prints the precision that `auto` selects, or a warning if the workers' CPU emulates the configured one.
     """
@@ -92,7 +92,7 @@ def find_work(
         The conversion of the source's data (None without a source), the requested tars, and those not yet committed.
 
     Raises:
-        RequestError: The tars or the root do not fit the request.
+        RequestError: The tars or the root do not match the request.
     """
     check_root(store, encoding)
     check_rules(store, config.to_fill.rules)

@@ -33,7 +33,7 @@ from shards.root.publish import IndexConfig
 
 
 class WorkersConfig(WorkerConfig, FleetConfig):
-    """Resources and behaviour of workers. Ray runs as many workers as fit into the cluster."""
+    """Resources and behaviour of workers. Ray runs as many workers as fit on the cluster."""
 
 
 class PrecomputeConfig(Config):
@@ -61,11 +61,12 @@ class PrecomputeConfig(Config):
     """`moments`, the default, stores mean and log-variance, so that training draws a new latent in every epoch; `mean`
     takes half the space. Omit it for an autoencoder without a posterior."""
     captions: list[str] = Field(["txt"], min_length=1)
-    """Caption fields of a sample: `txt` for its text member, or `json:FIELD` for a field of its JSON. If there are
-    several, all are stored, and the trainer draws one each time."""
+    """Caption fields of a sample: `txt` for its text member, or `json:FIELD` for a field of its JSON. With
+    several fields, all captions are stored, and the trainer draws one each time."""
     precision: PrecisionOption = "float16"
-    """Autocast type of all towers; part of the encoding id. Samples that overflow are encoded again in float32. `auto`
-    uses the root's precision; for a new root, bfloat16 if the workers' device supports it, and float32 otherwise."""
+    """Autocast data type for all towers; part of the encoding id. Samples that overflow are encoded again in float32.
+    `auto` uses the root's precision; for a new root, bfloat16 if the workers' device supports it, and float32
+    otherwise."""
     image: ImageConfig = ImageConfig()
     text: TextConfig = TextConfig()
     pixels: PixelsConfig = PixelsConfig()
@@ -139,7 +140,7 @@ def _absolute_folder(name: str) -> str:
 
 
 def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
-    """Return the encoding record of a run, from the configs and hashes of its models. No weights are loaded.
+    """Return the encoding record for a run, from the configs and hashes of its models. No weights are loaded.
 
     Raises:
         RequestError: A model is missing or unsuitable, or a bucket does not fit a tower.
@@ -169,7 +170,7 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
             record.columns(bucket)
         except ValueError as error:
             step = record.image.downsampling
-            raise RequestError(f"{error}. Choose bucket sides, or aspect.step, in steps of {step}.") from None
+            raise RequestError(f"{error}. Use multiples of {step} for bucket sides and aspect.step.") from None
     return record
 
 
@@ -177,7 +178,7 @@ def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord, conversion: 
     """Build the recipe that workers receive for a run.
 
     Args:
-        conversion: how to convert the stored data of `config.source`, if there is a source.
+        conversion: how to convert the data stored in `config.source`, if there is a source.
     """
     towers: dict[str, TextTowerConfig | FeatureTowerConfig] = {
         **{f"texts.{name}": tower for name, tower in config.texts.items()},

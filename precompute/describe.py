@@ -37,7 +37,7 @@ VOCABULARIES = (("vocab.json", "merges.txt"), ("tokenizer.json",), ("spiece.mode
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation for vision models without a preprocessor_config.json."""
 PIXELS_PER_TOKEN = 16
-"""Side in pixels of the image area that one feature token stands for by default."""
+"""Default side, in pixels, of the image area that one feature token represents."""
 MAX_EXTRA_TOKENS = 32
 """Maximum number of tokens before a vision model's patch tokens: class token and registers."""
 PROBE_SIDE = 256
@@ -61,7 +61,7 @@ TowerName = Annotated[str, AfterValidator(_check_name)]
 
 
 class TextConfig(Config):
-    """Storage of text latents, by default for all text towers."""
+    """Default storage of text latents, for all text towers."""
 
     storage: TextStorage = "float8"
     """`float16` is exact; `float8` halves the size, with a relative error of 2.6 %."""
@@ -95,7 +95,7 @@ class TextTowerConfig(Config):
     max_tokens: int | None = Field(None, ge=1)
     """Number of tokens including padding; null: the model's number of positions (77 for CLIP)."""
     beyond_template: bool = False
-    """Count `max_tokens` in addition to the template's own tokens, including special tokens."""
+    """Count the template's own tokens, including special tokens, in addition to `max_tokens`."""
     masked: bool = False
     """Mask padding in the encoder's attention. Training then masks it too."""
     layer: Literal["last"] | int = "last"
@@ -162,8 +162,8 @@ def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **se
         problem = f"names the class {class_name}" if "_class_name" in config else "has no `_class_name`"
         raise RequestError(
             f"vae: {folder}/config.json {problem}, so the scale and shift of latents in a diffusion pipeline are "
-            f"unknown. Training on wrongly normalised latents would not fail, but only produce bad images. Use the "
-            f"folder of an {supported}."
+            f"unknown. Training on wrongly normalised latents would not fail, but it would produce bad images. Use "
+            f"the folder of an {supported}."
         )
     try:
         with torch.device("meta"):
@@ -204,7 +204,7 @@ def _normalisation(config: Mapping[str, Any], channels: int, where: str) -> dict
     """
     scale, shift = config.get("scaling_factor"), config.get("shift_factor")
     mean, std = config.get("latents_mean"), config.get("latents_std")
-    remedy = "Use the config.json of the model's publisher."
+    remedy = "Use the config.json from the model's publisher."
     if not _is_number(scale) or scale <= 0:
         raise RequestError(
             f"{where} has scaling_factor {scale}, so the scale of the latents is unknown: it must be a number above 0. "
@@ -301,7 +301,7 @@ def describe_text(name: str, config: TextTowerConfig, default: TextConfig) -> Te
 
 
 def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: Any, config: TextTowerConfig) -> None:
-    """Run the model without weights, and check that it has the hidden states to store.
+    """Run the model without weights, and check that it returns the requested hidden states.
 
     Raises:
         RequestError: The model cannot encode a caption by itself, or lacks the layer.
@@ -320,8 +320,8 @@ def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: A
             return  # an unsuitable model will fail on the first caption instead
         if isinstance(error, IndexError):
             raise RequestError(
-                f"texts.{name}.layer: {class_name} in {folder} has hidden states {-num_layers} to {num_layers - 1}, "
-                f"not {config.layer}."
+                f"texts.{name}.layer: {class_name} in {folder} has no hidden states {config.layer}. Use an index from "
+                f"{-num_layers} to {num_layers - 1}."
             ) from error
         raise RequestError(
             f"texts.{name}: {class_name} in {folder} does not return hidden states for a caption alone ({error}). Set "
@@ -335,11 +335,12 @@ def _needs_values(error: Exception) -> bool:
 
 
 def _num_kept(name: str, keep: list[Slice], max_tokens: int) -> int:
-    """Return the number of tokens that the slices `keep` select, which must be in order, so that padding stays last."""
+    """Return the number of tokens that `keep` selects. They must be in order, so that padding stays last."""
     kept = [token for bounds in keep for token in range(max_tokens)[slice(*bounds)]]
     if not kept or sorted(set(kept)) != kept:
         raise RequestError(
-            f"texts.{name}.keep: {keep} selects no token of {max_tokens}, selects one twice, or is out of order."
+            f"texts.{name}.keep: {keep} must select at least one of the {max_tokens} tokens, in increasing order and "
+            f"without repeats."
         )
     return len(kept)
 
@@ -351,19 +352,19 @@ def _pooled_width(name: str, class_name: str, text_config: Any) -> int:
         RequestError: The model has no pooled output.
     """
     if text_config.model_type != "clip_text_model":
-        raise RequestError(f"texts.{name}.pooled: {class_name} has no pooled output; only CLIP's text models do.")
+        raise RequestError(f"texts.{name}.pooled: {class_name} has no pooled output; only CLIP text models have one.")
     return int(text_config.projection_dim if class_name.endswith("WithProjection") else text_config.hidden_size)
 
 
 def _transformers_class(folder: Path, config: dict[str, Any], class_name: str | None) -> str:
-    """Return `class_name`, by default the first of the config's `architectures`, after checking that it exists."""
+    """Return `class_name`, by default the first entry of `architectures`, after checking that the class exists."""
     class_name = class_name or str((config.get("architectures") or ["-"])[0])
     try:
         model_class(class_name)
     except (AttributeError, ImportError):
         raise RequestError(
-            f"{folder}/config.json is for the class {class_name!r}, which transformers {transformers.__version__} does "
-            f"not have. Set `class_name`, or use a different model. Code shipped with a model is not executed."
+            f"The model in {folder} needs the class {class_name!r}, which transformers {transformers.__version__} does "
+            f"not have. Set `class_name`, or use a different model. Code shipped with a model is never executed."
         ) from None
     return class_name
 
@@ -371,7 +372,7 @@ def _transformers_class(folder: Path, config: dict[str, Any], class_name: str | 
 def _load_tokenizer(name: str, folder: Path, length: int | None, num_embeddings: int | None) -> Any:
     """Load a tokenizer, and check that it belongs to a text model.
 
-    A token beyond the model's embeddings would kill the process on a GPU, so this is checked before any worker starts.
+    A token without an embedding would crash the process on a GPU, so this is checked before any worker starts.
 
     Args:
         length: the model's number of positions, if its tokenizer must truncate there.
@@ -382,10 +383,15 @@ def _load_tokenizer(name: str, folder: Path, length: int | None, num_embeddings:
     """
     path = folder / "tokenizer_config.json"
     if not path.is_file():
-        raise RequestError(f"{folder} is not a tokenizer folder, because it has no tokenizer_config.json.")
+        raise RequestError(
+            f"{folder} is not a tokenizer folder: it contains no tokenizer_config.json. Correct the path."
+        )
     if not any(all((folder / file).is_file() for file in files) for files in VOCABULARIES):
         known = ", or ".join(" and ".join(files) for files in VOCABULARIES)
-        raise RequestError(f"{folder} is not a tokenizer folder, because it has no vocabulary: {known}.")
+        raise RequestError(
+            f"{folder} is not a tokenizer folder: it contains no vocabulary file (looked for {known}). Use the "
+            f"complete folder that came with the text encoder."
+        )
     remedy = "Use the tokenizer that came with the text encoder."
     tokenizer_length = json.loads(path.read_text()).get("model_max_length", length)
     if length is not None and tokenizer_length != length:
@@ -404,7 +410,7 @@ def _load_tokenizer(name: str, folder: Path, length: int | None, num_embeddings:
         raise RequestError(
             f"texts.{name}.tokenizer: {folder} defines no pad_token, which is needed to pad captions to `max_tokens`. "
             f"Add the model family's padding token to its tokenizer_config.json. If the model was trained without "
-            f"padding, its end token will do, together with `masked: true`."
+            f"padding, its end-of-sequence token will do, together with `masked: true`."
         )
     # added tokens, such as Gemma 3's for images, do not count, because text models may lack embeddings for them
     num_tokens = max(tokenizer.vocab_size, tokenizer.pad_token_id + 1)
@@ -429,7 +435,7 @@ def describe_features(name: str, config: FeatureTowerConfig, buckets: Sequence[B
     patch, width = getattr(vision_config, "patch_size", None), getattr(vision_config, "hidden_size", None)
     if not isinstance(patch, int) or not isinstance(width, int):
         raise RequestError(
-            f"features.{name}: {folder} ({class_name}) is not a vision model with patches. Use a model such as DINOv2."
+            f"features.{name}: {folder} ({class_name}) is not a patch-based vision model. Use a model such as DINOv2."
         )
     mean, std = IMAGENET
     if (folder / "preprocessor_config.json").is_file():
@@ -449,7 +455,7 @@ def describe_features(name: str, config: FeatureTowerConfig, buckets: Sequence[B
         grids = [tower.grid(bucket) for bucket in buckets]
     except ValueError as error:
         raise RequestError(
-            f"features.{name}: {error}. Choose bucket sides, or aspect.step, in steps of {patch / tower.resize:g}, or "
+            f"features.{name}: {error}. Use multiples of {patch / tower.resize:g} for bucket sides and aspect.step, or "
             f"change features.{name}.resize."
         ) from None
     _check_feature_outputs(name, folder, tower, vision_config, grids[0])
@@ -462,7 +468,7 @@ def _check_feature_outputs(
     """Run the model without weights, and check that it returns one token per patch, after at most a few other tokens.
 
     Args:
-        grid: (rows, columns) of the patches of the image to try.
+        grid: (rows, columns) of patches in the trial image.
 
     Raises:
         RequestError: The output has a different shape.
@@ -483,7 +489,7 @@ def _check_feature_outputs(
             return  # an unsuitable model will fail on the first batch instead
         cause, found = error, f"no hidden states ({error})"
     raise RequestError(
-        f"features.{name}: {tower.class_name} in {folder} returns {found} for an image of {width}x{height}, which has "
+        f"features.{name}: {tower.class_name} in {folder} returns {found} for a {width}x{height} image, which has "
         f"{num_patches} patches, instead of {tower.width} numbers per patch. Set `class_name` to a model with one "
         f"token per patch, such as Dinov2Model, ViTModel or CLIPVisionModel."
     ) from cause

@@ -18,12 +18,12 @@ SHOWN = 5
 SPECIAL = ("bold", "italic", "oblique", "black", "light", "thin", "condensed", "mono", "serif")
 """Words in the file names of special styles, which are used only if no plainer font covers as many characters."""
 PLACEHOLDERS = "lastresort"
-"""Part of the file name of fonts that have a box for every character."""
+"""Part of the file names of fonts that contain a box for every character."""
 
 
 @dataclass(frozen=True, eq=False)
 class Face:
-    """A font in one size."""
+    """A font at one size."""
 
     font: ImageFont.FreeTypeFont
     characters: frozenset[str]

@@ -1,4 +1,4 @@
-"""Decode some latents of a bucket into a contact sheet with keys and captions.
+"""Decode some latents from a bucket into a contact sheet with keys and captions.
 
 examples:
   python -m precompute.preview runs/data/latents
@@ -51,8 +51,8 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
     folder = model_folder(name or encoding.image.weights.name)
     if hash_weights(str(folder), folder).sha256 != encoding.image.weights.sha256:
         raise RequestError(
-            f"The VAE in {folder} is not the one that produced these latents, which encoding.json records as "
-            f"{encoding.image.weights.name}. Pass its current folder with --vae."
+            f"The VAE in {folder} is not the one that produced these latents, {encoding.image.weights.name} according "
+            f"to encoding.json. Pass the folder of that VAE with --vae."
         )
     vae: Any = getattr(diffusers, encoding.image.class_name).from_pretrained(folder, use_safetensors=True)
     return vae.eval().to(best_device(), torch.float32)
@@ -61,7 +61,7 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
 def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, list[dict[str, Any]]]:
     """Choose a bucket, by default the first one with samples, and `count` samples spread over its parts.
 
-    Every chosen part contributes its first samples, in numbers as equal as possible. If the bucket has more than
+    Every chosen part contributes its first samples, as equally as possible. If the bucket has more than
     `count` parts, `count` of them contribute one sample each. If it has fewer than `count` samples, all are returned.
 
     Raises:
@@ -96,13 +96,13 @@ def names_of_bucket(store: Store, bucket: str) -> list[str]:
 
 
 def spread_out(names: list[str], count: int) -> list[str]:
-    """Return all names, starting with `count` of them at equal distances."""
+    """Return all names, starting with `count` evenly spaced ones."""
     chosen = names if len(names) <= count else [names[number * len(names) // count] for number in range(count)]
     return list(dict.fromkeys([*chosen, *names]))
 
 
 def fair_shares(sizes: list[int], total: int) -> list[int]:
-    """Split `total` into shares as equal as possible, each at most its size."""
+    """Split `total` into shares that are as equal as possible, each no larger than the corresponding size."""
     shares = [0] * len(sizes)
     by_size = sorted(range(len(sizes)), key=lambda place: sizes[place])
     for number, place in enumerate(by_size):
@@ -157,7 +157,7 @@ def wrapped(label: str, width: float, lettering: Lettering) -> list[str]:
 
 
 def _filled(words: list[str], width: float, lettering: Lettering) -> Iterator[str]:
-    """Yield lines filled with words. A word wider than a line, as in scripts without spaces, is broken anywhere."""
+    """Yield lines filled with words. A word wider than a line, as in scripts without spaces, may be broken anywhere."""
     line = ""
     for word in words:
         together = f"{line} {word}" if line else word
@@ -201,7 +201,7 @@ def run(arguments: list[str]) -> None:
     lettering = Lettering([title, *labels], FONT_SIZE)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(pictures, labels, title, lettering).save(options.output)
-    print(f"{options.output}: {len(samples)} samples of {bucket}")
+    print(f"{options.output}: {len(samples)} samples from {bucket}")
     if lettering.note:
         print(lettering.note)
 

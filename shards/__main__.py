@@ -71,7 +71,9 @@ def add_options(name: str, command: argparse.ArgumentParser) -> None:
     match name:
         case "stats":
             command.add_argument("--plot", type=Path, help="path of a PNG to write")
-            command.add_argument("--max-samples", type=int, default=10_000, help="samples to read per bucket")
+            command.add_argument(
+                "--max-samples", type=int, default=10_000, help="maximum number of samples to read per bucket"
+            )
         case "card":
             command.add_argument("--output", type=Path, help="file to write, such as ROOT/README.md; default: stdout")
         case "clean":
@@ -79,12 +81,12 @@ def add_options(name: str, command: argparse.ArgumentParser) -> None:
         case "recall":
             command.add_argument("--node", help="host name")
             command.add_argument("--gpu", help="GPU UUID or GPU name")
-            command.add_argument("--since", help="only parts started at or after this UTC time: 2026-11-22T10:00")
+            command.add_argument("--since", help="only parts begun at or after this UTC time, such as 2026-11-22T10:00")
             command.add_argument("--dry-run", action="store_true", help="list the parts without recalling them")
 
 
 def add_changes(command: argparse.ArgumentParser) -> None:
-    """Add the options of `derive`: the target root and what changes in it."""
+    """Add the options of `derive`: the new root and the changes to make."""
     command.add_argument("out", help="the new root: local folder or URL")
     storage = "float16 or float8 for all towers, or for one tower: t5=float8"
     trim = "true for all towers, or for one tower: t5=true"
@@ -156,13 +158,13 @@ def recall_parts(options: argparse.Namespace) -> None:
         Publisher(options.root).publish()  # new runs leave these parts out; running ones warn about them
     samples = sum(receipt.samples for receipt in found)
     print(
-        f"{len(found)} parts with {samples:,} samples {'would be' if options.dry_run else 'were'} recalled. Run their "
-        f"job again to re-encode them."
+        f"{len(found)} parts with {samples:,} samples {'would be' if options.dry_run else 'were'} recalled. Run the "
+        f"job that wrote them again to re-encode them."
     )
 
 
 def clean_up(options: argparse.Namespace) -> None:
-    """Delete orphaned files: uncommitted parts and unfinished uploads. Needs a root that no job is writing to."""
+    """Delete orphaned files: uncommitted parts and unfinished uploads. Run this only if no job writes to the root."""
     gone = clean(options.root, parse_age(options.older_than))
     for folder in gone:
         print(folder)
@@ -170,7 +172,7 @@ def clean_up(options: argparse.Namespace) -> None:
 
 
 def derive_root(options: argparse.Namespace) -> None:
-    """Derive a new root with different storage or fewer towers, without decoding any picture."""
+    """Derive a new root with different storage or fewer towers, without decoding any image."""
     try:
         changes = Changes.model_validate(
             {
@@ -199,7 +201,7 @@ def by_tower(values: list[str]) -> dict[str, str]:
 
 
 def exclude(options: argparse.Namespace) -> None:
-    """Exclude samples from all later training runs, by key, URL or picture SHA-256."""
+    """Exclude samples from all later training runs, by key, URL or image SHA-256."""
     try:
         lines = options.file.read_text().splitlines() if options.file else []
     except OSError as error:
@@ -221,7 +223,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "clean": (clean_up, " --older-than 7d"),
     "derive": (derive_root, " runs/data/small --image.storage int8 --text.storage float8 --text.trim true"),
 }
-"""Command name → (function, example). The docstring is the help text; the example lists the arguments after ROOT."""
+"""The function of each command, whose docstring is the help text, and example arguments to show after ROOT."""
 
 main = console(run)
 

@@ -34,7 +34,7 @@ class LatentDataset(StreamingDataset):
     def __init__(self, root: Path | str, bucket: str, posterior_mean: bool = False, **options: Any):
         """
         Args:
-            root: a latents root, as a local folder or a URL. For a URL also pass `local`, the folder that streaming
+            root: a latents root, as a local folder or a URL. For a URL, also pass `local`, the folder that streaming
                 downloads to.
             bucket: WIDTHxHEIGHT in pixels.
             posterior_mean: return the posterior's mean instead of a sample from it.

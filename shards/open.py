@@ -20,4 +20,6 @@ def open_store(place: Path | str) -> Store:
     try:
         return RemoteStore(parsed)
     except (ImportError, ValueError) as error:
-        raise RequestError(f"The URL {parsed} cannot be opened: {error}.") from error
+        raise RequestError(
+            f"The URL {parsed} cannot be opened: {error}. Check its scheme, and install the package that supports it."
+        ) from error

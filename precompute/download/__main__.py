@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> None:
     if failed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items()))
         raise WorkError(
-            f"{len(failed)} of {len(tars)} tars could not be downloaded ({reasons}). The others are complete and kept. "
+            f"{len(failed)} of {len(tars)} tars could not be downloaded ({reasons}). The other tars are complete. "
             "Run the same command again to retry only the failed ones."
         )
 

@@ -21,18 +21,18 @@ class ImagesConfig(Config):
 
 
 class RequestsConfig(Config):
-    """Limits of a request, and hosts that are never contacted."""
+    """Limits on a request, and hosts that are never contacted."""
 
     timeout_seconds: PositiveFloat = 10.0
     """Timeout for connecting and for each read."""
     deadline_seconds: PositiveFloat = 30.0
-    """Deadline for a whole response, against servers that send it in small pieces."""
+    """Deadline for a complete response, in case a server sends it slowly in small pieces."""
     max_bytes: PositiveInt = 64 * 2**20
-    """Maximum response size; larger responses are aborted at once."""
+    """Maximum response size; larger responses are aborted immediately."""
     max_redirects: NonNegativeInt = 5
     """Maximum number of redirects per image."""
     retries: NonNegativeInt = 1
-    """Retries of a failed image."""
+    """Number of retries for an image whose download failed."""
     allow_private_hosts: bool = False
     """Allow loopback and private addresses, for a local server. Never enable it to crawl other people's URLs."""
 
@@ -41,7 +41,7 @@ class RobotsConfig(Config):
     """Handling of X-Robots-Tag response headers."""
 
     user_agent_token: str = "latentmill"
-    """Name of this crawler, in the user agent and in directives addressed to one robot."""
+    """Name of this crawler, in the user agent and in directives addressed to a specific robot."""
     disallowed_directives: tuple[str, ...] = ("noai", "noimageai", "noindex", "noimageindex")
     """Responses with any of these directives are not stored."""
 
@@ -55,7 +55,7 @@ class DownloadConfig(Config):
     output: Path
     """Folder for the tars: 00000.tar, 00000.parquet, 00000_stats.json and so on, and download_report.json."""
     rows_per_shard: PositiveInt = 10_000
-    """Rows per tar. It cannot change once `output` has been started, because it determines each row's key."""
+    """Rows per tar. It cannot change once the download has started, because it determines each row's key."""
     extra_columns: list[str] | None = None
     """Columns stored in each sample's JSON besides url and caption; default: all other columns."""
     processes: PositiveInt = 2
@@ -65,9 +65,10 @@ class DownloadConfig(Config):
     shard_attempts: PositiveInt = 2
     """Attempts per tar within one run."""
     min_success_share: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """Minimum share of successful rows. A tar below it is not published, because the network was probably down."""
+    """Minimum share of successful rows. A tar below this share is not published, because the network was probably
+    down."""
     recheck: bool = False
-    """Read and hash the tars of earlier runs again, instead of only comparing their sizes."""
+    """Reread and hash the tars from earlier runs, instead of only comparing their sizes."""
     images: ImagesConfig = ImagesConfig()
     requests: RequestsConfig = RequestsConfig()
     robots: RobotsConfig = RobotsConfig()

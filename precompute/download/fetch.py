@@ -32,19 +32,20 @@ def require_img2dataset() -> None:
     """Check that img2dataset can run.
 
     Raises:
-        RequestError: img2dataset is not installed, or a module that it needs and Python 3.13 removed is missing.
+        RequestError: img2dataset, or a module that it needs and that Python 3.13 removed, is not installed.
     """
     # Python 3.13 removed imghdr; the extra installs a replacement
     missing = [name for name in ("img2dataset", "imghdr") if importlib.util.find_spec(name) is None]
     if missing:
         raise RequestError(
-            f"{' and '.join(missing)}: not installed. Install the download extra: pip install 'latentmill[download]'."
+            f"The download needs {' and '.join(missing)}, which cannot be found. Install the download extra: pip "
+            f"install 'latentmill[download]'."
         )
 
 
 def _import_img2dataset() -> Any:
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # otherwise importing it checks PyPI for updates
-    with _hidden("torch", "ray"):  # img2dataset would import both without using them: 700 MB per process, not 200
+    with _hidden("torch", "ray"):  # img2dataset imports both without using them: 700 MB per process, not 200
         from img2dataset import downloader, resizer, writer
 
     return downloader.Downloader, resizer.Resizer, writer.WebDatasetSampleWriter

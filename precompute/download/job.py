@@ -31,7 +31,8 @@ def fetch_missing(
     """Download the tars that are not published yet.
 
     Returns:
-        The number of tars published by this call, and name → reason for those that failed `shard_attempts` times.
+        The number of tars published by this call, and the reason, by name, for each tar that failed `shard_attempts`
+        times.
 
     Raises:
         WorkError: The disk is full.
@@ -90,7 +91,7 @@ def is_published(config: DownloadConfig, tar: PlannedTar) -> bool:
 
 
 def _explain(error: BaseException, config: DownloadConfig) -> str:
-    """Return why a tar failed. A full disk ends the whole run, and other exceptions are bugs."""
+    """Return the reason why a tar failed. A full disk ends the whole run, and other exceptions are bugs."""
     if isinstance(error, BrokenProcessPool):
         return WORKER_DIED
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

@@ -17,15 +17,15 @@ from precompute.download.config import RequestsConfig
 from precompute.select.hosts import is_private_host, is_public_address
 
 HEADER_BYTES = 2**16
-"""Bytes that a response may have in addition to its body."""
+"""Maximum size in bytes of a response's headers, in addition to its body."""
 
 
 class RefusedResponse(OSError):
-    """A request or response that violates the limits, so it is not sent or not read any further."""
+    """A request that was not sent, or a response that was not read further, because it violates the limits."""
 
 
 def install(config: RequestsConfig) -> None:
-    """Apply the limits of `config` to all later calls of `urllib.request.urlopen` in this process."""
+    """Apply the limits of `config` to all later calls to `urllib.request.urlopen` in this process."""
     urllib.request.install_opener(build_opener(config))
 
 
@@ -114,7 +114,7 @@ class _LimitedResponse(HTTPResponse):
     def begin(self) -> None:
         super().begin()
         if self.length is not None and self.length > self.config.max_bytes:
-            raise RefusedResponse(f"too large: {self.length} bytes announced, {self.config.max_bytes} allowed")
+            raise RefusedResponse(f"too large: {self.length} bytes declared, {self.config.max_bytes} allowed")
 
 
 class _LimitedReader(io.RawIOBase):

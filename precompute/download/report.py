@@ -1,4 +1,4 @@
-"""Summary of a folder of tars from the stats of the published ones, for the terminal and download_report.json."""
+"""Summary of a folder of tars, from the published tars' stats, for the terminal and download_report.json."""
 
 import json
 import re
@@ -41,10 +41,10 @@ KINDS = {
 def write_report(
     output: Path, tars: list[PlannedTar], failed: dict[str, str], fetched: int, seconds: float
 ) -> dict[str, Any]:
-    """Summarise the published tars of the plan; write the report and return it.
+    """Summarise the published tars in the plan; write the report and return it.
 
     Args:
-        failed: name → reason of the tars that failed in this run.
+        failed: reason, by name, for each tar that failed in this run.
         fetched: number of tars published in this run.
         seconds: wall time of this run.
     """

@@ -48,7 +48,7 @@ def plan_download(config: DownloadConfig) -> list[PlannedTar]:
     A tar never spans two input files, so files may be added at the end between two runs.
 
     Raises:
-        RequestError: There are no parquet files or no rows; a file cannot be read, or its columns do not fit (see
+        RequestError: There are no parquet files or no rows; a file cannot be read, or its columns are unsuitable (see
             `name_columns`); there are too many tars; or the output was started with different rows or settings.
     """
     inputs: list[dict[str, Any]] = []
@@ -65,7 +65,7 @@ def plan_download(config: DownloadConfig) -> list[PlannedTar]:
     if len(tars) > MAX_TARS:
         raise RequestError(
             f"{config.input} needs {len(tars)} tars of {config.rows_per_shard} rows, but the limit is {MAX_TARS}, "
-            f"because tars are named by five digits. Raise rows_per_shard."
+            f"because tar names have five digits. Raise rows_per_shard."
         )
     settings = config.model_dump(mode="json", include={"rows_per_shard", "extra_columns", "images"})
     _keep_to_plan(config.output / PLAN_NAME, {"settings": settings, "inputs": inputs})
@@ -108,7 +108,8 @@ def _keep_to_plan(path: Path, now: dict[str, Any]) -> None:
         before = read_sealed_json(path)
     except DamagedFile as error:
         raise RequestError(
-            f"{error} Without this file, the rows of the existing tars are unknown. Or choose a different --output."
+            f"{error} Without this file, the rows of the existing tars are unknown. If you have no backup, choose a "
+            f"different --output."
         ) from None
     for name, value in now["settings"].items():
         if before["settings"][name] != value:
@@ -130,7 +131,7 @@ def _keep_to_plan(path: Path, now: dict[str, Any]) -> None:
 
 
 def name_columns(schema: pa.Schema, extra_columns: list[str] | None, place: str) -> dict[str, str]:
-    """Return column name in the file → stored name, for the columns of `schema` that are stored.
+    """Return the columns of `schema` to store: a dict from the name in the file to the stored name.
 
     The spellings of LAION's columns are unified, and names that img2dataset reserves get the prefix `source_`. The text
     and URL columns come last, under img2dataset's names `caption` and `url`.
@@ -180,16 +181,16 @@ def _check_types(schema: pa.Schema, names: dict[str, str], place: str) -> None:
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type to store: `string` for all strings, and the value type of dictionaries."""
+    """Return the type to store: `string` for all strings, and the value type for dictionaries."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.string() if pa.types.is_large_string(kind) else kind
 
 
 def read_rows(tar: PlannedTar, extra_columns: list[str] | None) -> pa.Table:
-    """Read the rows of a tar, with the column names that tars use.
+    """Read a tar's rows, with the column names used in tars.
 
     Raises:
-        RequestError: The columns do not fit; see `name_columns`.
+        RequestError: The columns are unsuitable; see `name_columns`.
         WorkError: The file is damaged, or contains text that is not UTF-8.
     """
     try:

@@ -47,7 +47,7 @@ def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) ->
     for sample in tar.samples():
         if sample.key not in missing:
             raise WorkError(
-                f"{name}.tar contains the sample {sample.key}, which the parquet file does not list as a success"
+                f"{name}.tar contains the sample {sample.key}, which the parquet file does not list as successful"
             )
         _check_sample(sample, missing.pop(sample.key), config.images.mode == "original")
         formats[format_of(sample.image or b"")] += 1
@@ -85,7 +85,7 @@ def _check_sample(sample: RawSample, sha256: str, original_bytes: bool) -> None:
         problem = f"has the key {found}" if found else "is missing or has no key"
         raise WorkError(f"the JSON of sample {sample.key} {problem}")
     if original_bytes and hashlib.sha256(sample.image).hexdigest() != sha256:
-        raise WorkError(f"the image of sample {sample.key} does not match the SHA-256 taken at its download")
+        raise WorkError(f"the image of sample {sample.key} does not match the SHA-256 recorded during download")
 
 
 def format_of(data: bytes) -> str:

@@ -20,14 +20,14 @@ from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, ImageTower, TextTower
 
 MAX_FUSED_HEAD = 256
-"""Channels per head that flash attention and cuDNN support."""
+"""Maximum number of channels per head that flash attention and cuDNN support."""
 
 
 class ImageEncoder(Network):
     """A diffusers autoencoder, which turns pixels into the latents to store."""
 
     def __init__(self, folder: Path, tower: ImageTower, settings: DeviceSettings):
-        # in float32 whatever the file contains, because autocast lowers the precision where that is safe
+        # in float32 regardless of the file's data type, because autocast lowers the precision where that is safe
         load = getattr(diffusers, tower.class_name).from_pretrained
         vae = load(folder, use_safetensors=True, torch_dtype=torch.float32).to(memory_format=torch.channels_last)
         if attends_by_products(settings.device):
@@ -57,14 +57,14 @@ class ImageEncoder(Network):
 
 
 def attends_by_products(device: torch.device) -> bool:
-    """Return whether attention with wide heads uses plain matrix products on `device`: yes on a GPU, whose fused
-    kernels limit the width; no on a CPU."""
+    """Return whether attention with wide heads uses plain matrix products on `device`: true on a GPU, whose fused
+    kernels limit the width, and false on a CPU."""
     return is_accelerator(device)
 
 
 def attend_by_products(model: nn.Module) -> None:
-    """Replace attention with heads too wide for a GPU's fused kernels, as in a VAE's middle block, with plain matrix
-    products. Results differ by rounding.
+    """Use plain matrix products for attention whose heads are too wide for a GPU's fused kernels, as in a VAE's mid
+    block. Results differ only by rounding.
     """
     for module in model.modules():
         if isinstance(module, Attention) and module.inner_dim // module.heads > MAX_FUSED_HEAD:
@@ -73,7 +73,7 @@ def attend_by_products(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class TowerCaption:
-    """A caption's latents by one text tower."""
+    """A caption's latents from one text tower."""
 
     latents: TextLatents
     truncated: bool
@@ -112,7 +112,7 @@ class TextEncoder(Network):
         """Start encoding N captions; the returned function waits for the same result as `__call__`."""
         ids, mask, truncated = self.tokenize(captions, batch_size)
         wait = self.start((ids, mask) if self.tower.masked else (ids,), len(captions))
-        # a caption that ends before the first kept position is represented by the token there
+        # a caption that ends before the first kept position is represented by the token at that position
         num_tokens = mask[: len(captions), self.kept].sum(dim=1).clamp(min=1).tolist()
         return lambda: [
             TowerCaption(self._latents(row, number), was_truncated)
@@ -120,7 +120,7 @@ class TextEncoder(Network):
         ]
 
     def __call__(self, captions: list[str], batch_size: int) -> list[TowerCaption]:
-        """Encode captions, padded to one length in the same way as diffusers' pipelines pad prompts."""
+        """Encode captions, padded to a fixed length as in diffusers' pipelines."""
         return self.start_batch(captions, batch_size)()
 
     def tokenize(self, captions: list[str], batch_size: int) -> tuple[Tensor, Tensor, list[bool]]:
@@ -135,7 +135,7 @@ class TextEncoder(Network):
         fitted = [self._fitted(text, row) for text, row in zip(texts, tokens, strict=True)]
         ids = self.copies.buffer((batch_size, self.tower.max_tokens), torch.long).fill_(self.tokenizer.pad_token_id)
         mask = self.copies.buffer(tuple(ids.shape), torch.long).zero_()
-        # assigning a list to a row of a NumPy array is ten times as fast as to a row of a tensor
+        # assigning a list to a row is ten times as fast in a NumPy array as in a tensor
         id_rows, mask_rows = ids.numpy(), mask.numpy()
         for i, row in enumerate(pad(fitted, batch_size)):
             id_rows[i, : len(row)] = row
@@ -143,7 +143,7 @@ class TextEncoder(Network):
         return ids, mask, [len(row) > self.tower.max_tokens for row in tokens]
 
     def _fitted(self, text: str, tokens: list[int]) -> list[int]:
-        """Truncate the tokens to the tower's length if needed, in the tokenizer's own way."""
+        """Truncate the tokens to the tower's length, if necessary, as the tokenizer does."""
         if len(tokens) <= self.tower.max_tokens:
             return tokens
         return self.tokenizer(text, truncation=True, max_length=self.tower.max_tokens).input_ids

@@ -3,8 +3,8 @@
 Every batch is padded to one size. Kernels are chosen by shape, so a sample's latents do not depend on how many other
 samples share its batch.
 
-Encoding has two halves, so that the device never waits for the worker: `start` hands over a batch and returns at once,
-and calling the function that it returned waits for the latents. On a CPU, `start` does all of the work.
+Encoding has two halves, so that the device never waits for the worker: `start` submits a batch and returns immediately,
+and the function that it returns waits for the latents. On a CPU, `start` does all of the work.
 """
 
 import copy
@@ -30,7 +30,7 @@ from shards.format.towers import Quantised
 Item = TypeVar("Item")
 Model = TypeVar("Model", bound=nn.Module)
 MAX_SHAPES = 64
-"""Shapes that one network may be compiled for; an aspect table has many buckets."""
+"""Maximum number of shapes for which one network is compiled; an aspect table has many buckets."""
 
 
 def model_class(name: str) -> Any:
@@ -59,7 +59,7 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
 def lowered(model: Model, precision: Precision) -> Model:
     """Return a copy whose convolutions and linear layers have their weights in `precision`.
 
-    Autocast would cast these weights again for every batch. In float32 the model itself is returned.
+    Otherwise, autocast would cast these weights again for every batch. For float32, the model itself is returned.
     """
     if precision == "float32":
         return model
@@ -81,7 +81,7 @@ def quantise(model: Model, to: Quantised) -> Model:
     except ImportError as error:
         raise UnfitNode(
             f"{os.uname().nodename} has no torchao ({error}), which is needed for a text tower's {to} weights. Install "
-            f"it there: pip install 'latentmill[quantised]'."
+            f"it on that node: pip install 'latentmill[quantised]'."
         ) from error
     quantize_(model, Int8WeightOnlyConfig() if to == "int8" else Float8WeightOnlyConfig())
     return model
@@ -115,7 +115,7 @@ class DeviceCopies:
         return host_buffer(shape, dtype, self.device)
 
     def to_device(self, host: Tensor) -> Tensor:
-        """Start copying `host`. Work that this thread launches next waits for the copy on the device."""
+        """Start copying `host`. Kernels that this thread queues afterwards wait for the copy on the device."""
         if not self.is_accelerator:
             return host
         compute = device_module().current_stream(self.device)
@@ -126,7 +126,7 @@ class DeviceCopies:
         return copied
 
     def to_host(self, *results: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Start copying `results` once the work launched so far is done; the returned function waits for them."""
+        """Copy `results` once the kernels queued so far are done; the returned function waits for the copies."""
         if not self.is_accelerator:
             return lambda: results
         self.outward.wait_stream(device_module().current_stream(self.device))
@@ -148,8 +148,8 @@ class DeviceCopies:
 class Offload:
     """A device that holds the weights of one network at a time, while the other networks stay in host memory.
 
-    Weights do not change, so nothing is copied back. The memory that a network releases can be used by the next one at
-    once, because all networks are launched into one stream, from whichever thread.
+    Weights do not change, so nothing is copied back. Memory released by one network can be used
+    immediately by the next, because the kernels of all networks, from all threads, are queued on one stream.
     """
 
     def __init__(self, device: torch.device):
@@ -166,7 +166,7 @@ class Offload:
 
     @contextmanager
     def loaded(self, model: nn.Module) -> Iterator[None]:
-        """Move `model` to the device and keep it there while its work is launched."""
+        """Keep `model` on the device for the duration of the block, in which its kernels are queued."""
         with self.lock:
             if self.on_device is not model:
                 if self.on_device is not None:
@@ -207,9 +207,9 @@ class DeviceSettings:
     precision: Precision
     """Precision of convolutions and matrix products."""
     compiled: bool = False
-    """Whether the network is compiled, once per shape. Repeated encoding in float32 is never compiled."""
+    """Whether the network is compiled, once per shape. The float32 retry is never compiled."""
     offload: Offload | None = None
-    """Moves the network to the device when it runs; None keeps it there."""
+    """Moves the network to the device when it runs; None keeps the network on the device."""
 
 
 class Network:
@@ -221,9 +221,9 @@ class Network:
         """
         Args:
             model: the network in float32 on the CPU.
-            compute: function from the network and a batch's inputs on the device to the results, (batch, …) floats
-                each.
-            part: submodule that is compiled; empty for the whole network.
+            compute: function from the network and a batch's inputs on the device to the results, each (batch, …)
+                floats.
+            part: submodule to compile; empty for the whole network.
         """
         self.model = model.eval().requires_grad_(False)
         self.device, self.precision, self.offload = settings.device, settings.precision, settings.offload
@@ -242,7 +242,7 @@ class Network:
         self.compute = compute
         self.copies = DeviceCopies(self.device)
         self.warm: set[Bucket | None] = set()
-        """Buckets that it has been warmed up for; None stands for captions."""
+        """Buckets for which the network has been warmed up; None stands for captions."""
 
     def stack(self, pictures: list[np.ndarray], batch_size: int) -> Tensor:
         """Stack images (H, W, 3) uint8 into a full batch (batch_size, H, W, 3) in host memory."""
@@ -256,8 +256,8 @@ class Network:
         """Start encoding a batch of inputs in host memory; rows after the first `count` are padding.
 
         Returns:
-            A function that waits for the results, as (count, …) float16 each on the CPU. Rows with a result that
-            overflows float16 are encoded again in float32, where they may still overflow.
+            A function that waits for the results, each (count, …) float16 on the CPU. Rows with a result that overflows
+            float16 are encoded again in float32, after which they may still overflow float16.
         """
         results = self._run([self.copies.to_device(host) for host in inputs], self.precision)
         halves = [result[:count].half() for result in results]

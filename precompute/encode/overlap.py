@@ -1,4 +1,4 @@
-"""Overlapping stages: each runs ahead of the next one by a bounded number of items, and the order is kept."""
+"""Overlapping stages: each stage runs ahead of the next by a bounded number of items, and items stay in order."""
 
 import queue
 import threading
@@ -31,7 +31,7 @@ class Pool(ThreadPoolExecutor):
         super().__init__(number)
         self.lock = threading.Lock()
         self.closing = threading.Event()
-        """Set once no consumer waits for results any more."""
+        """Set once no consumer is waiting for results."""
         self.calls: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
     def submit(self, function: Callable[..., Result], /, *args: Any, **options: Any) -> Future[Result]:
@@ -42,7 +42,7 @@ class Pool(ThreadPoolExecutor):
         return future
 
     def close_within(self, seconds: float | None) -> bool:
-        """Cancel pending calls. Return whether the running calls end within `seconds`."""
+        """Cancel pending calls, and return whether the running calls end within `seconds`."""
         self.closing.set()
         self.shutdown(wait=False, cancel_futures=True)
         with self.lock:
@@ -56,7 +56,7 @@ def threads(number: int, seconds: float | None = None) -> Iterator[Pool]:
     after `Stuck`.
 
     Raises:
-        Stuck: another exception was raised, and then one of the calls did not end.
+        Stuck: another exception was raised, and one of the calls did not end afterwards.
     """
     pool = Pool(number)
     try:
@@ -84,7 +84,7 @@ class CallSequence(Generic[Item, Result]):
         """Wait for the results, in order.
 
         Raises:
-            Stuck: a call did not end in `seconds`. This is noticed within twice that time.
+            Stuck: a call did not end within `seconds`. This is detected within twice that time.
         """
         while True:
             num_finished = len(self.finished)
@@ -115,11 +115,11 @@ def map_in_order(
     """Map `function` over `items` with up to `ahead` calls in flight in `pool`.
 
     Args:
-        in_a_row: number of calls that are submitted to a thread together. Submitting a call takes as long as decoding
-            a small image.
+        in_a_row: number of calls submitted to a thread together, because submitting a call takes as long as decoding a
+            small image.
 
     Raises:
-        Stuck: the call whose result is next did not end in `seconds`.
+        Stuck: the call whose result is next did not end within `seconds`.
     """
     left, running = iter(items), deque[CallSequence[Item, Result]]()
     while group := list(islice(left, in_a_row)):
@@ -133,7 +133,8 @@ def map_in_order(
 def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, None]:
     """Iterate over `items` in a separate thread, up to `ahead` items before the consumer.
 
-    An exception in `items` reaches the consumer in its place. A consumer that stops early stops the thread.
+    An exception in `items` is raised in the consumer, after the items before it. If the consumer stops early, so does
+    the thread.
     """
     buffer: queue.Queue[Any] = queue.Queue(maxsize=ahead)
     stopped = threading.Event()
@@ -178,10 +179,10 @@ def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, No
 
 
 class Turns:
-    """Resources that the tars of a process share, one at a time.
+    """Resources that the tars in a process use in turn.
 
-    One tar has the device, the next one prepares its first batches, and others are being committed. So there are images
-    of two tars in memory, however many tars are in flight.
+    One tar uses the device, the next one prepares its first batches, and others are being committed. So at most two
+    tars' images are in memory, however many tars are in flight.
     """
 
     def __init__(self) -> None:
@@ -198,6 +199,6 @@ class Turns:
                 yield chain(first, items)
 
     def lap(self) -> float:
-        """Return the seconds since the last call, or since the process began."""
+        """Return the seconds since the last call, or since the process started."""
         before, self.lapped = self.lapped, time.monotonic()
         return self.lapped - before

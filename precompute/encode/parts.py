@@ -1,4 +1,4 @@
-"""The parts of one tar, one per bucket, and the accounting of its samples: each is stored or refused in each part."""
+"""The parts of one tar, one per bucket, and the accounting of its samples: each part stores or refuses each sample."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,14 +19,14 @@ class Parts:
     """Counts the samples of a tar and writes each one, for each bucket, to a part or to its list of refusals."""
 
     def __init__(self, folder: Path, encoding: EncodingRecord, fresh: list[Bucket], buckets: Buckets):
-        """Open a part for each `fresh` bucket: those of the job's `buckets` for which this tar is not committed."""
+        """Open a part for each `fresh` bucket: each of the job's `buckets` for which this tar is not committed yet."""
         self.writers = {bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in fresh}
         self.nearest_only = buckets.nearest_only
         self.keys: list[str] = []
         """Keys of all samples of the tar so far."""
 
     def accept(self, samples: Iterable[DecodedSample | Rejected]) -> Iterator[DecodedSample]:
-        """Count every sample. Record rejected ones and yield the others."""
+        """Count every sample, record the rejected ones, and yield the others."""
         for sample in samples:
             self.keys.append(sample.key if isinstance(sample, Rejected) else sample.info.key)
             if isinstance(sample, Rejected):
@@ -36,8 +36,8 @@ class Parts:
                 yield sample
 
     def leave_out(self, sample: DecodedSample, bucket: Bucket) -> None:
-        """Record that a valid image does not go to `bucket`, which is too large for it, or not the nearest to its
-        aspect ratio."""
+        """Record that a valid image does not go to `bucket`, which is too large for the image or does not have the
+        nearest aspect ratio."""
         info, table = sample.info, self.nearest_only.get(bucket)
         if table and not sample.picture.corners.keys().isdisjoint(table.buckets):
             self.writers[bucket].skip()
@@ -56,7 +56,7 @@ class Parts:
         self.writers[bucket].write(*finite)
 
     def finish(self) -> dict[str, WrittenPart]:
-        """Close the files. Return the content of each bucket's part."""
+        """Close the files, and return the contents of each bucket's part."""
         with threads(len(self.writers)) as finishers:
             written = list(finishers.map(PartWriter.finish, self.writers.values()))
         return dict(zip(map(str, self.writers), written, strict=True))

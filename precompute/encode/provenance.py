@@ -1,4 +1,4 @@
-"""Provenance of a part: a check that workers run the driver's code, and the device's time per tower."""
+"""Provenance of a part: a check that workers run the driver's code, and the device time per tower."""
 
 import os
 from collections.abc import Iterator
@@ -13,22 +13,21 @@ from shards.root.provenance import Stopwatch, source_sha256
 
 
 def check_source(expected: str) -> None:
-    """Check that the source code of this process has the SHA-256 of the driver's.
+    """Check that the SHA-256 of this process's source code matches the driver's.
 
     Raises:
-        UnfitNode: The code differs. Parts encoded by different code could not be told apart.
+        UnfitNode: The code differs. Parts encoded by different code would be indistinguishable.
     """
     if source_sha256() != expected:
         raise UnfitNode(
-            f"The node {os.uname().nodename} runs a different version of this program: its source has the SHA-256 "
-            f"{source_sha256()}, the driver's {expected}. Nothing was encoded there. Install the driver's version on "
-            f"it, or remove it from the cluster."
+            f"The node {os.uname().nodename} runs a different version of latentmill than the driver: the SHA-256 of "
+            f"its source is {source_sha256()}, and the driver's is {expected}. Nothing was encoded on this node. "
+            f"Install the driver's version on the node, or remove the node from the cluster."
         )
 
 
 class DeviceClock:
-    """Seconds that a device works for each tower: measured by events on a GPU, and by the duration of calls on a
-    CPU."""
+    """Device time per tower, in seconds: measured by events on a GPU, and by the duration of calls on a CPU."""
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch):
         self.is_accelerator, self.stopwatch = is_accelerator(device), stopwatch
@@ -36,7 +35,7 @@ class DeviceClock:
 
     @contextmanager
     def __call__(self, tower: str) -> Iterator[None]:
-        """Count work that is started inside towards `tower`: `image`, `texts.NAME` or `features.NAME`."""
+        """Count work started in the block towards `tower`: `image`, `texts.NAME` or `features.NAME`."""
         stage = f"device.{tower}"
         if not self.is_accelerator:
             with self.stopwatch(stage):
@@ -49,7 +48,7 @@ class DeviceClock:
         self.begun.append((stage, begin, end))
 
     def stop(self) -> None:
-        """Add up the time of all batches, which must have been waited for. `device` is the sum over the towers."""
+        """Add up the time of all batches, which must have finished. `device` is the sum over the towers."""
         seconds = self.stopwatch.seconds
         for stage, begin, end in self.begun:
             end.synchronize()

@@ -26,29 +26,29 @@ class WorkerConfig(Config):
     decode_threads: int = Field(8, ge=1)
     """Threads per worker that decode images."""
     batch_size: int = Field(64, ge=1)
-    """Images of up to 512x512 that are encoded together; a batch of larger images has as many pixels in all. The last
-    batch of a tar is smaller."""
+    """Number of images up to 512x512 that are encoded together; a batch of larger images has the same total number of
+    pixels. A tar's last batch may be smaller."""
     compile: bool | None = None
-    """Compile the towers with torch.compile; null means on GPUs. Compilation takes a minute per bucket when a worker
-    starts. Latents change only by rounding, so receipts record this setting and encoding.json does not."""
+    """Compile the towers with torch.compile; null compiles on GPUs only. Compilation takes a minute per bucket when a
+    worker starts. Latents change only by rounding, so receipts record this setting, but encoding.json does not."""
     towers: Literal["together", "one_by_one"] = "together"
     """`together` keeps the weights of all towers on the device. `one_by_one` keeps one tower on the device and the
     others in host memory: a tar's images are encoded first, then its captions by one text tower after another. The
     stored bytes are the same."""
     tars_at_once: int = Field(3, ge=1, le=4)
-    """Tars that a worker has in flight: one on the device, the next one, which prepares its first batches, and one that
-    is being committed. Each tar needs scratch space for its latents, and for its copy until it is encoded. Images of at
-    most two tars are in memory. 1 processes one tar after another."""
+    """Number of tars that a worker has in flight: one on the device, the next one preparing its first batches, and one
+    being committed. Each tar needs scratch space for its latents, and for a copy of the tar until it is encoded. At
+    most two tars' images are in memory. 1 processes one tar after another."""
     scratch: Path | None = None
     """Local folder for temporary files: copies of tars from object stores and, if `output` is a URL, attempts, each as
-    large as its latents. Default: the system's temporary folder."""
+    large as the tar's latents. Default: the system's temporary folder."""
     isolate_from: int = Field(2, ge=1)
-    """Attempt from which images are decoded in child processes, so that an image that crashes its decoder is identified
-    and rejected as `decoder_crash`; 1 always does."""
+    """First attempt in which images are decoded in child processes, so that an image that crashes its decoder is
+    identified and rejected as `decoder_crash`; 1 always uses child processes."""
 
     @property
     def one_by_one(self) -> bool:
-        """Whether one tower is on the device at a time."""
+        """Whether only one tower is on the device at a time."""
         return self.towers == "one_by_one"
 
     def compiles(self, device: torch.device) -> bool:
@@ -58,7 +58,7 @@ class WorkerConfig(Config):
 
 @dataclass(frozen=True)
 class SourceRoot:
-    """The root that a job derives a new root from."""
+    """The root from which a job derives a new root."""
 
     place: Path | str
     conversion: Conversion

@@ -2,8 +2,8 @@
 
     raw sample → DecodedSample (or Rejected) → CroppedSample for each of its buckets → EncodedSample
 
-A sample that is encoded for one bucket and still waits for another bucket's batch keeps only its
-pixels for that bucket and its encoded captions, in separate memory.
+A sample that has been encoded for one bucket and is still waiting for another bucket's batch keeps
+only its pixels for the latter and its encoded captions, in separate memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,14 +32,14 @@ class Rejected:
 
 @dataclass(frozen=True)
 class SampleInfo:
-    """Everything about a sample except its pixels."""
+    """A sample without its pixels."""
 
     key: str
     url: str
     scores: np.ndarray
     """(scores,) float32."""
     captions: list[CleanCaption | None]
-    """One entry per caption field of the encoding; None if the sample lacks it."""
+    """One entry per caption field of the encoding; None for a caption that the sample lacks."""
     width: int
     height: int
     """Size of the original image in pixels."""
@@ -71,18 +71,18 @@ class CaptionTask:
     caption: CleanCaption
     is_queued: bool = False
     encoded: Future[EncodedCaption] = field(default_factory=Future)
-    """Running once the encoders have received the caption."""
+    """Future of the result; it is running once the encoders have received the caption."""
 
     @property
     def is_started(self) -> bool:
-        """Whether the encoders have received the caption, or have finished it."""
+        """Whether the encoders have received or finished the caption."""
         return self.encoded.running() or self.encoded.done()
 
     def finish(self, encoded: CaptionLatents) -> None:
         """Set the result.
 
-        The latents are copied. A sample that waits for another bucket's batch would otherwise keep the page-locked
-        memory of this whole batch of captions.
+        The latents are copied. Otherwise, a sample waiting for another bucket's batch would keep the page-locked memory
+        of this whole batch of captions.
         """
         latents = {name: of_tower.clone() for name, of_tower in encoded.latents.items()}
         changes = self.caption.changes | ({"truncated"} if encoded.truncated else set())
@@ -103,7 +103,7 @@ class EncodedSample:
 
     @property
     def to_store(self) -> Sample:
-        """The sample as its part stores it."""
+        """The sample in the form that its part stores."""
         info, latents = self.info, self.latents
         size = (info.width, info.height, *self.corner)
         origin = {"url": info.url, "sha256": info.sha256}
@@ -112,7 +112,7 @@ class EncodedSample:
 
 @dataclass(frozen=True)
 class CroppedSample:
-    """A sample in the batch of one bucket, without the pixels."""
+    """A sample in one bucket's batch, without its pixels."""
 
     info: SampleInfo
     captions: list[CaptionTask | None]
@@ -121,7 +121,7 @@ class CroppedSample:
     """(top, left) of the crop in pixels of the original image."""
 
     def encoded(self, latents: PictureLatents) -> EncodedSample:
-        """Combine the latents of the image with those of the captions, which must be finished."""
+        """Combine the image's latents with those of the captions, which must be finished."""
         captions = [None if task is None else task.encoded.result(timeout=0) for task in self.captions]
         finite = all(caption is None or caption.finite for caption in captions)
         finite = finite and all(map(all_finite, (latents.image, *latents.features.values())))
@@ -146,9 +146,9 @@ class StartedBatch:
     bucket: Bucket
     samples: list[CroppedSample]
     latents: Callable[[], Iterator[PictureLatents]]
-    """Waits for the latents of the images."""
+    """Function that waits for the images' latents."""
     finish_captions: list[Callable[[], None]] = field(default_factory=list)
-    """One function per batch of captions that must be waited for before this batch."""
+    """Functions to call before this batch's captions are used; each waits for one batch of captions."""
 
     @property
     def is_ready(self) -> bool:
@@ -161,7 +161,7 @@ class StartedBatch:
         self.latents = lambda: iter(latents)
 
     def encoded(self) -> list[EncodedSample]:
-        """Wait for the batch."""
+        """Wait for the batch, and return its encoded samples."""
         for finish in self.finish_captions:
             finish()
         self.finish_captions.clear()
@@ -169,6 +169,6 @@ class StartedBatch:
 
 
 def all_finite(latents: Tensor) -> bool:
-    """Return whether float16 latents contain neither infinities nor NaN: only those have an exponent of all ones."""
+    """Return whether float16 latents contain no infinities or NaNs, whose exponent bits are all ones."""
     magnitudes = latents.numpy().view(np.uint16) & 0x7FFF
     return bool(magnitudes.max() < 0x7C00)

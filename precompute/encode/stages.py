@@ -30,9 +30,9 @@ from shards.format.buckets import Bucket
 
 LOST = "lost_in_tar"
 MAX_DETAIL, MAX_URL = 1000, 4096
-"""Characters of a refusal's detail and URL that are stored."""
+"""Maximum length of a refusal's stored detail and URL, in characters."""
 MAX_DECODED_IN_A_ROW = 8
-"""Images that a thread decodes before it reports results."""
+"""Maximum number of images that a thread decodes before it reports results."""
 Decoding = Callable[[Iterable[RawSample]], Iterator[DecodedSample | Rejected]]
 
 
@@ -73,24 +73,24 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
             raise Reject("too_many_bytes", raw.oversized)
         captions = read_captions(raw, encoding.captions, encoding.max_characters)
         if raw.image is None:
-            raise Reject("no_image", f"the tar holds no picture under the key {raw.key}")
+            raise Reject("no_image", f"the tar holds no image under the key {raw.key}")
         sha256 = hashlib.sha256(raw.image).hexdigest()
         if recipe.tars.check_sha256 and (raw.metadata.get("sha256") or sha256) != sha256:
             refuse_changed(raw, recipe.tars.policy)
         picture = decode(raw.image, buckets, recipe.pixels, recipe.limits, recipe.buckets.tables)
     except Reject as reject:
-        # the detail may quote the names of many members, which may be any bytes
+        # the detail may quote many member names, which may contain arbitrary bytes
         return Rejected(raw.key, url, Reject(reject.reason, valid_text(str(reject)[:MAX_DETAIL])))
     scores = read_scores(raw.metadata, encoding.scores)
     return DecodedSample(SampleInfo(raw.key, url, scores, captions, picture.width, picture.height, sha256), picture)
 
 
 def refuse_changed(raw: RawSample, policy: TarPolicy) -> NoReturn:
-    """Reject a sample whose image differs from the one that was downloaded, or, by policy, its whole tar."""
+    """Reject a sample whose image differs from the one that was downloaded or, depending on `policy`, its whole tar."""
     if policy == "salvage":
-        raise Reject(LOST, "the picture does not match the sha256 in its JSON")
+        raise Reject(LOST, "the image does not match the sha256 in its JSON")
     raise DamagedInput(
-        f"The image of sample {raw.key} does not have the sha256 that its JSON records, so the tar is damaged. "
+        f"The image of sample {raw.key} does not match the sha256 that its JSON records, so the tar is damaged. "
         f"Download the tar again. If img2dataset re-encoded the images, set tars.check_sha256 to false."
     )
 
@@ -119,7 +119,7 @@ def batched_by_bucket(
 def start_batches(
     batches: Generator[PixelBatch, None, None], towers: Towers, clock: DeviceClock, turns: Turns
 ) -> Generator[StartedBatch, None, None]:
-    """Submit batches to the device, and yield each one, in order, once all of its captions have been started too."""
+    """Submit batches to the device, and yield each batch, in order, once all of its captions have been started too."""
     start = start_tower_by_tower if towers.one_by_one else start_side_by_side
     held: deque[StartedBatch] = deque()
     with turns.at_device(batches) as at_device:
@@ -134,8 +134,8 @@ def start_side_by_side(
     """Start images and captions side by side: images in the batches of their bucket, captions of all buckets in
     separate batches, each as soon as it is full.
 
-    `held` contains the batches that wait for captions. Once this ends, all captions of the remaining batches have been
-    started.
+    `held` contains the batches that wait for captions. When the iterator ends, all captions of the batches left in
+    `held` have been started.
     """
     captions = CaptionBatcher(towers.caption_batch)
     for batch in batches:
@@ -159,7 +159,7 @@ def start_tower_by_tower(
     for batch in batches:
         captions.add(batch.samples)
         latents = towers.start_pictures(batch.bucket, batch.pixels, clock)
-        if held:  # wait for a batch once the next one has been started, because its pixels stay in memory until then
+        if held:  # now that the next batch has been started, wait for the previous one, which releases its pixels
             held[-1].finish_pictures()
         held.append(StartedBatch(batch.bucket, batch.samples, latents))
     if held:
@@ -185,7 +185,7 @@ class CaptionBatcher:
         self.waiting: deque[CaptionTask] = deque()
 
     def add(self, samples: Iterable[CroppedSample]) -> None:
-        """Queue the captions of samples that no other bucket's batch has queued."""
+        """Queue those captions of `samples` that no other bucket's batch has queued yet."""
         for sample in samples:
             for task in sample.captions:
                 if task is not None and not task.is_queued:

@@ -41,15 +41,15 @@ def encode_tar(
     From attempt `workers.isolate_from` on, images are decoded in child processes.
 
     Args:
-        report: called after each batch with the number of samples taken in so far.
-        turns: shared by calls in several threads of one process. They overlap: the device works on the next tar while
+        report: called after each batch with the number of samples processed so far.
+        turns: shared by calls in several threads of one process, which overlap: the device works on the next tar while
             this one is being committed.
 
     Returns:
         The active receipts afterwards, which are the existing ones if there was nothing to do.
 
     Raises:
-        DamagedInput: the tar is damaged, or its samples are not those that img2dataset counted.
+        DamagedInput: the tar is damaged, or its samples are not those that img2dataset listed.
         Stuck: decoding an image in a thread did not end. The process should exit.
     """
     started, stopwatch, turns = datetime.now(UTC), Stopwatch(), turns or Turns()
@@ -106,7 +106,7 @@ def fill(
     turns: Turns,
     report: Callable[[int], None],
 ) -> None:
-    """Encode batches of pixels into `parts`, in order. Each stage runs ahead of the next one."""
+    """Encode batches of pixels into `parts`, in order. Each stage runs ahead of the next."""
     clock = DeviceClock(towers.device, stopwatch)
     # a batch is started on the device while the previous batch is being written
     started = start_batches(in_background(batches, ahead=1), towers, clock, turns)
@@ -122,10 +122,10 @@ def fill(
 
 @contextmanager
 def opened(tar: InputTar, recipe: Recipe, stopwatch: Stopwatch) -> Iterator[tuple[Tar, Future[TarRecord]]]:
-    """Open a tar that is intact, or was salvaged. The second value is a future of its record for the receipt, with its
-    SHA-256.
+    """Open a tar that is intact or can be salvaged. The second value is a future for the tar's record in the receipt,
+    which includes its SHA-256.
 
-    A separate thread computes the hash. In the decoding threads, it could delay an image beyond its time limit.
+    A separate thread computes the hash, because in a decoding thread it could delay an image beyond its time limit.
     """
     with ExitStack() as stack:
         with stopwatch("fetch"):
@@ -142,6 +142,6 @@ def libraries(recipe: Recipe) -> tuple[str, ...]:
 
 
 def settings(recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Return the settings that a receipt records for a tar that was encoded on `device`."""
+    """Return the settings that a receipt records for a tar encoded on `device`."""
     own = {"device": made_by(device).gpu, "attention_by_products": attends_by_products(device)}
     return own | recipe.settings(device)

@@ -1,4 +1,4 @@
-"""The towers of a job: the encoders that a batch of images and its captions pass through."""
+"""The towers of a job: the encoders through which a batch of images and its captions pass."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +19,7 @@ from shards.format.text import TextLatents
 Result = TypeVar("Result")
 PIXELS_PER_BATCH_ITEM = 512 * 512
 Timer = Callable[[str], AbstractContextManager[None]]
-"""Context manager for `image`, `texts.NAME` or `features.NAME`: work started inside counts towards that tower."""
+"""Function from `image`, `texts.NAME` or `features.NAME` to a context manager that times work started in its block."""
 
 
 def untimed(tower: str) -> AbstractContextManager[None]:
@@ -28,14 +28,14 @@ def untimed(tower: str) -> AbstractContextManager[None]:
 
 
 def batch_size_of(bucket: Bucket, batch_size: int) -> int:
-    """Return a bucket's batch size: `batch_size` up to 512x512, and above that as many images as fit the same number of
-    pixels."""
+    """Return a bucket's batch size: `batch_size` for buckets up to 512x512; for larger buckets, as many images as have
+    the same total number of pixels."""
     return max(1, batch_size * PIXELS_PER_BATCH_ITEM // max(PIXELS_PER_BATCH_ITEM, bucket.width * bucket.height))
 
 
 @dataclass(frozen=True)
 class PictureLatents:
-    """Latents of one image; float16 on the CPU."""
+    """Latents of one image, in float16 on the CPU."""
 
     image: Tensor
     """(planes, h, w)."""
@@ -45,7 +45,7 @@ class PictureLatents:
 
 @dataclass(frozen=True)
 class CaptionLatents:
-    """Latents of one caption by all text towers."""
+    """Latents of one caption from all text towers."""
 
     latents: dict[str, TextLatents]
     truncated: bool
@@ -61,9 +61,9 @@ class CaptionLatents:
 
 
 WaitForTowers = Callable[[], Iterator[dict[str, TowerCaption]]]
-"""Waits for the results of some of the towers, by tower, for each caption that was started."""
+"""Function that waits for the results of some of the towers, by tower, for each caption that was started."""
 WaitForCaptions = Callable[[], Iterator[CaptionLatents]]
-"""Waits for the latents of each caption that was started."""
+"""Function that waits for the latents of each caption that was started."""
 
 
 class TextTowers:
@@ -88,7 +88,7 @@ class TextTowers:
 
     @property
     def caption_batch(self) -> int:
-        """Number of captions that make a full batch for every tower: the largest tower's batch size."""
+        """Number of captions that fill at least one batch in every tower: the largest of the towers' batch sizes."""
         return max((self.size_of(name) for name in self.texts), default=self.batch_size)
 
     def size_of(self, name: str) -> int:
@@ -109,7 +109,7 @@ class TextTowers:
     def start_captions(self, texts: list[str], timer: Timer = untimed) -> WaitForCaptions:
         """Start encoding captions; the returned function waits for their latents.
 
-        If towers run one by one, all but the last have finished by then.
+        If towers run one by one, all but the last tower have finished when this returns.
         """
         if self.one_by_one:
             return next(self.start_tower_by_tower([texts], timer))
@@ -120,8 +120,7 @@ class TextTowers:
         """Encode groups of captions by one tower after another, so that each tower is moved to the device once.
 
         All towers but the last finish every group. Then the groups are started on the last tower one at a time, as the
-        caller iterates. The last tower is the one with the largest latents, which therefore need not be kept in
-        memory.
+        caller iterates. The tower with the largest latents comes last, so that its latents need not be kept in memory.
         """
         names = sorted(self.texts, key=self._numbers_per_caption)
         finished: list[list[dict[str, TowerCaption]]] = [[{} for _ in texts] for texts in groups]
@@ -155,7 +154,7 @@ class TextTowers:
 
 
 def _merged(finished: list[dict[str, TowerCaption]], wait: WaitForTowers) -> Iterator[CaptionLatents]:
-    """Wait for the last tower, and combine its results with those of the others."""
+    """Wait for the last tower, and combine its results with those of the other towers."""
     for caption, by_tower in zip(finished, wait(), strict=True):
         yield CaptionLatents.of(caption | by_tower)
 
@@ -183,7 +182,7 @@ class Towers(TextTowers):
         batch_sizes: dict[str, int] | None = None,
         one_by_one: bool = False,
     ):
-        """Take the same arguments as `TextTowers`, and the other towers."""
+        """Take the arguments of `TextTowers`, and the image and feature towers."""
         super().__init__(texts, batch_size, batch_sizes, one_by_one)
         self.image, self.features = image, features
 
@@ -225,7 +224,7 @@ class Towers(TextTowers):
         """Start a feature tower on a batch, in pieces of the tower's own batch size."""
         size = min(len(pixels), batch_size_of(bucket, self.batch_sizes.get(f"features.{name}", self.batch_size)))
         for first in range(0, count, size):
-            # the last piece begins earlier and overlaps the one before, so that all pieces have the same size
+            # the last piece starts earlier and overlaps the previous piece, so that all pieces have the same size
             start = min(first, len(pixels) - size)
             wait = self.features[name].start_batch(pixels[start : start + size], min(count, first + size) - start)
             yield partial(_rows_from, wait, first - start)

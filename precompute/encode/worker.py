@@ -55,7 +55,7 @@ def encode_on_worker(
     """Make one attempt at a tar, or at its parts in another root, and commit it to the root at `output`.
 
     Args:
-        report: called with the number of samples taken in so far.
+        report: called with the number of samples processed so far.
         source: SHA-256 of the driver's source code.
 
     Raises:
@@ -79,7 +79,7 @@ def encode_on_worker(
     except RuntimeError as error:
         if not is_device_error(error) and not isinstance(error, Stuck):
             raise
-        # this process cannot use its GPU again, or has a thread that never ends; the fleet starts a new one
+        # this process cannot use its GPU again, or has a thread that never ends; the fleet starts a new process
         traceback.print_exc()
         os._exit(1)
 
@@ -94,7 +94,7 @@ def check_shared_root(store: Store, encoding: EncodingRecord) -> None:
     """Check that this worker sees the root that the driver created.
 
     Raises:
-        UnfitNode: it sees a different folder.
+        UnfitNode: the worker sees a different folder.
     """
     try:
         shared = EncodingRecord.load(store).id == encoding.id
@@ -103,8 +103,8 @@ def check_shared_root(store: Store, encoding: EncodingRecord) -> None:
     if not shared:
         raise UnfitNode(
             f"{store.where()} on {os.uname().nodename} is not the latents root that the job created, so the nodes do "
-            f"not share this folder. Set `output` to a folder that all nodes see under one path, or to an object-store "
-            f"URL."
+            f"not share this folder. Set `output` to a folder that exists at the same path on all nodes, or to an "
+            f"object-store URL."
         )
 
 
@@ -112,7 +112,7 @@ Networks = tuple[ImageEncoder, dict[str, TextEncoder], dict[str, FeatureEncoder]
 
 
 def load_towers(recipe: Recipe, device: str) -> Towers:
-    """Load the towers of the recipe's encoding on `device`. The networks are kept for the next call.
+    """Load the towers of the recipe's encoding on `device`. The networks stay loaded for the next call.
 
     Raises:
         UnfitNode: this node lacks a model that encoding.json records.
@@ -127,18 +127,18 @@ def load_towers(recipe: Recipe, device: str) -> Towers:
 
 
 def compile_now(towers: TextTowers, buckets: Iterable[Bucket] = ()) -> None:
-    """Run the towers once, so that they are compiled before the time of a tar is measured.
+    """Run the towers once, so that they are compiled before any tar is timed.
 
     Raises:
-        UnfitNode: they cannot be compiled on this node.
+        UnfitNode: the towers cannot be compiled on this node.
     """
-    torch._dynamo.config.recompile_limit = MAX_SHAPES  # per thread, and a different thread may have loaded them
+    torch._dynamo.config.recompile_limit = MAX_SHAPES  # per thread; another thread may have loaded the towers
     try:
         towers.warm_up(buckets)
     except TorchDynamoException as error:
         raise UnfitNode(
-            f"torch.compile fails on {os.uname().nodename} ({' '.join(str(error).split())[:300]}). On GPUs it needs a "
-            f"C compiler in addition to torch's triton. Install one there, or set workers.compile to false."
+            f"torch.compile fails on {os.uname().nodename} ({' '.join(str(error).split())[:300]}). On GPUs, it needs "
+            f"a C compiler in addition to torch's triton. Install one on this node, or set workers.compile to false."
         ) from error
 
 
@@ -165,7 +165,7 @@ def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False,
 
 
 def device_settings(encoding: EncodingRecord, device: torch.device, compiled: bool, one_by_one: bool) -> DeviceSettings:
-    """Build the settings that all networks of an encoding share."""
+    """Build the settings shared by all networks of an encoding."""
     return DeviceSettings(device, encoding.compute_dtype, compiled, Offload(device) if one_by_one else None)
 
 
@@ -227,7 +227,7 @@ def _kept_texts(
 
 
 def _recorded(weights: Weights) -> Path:
-    """Return this node's folder of a model that encoding.json records."""
+    """Return the folder on this node of a model that encoding.json records."""
     try:
         return recorded_folder(weights)
     except RequestError as error:
@@ -237,7 +237,8 @@ def _recorded(weights: Weights) -> Path:
 def prepare_process() -> None:
     """Tune the process once its encoders are loaded."""
     configure_malloc()
-    pa.array([None])  # imports pandas, if installed, which would otherwise delay the device at the end of the first tar
+    # this imports pandas, if installed; importing it later would stall the device at the end of the first tar
+    pa.array([None])
     gc.collect()
-    atexit.register(gc.unfreeze)  # libraries complain at exit about objects that are never collected
+    atexit.register(gc.unfreeze)  # some libraries complain at exit about objects that were never collected
     gc.freeze()  # otherwise each collection scans everything that libraries created at import

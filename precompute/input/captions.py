@@ -17,7 +17,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 JSON_PREFIX = "json:"
 MAX_FIELDS, MAX_NAME_CHARACTERS = 20, 64
-"""Limits on a reject's detail: number of fields listed, and characters of each name."""
+"""Limits on a reject's detail: number of fields listed, and characters per name."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ def check_caption_fields(fields: Sequence[str]) -> None:
         if field != "txt" and not (field.startswith(JSON_PREFIX) and len(field) > len(JSON_PREFIX)):
             raise ValueError(f"{field!r} is not a caption field; use txt or json:FIELD, such as json:blip_caption")
     if len(set(fields)) != len(fields):
-        raise ValueError(f"{', '.join(fields)} lists a caption field twice; list each once")
+        raise ValueError(f"{', '.join(fields)} lists a caption field twice; list each field once")
 
 
 def read_captions(raw: RawSample, fields: Sequence[str], max_characters: int) -> list[CleanCaption | None]:
-    """Return a sample's captions, one per entry of `fields` (`txt` or `json:NAME`); a missing one is None.
+    """Return a sample's captions, one per entry of `fields` (`txt` or `json:NAME`); None for a missing one.
 
     Raises:
         Reject: `no_caption`, if every field is missing; the detail lists the fields that do have text.
@@ -107,7 +107,7 @@ def _text_fields(raw: RawSample) -> str:
 
 
 def read_scores(metadata: dict[str, Any], names: tuple[str, ...]) -> np.ndarray:
-    """Return the scores `names` from a sample's JSON as (scores,) float32, accepting each of LAION's spellings.
+    """Return the scores `names` from a sample's JSON as (scores,) float32, accepting all of LAION's spellings.
 
     A score that is missing, not a number, or out of float32 range becomes NaN.
     """

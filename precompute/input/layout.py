@@ -1,7 +1,7 @@
 """Parse all headers of a tar: group its members by key, and detect damage.
 
 Python's tarfile finds the headers and skips all other bytes. If a header does not start where the previous
-member ended, something was lost. Nothing is ever extracted: links, folders and devices are skipped, and only the last
+member ended, data was lost. Nothing is ever extracted: links, folders and devices are skipped, and only the last
 component of a member's path is used.
 """
 
@@ -33,7 +33,7 @@ EXTENDED = (
     tarfile.SOLARIS_XHDTYPE,
 )
 MAX_EXTENDED_BYTES = 1 << 20
-"""Largest GNU long name or pax header accepted, because tarfile reads it into memory as a whole."""
+"""Maximum size of a GNU long name or pax header, because tarfile reads the whole header into memory."""
 HEADER_ERRORS = (tarfile.TarError, ValueError, OverflowError, IndexError)
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
@@ -49,7 +49,7 @@ class Member:
 
 @dataclass
 class Layout:
-    """The members of a tar and its damage."""
+    """A tar's members and damage."""
 
     members: dict[str, dict[str, Member]] = field(default_factory=dict)
     """Key → suffix → member; keys in the order of their first members."""
@@ -62,8 +62,8 @@ class Layout:
 def read_layout(path: Path) -> Layout:
     """Read every header of the tar at `path`.
 
-    A sample next to damaged bytes is kept only if it has an image, a caption and JSON. A sample with members in
-    different parts of the tar is put together. If a key occurs twice with the same kind of member, both samples are
+    A sample next to damaged bytes is kept only if it has an image, a caption and JSON. A sample's members may be in
+    different places in the tar. If a key occurs twice with the same kind of member, both samples are
     lost.
 
     Raises:
@@ -134,9 +134,9 @@ def split_dotted(layout: Layout) -> dict[str, list[str]]:
 
 
 class Header(tarfile.TarInfo):
-    """A `TarInfo` that parses the headers of regular files, which nearly all are, three times as fast.
+    """A `TarInfo` that parses the headers of regular files, which are nearly all headers, three times as fast.
 
-    For these it reads only the name, size and checksum; tarfile parses all others.
+    For these, it reads only the name, size and checksum; tarfile parses all other headers.
     """
 
     @classmethod
@@ -192,7 +192,7 @@ def read_headers(file: BinaryIO, size: int) -> Iterator[tuple[tarfile.TarInfo, i
 
 
 def limit_nesting(path: Path, headers: Iterator[Item]) -> Iterator[Item]:
-    """Pass `headers` through; tarfile recurses once for each extended header in a row.
+    """Pass `headers` through. tarfile recurses once for each consecutive extended header.
 
     Raises:
         DamagedInput: A chain of extended headers exceeds the recursion limit.
@@ -240,7 +240,7 @@ def refuse_compressed(path: Path, file: BinaryIO) -> None:
 def check_end_marker(file: BinaryIO, offset: int) -> str:
     """Describe damage after `offset`, the end of the last member, where at least two zero blocks must follow.
 
-    Returns an empty string if there is none.
+    Returns an empty string if there is no damage.
     """
     length = 0
     file.seek(offset)

@@ -1,8 +1,8 @@
 """Uncompressed webdataset tars: listing them, reading their samples, and verifying that they are complete.
 
-The tar format cannot distinguish a truncated archive from a short one: a flipped bit in a header, or a cut at one, ends
-the listing without an error. Therefore all headers are read first (`layout.py`), and the samples must be those listed
-in img2dataset's side files, `NNNNN_stats.json` and `NNNNN.parquet`. A damaged tar is refused by default; under
+The tar format cannot distinguish a truncated archive from a short one: a flipped bit in a header, or truncation at one,
+ends the listing without an error. Therefore, all headers are read first (`layout.py`), and the samples must be those
+listed in img2dataset's side files, `NNNNN_stats.json` and `NNNNN.parquet`. A damaged tar is refused by default; under
 `salvage`, its intact samples are used and every lost one is accounted for.
 """
 
@@ -30,10 +30,10 @@ from shards.base.remote import store_errors
 
 TarPolicy = Literal["reject", "salvage"]
 MAX_LISTED = 5
-"""Maximum number of damages listed in a receipt."""
+"""Maximum number of damage descriptions listed in a receipt."""
 MAX_JSON_BYTES = 1 << 20
-"""Maximum size of a sample's JSON. Parsing takes up to 30 times as much memory; a larger one is ignored, like an
-invalid one."""
+"""Maximum size of a sample's JSON. Parsing takes up to 30 times as much memory. Larger JSON is ignored, as is
+invalid JSON."""
 MAX_ROWS = 1_000_000
 """Maximum number of rows in the parquet side file, because a few bytes can decode to any number of rows."""
 
@@ -48,7 +48,7 @@ class TarsConfig(Config):
     """`reject` fails a damaged tar; `salvage` uses its intact samples and records the loss."""
     check_sha256: bool = False
     """Check each image against the `sha256` in its JSON, if present. Use it for tars with the original bytes, such as
-    those of `make download` by default, but not if img2dataset re-encoded the images."""
+    `make download` writes by default, but not if img2dataset re-encoded the images."""
 
 
 class Named(Protocol):
@@ -78,7 +78,7 @@ class RawSample:
 
 @dataclass(frozen=True)
 class InputTar:
-    """A tar's name, such as `00042`, and its address, a path or any fsspec URL."""
+    """A tar's name, such as `00042`, and its address: a path, or any fsspec URL."""
 
     name: str
     address: str
@@ -128,7 +128,7 @@ def _listed(folder: str, pattern: str) -> tuple[Any, list[str]]:
 
 
 def note_unverifiable(folder: str, tars: Sequence[Named]) -> None:
-    """Print a note if some of the tars in `folder` have no side file of img2dataset.
+    """Print a note if some of the tars in `folder` have no img2dataset side file.
 
     Raises:
         RequestError: The folder cannot be listed.
@@ -181,7 +181,7 @@ def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
 
     Raises:
         Outage: The file could not be downloaded completely.
-        FileNotFoundError: It does not exist.
+        FileNotFoundError: The file does not exist.
     """
     file_system, path = fsspec.core.url_to_fs(address)
     if "file" in file_system.protocol:
@@ -211,8 +211,8 @@ class Tar:
     """A local tar, whose headers have been read.
 
     Raises:
-        DamagedInput: The tar is compressed. Unless the policy is `salvage`: it is truncated or damaged, or a key occurs
-            twice.
+        DamagedInput: The tar is compressed; or, unless the policy is `salvage`, it is truncated or damaged, or a key
+            occurs twice.
     """
 
     def __init__(self, path: Path, max_member_bytes: int, policy: TarPolicy = "reject"):
@@ -243,8 +243,8 @@ class Tar:
         """Check the samples against img2dataset's side files. Under `salvage`, record the missing ones as lost.
 
         Raises:
-            DamagedInput: The samples differ, so the tar lost or gained samples after it was written. Under `salvage`:
-                no intact sample is left.
+            DamagedInput: The samples differ, so the tar lost or gained samples after it was written; or, under
+                `salvage`, no intact sample is left.
         """
         listed = counted.urls if counted.urls is not None else dict.fromkeys(self.members | self.lost, "")
         missing = listed.keys() - self.members.keys()
@@ -261,7 +261,8 @@ class Tar:
             )
         if wrong and self.policy == "reject":
             raise DamagedInput(
-                f"{tar.address} {wrong[0]}. The tar was replaced or damaged since its download. Download it again."
+                f"{tar.address} {wrong[0]}. The tar has been replaced or damaged since it was downloaded. Download it "
+                f"again."
             )
         self.damage += wrong
         self.members = {key: members for key, members in self.members.items() if key in listed}
@@ -351,7 +352,7 @@ def _side_file(file_system: Any, name: str) -> bytes | None:
 
 @contextmanager
 def damaged(name: str) -> Iterator[None]:
-    """Turn the exceptions of parsing a side file's bytes, including OSError, into DamagedInput."""
+    """Convert any exception raised while parsing a side file's bytes, including OSError, to DamagedInput."""
     try:
         yield
     except (ValueError, KeyError, TypeError, OSError, OverflowError, RecursionError, pa.ArrowException) as error:

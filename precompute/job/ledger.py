@@ -20,11 +20,11 @@ class Ledger:
         self.rejected: Counter[str] = Counter()
         """Reason → samples stored in no bucket."""
         self.failed: dict[str, str] = {}
-        """Tar that was given up → its last error."""
+        """Last error of each tar that the job gave up on."""
         self.under_way = UnderWay(0, 0)
         self.has_news = False
-        """Whether a tar has ended since figures were last shown. They are shown with the fleet's next `UnderWay`,
-        which no longer counts that tar."""
+        """Whether a tar has ended since the figures were last shown. They are shown again with the fleet's next
+        `UnderWay`, which no longer counts the tar."""
         self.rate = Rate()
         self.metrics = Metrics()
         self.progress = Progress("precompute", "tars", total)
@@ -43,7 +43,7 @@ class Ledger:
 
     @property
     def left(self) -> int:
-        """Tars that were neither committed nor given up, after a job was stopped."""
+        """Number of tars that were neither committed nor given up on, after a job was stopped."""
         return self.total - self.done - len(self.failed)
 
     def record(self, event: Event[TarReceipts]) -> None:
@@ -61,7 +61,7 @@ class Ledger:
                 if self.failures:
                     self.failures.record(event)
                 if not event.in_pause:
-                    is_final = ", and the tar is given up" if not again else ""
+                    is_final = ", giving up on the tar" if not again else ""
                     self.progress.say(f"tar {tar}: {which}{is_final}: {failure.text}")
                 if not again:
                     self.failed[tar] = failure.line
@@ -83,7 +83,7 @@ class Ledger:
         self.progress.show(self.done + len(self.failed), text, figures)
 
     def figures(self) -> dict[str, int | float | None]:
-        """Return the figures of a progress line."""
+        """Return the figures for a progress line."""
         seconds = self._eta
         return {
             "shards_done": self.done,

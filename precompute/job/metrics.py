@@ -1,4 +1,4 @@
-"""Prometheus metrics of a job, which the metrics endpoint of the driver's node serves as `ray_latentmill_…`.
+"""A job's Prometheus metrics, which the metrics endpoint on the driver's node serves as `ray_latentmill_…`.
 
 docs/reference/metrics.md describes them, and deploy/prometheus/alerts.yml has alert rules.
 """
@@ -9,7 +9,7 @@ from cluster.fleet import Failed, UnderWay
 from shards.root.committed import TarReceipts
 
 UNKNOWN = "unknown"
-"""Node of an attempt that was lost before it reported its node."""
+"""Node label for an attempt that was lost before it reported its node."""
 
 
 class Metrics:
@@ -19,13 +19,13 @@ class Metrics:
         self.images_in = Counter("latentmill_images_in", "Samples of committed tars", ("node",))
         self.accepted = Counter("latentmill_images_accepted", "Samples stored in at least one bucket", ("node",))
         self.rejected = Counter("latentmill_images_rejected", "Samples stored in no bucket", ("reason", "node"))
-        self.tars = Counter("latentmill_shards", "Tars that were committed or given up", ("outcome",))
+        self.tars = Counter("latentmill_shards", "Tars that were committed or have failed for good", ("outcome",))
         self.attempts = Counter("latentmill_attempts", "Attempts that have ended", ("cause", "node"))
         self.seconds = Counter("latentmill_stage_seconds", "Seconds per stage of committed tars", ("stage", "node"))
         self.running = Gauge("latentmill_shards_in_flight", "Tars that run or wait for a worker")
-        self.under_way = Gauge("latentmill_images_under_way", "Samples taken in from tars that are not committed")
-        self.paused = Gauge("latentmill_paused", "1 while the job waits for an outage to end")
-        self.rate = Gauge("latentmill_images_per_second", "Samples taken in per second, over the last 100 s")
+        self.under_way = Gauge("latentmill_images_under_way", "Samples processed from tars that are not committed yet")
+        self.paused = Gauge("latentmill_paused", "1 while the job is waiting for an outage to end")
+        self.rate = Gauge("latentmill_images_per_second", "Samples processed per second, over the last 100 s")
         self.eta = Gauge("latentmill_eta_seconds", "Estimated seconds until the job ends; -1 if unknown")
 
     def tar_done(self, receipts: TarReceipts, node: str | None) -> None:
@@ -43,19 +43,19 @@ class Metrics:
         _add(self.tars, 1, {"outcome": "done"})
 
     def attempt_failed(self, failed: Failed) -> None:
-        """Count a failed attempt, and its tar if it is given up."""
+        """Count a failed attempt, and its tar if the job gives up on it."""
         _add(self.attempts, 1, {"cause": cause(failed), "node": failed.node or UNKNOWN})
         if not failed.again:
             _add(self.tars, 1, {"outcome": "failed"})
 
     def under_way_now(self, event: UnderWay) -> None:
-        """Set the gauges of work in flight."""
+        """Set the gauges for work in flight."""
         self.running.set(event.attempts)
         self.under_way.set(event.reported)
         self.paused.set(int(event.paused))
 
     def speed(self, rate: float, eta: float | None) -> None:
-        """Set the gauges of speed and time left."""
+        """Set the gauges for speed and remaining time."""
         self.rate.set(rate)
         self.eta.set(-1 if eta is None else eta)
 

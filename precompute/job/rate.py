@@ -1,4 +1,4 @@
-"""Current rate of a job and the time left, measured over a window because clusters grow and shrink."""
+"""A job's current rate and remaining time, measured over a window because clusters grow and shrink."""
 
 import time
 from collections import deque
@@ -34,7 +34,7 @@ def eta(total: int, finished: int, mean: float, under_way: float, rate: float) -
 
     Args:
         mean: samples per tar.
-        under_way: samples taken in from tars that are not finished.
+        under_way: samples processed from unfinished tars.
         rate: samples per second.
     """
     if finished == total:

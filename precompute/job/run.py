@@ -1,4 +1,4 @@
-"""Stage 1 for many tars: find those that are not committed, encode them on a fleet of workers, and report."""
+"""Stage 1 for many tars: find the uncommitted ones, encode them on a fleet of workers, and report."""
 
 import sys
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ from shards.root.manifest import Manifest
 from shards.root.provenance import source_sha256
 
 UNET_STEP = 64
-"""Required divisor of an image's sides for U-Nets that halve the latents three times, in pixels: 8 for the VAE, times
-8."""
+"""In pixels. U-Nets that halve the latents three times need image sides that are multiples of this: 8 for the VAE,
+times 8."""
 
 
 def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: FleetConfig) -> Ledger:
     """Encode `tars` into the root at `output` until each is committed or has failed. Ray must be running.
 
-    On SIGTERM, SIGUSR1 or SIGINT it interrupts the running attempts and returns.
+    On SIGTERM, SIGUSR1 or SIGINT, interrupt the running attempts and return.
 
     Raises:
-        WorkError: for `workers.wait_for_resources` seconds no node of the cluster could take a worker; or storage,
-            credentials, models or the cluster failed `workers.outage_probes` attempts in a row.
+        WorkError: no node in the cluster could take a worker for `workers.wait_for_resources` seconds; or
+            `workers.outage_probes` attempts in a row failed because of storage, credentials, models or the cluster.
     """
     device = worker_device(workers.num_gpus)
     work = partial(
@@ -66,13 +66,13 @@ def explain_lack(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> 
     key, detail = refused["key"][0], refused["detail"][0]
     return (
         f"warning: no sample of tar {receipts.tar} has a caption in {', '.join(fields)}, so all {receipts.samples_in} "
-        f"were rejected. Sample {key}: {detail}. If the other tars are similar, stop this job, set `captions` to one "
-        f"of these fields, and choose a new `output`."
+        f"samples were rejected. Sample {key}: {detail}. If the other tars are similar, stop this job, set `captions` "
+        f"to one of these fields, and choose a new `output`."
     )
 
 
 def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:
-    """Return the tars without an active receipt for every one of `buckets`. Lists the root once.
+    """Return the tars that lack an active receipt for at least one of `buckets`. The root is listed once.
 
     Raises:
         RequestError: a tar's name cannot be used for a receipt.
@@ -84,17 +84,18 @@ def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: St
 
 
 def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]) -> None:
-    """Print the job's work to stderr, because its workers take a while to start.
+    """Announce the job's work on stderr, because its workers take a while to start.
 
-    Warn of bucket sizes that some U-Nets cannot be trained on. Stage 1 does not know the backbone, so it cannot reject
-    them.
+    Warn about bucket sizes on which some U-Nets cannot be trained. Stage 1 does not know the backbone, so it cannot
+    reject them.
     """
     odd = [name for name in map(str, buckets) if any(int(side) % UNET_STEP for side in name.split("x"))]
     if odd:
         print(
             f"warning: the sides of {', '.join(odd)} are not all multiples of {UNET_STEP} px. U-Nets such as Stable "
-            f"Diffusion's, which halve the latents three times, cannot be trained on them; many transformers can. "
-            f"Check what your backbone needs before you encode. For aspect buckets, set aspect.step to {UNET_STEP}.",
+            f"Diffusion's, which halve the latents three times, cannot be trained on these buckets; many transformers "
+            f"can. Check what your backbone needs before you encode. For aspect buckets, set aspect.step to "
+            f"{UNET_STEP}.",
             file=sys.stderr,
             flush=True,
         )
@@ -107,37 +108,37 @@ def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]
 
 
 def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None) -> None:
-    """Print the result of a job over `num_tars` tars, and the contents of `root` by its newest manifest.
+    """Print the result of a job over `num_tars` tars, and the contents of `root` according to its newest manifest.
 
     Raises:
-        Preempted: the job was stopped before its end.
+        Preempted: the job was stopped before it finished.
         WorkError: some tars failed, or no sample was accepted.
     """
     sizes = manifest.buckets if manifest is not None else {}
     held = ", ".join(f"{size.samples} samples in {bucket}" for bucket, size in sizes.items()) or "nothing"
     print(
         f"{ledger.done} tars encoded ({ledger.samples_in} samples in, {ledger.encoded} accepted, "
-        f"{ledger.samples_in - ledger.encoded} rejected), {num_tars - ledger.total} had been done before, "
+        f"{ledger.samples_in - ledger.encoded} rejected), {num_tars - ledger.total} were already done, "
         f"{len(ledger.failed)} failed. {root} {'held' if ledger.left else 'now holds'} {held}"
         f"{' when it was last indexed' if ledger.left else ''}."
     )
     if ledger.rejected:
         reasons = ", ".join(f"{reason} {count}" for reason, count in ledger.rejected.most_common())
-        print(f"Rejected: {reasons}. The refused.parquet of each part lists their keys and details.")
+        print(f"Rejected: {reasons}. The refused.parquet in each part lists the keys and details.")
     if ledger.left:
         raise Preempted(
-            f"Stopped by a signal, {ledger.left} tars before the end. Committed work is kept; run the same command "
+            f"Stopped by a signal with {ledger.left} tars remaining. Committed work is kept; run the same command "
             f"again to continue."
         )
     if ledger.failed:
         raise WorkError(
-            f"{len(ledger.failed)} of {num_tars} tars failed ({summarize(list(ledger.failed.items()))}). The others "
-            f"are committed; the same command retries only these.{ledger.where_failures}"
+            f"{len(ledger.failed)} of {num_tars} tars failed ({summarize(list(ledger.failed.items()))}). All others "
+            f"are committed. Run the same command again to retry only the failed tars.{ledger.where_failures}"
         )
     if ledger.samples_in and not ledger.encoded:
         reason, count = ledger.rejected.most_common(1)[0]
         raise WorkError(
             f"Nothing was accepted: all {ledger.samples_in} samples of this job were rejected, {count} of them as "
-            f"{reason}. The refused.parquet of each part in {root} lists keys and reasons. If you change `captions`, "
+            f"{reason}. The refused.parquet in each part of {root} lists keys and reasons. If you change `captions`, "
             f"choose a new `output`."
         )

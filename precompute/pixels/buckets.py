@@ -9,14 +9,15 @@ from shards.format.buckets import AspectTable, Bucket, bucket_rules
 
 
 class AspectConfig(Config):
-    """Aspect buckets, in addition to `buckets`. For each base, an image goes to the bucket nearest to its ratio."""
+    """Aspect buckets, in addition to `buckets`. For each base, an image goes to the bucket with the nearest aspect
+    ratio."""
 
     bases: list[int] = Field([])
     """Base sides; the aspect buckets of base b have an area of about b². `[]` disables aspect buckets."""
     step: int = Field(64, ge=1)
-    """Step of the bucket sides: each side is a multiple of it."""
+    """Step of the bucket sides in pixels: each side is a multiple of the step."""
     max_ratio: float = Field(2.0, ge=1)
-    """Maximum ratio of a bucket's longer side to its shorter one."""
+    """Maximum ratio of a bucket's longer side to its shorter side."""
 
     @property
     def tables(self) -> tuple[AspectTable, ...]:
@@ -41,7 +42,7 @@ class Buckets:
     covering: tuple[Bucket, ...]
     """Buckets that take every image that covers them without upscaling."""
     tables: tuple[AspectTable, ...] = ()
-    """Tables of aspect buckets; an image goes to one bucket of each."""
+    """Tables of aspect buckets; an image goes to one bucket in each table."""
 
     @property
     def rules(self) -> dict[Bucket, str]:

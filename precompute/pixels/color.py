@@ -21,7 +21,7 @@ SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 
 def scale_transparency(image: ImageFile) -> None:
-    """Scale the transparent colour of a PNG that is not loaded yet to 8 bits, because Pillow scales only its samples.
+    """Scale the transparent colour of an unloaded PNG to 8 bits, because Pillow scales only the samples.
 
     In 16-bit RGB images, all colours that become equal in 8 bits become transparent together.
     """
@@ -36,7 +36,7 @@ def scale_transparency(image: ImageFile) -> None:
 
 
 def to_srgb(image: Image.Image) -> Image.Image:
-    """Convert a loaded image to sRGB by its embedded profile, and composite transparent pixels over white.
+    """Convert a loaded image to sRGB using its embedded profile, and composite transparent pixels over white.
 
     A profile for a different colour space is ignored, as browsers do; for example, a CMYK profile may be left over in
     an image that was converted to RGB. A greyscale image may have an RGB profile.
@@ -54,7 +54,7 @@ def to_srgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         image = _eight_bit_grey(image)
     if image.mode == "CMYK" and image.format == "JPEG" and "adobe" not in image.info:
-        # Pillow assumes that Adobe software wrote every CMYK JPEG, which stores CMYK inverted
+        # Pillow assumes that every CMYK JPEG was written by Adobe software, which inverts CMYK
         image = ImageChops.invert(image)
     alpha = None
     if image.mode in ALPHA_MODES or "transparency" in image.info:
@@ -109,7 +109,7 @@ def color_space(profile: bytes) -> str:
 
 @functools.lru_cache(maxsize=64)
 def srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """Return the transform of pixels with this profile to sRGB, or None if it would change no colour visibly.
+    """Return the transform from this profile to sRGB, or None if it would not visibly change any colour.
 
     Transforms are cached, because building one takes milliseconds. Threads may share them.
 
@@ -120,8 +120,8 @@ def srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | No
         Reject: `bad_profile`.
     """
     try:
-        # exact values for all 256 greys: LittleCMS's optimisation uses a table of 33, which is off by up to 10 levels
-        # for dark greys
+        # exact values for all 256 greys: LittleCMS's optimisation uses a 33-entry table, which is off by up to 10
+        # levels for dark greys
         flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
         transform = ImageCms.buildTransform(_open(profile), SRGB, mode, "RGB", ImageCms.Intent.PERCEPTUAL, flags)
     except ImageCms.PyCMSError as error:

@@ -25,7 +25,7 @@ Format = Literal["JPEG", "PNG", "WEBP", "GIF", "TIFF", "AVIF"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 """Formats that Pillow may open, of the 43 that it supports."""
 SCALED_FORMATS = ("JPEG", "MPO")
-"""MPO is Pillow's name for a JPEG with several images, which phones write; only the first image is used."""
+"""MPO is Pillow's name for the multi-image JPEGs that phones write; only the first image is used."""
 ORIENTATION_TAG = 0x0112
 # EXIF orientation → whether to flip left-right, flip top-bottom, and then transpose the stored image to make it upright
 TURNS = {
@@ -52,8 +52,8 @@ class PixelsConfig(Config):
     scaled_decode: bool = True
     """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size."""
     decode_margin: float = Field(1.5, ge=1)
-    """Minimum ratio of each side after a scaled decode to that of the largest bucket of the image. A larger margin
-    leaves more of the downscaling to the better filter of the resize."""
+    """Minimum ratio of each side after a scaled decode to the same side of the image's largest bucket. A larger margin
+    leaves more of the downscaling to the resize, whose filter is better."""
 
     @property
     def decoder(self) -> str:
@@ -67,7 +67,7 @@ class PixelsConfig(Config):
 
 
 class LimitsConfig(Config):
-    """Limits on images and captions, and on the resources of a decode."""
+    """Limits on images and captions, and on the resources used to decode an image."""
 
     formats: tuple[Format, ...] = Field(FORMATS, min_length=1)
     """Accepted image formats, detected by magic bytes."""
@@ -78,13 +78,14 @@ class LimitsConfig(Config):
     max_bytes: int = 64 << 20
     """Maximum size of a tar member."""
     max_caption_characters: int = Field(4096, ge=1)
-    """Longer captions are truncated before tokenization. It is recorded in encoding.json, because it changes what is
-    stored."""
+    """Longer captions are truncated before tokenization. This limit is recorded in encoding.json, because it changes
+    what is stored."""
     decode_seconds: int = Field(30, ge=1)
-    """CPU time limit for decoding one image in a child process. Threads cannot be killed: if a decode in a thread takes
-    ten times as long by the clock, the attempt at the tar is abandoned, and the next one uses child processes."""
+    """CPU time limit for decoding one image in a child process. Threads cannot be killed, so if decoding in a thread
+    takes ten times as long in wall-clock time, the attempt at the tar is abandoned, and the next attempt uses child
+    processes."""
     decode_bytes: int = Field(8 << 30, ge=1 << 32)
-    """Address space limit of a decoding child process; torch takes 3 GB of it."""
+    """Address space limit for a decoding child process; torch takes 3 GB of it."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def decode(
     limits: LimitsConfig,
     aspects: Sequence[AspectTable] = (),
 ) -> Picture:
-    """Decode an image for each of `buckets` that it covers without upscaling, and for one bucket of each aspect table.
+    """Decode an image for each of `buckets` that it covers without upscaling, and for one bucket in each aspect table.
 
     Raises:
         Reject: `not_an_image`, `too_many_pixels`, `too_small`, `bad_profile` or `undecodable`.
@@ -131,7 +132,7 @@ def decode(
             raise Reject("undecodable", f"its header says {size[0]}x{size[1]}, but it is {image.width}x{image.height}")
         rgb = to_srgb(image)
         pixels = {}
-        # crop and resize the image as stored, and turn only the result, which is smaller
+        # crop and resize the image as stored, then rotate only the smaller result
         places = (placement.as_stored(flip_x, flip_y, turned) for placement in placements.values())
         for bucket, cut in zip(placements, resample(rgb, places, scale, config.resampling), strict=True):
             cut = cut[:: -1 if flip_y else 1, :: -1 if flip_x else 1]
@@ -141,7 +142,7 @@ def decode(
 
 @contextmanager
 def rejecting(reason: str) -> Iterator[None]:
-    """Turn any exception inside the block into a Reject, except MemoryError: Pillow's parsers raise a dozen kinds."""
+    """Convert any exception in the block except MemoryError to a Reject: Pillow's parsers raise a dozen types."""
     try:
         yield
     except (MemoryError, Reject):

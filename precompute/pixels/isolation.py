@@ -3,9 +3,9 @@
 A child is a new interpreter (`python -m precompute.pixels.isolation`), never a fork, so it has neither the parent's
 CUDA context nor its threads. Requests and replies are pickles on two dedicated pipes, which nothing else writes to. A
 child exits with its parent. It imports torch for resampling, which takes about 500 MB of memory, and 3 GB of the
-address space that `limits.decode_bytes` bounds.
+address space that `limits.decode_bytes` allows.
 
-`multiprocessing` would be shorter, but does not fit: its spawned children import the parent's main module again, which
+`multiprocessing` would be simpler, but is unsuitable: its spawned children import the parent's main module again, which
 on a Ray worker means Ray itself; they inherit the parent's environment, so BLAS would start a thread per core; and its
 connections take three times as long to transfer an image's pixels.
 """
@@ -33,11 +33,11 @@ Result = TypeVar("Result")
 
 CRASH = "decoder_crash"
 CLOCK_PER_PROCESSOR_SECOND = 10
-"""Wall-clock limit of a call, as a multiple of its CPU time limit. It ends calls that sleep instead of computing."""
+"""Wall-clock limit for a call, as a multiple of its CPU time limit. It ends calls that sleep instead of computing."""
 START_SECONDS = 300.0
 """Maximum time for a child to start and import its modules on a busy machine."""
 TRIES = 2
-"""A call that kills its process once may have met a faulty machine; if it does so twice, its arguments are at fault."""
+"""A call that kills its process once may have hit a machine fault; if it does so twice, its arguments are to blame."""
 PICKLE_PROTOCOL = 5
 
 
@@ -68,7 +68,7 @@ class Isolated(Generic[Result]):
         """Return `function(*args)`. Exceptions of `function` propagate.
 
         Raises:
-            Reject: `decoder_crash`: twice, the call killed its process or exceeded its time or memory limit.
+            Reject: `decoder_crash`, if the call twice killed its process or exceeded its time or memory limit.
             WorkError: A child process could not be started.
         """
         for _ in range(TRIES):
@@ -165,7 +165,7 @@ class Child:
 def maybe_isolated(
     function: Callable[..., Result], limits: LimitsConfig, isolate: bool
 ) -> AbstractContextManager[Callable[..., Result]]:
-    """Return a context manager that yields `function` itself, or with `isolate` one that runs in child processes."""
+    """Return a context manager that yields `function`, or with `isolate` a callable that runs it in child processes."""
     return Isolated(function, limits) if isolate else contextlib.nullcontext(function)
 
 

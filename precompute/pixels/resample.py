@@ -67,7 +67,7 @@ class Placement:
 
 
 def place(width: int, height: int, bucket: Bucket) -> Placement:
-    """Return the center crop of a width × height image for a bucket, half a pixel off where the margin is odd."""
+    """Return the center crop of a width × height image for a bucket, half a pixel off center if the margin is odd."""
     if width * bucket.height < height * bucket.width:
         scaled = bucket.width, _rounded(height * bucket.width, width)
     else:
@@ -83,11 +83,11 @@ def _rounded(a: int, b: int) -> int:
 def resample(
     image: Image.Image, places: Iterable[Placement], decoded_scale: int, filter: Filter
 ) -> Iterator[np.ndarray]:
-    """Yield (height, width, 3) uint8 for each placement, from an image that was decoded at 1/decoded_scale."""
+    """Yield a (height, width, 3) uint8 array for each placement, from an image decoded at 1/decoded_scale."""
     if filter == "lanczos":
         yield from (_by_pillow(image, at, decoded_scale) for at in places)
     else:
-        pixels = _pixels(image)  # shared, because for a small image it takes as long as the rest
+        pixels = _pixels(image)  # shared, because for a small image this takes as long as everything else
         yield from (_by_torch(pixels, at, decoded_scale, filter) for at in places)
 
 
@@ -120,7 +120,8 @@ def _rgb(values: np.ndarray) -> np.ndarray:
 def _pixels(image: Image.Image) -> Tensor:
     """Return an RGB image as (1, channels, height, width) uint8, channels last in memory.
 
-    It is a view of Pillow's own memory (four bytes per pixel) if that is contiguous, and a copy otherwise.
+    The result is a view of Pillow's own memory (four bytes per pixel) if this memory is contiguous, and a copy
+    otherwise.
     """
     try:
         values = torch.from_dlpack(pa.array(image).values).view(1, image.height, image.width, 4)

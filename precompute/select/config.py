@@ -12,7 +12,8 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class FiltersConfig(Config):
-    """Filters on the metadata columns. A null filter is disabled; an enabled filter drops rows that lack its value."""
+    """Filters on the metadata columns. A null filter is disabled; an enabled filter also drops rows in which its
+    column has no value."""
 
     min_aesthetic: float | None = 4.5
     """Minimum AESTHETIC_SCORE (inclusive)."""
@@ -21,11 +22,11 @@ class FiltersConfig(Config):
     max_pwatermark: Probability | None = None
     """Upper bound on pwatermark (exclusive)."""
     min_similarity: float | None = None
-    """Minimum CLIP similarity of image and caption (inclusive)."""
+    """Minimum CLIP similarity between image and caption (inclusive)."""
     min_side: NonNegativeInt | None = 256
     """Minimum of WIDTH and HEIGHT in pixels (inclusive)."""
     max_aspect_ratio: Annotated[float, Field(ge=1)] | None = None
-    """Maximum ratio of the longer side to the shorter one (inclusive)."""
+    """Maximum ratio of the longer side to the shorter side (inclusive)."""
     languages: list[str] | None = None
     """Accepted values of LANGUAGE."""
     min_caption: NonNegativeInt | None = 1
@@ -62,4 +63,5 @@ class SelectConfig(Config):
     processes: PositiveInt = 2
     """Number of worker processes, each of which reads one input file at a time."""
     partition_rows: PositiveInt = 2_000_000
-    """Mean rows per partition when finding duplicates. Each process needs about 100 bytes of memory per row."""
+    """Mean number of rows per partition when finding duplicates. Each process needs about 100 bytes of memory per
+    row."""

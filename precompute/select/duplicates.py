@@ -21,7 +21,7 @@ ENTRIES_NAME, OFFSETS_NAME = "hashes.bin", "offsets.npy"
 COMPARABLE_NAME = "comparable"
 """Subfolder for hashes of canonical URLs, which the opt-out list is matched against. Duplicates use the exact bytes."""
 FILE_SHIFT = 40  # a row's position in input order is file number × 2⁴⁰ + row in the filtered file
-OPTED_OUT, DUPLICATE = 0, 1  # reason, stored in the lowest bit of each drop
+OPTED_OUT, DUPLICATE = 0, 1  # reason, stored in the lowest bit of each row to drop
 
 
 def hash_urls(urls: pa.ChunkedArray | pa.Array) -> np.ndarray:
@@ -103,7 +103,7 @@ def read_partition(folder: Path, partition: int) -> np.ndarray:
 def find_drops(
     target: Path, partition: int, filtered: Sequence[Path], opt_out: Path | None, drop_duplicates: bool
 ) -> Path:
-    """Write the drops of one partition to `target` as sorted int64 (position × 2 + reason), unless `target` exists.
+    """Write a partition's rows to drop to `target` as sorted int64 (position × 2 + reason), unless `target` exists.
 
     Args:
         filtered: folders of the filtered files, in input order. Each holds the hashes of its URLs, and with `opt_out`

@@ -35,7 +35,7 @@ def build_funnel(
     selected: Counter[str],
     buckets: Sequence[str],
 ) -> dict[str, Any]:
-    """Build the content of funnel.json.
+    """Build the contents of funnel.json.
 
     Args:
         global_drops: name → (condition, rows dropped), for the rules that compare rows with each other or with a list.
@@ -49,7 +49,7 @@ def build_funnel(
         rows_left -= step["by_value"] + step["no_value"]
         step["left"] = rows_left
     assert rows_left == selected["rows"] == sum(output.num_rows for output in outputs), (
-        "row counts of the funnel are inconsistent"
+        "the funnel's row counts are inconsistent"
     )
     return {
         "rows_in": rows_in,

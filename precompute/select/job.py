@@ -73,7 +73,11 @@ def select(config: SelectConfig) -> dict[str, Any]:
 
 
 def _global_rules(config: SelectConfig, counts: list[list[int]]) -> dict[str, tuple[str, int]]:
-    """Return name → (condition, rows dropped), given the (opted-out, duplicate) row counts of each file."""
+    """Return, by name, the condition and dropped rows of the rules of pass 2.
+
+    Args:
+        counts: the number of (opted-out, duplicate) rows of each file.
+    """
     opted_out, repeated = map(sum, zip(*counts, strict=True))
     rules = {}
     if config.urls.opt_out:
@@ -123,7 +127,8 @@ def _open_run(output: Path, request: str) -> Path:
     run = output / WORK_NAME / f"run-{request[:16]}"
     if not run.exists() and any(output.glob("selected-*.parquet")):
         raise RequestError(
-            f"{output} holds outputs of a different, unfinished selection. Choose a different --output, or remove them."
+            f"{output} holds outputs of a different, unfinished selection. Choose a different --output, or remove "
+            f"these files."
         )
     run.mkdir(parents=True, exist_ok=True)
     return run
@@ -158,7 +163,7 @@ def _explain_empty(funnel: dict[str, Any]) -> str:
     worst = max(funnel["rules"], key=lambda step: step["by_value"] + step["no_value"])
     return (
         f"None of the {funnel['rows_in']} rows passed, so nothing was written. The rule `{worst['rule']}` "
-        f"({worst['keeps']}) dropped the most: {worst['by_value']} by value, {worst['no_value']} without a value. "
+        f"({worst['keeps']}) dropped the most rows: {worst['by_value']} by value, {worst['no_value']} without a value. "
         f"Relax the filters."
     )
 

@@ -77,7 +77,7 @@ def inspect(address: str, rules: list[Rule]) -> MetadataFile:
     """Read a file's footer and check that it has the columns that the rules need.
 
     Raises:
-        RequestError: The file is not parquet, lacks a column that a rule needs, or has one of an unsuitable type.
+        RequestError: The file is not parquet, lacks a column that a rule needs, or has a column of an unsuitable type.
     """
     footer = read_footer(address)
     found = find_columns(footer.schema, address)
@@ -125,7 +125,7 @@ def read_footer(address: str | Path) -> Footer:
 
 
 def find_columns(schema: pa.Schema, location: str) -> dict[str, str]:
-    """Return canonical name → name in the file, for each known column that `schema` has.
+    """Return the name in the file of each known column that `schema` has, by canonical name.
 
     Raises:
         RequestError: The file has a column under two spellings, so the choice would be ambiguous.
@@ -144,10 +144,10 @@ def find_columns(schema: pa.Schema, location: str) -> dict[str, str]:
 
 
 def check_types(schema: pa.Schema, found: dict[str, str], location: str) -> None:
-    """Check that the type of each known column can be converted to ours.
+    """Check that the type of each known column can be converted to the type in OUTPUT_SCHEMA.
 
     Raises:
-        RequestError: A column has an unsuitable type; the message gives the actual and the expected one.
+        RequestError: A column has an unsuitable type; the message gives the actual and the expected type.
     """
     for name, spelling in found.items():
         wanted, actual = OUTPUT_SCHEMA.field(name).type, schema.field(spelling).type
@@ -195,7 +195,7 @@ def _open(source: MetadataFile) -> Iterator[pq.ParquetFile]:
     if source.address.startswith("file://"):
         handle = pa.OSFile(source.address.removeprefix("file://"))
     else:
-        # each column is read sequentially in BUFFER_BYTES pieces; fsspec's read-ahead would fetch bytes many times
+        # each column is read sequentially in BUFFER_BYTES pieces; fsspec's read-ahead would refetch the same bytes
         handle = fsspec.open(source.address, "rb", cache_type="none").open()
     with handle, pq.ParquetFile(handle, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
         yield file

@@ -52,7 +52,7 @@ def parse_entry(entry: str, found: OptOuts) -> None:
     if with_scheme and with_scheme[1].lower() not in ("http", "https"):
         raise ValueError(f"has the scheme {with_scheme[1]}, but only http and https URLs are downloaded")
     parts = AUTHORITY.fullmatch(entry)
-    assert parts is not None, "it matches every text"
+    assert parts is not None, "the pattern matches any text"
     authority, rest = parts["authority"], parts["rest"]
     _, at, host_and_port = authority.rpartition("@")
     if at and not with_scheme:
@@ -93,7 +93,7 @@ def _listed_host(text: str) -> str:
     if labels[-1].isdigit():
         raise ValueError(f"{text!r} is neither a host name nor an IP address")
     if len(labels) == 1 and name == text:
-        raise ValueError(f"{text!r} is a single label; to opt out it and all its subdomains, write *.{text}")
+        raise ValueError(f"{text!r} is a single label; to opt out this domain and its subdomains, write *.{text}")
     return host
 
 
@@ -110,7 +110,7 @@ def read_opt_outs(path: Path) -> Iterator[OptOuts]:
 
     Raises:
         RequestError: The file is missing, is not UTF-8 (or not parquet, or lacks a URL column), or has invalid
-            entries. The message lists the first of them with their line numbers.
+            entries. The message lists the first few, with line numbers.
     """
     invalid: list[str] = []
     num_invalid = 0
@@ -179,7 +179,7 @@ def _parquet_entries(path: Path) -> Iterator[tuple[np.ndarray, pa.Array]]:
                 yield start + np.flatnonzero(present), entries.filter(pa.array(present))
                 start += len(batch)
     except FileNotFoundError:
-        raise RequestError(f"There is no opt-out file {path}.") from None
+        raise RequestError(f"The opt-out file {path} does not exist. Correct urls.opt_out.") from None
     except (pa.ArrowException, OSError) as error:
         raise RequestError(f"The opt-out file {path} cannot be read as parquet: {error}. Replace it.") from None
 
@@ -199,7 +199,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if entry := re.sub(r"(?:^|\s)#.*", "", line.rstrip("\n")).strip():
                     yield number, entry
     except FileNotFoundError:
-        raise RequestError(f"There is no opt-out file {path}.") from None
+        raise RequestError(f"The opt-out file {path} does not exist. Correct urls.opt_out.") from None
     except UnicodeDecodeError as error:
         raise RequestError(
             f"The opt-out file {path} is not UTF-8 text: {error}. Convert it to UTF-8, or use parquet."

@@ -14,7 +14,7 @@ from shards.base.pool import start_pool
 def workers(processes: int) -> Iterator[Callable[..., Iterator[Any]]]:
     """Provide `run(function, calls)`, which yields `function(*call)` for each call in order.
 
-    With `processes` = 1 the calls run in this process.
+    With `processes` = 1, the calls run in this process.
 
     Raises:
         WorkError: A worker process died. An exception raised by `function` propagates unchanged.

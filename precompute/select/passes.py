@@ -1,8 +1,8 @@
 """First and third pass of the selection, which read all rows; the second is in `duplicates.py`.
 
-The first pass works on one input file at a time, and writes the rows that pass the rules and the hashes of their URLs.
-The third works on one output file at a time, and writes the remaining rows in input order, `rows_per_file` rows per
-file.
+The first pass works on one input file at a time. It writes the rows that pass the rules, and the hashes of their URLs.
+The third pass works on one output file at a time. It writes the remaining rows in input order, `rows_per_file` rows
+per file.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class FilteredFile:
 
 
 def _folder_of(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str], partitions: int) -> Path:
-    """Return the work folder of one input file; its name hashes everything that its content depends on."""
+    """Return the work folder of an input file. Its name contains a hash of everything that its content depends on."""
     identity = [
         VERSION,
         asdict(source),
@@ -157,7 +157,7 @@ def write_output(
 
     Args:
         filtered: all filtered files, in input order.
-        kept: number of rows left in each of them after `drops`.
+        kept: number of rows left in each filtered file after `drops`.
     """
     path, counts_path = folder / output.name, folder / f"{output.name}.counts.json"
     if counts_path.exists():  # written last, so the parquet file is complete

@@ -27,20 +27,20 @@ class Rule:
     condition: str
     """Human-readable condition, including its threshold."""
     columns: tuple[str, ...]
-    """Canonical names of the columns that it reads."""
+    """Canonical names of the columns that the rule reads."""
     option: str
-    """Config field that enables or disables it; empty if it is always on."""
+    """Config field that enables or disables the rule; empty if it is always on."""
     predicate: Callable[..., pa.BooleanArray]
-    """Function from its columns to a mask of the rows that pass; null for rows without a value."""
+    """Function from these columns to a mask of the rows that pass, with null for rows without a value."""
 
     @property
     def counters(self) -> tuple[str, str]:
-        """Names of the counters for rows dropped by their value, and for rows dropped for lack of one."""
+        """Names of the counters for rows dropped because of their value, and for rows dropped for lack of a value."""
         return f"{self.name} by_value", f"{self.name} no_value"
 
 
 def apply(rules: Sequence[Rule], batch: pa.RecordBatch, counts: Counter[str]) -> pa.RecordBatch:
-    """Return the rows of `batch` (canonical column names) that pass every rule, and add the dropped ones to `counts`.
+    """Return the rows of `batch` (canonical column names) that pass every rule, and count the dropped rows in `counts`.
 
     Numeric rules run on the whole batch. Text rules, which cost a hundred times as much, only run on the rows left.
     """

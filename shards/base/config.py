@@ -1,4 +1,4 @@
-"""Config loading: YAML files validated by pydantic models, with every field open to a `--a.b VALUE` override."""
+"""Config loading: YAML files validated by pydantic models; `--a.b VALUE` on the command line overrides any field."""
 
 import argparse
 import difflib
@@ -24,14 +24,14 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
     short_for: ClassVar[dict[str, str]] = {}
-    """Shorthand field → the field that it abbreviates. Setting the latter discards a shorthand inherited from a
-    lower layer."""
+    """Maps each shorthand field to the field it abbreviates. Setting the full field discards a shorthand inherited
+    from a lower layer."""
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 MAX_SUGGESTION_FILES = 1000
-"""Upper bound on the files searched for a "did you mean" suggestion."""
+"""Maximum number of files searched for a "did you mean" suggestion."""
 OVERRIDDEN = "overridden"
 """Key of the validation context that holds the dotted paths of all fields set on the command line."""
 
@@ -41,15 +41,15 @@ def load_config(
 ) -> ConfigT:
     """Read the YAML file at `path`, apply `--a.b VALUE` overrides and validate the result.
 
-    Without a path, only the defaults and the overrides apply. A file with a `base: other.yaml` key inherits the values
-    of that file and overrides some of them.
+    Without a path, only the defaults and the overrides apply. A file with the key `base: other.yaml` inherits that
+    file's values and may override them.
 
     If the overrides contain `--help`, print `about` (what the command does, its subcommands, examples) and every field,
     then exit with code 0.
 
     Raises:
-        RequestError: the file is missing or not YAML, a key is unknown (the message suggests the closest known key), or
-            a value is invalid.
+        RequestError: the file is missing or is not YAML, a key is unknown (the message suggests the closest known key),
+            or a value is invalid.
     """
     overridden = _parse_overrides(model, overrides, prog, about)
     values = _merge(model, _read_yaml(model, path) if path else {}, overridden)
@@ -70,7 +70,7 @@ def load_from_args(model: type[ConfigT], arguments: list[str], prog: str, about:
 
 
 def parse_subcommand(known: Iterable[str], arguments: list[str], prog: str, about: str | None) -> tuple[str, list[str]]:
-    """Split the arguments into a subcommand and its own arguments.
+    """Split the arguments into a subcommand and the arguments for it.
 
     Without arguments, or with `--help`, print `about` and exit with code 0.
 
@@ -87,7 +87,7 @@ def parse_subcommand(known: Iterable[str], arguments: list[str], prog: str, abou
 
 
 def load_for_run(model: type[ConfigT], arguments: list[str], command: str, about: str | None) -> tuple[Place, ConfigT]:
-    """Parse the arguments of `python -m COMMAND RUN --a.b VALUE` into the run and the config.
+    """Parse the arguments of `python -m COMMAND RUN --a.b VALUE` into the run's location and the config.
 
     Raises:
         RequestError: the first argument is an option instead of a run, or `load_config` fails.
@@ -96,13 +96,13 @@ def load_for_run(model: type[ConfigT], arguments: list[str], command: str, about
         if set(arguments) & {"-h", "--help"}:
             load_config(model, None, ["--help"], f"{command} RUN", about)
         raise RequestError(
-            f"{command}: the run is missing. Name it first: `python -m {command} RUN …`. --help lists the options."
+            f"{command}: the run is missing. Pass it first: `python -m {command} RUN …`. --help lists the options."
         )
     return parse_place(arguments[0]), load_config(model, None, arguments[1:], f"{command} RUN")
 
 
 def flatten(values: dict[str, Any], separator: str = ".") -> dict[str, Any]:
-    """Flatten nested sections to `a.b` → value. An empty section is kept as a value."""
+    """Flatten nested sections into a dict keyed by dotted path, such as `a.b`. An empty section is kept as a value."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         below = flatten(value, separator) if isinstance(value, dict) else {}
@@ -133,7 +133,11 @@ def _read_yaml(model: type[BaseModel], path: str | Path, derived: tuple[Path, ..
     try:
         values = yaml.load(Path(path).read_text(), _UniqueKeyLoader)
     except FileNotFoundError:
-        remedy = f"{derived[-1]} names it as its `base`: correct it" if derived else "Give one with --config PATH"
+        remedy = (
+            f"{derived[-1]} names it as its `base`: correct it"
+            if derived
+            else "Pass an existing file with --config PATH"
+        )
         nearest = _nearest_file(Path(path), derived)
         raise RequestError(f"There is no config file {path}{nearest}. {remedy}.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -189,12 +193,12 @@ def _parse_overrides(
 
 
 def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Extract options such as `--texts.t5.max_tokens 77`, which set an entry of a field that holds sections by name.
+    """Extract options such as `--texts.t5.max_tokens 77`, which set values in a field that holds named sections.
 
-    pydantic-settings has no options for these, since it cannot know the names.
+    pydantic-settings offers no such options, because it cannot know the sections' names.
 
     Returns:
-        The other words, and the entries as nested dicts. Values stay text unless they are `null` or JSON.
+        The remaining words, and the entries as nested dicts. Values stay text unless they are `null` or JSON.
     """
     rest: list[str] = []
     entries: dict[str, Any] = {}
@@ -241,8 +245,8 @@ def _options(overrides: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _json_hint(overrides: list[str], place: str | None = None) -> str:
-    """Return a hint if an option's value looks like JSON but does not parse: any option, or the one that sets
-    `place`."""
+    """Return a hint if an option's value looks like JSON but does not parse. With `place`, check only the option that
+    sets that field."""
     for name, text in _options(overrides):
         if text.startswith(("[", "{")) and (place is None or f"{place}.".startswith(f"{name}.")):
             try:
@@ -258,7 +262,7 @@ def _json_hint(overrides: list[str], place: str | None = None) -> str:
 
 
 def _merge(model: Any, below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge the values of a file or the command line over those of a lower layer, section by section."""
+    """Merge the values from a file or the command line over a lower layer's values, section by section."""
     shorthands = getattr(model, "short_for", {})
     merged = {key: value for key, value in below.items() if shorthands.get(key) not in above}
     for key, value in above.items():
@@ -275,7 +279,7 @@ def _place(item: Any) -> str:
 def _explain(model: type[BaseModel], item: Any) -> str:
     place = _place(item) or "config"
     if item["type"] == "extra_forbidden":
-        known = _field_paths(model)  # contains `place` if the key belongs to another `kind` of section
+        known = _field_paths(model)  # contains `place` if the key belongs to a section of another `kind`
         return f"unknown key `{place}`{_nearest(place, known) if place not in known else ''}"
     if item["type"] == "missing":
         return f"`{place}` is missing: set it in the file or with --{place} VALUE"

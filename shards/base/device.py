@@ -1,9 +1,9 @@
 """Devices: the accelerator, device and precision selection, and the number of usable CPU cores.
 
-All code that depends on the kind of accelerator is here. The other packages ask `is_accelerator`, and use its streams,
-events and memory figures through `device_module`.
+All code that depends on the kind of accelerator is here. The other packages call `is_accelerator`, and use the
+accelerator's streams, events and memory statistics through `device_module`.
 
-torch is imported inside the functions, because parsing a config must not pay for that import.
+torch is imported inside the functions, so that parsing a config does not require this slow import.
 """
 
 import functools
@@ -39,28 +39,28 @@ class Accelerator:
 
     @property
     def torch_module(self) -> Any:
-        """torch's module for the device type, with streams, events, memory figures and device names."""
+        """torch's module for the device type, with streams, events, memory statistics and device names."""
         import torch
 
         return torch.get_device_module(self.type)
 
     def pinned(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
-        """Return uninitialised page-locked host memory, from which copies to the device are asynchronous."""
+        """Return uninitialised page-locked host memory, from which data can be copied to the device asynchronously."""
         import torch
 
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 ACCELERATOR = Accelerator("cuda", "nccl", "CUDA error")
-"""The accelerator in use: NVIDIA GPUs, or AMD GPUs in a ROCm build of torch, which uses the same names. To support a
-different one, set it here and add its type to `DeviceOption`."""
+"""The accelerator in use: NVIDIA GPUs, or AMD GPUs in a ROCm build of torch, which uses the same names. To support
+another accelerator, set it here and add its type to `DeviceOption`."""
 
 TRIAL_CHANNELS, TRIAL_SIDE = 64, 16
-"""Tensor size of the timing trial, small enough to finish in under 100 ms on a CPU that emulates bfloat16."""
+"""Tensor sizes for the timing trial, small enough for it to finish in under 100 ms on a CPU that emulates bfloat16."""
 TRIAL_SECONDS = 0.02
 """Measurement time per data type, after one warm-up run."""
 WARN_SLOWDOWN = 1.5
-"""Slowdown relative to float32 from which an explicitly chosen lower precision on a CPU triggers a warning."""
+"""Slowdown relative to float32 at which a lower precision, explicitly chosen on a CPU, triggers a warning."""
 
 
 def is_accelerator(device: "torch.device | str") -> bool:
@@ -74,7 +74,7 @@ def has_accelerator() -> bool:
 
 
 def device_module() -> Any:
-    """Return torch's module for the accelerator, such as torch.cuda, whether or not there is one."""
+    """Return torch's module for the accelerator, such as torch.cuda, whether or not the machine has one."""
     return ACCELERATOR.torch_module
 
 
@@ -84,19 +84,19 @@ def best_device() -> str:
 
 
 def worker_device(num_gpus: float) -> str:
-    """Return the device type of a Ray worker that was granted this many GPUs, or a fraction of one."""
+    """Return the device type for a Ray worker that was granted `num_gpus` GPUs, which may be a fraction of one."""
     return ACCELERATOR.type if num_gpus else "cpu"
 
 
 def host_buffer(shape: tuple[int, ...], dtype: "torch.dtype", device: "torch.device") -> "torch.Tensor":
-    """Return uninitialised host memory for copies from and to `device`, page-locked if that is an accelerator."""
+    """Return uninitialised host memory for copies to and from `device`, page-locked if the device is an accelerator."""
     import torch
 
     return ACCELERATOR.pinned(shape, dtype) if is_accelerator(device) else torch.empty(shape, dtype=dtype)
 
 
 def collectives_backend(device: str) -> str:
-    """Return the backend of torch.distributed for tensors on this type of device."""
+    """Return the torch.distributed backend for tensors on this type of device."""
     return ACCELERATOR.collectives if is_accelerator(device) else "gloo"
 
 
@@ -106,9 +106,9 @@ def is_device_error(error: Exception) -> bool:
 
 
 def choose_attention(device: "torch.device") -> None:
-    """Disable the kernels of scaled_dot_product_attention that are wrong or slow for training on this device.
+    """Disable the scaled_dot_product_attention kernels that are wrong or slow for training on this device.
 
-    Call this before the network is compiled, because a graph keeps the kernel that was chosen when it was traced.
+    Call this before the network is compiled, because a compiled graph keeps the kernel chosen when it was traced.
     """
     import torch
 
@@ -118,7 +118,7 @@ def choose_attention(device: "torch.device") -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         # this flag also governs the CPU kernel, whose bfloat16 backward pass is 5 to 15 times slower than the plain
-        # one on the short sequences that are trained on a CPU
+        # one on the short sequences typical of training on a CPU
         torch.backends.cuda.enable_flash_sdp(False)
 
 
@@ -166,7 +166,8 @@ def resolve_precision(requested: PrecisionOption, device: str, say: Callable[[st
     slower than float32; CPUs without native support emulate it at 8 to 30 times the cost.
 
     Args:
-        say: receives one line on how `auto` was resolved, or a warning that an explicit precision is emulated.
+        say: callable that receives one line saying how `auto` was resolved, or warning that the requested precision
+            is emulated.
     """
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
     if requested == "auto":
@@ -174,21 +175,21 @@ def resolve_precision(requested: PrecisionOption, device: str, say: Callable[[st
             return "bfloat16" if device_module().is_bf16_supported(including_emulation=False) else "float32"
         slowdown = cpu_slowdown("bfloat16")
         chosen: Precision = "bfloat16" if slowdown <= 1 else "float32"
-        say(f"precision: auto selects {chosen}; on this CPU, bfloat16 takes {slowdown:.2g} × the time of float32")
+        say(f"precision: auto selects {chosen}; on this CPU, bfloat16 takes {slowdown:.2g} times as long as float32")
         return chosen
     if requested != "float32" and device == "cpu" and (slowdown := cpu_slowdown(requested)) >= WARN_SLOWDOWN:
         say(
-            f"warning: this CPU emulates {requested}, which takes {slowdown:.2g} × the time of float32. Set "
-            f"`--precision auto` or `--precision float32`, unless you need the exact results of {requested}."
+            f"warning: this CPU emulates {requested}, which takes {slowdown:.2g} times as long as float32. "
+            f"Use `--precision auto` or `--precision float32`, unless you need the exact results of {requested}."
         )
     return requested
 
 
 @functools.cache
 def cpu_slowdown(precision: Precision) -> float:
-    """Return the time of a convolution and a matrix product in `precision` relative to float32, forward and backward.
+    """Time a convolution and a matrix product, forward and backward, in `precision`; return the ratio to float32.
 
-    The trial uses a single thread, so that other processes on the machine disturb both data types equally.
+    The trial uses a single thread, so that other processes on the machine affect both data types equally.
     """
     import torch
 

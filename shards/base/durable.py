@@ -50,8 +50,8 @@ def make_folder(folder: Path) -> None:
 def fsync_file(path: str | Path, forget: bool = False) -> None:
     """Flush a file to disk and, with `forget`, drop its pages from the page cache.
 
-    Otherwise, a job that writes terabytes evicts everything else from the cache, including the tars it reads. The
-    kernel also takes several times as long to find a free page as to fill it.
+    Without `forget`, a job that writes terabytes evicts everything else from the cache, including the tars it reads,
+    and the kernel takes several times as long to find a free page as to fill it.
     """
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -69,7 +69,7 @@ def fsync_tree(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield a new folder that replaces `target`, complete and flushed to disk, if the block succeeds."""
+    """Yield a new folder. If the block succeeds, flush the folder to disk and replace `target` with it."""
     private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     private.mkdir(parents=True)
     try:
@@ -140,7 +140,7 @@ def create_file(path: Path, temporary: Path) -> bool:
         return False
     finally:
         temporary.unlink(missing_ok=True)
-        # the loser flushes as well: it will read a file whose winner may not have flushed yet
+        # the losers flush as well, because they will read a file that the winner may not have flushed yet
         fsync_folder(path.parent)
     return True
 
@@ -169,7 +169,7 @@ def check_version(found: Any, expected: int, where: str) -> None:
     """Check the format version of a stored record.
 
     Raises:
-        RequestError: a different version of latentmill wrote it.
+        RequestError: the record was written by another version of latentmill.
     """
     if found != expected:
         raise RequestError(
@@ -199,19 +199,19 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        DamagedFile: any byte of it differs from what was written.
+        DamagedFile: its bytes differ from what was written.
     """
     return parse_sealed_json(path.read_bytes(), str(path))
 
 
 def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
-    """Verify the bytes of a sealed JSON and return its value without the `sha256` field.
+    """Verify the bytes of a sealed JSON file and return its value without the `sha256` field.
 
     Args:
         where: the path or URL of the file, for error messages.
 
     Raises:
-        DamagedFile: any byte differs from what was written.
+        DamagedFile: the bytes differ from what was written.
     """
     try:
         value = json.loads(data)
@@ -224,8 +224,8 @@ def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
         intact = False
     if not intact:
         raise DamagedFile(
-            f"{where} is damaged: its content does not match the SHA-256 stored in it. Restore it from a copy. "
-            f"`python -m shards verify ROOT` lists all damaged files."
+            f"{where} is damaged: its content does not match the SHA-256 stored in it. Restore it from a "
+            f"backup. `python -m shards verify ROOT` lists all damaged files."
         )
     return value
 

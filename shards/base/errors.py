@@ -15,7 +15,7 @@ class RequestError(ValueError):
 
 
 class WorkError(RuntimeError):
-    """A failure of running work, such as a tar or a training run. Completed work remains valid."""
+    """A failure at run time, for example while encoding a tar or during training. Completed work remains valid."""
 
     exit_code = 1
 
@@ -26,14 +26,16 @@ class DamagedInput(WorkError):
 
 
 class Outage(WorkError):
-    """A failure of storage, credentials, models or the cluster rather than of the work, which may succeed later."""
+    """A failure of storage, credentials, models or the cluster rather than of the work itself, so a later attempt may
+    succeed."""
 
     is_transient = True
-    """Whether waiting may help."""
+    """Whether the failure may go away without intervention."""
 
 
 class UnfitNode(Outage):
-    """A machine that lacks what the work needs (models, access to the root, the code). Other machines may have it."""
+    """A failure on a node that lacks something the work needs: models, code, or access to the root. Other nodes may
+    have it."""
 
     is_transient = False
 
@@ -51,7 +53,7 @@ STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTA
 
 
 def is_storage_error(error: BaseException | None) -> bool:
-    """Return whether the error means a full, broken or unmounted disk rather than a bug in this program."""
+    """Return whether the error indicates a full, broken or unmounted disk rather than a bug in this program."""
     return isinstance(error, OSError) and error.errno in STORAGE_ERRORS
 
 

@@ -1,4 +1,4 @@
-"""Download of folders from an object store into a cache shared by all processes of a machine."""
+"""Downloads folders from an object store into a cache shared by all processes on a machine."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ FETCHING = ".fetching"
 
 @contextmanager
 def fetch_lock(name: str, cache: Path) -> Iterator[None]:
-    """Keep other processes of this machine from fetching `name` into `cache`."""
+    """Keep other processes on this machine from fetching `name` into `cache`."""
     if not os.access(next(folder for folder in (cache, *cache.parents) if folder.exists()), os.W_OK):
         yield  # a read-only cache was filled beforehand, so nothing is fetched into it
         return
@@ -26,13 +26,13 @@ def fetch_lock(name: str, cache: Path) -> Iterator[None]:
 
 
 def latest_copy(address: str, cache: Path) -> Path | None:
-    """Return the most recently fetched copy of a folder, without contacting the store, or None if there is none."""
+    """Return the most recently fetched copy of a folder, without contacting the store; None if there is no copy."""
     copies = [copy for copy in (cache / _id(address)).glob("*") if not copy.name.startswith(FETCHING)]
     return max(copies, key=lambda copy: copy.stat().st_mtime, default=None)
 
 
 def fetch_folder(address: str, patterns: Sequence[str], cache: Path) -> Path:
-    """Download the files directly in the folder at `address` that match `patterns`, and return their local folder.
+    """Download the files at the top level of `address` that match `patterns`, and return their local folder.
 
     The caller must hold `fetch_lock`. A copy appears atomically, and its name is derived from the sizes and etags that
     the store reports, so a changed folder is fetched again.

@@ -1,7 +1,7 @@
-"""Report Ctrl-C in one line instead of a traceback, in the whole process.
+"""Reports Ctrl-C in one line instead of a traceback, wherever it interrupts the process.
 
 Importing this module installs the hook. `__main__` modules import it before anything else, because their own imports
-take seconds, during which `console` cannot catch anything yet.
+take seconds, and `console` cannot catch an interrupt during that time.
 """
 
 import multiprocessing

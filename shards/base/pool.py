@@ -1,4 +1,4 @@
-"""Worker processes on this machine, and the memory allocator's settings."""
+"""Local worker processes, and memory allocator settings."""
 
 import ctypes
 import multiprocessing
@@ -40,8 +40,9 @@ def run_each(
 ) -> Generator[tuple[Item, Future[Result]], None, None]:
     """Call `function` on each item in worker processes, and yield (item, finished future) in order of completion.
 
-    A worker that dies, for example because memory ran out, breaks its whole pool. No more than `processes` calls are
-    submitted at a time, so it fails only those few: their futures hold a BrokenProcessPool. A new pool runs the rest.
+    A worker that dies, for example because the machine ran out of memory, breaks its whole pool. At most `processes`
+    calls are submitted at a time, so only those few fail, with BrokenProcessPool in their futures. A new pool runs the
+    remaining items.
 
     Workers that are still busy when the iterator ends early or is closed are terminated, so `function` must tolerate
     being killed at any point.
@@ -91,7 +92,7 @@ def _exit_with_parent() -> None:
 def configure_malloc() -> None:
     """Make glibc retain freed memory for reuse, and share one arena among all threads.
 
-    Decoding a picture, like a training step on a CPU, allocates megabytes in one thread and frees them in another. By
+    Decoding an image, like a training step on a CPU, allocates megabytes in one thread and frees them in another. By
     default, glibc returns that memory to the kernel, and clearing fresh pages takes longer than decoding takes to fill
     them.
     """

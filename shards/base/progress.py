@@ -55,7 +55,7 @@ class Progress:
             print(message, file=sys.stderr, flush=True)
 
     def advance(self) -> None:
-        """Count one more completed unit. The bar updates immediately, a log at intervals."""
+        """Count one more completed unit. A bar updates immediately; a log gets a line at intervals."""
         self.completed += 1
         if self.bar and self.bar.tasks:
             self.bar.advance(self.task)

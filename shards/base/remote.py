@@ -23,11 +23,12 @@ CREATE_IF_ABSENT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 """URL schemes whose fsspec client creates objects atomically if absent. Other clients check first and then write."""
 S3 = {"s3", "s3a"}
 EXISTS, CONFLICTS = "PreconditionFailed", ("ConditionalRequestConflict", "OperationAborted")
-"""S3 error codes: the object exists; and two concurrent requests to create it collided, so they must be retried."""
+"""S3 error codes for an object that already exists, and for concurrent create requests that collided and must be
+retried."""
 MODIFIED_KEYS = ("LastModified", "mtime", "updated", "last_modified", "created")
 MAX_ATTEMPTS, RETRY_SECONDS = 8, 0.2
 S3_UPLOAD_OPTIONS = {"chunksize": 16 << 20, "max_concurrency": 4}
-"""Multipart upload settings for S3, which bound memory to 64 MiB per upload."""
+"""S3 multipart upload settings, which limit memory to 64 MiB per upload."""
 
 
 class RemoteStore(Store):
@@ -174,7 +175,7 @@ class RemoteStore(Store):
 
 @contextmanager
 def store_errors(address: str, *expected: type[Exception]) -> Iterator[None]:
-    """Turn any exception of the block, except those `expected`, into an `Outage` that names `address`.
+    """Convert any exception raised in the block, except the `expected` types, to an `Outage` that names `address`.
 
     Raises:
         Outage: the store cannot be reached or refuses access.
@@ -188,7 +189,7 @@ def store_errors(address: str, *expected: type[Exception]) -> Iterator[None]:
 
 
 def outage(address: str, error: Exception) -> Outage:
-    """Build the user-facing error for an exception of a store's client."""
+    """Build the user-facing error for an exception from a store's client."""
     reason = str(error).strip().splitlines()[-1] if str(error).strip() else "(no message)"
     return Outage(
         f"{address} cannot be read or written: {type(error).__name__}: {reason}. Check the URL, the credentials "

@@ -1,11 +1,11 @@
-"""Private temporary folders of attempts and processes, with cleanup after killed owners.
+"""Private temporary folders for attempts and processes, with cleanup after killed owners.
 
     .attempts/00042.<random>/.owner     host, machine and boot ID of the owner, as JSON; locked while the owner lives
 
-A killed owner cannot remove its folder, so the next process on the same machine removes it: there, the kernel's lock
-shows whether the owner is alive. Other machines leave the folder alone, because a lock may be visible on one machine
-only (Lustre with `localflock`, many NFS mounts). Folders of machines that never return are left to `python -m shards
-clean`.
+A killed owner cannot remove its folder, so the next process on the same machine, where the file lock shows whether the
+owner is alive, does so. Other machines leave the folder alone, because a lock may be visible only on the machine that
+took it (Lustre with `localflock`, many NFS mounts). `python -m shards clean` removes the folders of machines that never
+come back.
 """
 
 import atexit
@@ -48,8 +48,8 @@ def attempt_folder(store: Store, tar: str) -> Iterator[Path]:
 def sweep_attempts(store: Store) -> None:
     """Remove the folders that killed attempts left on this machine.
 
-    An attempt sweeps the folders of its own tar, but no attempt follows one that was killed after its commit, or while
-    the job was stopping.
+    An attempt sweeps only the folders of its own tar, and a tar gets no further attempt if the last one was killed
+    after its commit or while the job was stopping.
     """
     attempts = store.attempts()
     for tar in {folder.name.removesuffix(NEW).rpartition(".")[0] for folder in attempts.glob("*.*")}:
@@ -60,9 +60,9 @@ def sweep_attempts(store: Store) -> None:
 def use_scratch(scratch: Path | None) -> Path:
     """Direct all temporary files of this process and its children to a private folder, and return that folder.
 
-    It is created below `scratch`, by default below the system's temporary folder, after sweeping the folders of dead
-    processes of this machine, whichever job they belonged to. It is removed when this process exits; if this process is
-    killed, the next one removes it.
+    The folder is created below `scratch` (default: the system's temporary folder), after sweeping the folders that dead
+    processes of any job left on this machine. It is removed when this process exits, or by the next process if this
+    one is killed.
 
     Raises:
         RequestError: the file system does not support file locks.
@@ -88,7 +88,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def sweep_scratch(scratch: Path | None) -> None:
-    """Remove the folders that dead processes of this machine left below `scratch`."""
+    """Remove the folders that dead processes left below `scratch` on this machine."""
     top = _scratch(scratch)
     if top.is_dir():
         with locked(top / SWEEPER):
@@ -156,7 +156,7 @@ def _first_line(path: str) -> str:
 
 
 def _made_on_this_machine(folder: Path) -> bool:
-    """Return whether this machine created the folder, in any boot, or its creation was never completed."""
+    """Return whether the folder was created on this machine, in any boot, or was never completely created."""
     try:
         data = (folder / OWNER).read_bytes()
     except FileNotFoundError:
@@ -185,8 +185,8 @@ def _sweep(folders: Iterable[Path]) -> None:
 def _remove(folder: Path) -> None:
     """Remove a folder whose owner is this process or is dead.
 
-    The folder is renamed first, because its owner record may be deleted before its other files. Should this process be
-    killed in between, the rest is swept later: without a record, only a folder named `.new` counts as abandoned.
+    The folder is renamed first, because its owner record may be deleted before its other files. If this process is
+    killed in between, the rest is swept later: without an owner record, only a folder named `.new` counts as abandoned.
     """
     if folder.suffix != NEW:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Stores for latents roots: local folders, and object stores at any URL that fsspec opens (s3://, gs://, az://, …).
+"""Stores for latents roots: local folders, and object stores at any URL that fsspec can open (s3://, gs://, az://, …).
 
 Both kinds share one layout and one commit protocol (`shards/root/commit.py`), and `Store` has only the operations that
 the protocol needs. Writers never lock each other out; conflicts are resolved as follows:
@@ -26,7 +26,7 @@ from pydantic import PlainSerializer, PlainValidator
 from shards.base.durable import copy_file, create_file, fsync_folder, fsync_tree, make_folder, sha256_file, write_file
 
 STAGING_FOLDER = ".unfinished"
-"""Folder of the root in which files are written before they are linked or renamed into place."""
+"""Folder in the root where files are written before they are linked or renamed into place."""
 
 READ_AHEAD = 512
 """Number of files that `read_each` fetches per request."""
@@ -122,8 +122,8 @@ class Store(ABC):
 
     @abstractmethod
     def move(self, source: Path, folder: str) -> bool:
-        """Move a local folder to `folder`, atomically and durably. Return False if it exists or the store cannot do
-        this."""
+        """Move a local folder to `folder`, atomically and durably. Return False if `folder` exists or the store
+        cannot move folders."""
 
     @abstractmethod
     def put(self, files: Mapping[str, Path]) -> None:
@@ -131,10 +131,10 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files, ignoring missing ones, and the folders left empty."""
+        """Remove files, ignoring missing ones, and any folders left empty."""
 
     def abort_uploads(self, before: float) -> list[str]:
-        """Abort multipart uploads begun before `before` (seconds since the epoch), and return their names.
+        """Abort multipart uploads started before `before` (seconds since the epoch), and return their names.
 
         Unfinished uploads take up space without appearing in listings. Only S3 keeps them indefinitely.
         """
@@ -146,13 +146,13 @@ class Store(ABC):
 
     @abstractmethod
     def attempts(self) -> Path:
-        """Return the local folder for attempts, which is in the temporary folder if the root is remote."""
+        """Return the local folder for attempts. For a remote root, it is inside the temporary folder."""
 
 
 def read_each(store: Store, names: Sequence[str], batch_size: int = READ_AHEAD) -> Iterator[tuple[str, bytes]]:
     """Yield the names and bytes of small files, in the order of `names`. Missing files are skipped.
 
-    At most `batch_size` files are in memory, plus the next batch, which is fetched while the caller works on this one.
+    At most two batches are in memory: the one that the caller is working on, and the next one, which is being fetched.
     """
     batches = (list(names[first : first + batch_size]) for first in range(0, len(names), batch_size))
     with ThreadPoolExecutor(1, "read_each") as reader:
@@ -204,7 +204,7 @@ class LocalStore(Store):
                 try:
                     stat = path.stat()
                 except FileNotFoundError:
-                    continue  # removed since the listing
+                    continue  # removed after it was listed
                 etag = f"{stat.st_size}-{stat.st_mtime_ns}"
                 found[path.relative_to(top).as_posix()] = Entry(stat.st_size, etag, stat.st_mtime)
         return found
@@ -272,4 +272,4 @@ def parse_place(value: Any) -> Path | str:
 
 
 Place = Annotated[Path | str, PlainValidator(parse_place), PlainSerializer(str, when_used="json")]
-"""Config field type of a latents root: a `Path` if local, otherwise the URL as `str`. `shards/open.py` opens it."""
+"""Config field type for a latents root: a `Path` if local, otherwise the URL as `str`. `shards/open.py` opens it."""

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 
 def format_table(rows: Sequence[Sequence[str]], sides: str = "") -> str:
-    """Align rows into columns two spaces apart. `sides` holds `<` or `>` per column; the default aligns all to the
-    right."""
+    """Align rows into columns two spaces apart. `sides` holds `<` or `>` for each column; by default, all columns are
+    right-aligned."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     sides = sides or ">" * len(widths)
     lines = ([f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows)

@@ -33,8 +33,8 @@ def host_of(url: str) -> str | None:
 def hosts_of(url: str) -> list[str]:
     """Return every host that a client might contact for an http or https URL; an empty list for other URLs.
 
-    There is usually one. There may be two when the URL has backslashes, which browsers treat as slashes and other
-    clients do not.
+    Usually there is one host. There may be two if the URL contains backslashes, which browsers treat as slashes and
+    other clients do not.
     """
     first = host_of(url)
     second = host_of(url.replace("\\", "/")) if "\\" in url else None
@@ -49,8 +49,8 @@ _DOTS = re.compile("[\u3002\uff0e\uff61]")
 def comparable_host(host: str) -> str:
     """Return the canonical form of a host, for comparison only: the result may not resolve.
 
-    Case, a trailing dot, percent-encoding, Unicode versus Punycode, and unusual notations of addresses make no
-    difference. Both versions of IDNA map to one result: `straße.de` equals `strasse.de` (which the downloader
+    Case, a trailing dot, percent-encoding, Unicode versus Punycode, and unusual IP address notations make no
+    difference. Both versions of IDNA give the same result: `straße.de` equals `strasse.de` (which the downloader
     resolves) and `xn--strae-oqa.de` (which browsers resolve).
     """
     host = urllib.parse.unquote(host).strip("[]").partition("%")[0]
@@ -81,9 +81,9 @@ def _fold(text: str) -> str:
 
 
 def comparable_url(url: str) -> str:
-    """Return the canonical form of an http or https URL, equal for all spellings of one resource.
+    """Return the canonical form of an http or https URL, which is the same for all spellings of the URL.
 
-    Everything else is returned unchanged, including URLs that are in canonical form already.
+    Any other text is returned unchanged, including a URL already in canonical form.
 
     Scheme, user info, port and fragment are dropped, the host is canonicalised by `comparable_host`, dot segments are
     removed, and only characters that would otherwise change the meaning stay percent-encoded.
@@ -92,7 +92,7 @@ def comparable_url(url: str) -> str:
     if not hosts:
         return url
     parts = AUTHORITY.fullmatch(url.strip().translate(_REMOVED))
-    assert parts is not None, "it matches every text"
+    assert parts is not None, "the pattern matches any text"
     rest = parts["rest"]
     path, question_mark, query = rest.partition("#")[0].partition("?")
     path = _normalise_escapes(path.replace("\\", "/"))

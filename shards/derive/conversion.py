@@ -1,4 +1,4 @@
-"""Decide which encodings a root's stored values can be converted to, and list the reasons if they cannot."""
+"""Decide whether a root's stored values can be converted to a requested encoding, and list the reasons if not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ class Conversion:
     source: EncodingRecord
     target: EncodingRecord
     reencoded: frozenset[str]
-    """Text towers of the target that encode the stored captions again; all other towers use the source's values."""
+    """Target text towers for which the stored captions are re-encoded; all other towers use the source's values."""
 
 
 def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: bool = False) -> Conversion:
     """Plan the conversion from one encoding to another.
 
     Args:
-        may_encode: encode the stored captions again with each text tower whose latents cannot be converted.
+        may_encode: re-encode the stored captions with each text tower whose latents cannot be converted.
 
     Raises:
         RequestError: the conversion is impossible; the message lists every reason.
@@ -58,7 +58,7 @@ def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: 
 
 
 def image_problems(source: EncodingRecord, target: EncodingRecord) -> list[str]:
-    """List why the stored image latents cannot be converted to the target's."""
+    """List the reasons why the stored image latents cannot be converted to the target's."""
     stored, wanted = source.image, target.image
     problems = _differences("image", "image", stored, wanted)
     if stored.posterior != wanted.posterior and (stored.posterior, wanted.posterior) != ("moments", "mean"):
@@ -71,7 +71,7 @@ def image_problems(source: EncodingRecord, target: EncodingRecord) -> list[str]:
 
 
 def text_problems(name: str, stored: TextTower | None, wanted: TextTower) -> list[str]:
-    """List why the stored text latents of a tower cannot be converted to the target's."""
+    """List the reasons why a tower's stored text latents cannot be converted to the target's."""
     place = f"texts.{name}"
     if stored is None:
         return [f"{place}: the root has no such text tower"]
@@ -93,13 +93,13 @@ def text_problems(name: str, stored: TextTower | None, wanted: TextTower) -> lis
 
 
 def feature_problems(source: EncodingRecord, target: EncodingRecord) -> list[str]:
-    """List why the stored features cannot be converted to the target's."""
+    """List the reasons why the stored features cannot be converted to the target's."""
     problems = []
     for name, wanted in target.features.items():
         stored, place = source.features.get(name), f"features.{name}"
         if stored is None:
             problems.append(
-                f"{place}: the root has no such feature tower, and features can only be computed from pictures"
+                f"{place}: the root has no such feature tower, and features can only be computed from images"
             )
             continue
         problems += _differences("features", place, stored, wanted)
@@ -120,7 +120,7 @@ def _differences(kind: str, place: str, stored: Config, wanted: Config) -> list[
 
 
 class Changes(Config):
-    """Requested changes to the encoding of a derived root; anything not given stays as in the source."""
+    """Requested changes to the encoding of a derived root; anything not given is kept from the source."""
 
     towers: list[str] | None = None
     """Text and feature towers to keep, such as texts.clip; null keeps all."""

@@ -38,7 +38,7 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
         The target's manifest.
 
     Raises:
-        RequestError: the source cannot be converted as requested, or the target is a different root.
+        RequestError: the source cannot be converted as requested, or the target is an unrelated root.
         WorkError: parts of the source are damaged (all others were derived), or a process was killed.
         Preempted: the process received a stop signal.
     """
@@ -50,8 +50,9 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
             failed = _run(source, target, conversion, remaining, processes)
         except BrokenProcessPool as error:
             raise WorkError(
-                "A worker process was killed while deriving tars, possibly because memory ran out. Committed parts are "
-                "kept. Run the same command again to resume; use fewer --processes if memory is short."
+                "A worker process was killed while deriving tars, possibly because the machine ran out of memory. "
+                "Committed parts are kept. Run the same command again to resume, with fewer --processes if memory is "
+                "short."
             ) from error
         finally:
             sweep_attempts(target)
@@ -76,18 +77,18 @@ def prepare(
 ) -> tuple[Conversion, list[SourceTar]]:
     """Check that the source can be converted as requested, and create the target's shared files.
 
-    The empty caption's text latents are written only if no text tower is re-encoded. Parts of the target whose source
-    part has been recalled since are recalled as well.
+    The empty caption's text latents are written only if no text tower is re-encoded. Target parts whose source part has
+    since been recalled are recalled as well.
 
     Args:
-        buckets: buckets to derive → the rule that must have filled each of them (None accepts any rule); None derives
-            all buckets of the source.
+        buckets: buckets to derive, each with the rule that must have filled it (None accepts any rule); None derives
+            all of the source's buckets.
 
     Returns:
         The conversion, and the tars of the source with parts in these buckets.
 
     Raises:
-        RequestError: the source cannot be converted as requested, or the target is a different root or the source.
+        RequestError: the source cannot be converted as requested, or the target is another root or the source itself.
     """
     if source.where() == target.where():
         raise RequestError(
@@ -112,7 +113,7 @@ def prepare(
         write_uncond(target, kept_uncond(empty.items(), conversion))
     if old := superseded(source, target):
         recall(target, old, f"{source.where()} has recalled the part it was derived from")
-        print(f"Recalled {len(old)} parts of {target.where()}, because the parts they were derived from were recalled.")
+        print(f"Recalled {len(old)} parts of {target.where()}, because their source parts were recalled.")
     return conversion, contents.tars(wanted)
 
 
@@ -125,14 +126,14 @@ def check_buckets(source: Store, rules: Mapping[str, str], wanted: Mapping[str, 
     if missing := wanted.keys() - rules.keys():
         raise RequestError(
             f"{source.where()} has no samples in {', '.join(sorted(missing))}; its buckets are "
-            f"{', '.join(sorted(rules)) or 'none'}. Deriving does not decode pictures: to add a bucket, encode the "
+            f"{', '.join(sorted(rules)) or 'none'}. Deriving does not decode images: to add a bucket, encode the "
             f"tars instead."
         )
     for bucket, rule in wanted.items():
         if rule not in (None, rules[bucket]):
             raise RequestError(
                 f"{source.where()} fills bucket {bucket} by the rule `{rules[bucket]}`, but this run would use "
-                f"`{rule}`. Set `buckets` and `aspect` as they were for the source."
+                f"`{rule}`. Use the `buckets` and `aspect` with which the source was created."
             )
 
 
@@ -162,7 +163,7 @@ def _run(source: Store, target: Store, conversion: Conversion, tars: list[Source
             progress.advance()
             error = future.exception()
             if isinstance(error, BrokenProcessPool) and stop.received:
-                break  # a scheduler signals every process of a job, so that signal may have killed the worker
+                break  # a scheduler signals every process of a job, so the signal may have killed the worker
             if isinstance(error, RequestError | WorkError | OSError):
                 failed.append(f"{tar.name}: {error}")
                 progress.say(failed[-1])
@@ -170,7 +171,7 @@ def _run(source: Store, target: Store, conversion: Conversion, tars: list[Source
                 raise error
         if stop.received:
             raise Preempted(
-                "stopped by a signal before all tars were derived. Committed parts are kept; run the same command "
+                "Stopped by a signal before all tars were derived. Committed parts are kept; run the same command "
                 "again to resume."
             )
     return failed

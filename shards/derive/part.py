@@ -41,8 +41,8 @@ SOFTWARE = ("numpy", "torch", "transformers")
 Settings = dict[str, str | int | float | bool]
 Captions = Generator[tuple[dict[str, TextLatents], bool], None, None]
 Encode = Callable[[list[str], Stopwatch], Captions]
-"""Encodes captions with the text towers in `Conversion.reencoded`. Yields for each caption the latents per tower, and
-whether a tower truncated the caption. The time counts as `encode`, and under the name of each tower."""
+"""Function that encodes captions with the text towers in `Conversion.reencoded`. It yields, for each caption, the
+latents per tower and whether any tower truncated the caption. Its time is counted under `encode` and per tower."""
 
 
 def encode_nothing(captions: list[str], stopwatch: Stopwatch) -> Captions:
@@ -69,7 +69,7 @@ def derive_tar(
 
     Args:
         attempt: number of this attempt, for the receipts.
-        report: called with the number of samples done so far. It may raise to stop.
+        report: called with the number of samples processed so far. It may raise an exception to stop.
 
     Returns:
         The target's active receipts afterwards.
@@ -121,7 +121,7 @@ def derive_tar(
 
 
 def _origin(receipt: Receipt) -> Settings:
-    """Return the settings that record a part's source, and the machine that encoded the original part of a chain of
+    """Return the settings that record a part's source part, and the machine that encoded the first part in a chain of
     derivations."""
     origin: Settings = {ORIGIN: f"{receipt.encoding_id}/{receipt.folder}"}
     if not any(name.startswith(f"{ORIGIN}.") for name in receipt.settings):
@@ -141,7 +141,7 @@ def check_part(folder: Path, receipt: Receipt) -> None:
         if here.size(name) is None or record_file(here, name) != record:
             raise DamagedFile(
                 f"{receipt.folder}/{name} is missing or damaged: it does not match {receipt.name}. Nothing was derived "
-                f"from this part. Restore the file from a copy, or recall the part."
+                f"from this part. Restore the file from a backup, or recall the part."
             )
 
 
@@ -212,7 +212,7 @@ def _is_finite(latents: TextLatents) -> bool:
 
 
 def _places(receipt: Receipt, stored: list[str], refused: list[dict[str, str]]) -> dict[str, int]:
-    """Recover key → bit position for the samples in a receipt's bitmaps.
+    """Recover the bit position of each key in a receipt's bitmaps.
 
     Bits are assigned to keys in sorted order, so a bitmap's n-th set bit belongs to the n-th of its sorted keys.
     """
@@ -230,7 +230,7 @@ def converted(
 
     Args:
         texts: the sample's captions.
-        encoded: for each caption, re-encoded text tower → latents.
+        encoded: the latents of each re-encoded text tower, for each caption.
     """
     columns, rows = image_columns(sample, how), unpack(sample)
     for name, wanted in how.target.texts.items():
@@ -256,7 +256,7 @@ def image_columns(sample: dict[str, Any], how: Conversion) -> dict[str, np.ndarr
 
 
 def _text_latents(name: str, wanted: TextTower, row: dict[str, np.ndarray], count: int) -> TextLatents:
-    """Restore one caption's text latents as stage 1 had them before storage."""
+    """Recover one caption's text latents as they were before stage 1 stored them."""
     # lossless: float16 values survive the round trip, and quantising dequantised float8 codes gives the same codes
     states = torch.from_numpy(decoded(row, f"text_latents.{name}", f"text_scales.{name}")) if wanted.states else None
     pooled = torch.from_numpy(row[f"pooled.{name}"].astype(np.float32)) if wanted.pooled else None
@@ -266,7 +266,7 @@ def _text_latents(name: str, wanted: TextTower, row: dict[str, np.ndarray], coun
 def num_tokens(
     name: str, stored: TextTower, wanted: TextTower, texts: list[str], rows: list[dict[str, np.ndarray]]
 ) -> list[int]:
-    """Return the number of real (non-padding) tokens of each of a sample's captions.
+    """Return the number of real (non-padding) tokens in each of a sample's captions.
 
     The captions are tokenised again only if the target needs the counts and the source does not store them.
     """
@@ -296,14 +296,14 @@ def load_tokenizer(name: str, sha256: str) -> Any:
     folder = model_folder(name)
     if hash_weights(name, folder).sha256 != sha256:
         raise UnfitNode(
-            f"The tokenizer in {folder} differs from the one that encoding.json records for {name}. Install the "
-            f"recorded one on this machine."
+            f"The tokenizer in {folder} differs from the tokenizer that encoding.json records for {name}. Install "
+            f"the recorded tokenizer on this machine."
         )
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def kept_uncond(empty: Iterable[tuple[str, TextLatents]], how: Conversion) -> dict[str, TextLatents]:
-    """Select the source's empty-caption latents that the target keeps: text tower → latents."""
+    """Select the source's empty-caption latents that the target keeps, keyed by text tower."""
     kept = {}
     for name, latents in empty:
         if name in how.target.texts and name not in how.reencoded:

@@ -1,4 +1,4 @@
-"""List the parts of the source root, by receipt name only: a root can have a hundred thousand receipts."""
+"""Lists the parts of the source root, from receipt names alone, because a root can have over 100,000 receipts."""
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ ORIGIN = "derived_from"
 """Receipt setting of a derived part: the encoding id and folder of its source part. `derived_from.host`, `.gpu` and
 `.gpu_uuid` record where the source part was encoded."""
 AT_ONCE = 1024
-"""Receipts loaded into memory at once."""
+"""Number of receipts loaded into memory at once."""
 
 
 @dataclass(frozen=True)
 class SourceTar:
-    """A tar of the source root to derive."""
+    """A source tar to derive."""
 
     name: str
     receipts: tuple[str, ...]
@@ -33,7 +33,7 @@ class Contents:
     parts: dict[str, dict[str, str]]
     """Tar → bucket → name of the active receipt."""
     rules: dict[str, str]
-    """Bucket → rule that selects its pictures."""
+    """Bucket → rule that selects its images."""
 
     def tars(self, buckets: Container[str]) -> list[SourceTar]:
         """Return the tars with parts in these buckets, ordered by name."""

@@ -1,4 +1,4 @@
-"""Resolution buckets: all samples of a bucket share one picture size and therefore one latent shape. Pure
+"""Resolution buckets: all samples of a bucket share one image size and therefore one latent shape. Pure
 arithmetic."""
 
 import re
@@ -17,7 +17,7 @@ NEAREST = "nearest, "
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """Picture size in pixels. Its name, WIDTHxHEIGHT, is also the name of its folder."""
+    """Bucket for one image size, in pixels. Its name, WIDTHxHEIGHT, is also the name of its folder."""
 
     width: int
     height: int
@@ -38,7 +38,7 @@ class Bucket:
         return f"{self.width}x{self.height}"
 
     def fits(self, width: int, height: int) -> bool:
-        """Return whether a width × height picture covers this bucket without upscaling."""
+        """Return whether a width × height image covers this bucket without upscaling."""
         return width >= self.width and height >= self.height
 
     def latent_hw(self, downsampling: int) -> tuple[int, int]:
@@ -53,7 +53,7 @@ class Bucket:
 
 
 BucketName = Annotated[str, AfterValidator(lambda name: str(Bucket.parse(name)))]
-"""Config field type of a bucket name."""
+"""Config field type for a bucket name."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class AspectTable:
     def buckets(self) -> tuple[Bucket, ...]:
         """Buckets of the table, from the tallest to the widest.
 
-        There is one bucket per long side. Its area is the closest to base² (at most half a step off; ties go to the
-        smaller one), so the short side never grows with the long side.
+        There is one bucket per long side, with the short side that brings the area closest to base² (at most half a
+        step off; ties go to the smaller side), so the short side never grows with the long side.
         """
         wide = []
         for width in count(self.base, self.step):
@@ -88,12 +88,12 @@ class AspectTable:
         return (*(Bucket(b.height, b.width) for b in reversed(wide[1:])), *wide)
 
     def nearest(self, width: int, height: int) -> Bucket | None:
-        """Return the bucket closest in log aspect ratio to a picture, or None if the picture covers no bucket.
+        """Return the bucket closest in log aspect ratio to an image, or None if the image covers no bucket.
 
-        Only buckets that the width × height picture covers without upscaling count, and ties go to the one closer to
-        square. The result is always one of the two buckets whose ratios enclose the picture's (or the outermost
-        bucket): a picture that covers a bucket further out on one side also covers those in between, whose sides are no
-        longer.
+        Only buckets that the width × height image covers without upscaling count, and ties go to the bucket closer to
+        square. The result is always one of the two buckets whose ratios enclose the image's ratio (or the outermost
+        bucket), because an image that covers a bucket further out on one side also covers those in between, whose
+        sides are no longer.
         """
 
         def distance(bucket: Bucket) -> tuple[Fraction, Fraction]:
@@ -111,16 +111,16 @@ def _ratio(a: int, b: int) -> Fraction:
 def choose_buckets(
     width: int, height: int, buckets: Iterable[Bucket], aspects: Iterable[AspectTable] = ()
 ) -> list[Bucket]:
-    """Return the buckets for a width × height picture: all of `buckets` that it covers and the nearest one of each
+    """Return the buckets for a width × height image: all of `buckets` that it covers, and the nearest one in each
     table."""
     nearest = (table.nearest(width, height) for table in aspects)
     return sorted({b for b in buckets if b.fits(width, height)} | {b for b in nearest if b})
 
 
 def bucket_rules(buckets: Iterable[Bucket], aspects: Iterable[AspectTable] = ()) -> dict[Bucket, str]:
-    """Map each bucket to the rule that assigns pictures to it.
+    """Map each bucket to the rule that assigns images to it.
 
-    The rule is `covers` (every picture that covers the bucket) or `nearest, base …` (pictures whose aspect ratio is
+    The rule is `covers` (every image that covers the bucket) or `nearest, base …` (images whose aspect ratio is
     closest to this bucket in a table). A bucket that is both in a table and in `buckets` has the rule `covers`.
 
     Raises:

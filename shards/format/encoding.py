@@ -1,5 +1,5 @@
-"""The encoding record, which says how the numbers in a latents root were computed. A root has one; later runs must
-match it."""
+"""The encoding record: how the numbers in a latents root were computed. Each root has one, which later jobs must
+match."""
 
 import hashlib
 from typing import Any, Literal
@@ -63,9 +63,9 @@ class EncodingRecord(Config):
 
     @property
     def id(self) -> str:
-        """Hash of the encoding (16 hex digits). Weights count by content rather than name; scale and shift are left
-        out, since the trainer applies them."""
-        # leaving defaults out keeps the id of existing roots when a field is added whose default is the old behaviour
+        """Hash of the encoding (16 hex digits). Weights are identified by content rather than name; scale and shift
+        are left out, because the trainer applies them."""
+        # defaults are left out, so that a new field whose default is the old behaviour does not change existing ids
         fields = self.model_dump(mode="json", exclude_defaults=True) | {"schema_version": VERSION}
         del fields["image"]["scale"], fields["image"]["shift"]
         _drop_names(fields)
@@ -82,7 +82,7 @@ class EncodingRecord(Config):
         return columns
 
     def differences(self, other: "EncodingRecord") -> list[str]:
-        """List every field that differs, as `field: here ≠ there`, ignoring model names."""
+        """List every field that differs, as `field: self ≠ other`, ignoring model names."""
         here, there = (flatten(record.model_dump(mode="json")) for record in (self, other))
         return [
             f"{path}: {here.get(path, 'absent')!r} ≠ {there.get(path, 'absent')!r}"
@@ -110,8 +110,8 @@ class EncodingRecord(Config):
             data = store.read(FILE_NAME)
         except FileNotFoundError:
             raise RequestError(
-                f"{store.where()} is not a latents root: it has no {FILE_NAME}. Give the folder that stage 1 wrote "
-                f"(`output` of its config), or run `make precompute SHARD=all` first."
+                f"{store.where()} is not a latents root: it has no {FILE_NAME}. Pass the folder that stage 1 wrote "
+                f"(`output` in its config), or run `make precompute SHARD=all` first."
             ) from None
         return cls.parse(data, store.where(FILE_NAME))
 
@@ -123,8 +123,7 @@ class EncodingRecord(Config):
             where: the path or URL of the file, for error messages.
 
         Raises:
-            RequestError: the record has a different format version, or was written by a different version of this
-                program.
+            RequestError: the record has a different format version, or was written by another version of latentmill.
             DamagedFile: the file was modified after it was written.
         """
         fields = parse_sealed_json(data, where)
@@ -137,13 +136,13 @@ class EncodingRecord(Config):
             if isinstance(error, ValidationError):
                 wrong = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
             raise RequestError(
-                f"{where} was written by a different version of latentmill, because its fields do not match "
-                f"({wrong}). Use that version, or encode into a new root."
+                f"{where} was written by another version of latentmill: its fields do not match this version's "
+                f"({wrong}). Use the version that wrote it, or encode into a new root."
             ) from None
         if record.id != id:
             raise RequestError(
                 f"{where} records the encoding id {id}, but this version of latentmill computes {record.id} from its "
-                f"fields, so a different version wrote it. Use that version, or encode into a new root."
+                f"fields, so another version wrote it. Use that version, or encode into a new root."
             )
         return record
 

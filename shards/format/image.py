@@ -4,7 +4,8 @@ Image latents are stored as exact float16, or as int8: means with one scale per 
 The columns are `image_latents` and, for int8, `image_scales`. Features are stored in `features.NAME` and, for e4m3
 codes, `feature_scales.NAME`.
 
-torch is imported inside the functions that need it, because reading a config or a root must not pay for that import.
+torch is imported inside the functions that need it, so that reading a config or a root does not require this slow
+import.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ LOG_VARIANCE_RANGE = (-30.0, 20.0)
 LARGEST_CODE = 127
 NUM_STEPS = 255
 ROUNDING_OFFSET = 1.5 * 2**23
-"""Midpoint of [2^23, 2^24], where float32 represents exactly the integers."""
+"""Midpoint of [2^23, 2^24], where the float32 values are exactly the integers."""
 
 
 def quantise(latents: Tensor, channels: int) -> tuple[Tensor, Tensor]:
     """Quantise (…, planes, h, w) floats to int8 codes of the same shape and float32 scales (…, channels).
 
-    The first `channels` planes, the means, are rounded to multiples of max|x| / 127 of their plane, so the error is at
-    most half of that. The remaining planes, the log-variances, are clamped to their range and rounded to 1/255 of it,
-    which changes a variance by at most 10 %.
+    The first `channels` planes, the means, are rounded to multiples of max|x| / 127, computed per plane, so the error
+    is at most half a step. The remaining planes, the log-variances, are clamped to their range and rounded to 1/255 of
+    it, which changes a variance by at most 10 %.
     """
     import torch
 
@@ -57,7 +58,7 @@ def fast_round(values: Tensor) -> Tensor:
 
 
 def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
-    """Invert `quantise`: return float32 of the codes' shape, on the codes' device."""
+    """Invert `quantise`: return float32 values with the codes' shape and device."""
     import torch
 
     channels = scales.shape[-1]
@@ -68,7 +69,7 @@ def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def pack(tower: ImageTower, latents: Iterable[Tensor]) -> Iterator[dict[str, np.ndarray]]:
-    """Convert each picture's (planes, h, w) float latents, on the CPU, to the columns of its sample."""
+    """Convert each image's (planes, h, w) float latents, on the CPU, to the columns of its sample."""
     if tower.storage == "float16":
         yield from ({"image_latents": picture.half().numpy()} for picture in latents)
         return
@@ -92,20 +93,20 @@ def draw(moments: Tensor, noise: Tensor) -> Tensor:
 
 
 def columns(tower: ImageTower, bucket: Bucket) -> dict[str, str]:
-    """Return the MDS column types of the output of `pack`."""
+    """Return the MDS column types of `pack`'s output."""
     height, width = bucket.latent_hw(tower.downsampling)
     types = {"image_latents": f"ndarray:{tower.storage}:{tower.num_planes},{height},{width}"}
     return types | ({"image_scales": f"ndarray:float32:{tower.channels}"} if tower.storage == "int8" else {})
 
 
 def pack_features(name: str, tower: FeatureTower, features: Iterable[Tensor]) -> Iterator[dict[str, np.ndarray]]:
-    """Convert each picture's (tokens, width) float features, on the CPU, to the columns of its sample."""
+    """Convert each image's (tokens, width) float features, on the CPU, to the columns of its sample."""
     for arrays in encode_states(features, tower.storage):
         yield dict(zip((f"features.{name}", f"feature_scales.{name}"), arrays, strict=False))
 
 
 def feature_columns(name: str, tower: FeatureTower, bucket: Bucket) -> dict[str, str]:
-    """Return the MDS column types of the output of `pack_features`.
+    """Return the MDS column types of `pack_features`' output.
 
     Raises:
         ValueError: the bucket, resized for the tower, is not a whole number of patches.

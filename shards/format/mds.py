@@ -1,12 +1,12 @@
-"""MDS files: a compact in-memory index of a bucket's files, and reading of single samples.
+"""MDS files: a compact in-memory index of a bucket's files, and functions that read single samples.
 
 The format is mosaicml-streaming's, and any StreamingDataset can read it. The layout of a file is
 
     uint32 number of samples | uint32 start of each sample, and end of the last | JSON of the columns | samples
 
 A sample is the uint32 sizes of its variable-size columns, followed by the columns. streaming's own reader is not used,
-because it keeps an index as a tree of Python objects, and for every sample it reads the offsets and parses the column
-types again.
+because it keeps an index as a tree of Python objects, and rereads the offsets and reparses the column types for every
+sample.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | N
 def part_type(folder: int = 1, name: int = 1) -> np.dtype[np.void]:
     """Return the dtype of a part, with strings of at most `folder` and `name` bytes.
 
-    Fields: the folder below the bucket's, the name (`00042.g0`), the number of samples, and the SHA-256 of
+    Fields: the folder below the bucket's folder, the name (`00042.g0`), the number of samples, and the SHA-256 of
     samples.parquet, which is empty if only the receipt has it.
     """
     return np.dtype([("folder", f"S{folder}"), ("name", f"S{name}"), ("samples", np.int64), ("table", "S64")])
@@ -189,7 +189,8 @@ def _parts_of(names: Sequence[bytes], samples: Sequence[int]) -> NDArray[np.void
 def hash_file(path: str) -> int:
     """Return the xxh3_64 of a file's bytes."""
     with open(path, "rb", buffering=0) as file:
-        digest: Any = hashlib.file_digest(file, xxhash.xxh3_64)  # type: ignore[arg-type]  # only the hashlib methods in use exist
+        # xxhash implements only the hashlib methods that file_digest calls
+        digest: Any = hashlib.file_digest(file, xxhash.xxh3_64)  # type: ignore[arg-type]
     return digest.intdigest()
 
 
@@ -197,7 +198,7 @@ def read_offsets(descriptor: int, num_samples: int, path: str) -> NDArray[np.uin
     """Read the (samples + 1,) offsets of a file: the start of each sample, and the end of the last.
 
     Raises:
-        DamagedFile: the header does not contain `num_samples` samples.
+        DamagedFile: the header does not list `num_samples` samples.
     """
     return parse_offsets(os.pread(descriptor, header_size(num_samples), 0), num_samples, path)
 
@@ -211,11 +212,11 @@ def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32
     """Parse the offsets from the first `header_size` bytes of a file. See `read_offsets`.
 
     Raises:
-        DamagedFile: the header does not contain `num_samples` samples.
+        DamagedFile: the header does not list `num_samples` samples.
     """
     if len(data) != header_size(num_samples) or struct.unpack_from("<I", data)[0] != num_samples:
         raise DamagedFile(
-            f"{path} is damaged: its header does not match its index ({num_samples} samples). Restore it from a copy."
+            f"{path} is damaged: its header does not match its index ({num_samples} samples). Restore it from a backup."
         )
     return np.frombuffer(data, np.uint32)[1:]
 
@@ -229,7 +230,7 @@ def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: st
     begin, end = offsets[row : row + 2].tolist()
     data = os.pread(descriptor, end - begin, begin)
     if len(data) != end - begin:
-        raise DamagedFile(f"{path} is truncated: it ends before the end of its last sample. Restore it from a copy.")
+        raise DamagedFile(f"{path} is truncated: it ends before the end of its last sample. Restore it from a backup.")
     return data
 
 

@@ -1,8 +1,8 @@
 """Writer of a part's MDS files and index, byte-identical to streaming's MDSWriter. `mds.py` describes the format.
 
 Samples are gathered in one reusable buffer of a file's size, in the file's layout, so that each byte is copied once,
-and read once for both hashes. MDSWriter copies each array four times, into fresh memory, whose first touch costs more
-than the copy.
+and read once for both hashes. MDSWriter copies each array four times into fresh memory, and the page faults cost more
+than the copies.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Model folders: locating or downloading them, and hashing their content. Nothing is loaded into memory."""
+"""Model folders: finding, downloading and hashing them. No model is loaded into memory."""
 
 import hashlib
 import json
@@ -92,7 +92,7 @@ def _matches(folder: Path, weights: Weights) -> bool:
 
 
 def _cached(name: str) -> Path | None:
-    """Return the local copy of a model without network access, or None."""
+    """Return the local copy of a model without network access, or None if there is no copy."""
     if Path(name).is_dir():
         return Path(name)
     if "://" in name:
@@ -134,13 +134,13 @@ def _fetch(name: str, files: Sequence[str]) -> Path:
             raise
         raise RequestError(
             f"The model {name} is not a local folder, and {_describe_hub_error(repo, revision, error)}. "
-            f"Alternatively, give a local folder, created with `hf download {repo} --local-dir DIR` on a machine that "
-            f"reaches the hub."
+            f"Alternatively, pass a local folder created with `hf download {repo} --local-dir DIR` on a machine that "
+            f"can reach the hub."
         ) from error
     if not (snapshot / folder).is_dir():
         raise RequestError(
-            f"The hub's {repo} has no folder {folder} with safetensors weights, or its download is incomplete "
-            f"({snapshot}). Check the folder's name at {constants.ENDPOINT}/{repo}."
+            f"{repo} on the hub has no folder {folder} with safetensors weights, or the download is incomplete "
+            f"({snapshot}). Check the folder name at {constants.ENDPOINT}/{repo}."
         )
     return snapshot / folder
 
@@ -162,7 +162,7 @@ def _describe_hub_error(repo: str, revision: str, error: BaseException | None) -
         return f"the hub's {repo} has no revision {revision}. See {constants.ENDPOINT}/{repo}/commits"
     if status in (401, 403, 404):
         return (
-            f"the hub has no {repo} that you may read (HTTP status {status}): it was removed or renamed, or it is "
+            f"the hub has no {repo} that you can read (HTTP status {status}): it was removed or renamed, or it is "
             f"private or gated. Check {constants.ENDPOINT}/{repo}, and log in with `hf auth login` if it is gated"
         )
     if status == 429:
@@ -189,7 +189,9 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise RequestError(f"{folder} is not a model folder: config.json cannot be read ({error}).") from error
+        raise RequestError(
+            f"{folder} is not a model folder: config.json cannot be read ({error}). Check the path."
+        ) from error
 
 
 def hash_weights(name: str, folder: Path) -> Weights:
@@ -205,7 +207,7 @@ def hash_weights(name: str, folder: Path) -> Weights:
     if "config.json" in files and not (set(WEIGHT_FILES) & set(files) or shards):
         raise RequestError(
             f"{folder} has no {' or '.join(WEIGHT_FILES)}, and other formats are not supported. If the download is "
-            f"incomplete, run the command again on a machine that reaches the hub."
+            f"incomplete, run the command again on a machine that can reach the hub."
         )
     if "tokenizer_config.json" in files and "vocab.json" not in files:
         files += [file for file in OTHER_VOCABULARIES if (folder / file).is_file()]
@@ -225,7 +227,7 @@ def _weight_shards(index: Path) -> set[str]:
         return set()
     shards = set(json.loads(index.read_text())["weight_map"].values())
     if missing := sorted(shard for shard in shards if not (index.parent / shard).is_file()):
-        raise RequestError(f"{index} refers to {', '.join(missing)}, which the folder lacks. Download the model again.")
+        raise RequestError(f"{index} refers to missing files: {', '.join(missing)}. Download the model again.")
     return shards
 
 

@@ -1,12 +1,13 @@
-"""Receipts, the only record of which parts exist. There is one per tar and bucket, created if absent.
+"""Receipts, the only record of which parts exist. There is one per tar and bucket, created at most once.
 
     ROOT/commits/256x256/00042.json             generation 0
     ROOT/commits/256x256/00042.g0.recalled      tombstone: generation 0 is no longer valid …
     ROOT/commits/256x256/00042.g1.json          … and was replaced by generation 1
 
-A receipt records how many samples were stored, how many were refused and why (these add up to `samples_in`), which
-ones, as bitmaps, and the size and SHA-256 of every file of the part. The bitmaps of all receipts of a tar use the order
-of its sorted keys, so the outcome of a tar over all buckets can be computed from its receipts alone.
+A receipt records how many samples were stored, and how many were refused and why (the counts add up to `samples_in`),
+with bitmaps of these samples, and the size and SHA-256 of every file in the part. The bitmaps in all of a tar's
+receipts follow the order of its sorted keys, so a tar's outcome over all buckets can be computed from its receipts
+alone.
 """
 
 import base64
@@ -55,7 +56,7 @@ def mds_file(entry: Mapping[str, Any]) -> MdsFile:
 
 
 class MadeBy(Config):
-    """Machine and software that produced a part, for finding the parts of a machine that turns out to be faulty."""
+    """Machine and software that produced a part, recorded so that a faulty machine's parts can be found later."""
 
     host: str
     gpu: str
@@ -80,9 +81,9 @@ class Receipt(Config):
     """Token of the attempt. An attempt that finds its own token in a receipt knows that it won the commit."""
     encoding_id: str
     rule: str
-    """Rule that assigns pictures to the bucket: `covers`, or `nearest, ` and the aspect table. See `bucket_rules`."""
+    """Rule that assigns images to the bucket: `covers`, or `nearest, ` and the aspect table. See `bucket_rules`."""
     part: str
-    """Content-addressed folder below the bucket's: 00042.3fa9c1d2."""
+    """Content-addressed folder below the bucket's folder, such as 00042.3fa9c1d2."""
     files: dict[str, FileRecord]
     """Path relative to the part's folder → record."""
     mds: tuple[MdsFile, ...]
@@ -114,7 +115,7 @@ class Receipt(Config):
     seconds: dict[str, float]
     """Stage → wall-clock seconds spent waiting for it: fetch, decode, encode, write, upload. In addition, `device`
     is the time the device was busy, with a share per tower (`device.texts.NAME`), `worker` is the time since the
-    worker's previous commit, and `total` includes overlapping stages once."""
+    worker's previous commit, and `total` counts overlapping stages once."""
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Receipt":
@@ -174,11 +175,11 @@ def receipt_name(bucket: str, tar: str, generation: int = 0) -> str:
     """Return the name of a receipt relative to the root.
 
     Raises:
-        RequestError: the tar's name ends like the suffix of a generation.
+        RequestError: the tar's name ends in a generation suffix.
     """
     if re.search(r"\.g\d+$", tar):
         raise RequestError(
-            f"The name of the tar {tar} ends like the generation suffix of a receipt (.gN). Rename the tar."
+            f"The tar name {tar} ends in .gN, a suffix reserved for receipt generations. Rename the tar."
         )
     return f"{FOLDER}/{bucket}/{tar}{f'.g{generation}' if generation else ''}.json"
 
@@ -232,4 +233,4 @@ def parse_receipt(data: bytes, where: str) -> Receipt:
     try:
         return Receipt.model_validate(fields)
     except ValidationError as error:
-        raise DamagedFile(f"{where} is inconsistent: {error.errors()[0]['msg']}. Restore it from a copy.") from None
+        raise DamagedFile(f"{where} is inconsistent: {error.errors()[0]['msg']}. Restore it from a backup.") from None

@@ -1,8 +1,8 @@
-"""The scores of a sample: numbers from its metadata that are stored with it, and that training can filter on.
+"""Scores: numbers from a sample's metadata that are stored with the sample, and by which training can filter.
 
-`SCORES` is their only declaration. It determines the JSON fields that stage 1 reads, the columns that selection keeps,
-the columns of samples.parquet, the MDS column `scores`, the dataset card, and the fields of `data.filter`. A root
-records the names of its scores, so a change of the list affects only new roots.
+Scores are declared only in `SCORES`. The list determines the JSON fields that stage 1 reads, the columns that selection
+keeps, the columns of samples.parquet, the MDS column `scores`, the dataset card, and the fields of `data.filter`. A
+root records the names of its scores, so changing the list affects only new roots.
 
 To add a score, add an entry to the list. A program can also append an entry before it imports anything else from
 latentmill:
@@ -43,8 +43,8 @@ class Score:
 
 SCORES = [
     Score("aesthetic", "Predicted aesthetic score", metadata_name="AESTHETIC_SCORE", aliases=("aesthetic_score",)),
-    Score("similarity", "CLIP similarity of picture and caption"),
-    Score("punsafe", "Predicted probability that the picture is unsafe"),
+    Score("similarity", "CLIP similarity between image and caption"),
+    Score("punsafe", "Predicted probability that the image is unsafe"),
     Score("pwatermark", "Predicted probability of a watermark"),
 ]
 LAION_SCORES = tuple(score.name for score in SCORES)

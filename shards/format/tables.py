@@ -16,19 +16,19 @@ from shards.format.receipts import FileRecord
 SAMPLES_NAME = "samples.parquet"
 REFUSED_NAME = "refused.parquet"
 CAPTION_CHANGES = ("invalid_utf8", "control_characters", "too_long", "truncated")
-"""Modifications of captions: bytes replaced, characters blanked, cut at `limits.max_caption_characters`, truncated
+"""Changes to captions: bytes replaced, characters blanked, cut at `limits.max_caption_characters`, truncated
 by the tokenizer. The columns count the affected captions of a sample."""
 REFUSED_SCHEMA = pa.schema([(name, pa.string()) for name in ("key", "url", "reason", "detail")])
 TOO_SMALL = "too_small"
 OTHER_BUCKET = "other_bucket"
-"""Refusal reason of a picture that went to a different bucket of its aspect table. It is counted in the receipt, but
+"""Refusal reason for an image that went to a different bucket of its aspect table. It is counted in the receipt, but
 is not a reject and is not listed in refused.parquet."""
 Columns = dict[str, list[Any]]
 """Columns of a table by name."""
 
 
 def samples_schema(scores: Sequence[str]) -> pa.Schema:
-    """Return the columns of samples.parquet in a root with these scores.
+    """Return the schema of samples.parquet in a root with these scores.
 
     Samples can later be excluded by `url` and by `sha256`, the hash of the image file.
     """
@@ -59,12 +59,12 @@ def read_recorded(store: Store, folder: str, files: Mapping[str, FileRecord], na
     for name, place in places.items():
         if hashlib.sha256(found.get(place, b"")).hexdigest() != files[name].sha256:
             where = store.where(place)
-            raise DamagedFile(f"{where} is missing, or differs from its receipt. Restore it from a copy.")
+            raise DamagedFile(f"{where} is missing or does not match its receipt. Restore it from a backup.")
     return {name: found[place] for name, place in places.items()}
 
 
 def read_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> tuple[Columns, Columns]:
-    """Read a part's tables of stored and refused samples. Raises the errors of `read_recorded`."""
+    """Read a part's tables of stored and refused samples. Raises the same errors as `read_recorded`."""
     data = read_recorded(store, folder, files, (SAMPLES_NAME, REFUSED_NAME))
     stored, refused = (pq.read_table(io.BytesIO(table)).to_pydict() for table in data.values())
     return stored, refused

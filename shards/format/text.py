@@ -7,7 +7,8 @@ an attention mask over the tokens, in training and in sampling.
 The columns of a text tower NAME are `text_latents.NAME`, with `text_scales.NAME` for e4m3 codes; `num_tokens.NAME` if
 padding is masked; and `pooled.NAME`. If samples may have several captions, each column has a leading caption axis.
 
-torch is imported inside the functions that need it, because reading a config or a root must not pay for that import.
+torch is imported inside the functions that need it, so that reading a config or a root does not require this slow
+import.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 FLOAT8_MAX = 448.0  # the largest finite e4m3 number
 SMALLEST_SCALE = float(np.finfo(np.float16).smallest_normal)
 CHUNK_ELEMENTS = 1 << 14
-"""Number of elements quantised at once. With fewer, torch's call overhead dominates; more exceed a core's cache, and
-from 32,768 on torch splits the work among threads, which stall when other threads are busy decoding."""
+"""Number of elements quantised at once. With fewer, torch's call overhead dominates. More would exceed a core's cache,
+and from 32,768 elements on, torch splits the work among threads, which stall while other threads are busy decoding."""
 AXES = {"text_latents": 2, "text_scales": 1, "num_tokens": 0, "pooled": 1}
-"""Kind of column → number of axes of one caption's array."""
+"""Number of axes of one caption's array, by kind of column."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def quantise(latents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
-    """Invert `quantise`: return float32 of the codes' shape, on the codes' device."""
+    """Invert `quantise`: return float32 values with the codes' shape and device."""
     import torch
 
     return codes.view(torch.float8_e4m3fn).float() * scales.float().unsqueeze(-1)
@@ -116,8 +117,8 @@ def pack(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the columns of each sample, given its captions as encoded by the text tower `name`.
 
-    Unless samples may have `several` captions, each has exactly one. Trimmed captions of one sample are zero-padded to
-    the longest.
+    Unless samples may have `several` captions, each sample has exactly one. Trimmed captions of one sample are
+    zero-padded to the longest one.
     """
     caption_arrays = _arrays(tower, [caption for captions in samples for caption in captions])
     for captions in samples:
@@ -181,8 +182,8 @@ def has_multiple_captions(sample: dict[str, Any]) -> bool:
 def unpack(sample: dict[str, Any]) -> list[dict[str, np.ndarray]]:
     """Split a stored sample into the text columns of each caption.
 
-    `num_tokens.NAME` is added for every tower with states. Captions shorter than the sample's longest keep their zero
-    padding.
+    `num_tokens.NAME` is added for every tower with states. Captions shorter than the sample's longest caption keep
+    their zero padding.
     """
     columns = {column: _with_captions(column, array) for column, array in sample.items() if kind_of(column)}
     num_captions = len(next(iter(columns.values())))
@@ -201,7 +202,7 @@ def _with_captions(column: str, array: np.ndarray) -> np.ndarray:
 
 
 def columns(name: str, tower: TextTower, several: bool = False) -> dict[str, str]:
-    """Return the MDS column types of the output of `pack`.
+    """Return the MDS column types of `pack`'s output.
 
     The shape is part of the type unless it varies, as it does for trimmed captions and for samples with several
     captions. In that case, each sample stores its own shape.

@@ -20,11 +20,11 @@ CAUSAL = re.compile(
 )
 """transformers classes in which a token's state does not depend on later tokens."""
 ONLY_TEXT = "text"
-"""Name given to the text tower of a config that does not name its towers."""
+"""Name of the text tower in a config that does not name its towers."""
 
 
 class Weights(Config):
-    """Reference to a model: a name to show, and a content hash to verify."""
+    """Reference to a model: a display name, and a content hash that is verified."""
 
     name: str
     """Hub name or folder, as given in the config."""
@@ -34,7 +34,7 @@ class Weights(Config):
 
 
 class ImageTower(Config):
-    """Encoding of pictures to image latents. Stored latents are neither shifted nor scaled; the trainer does both."""
+    """Encoding of images to image latents. Stored latents are neither shifted nor scaled; the trainer does both."""
 
     class_name: str
     """Class of the diffusers autoencoder."""
@@ -44,7 +44,7 @@ class ImageTower(Config):
     `deterministic`: latents of an autoencoder without a posterior (channels planes)."""
     channels: int
     downsampling: int
-    """Ratio of the picture's side to the latents' side."""
+    """Ratio of the image's side to the latents' side."""
     scale: tuple[float, ...]
     """(channels,) Normalisation: models are trained on (latents - shift) × scale."""
     shift: tuple[float, ...]
@@ -86,7 +86,7 @@ class TextTower(Config):
     states: bool = True
     """Whether hidden states are stored."""
     keep: tuple[Slice, ...] = ((None, None),)
-    """Slices of the tower's tokens that are stored, in Python's notation and concatenated in this order."""
+    """Slices of the tower's tokens that are stored, in Python's notation, concatenated in this order."""
     length: int
     """Number of stored tokens of an untrimmed caption, including padding."""
     width: int
@@ -117,7 +117,7 @@ class TextTower(Config):
 
 
 class FeatureTower(Config):
-    """Encoding of pictures to the features of a frozen vision model, used as targets for representation alignment."""
+    """Encoding of images to the features of a frozen vision model, used as targets for representation alignment."""
 
     class_name: str
     """Class of the transformers model."""
@@ -128,7 +128,7 @@ class FeatureTower(Config):
     std: Annotated[tuple[float, ...], Field(min_length=3, max_length=3)]
     """Normalisation per RGB channel in [0, 1]: the tower's input was (pixels - mean) / std."""
     patch: int
-    """Side of a patch, which gives one token, in pixels."""
+    """Side of a patch in pixels. Each patch gives one token."""
     width: int
     """Dimension of a token's features."""
     storage: TextStorage

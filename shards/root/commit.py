@@ -7,9 +7,9 @@
     ROOT/commits/256x256/00042.json               … its receipt exists
 
 Attempts with identical output share one folder, and either can complete it; attempts with different output use
-different folders. Only one attempt can create the receipt. An attempt that finds a receipt reads it: if the receipt
-carries the attempt's own token, its create request had succeeded and only the reply was lost. Committing never deletes
-anything: orphaned parts stay until `python -m shards clean`.
+different folders. Only one attempt can create the receipt. An attempt that finds a receipt reads it: the attempt's
+own token in the receipt means that its create request succeeded and only the reply was lost. Committing never deletes
+anything: orphaned parts stay until `python -m shards clean` removes them.
 
 A tombstone next to a receipt recalls it. The next attempt then creates the receipt of the next generation.
 """
@@ -51,16 +51,16 @@ class Attempt:
     """The private folder, with one sub-folder per bucket."""
     encoding: EncodingRecord
     places: dict[str, int]
-    """Key → its bit position in the receipt's bitmaps, which is its position among the tar's sorted keys. Only keys
-    that appear in a bitmap need an entry."""
+    """Key → bit position in the receipt's bitmaps: the key's index among the tar's sorted keys. Only keys that appear
+    in a bitmap need an entry."""
     samples_in: int
     """Number of samples in the tar."""
     parts: dict[str, WrittenPart]
     """Bucket → written part, as returned by `PartWriter.finish`."""
     rules: dict[str, str]
-    """Bucket → rule that selects its pictures, as returned by `bucket_rules`."""
+    """Bucket → rule that selects its images, as returned by `bucket_rules`."""
     source: dict[str, str | int | None]
-    """Address, size in bytes and SHA-256 of the tar."""
+    """Path or URL, size in bytes and SHA-256 of the tar."""
     software: dict[str, str]
     settings: dict[str, str | int | float | bool]
     made_by: MadeBy
@@ -83,7 +83,7 @@ def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
     """Move or upload an attempt's parts into the root and create their receipts.
 
     Returns:
-        Bucket → the receipt that is now active. It belongs to a different attempt if that one committed the part first.
+        Bucket → active receipt. The receipt is another attempt's if that attempt committed the part first.
 
     Raises:
         WorkError: the root already has parts of this shard from a different tar, or with a different sample count.
@@ -114,8 +114,9 @@ def record_tar(store: Store, tar: str, source: dict[str, str | int | None], samp
     theirs = parse_sealed_json(store.read(name), store.where(name))
     if theirs["tar"]["sha256"] != source["sha256"]:
         raise WorkError(
-            f"{source['address']} is not the tar that shard {tar} was encoded from before: {theirs['tar']['address']} "
-            f"({store.where(name)}) has a different SHA-256. Restore the original tar, or encode into a new root."
+            f"{source['address']} is not the tar from which shard {tar} was first encoded: {theirs['tar']['address']}, "
+            f"recorded in {store.where(name)}, has a different SHA-256. Restore the original tar, or encode into a new "
+            f"root."
         )
     if theirs["samples_in"] != samples_in:
         raise WorkError(
@@ -148,13 +149,13 @@ def store_part(store: Store, source: Path, folder: str, files: dict[str, FileRec
         for name in wrong:
             if sizes.get(name) != files[name].bytes:
                 raise WorkError(
-                    f"{store.where(f'{folder}/{name}')} has {sizes.get(name)} bytes after the upload instead of "
+                    f"{store.where(f'{folder}/{name}')} was uploaded with {sizes.get(name)} bytes instead of "
                     f"{files[name].bytes}. The part was not committed; run the job again to retry it."
                 )
 
 
 def _compare(store: Store, folder: str, files: dict[str, FileRecord]) -> dict[str, bool]:
-    """Check the files in `folder` by size and SHA-256: file name → whether it is correct."""
+    """Check the files in `folder` by size and SHA-256, and return for each file name whether the file is correct."""
     found = store.listing(folder)
     return {
         name: name in found and found[name].bytes == record.bytes and store.sha256(f"{folder}/{name}") == record.sha256
@@ -207,9 +208,9 @@ class Recallable(Protocol):
 
 
 def recall(store: Store, receipts: Iterable[Recallable], why: str) -> None:
-    """Create a tombstone for each receipt, which invalidates it; the next job re-encodes the part.
+    """Invalidate each receipt by creating a tombstone, so that the next job re-encodes the part.
 
-    The files of the part stay, so that training runs that already read it can continue.
+    The part's files are kept, so that training runs that already read them can continue.
     """
     for receipt in receipts:
         stone = {"receipt": receipt.name, "token": receipt.token, "why": why, "at": datetime.now(UTC).isoformat()}
@@ -224,7 +225,7 @@ def make_receipt(
     shared: dict[str, FileRecord],
     times: dict[str, float],
 ) -> Receipt:
-    """Build the generation-0 receipt of an attempt's part in `bucket`.
+    """Build the generation-0 receipt for an attempt's part in `bucket`.
 
     Raises:
         ValidationError: the sample counts are inconsistent.

@@ -30,7 +30,7 @@ class Committed(NamedTuple):
 
 
 def list_commits(store: Store) -> dict[str, str]:
-    """List commits/ in one pass, tombstones included: name relative to the root → ETag.
+    """List commits/ in one pass, including tombstones; return each name, relative to the root, with its ETag.
 
     `active_receipts` selects the active receipts.
     """
@@ -38,7 +38,7 @@ def list_commits(store: Store) -> dict[str, str]:
 
 
 def committed_parts(store: Store) -> set[tuple[str, str]]:
-    """Return (bucket, tar) of every part with an active receipt, from object names alone."""
+    """Return (bucket, tar) for every part with an active receipt, from object names alone."""
     return {parsed[:2] for name in active_receipts(list_commits(store)) if (parsed := parse_name(name))}
 
 
@@ -114,8 +114,8 @@ class TarReceipts:
     def rejected(self) -> dict[str, int]:
         """Reason → number of samples that no bucket stores.
 
-        A sample counts under the reason of the first bucket that records a reason other than its size, else as too
-        small.
+        A sample is counted once, under the first reason other than size that one of its buckets records, or else as
+        too small.
         """
         unexplained, counts = ~self._stored, Counter[str]()
         for bucket in sorted(self.parts):
@@ -130,7 +130,7 @@ class TarReceipts:
 
 
 def rejected_once(parts: Iterable[Receipt]) -> dict[str, int]:
-    """Count a tar's samples that at least one of `parts` rejects: reason → number of samples.
+    """Return, for each reason, how many of a tar's samples at least one of `parts` rejects for that reason.
 
     A sample that several buckets reject for the same reason counts once.
     """
@@ -176,12 +176,12 @@ def iter_committed_tars(store: Store) -> Iterator[TarReceipts]:
 
 
 def load_receipts(store: Store) -> list[Receipt]:
-    """Load all active receipts, ordered by tar and bucket. Only for small roots; raises the errors of
+    """Load all active receipts, ordered by tar and bucket. Only for small roots. Raises the same errors as
     `parse_receipt`."""
     return list(iter_receipts(store))
 
 
 def load_tars(store: Store) -> list[TarReceipts]:
-    """Load the receipts of all tars, ordered by tar name. Only for small roots; raises the errors of
+    """Load the receipts of all tars, ordered by tar name. Only for small roots. Raises the same errors as
     `parse_receipt`."""
     return list(iter_tars(store))

@@ -1,6 +1,6 @@
 """Exclusion lists: samples that later training runs must skip, for example after takedown or licence requests.
 
-    ROOT/exclusions/url.SHA256.txt      sorted lines of keys, URLs in canonical form, or SHA-256s of picture files
+    ROOT/exclusions/url.SHA256.txt      sorted lines of keys, URLs in canonical form, or SHA-256s of image files
 
 Lists are immutable and only ever added. A run applies the lists that exist when it starts, and its fingerprint names
 them. The stored samples are not modified.
@@ -26,8 +26,8 @@ from shards.format.tables import SAMPLES_NAME
 FOLDER = "exclusions"
 KINDS = {
     "key": "keys of samples",
-    "url": "urls that the pictures were downloaded from",
-    "sha256": "hashes, SHA-256, of the pictures' files",
+    "url": "urls from which the images were downloaded",
+    "sha256": "hashes (SHA-256) of the image files",
 }
 """Column of samples.parquet → description. The first word is also the command-line option."""
 
@@ -51,11 +51,11 @@ class Exclusion:
         return f"{self.kind}.{hashlib.sha256(self.data).hexdigest()}"
 
     def hits(self, table: pa.Table) -> NDArray[np.bool_]:
-        """Return (rows,) bool: which rows of a part's sample table are excluded."""
+        """Return the (rows,) bool mask of the excluded rows in a part's sample table."""
         return self.lines_of(table) >= 0
 
     def lines_of(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return (rows,) index into `values` of the line that excludes each sample, -1 if none does."""
+        """Return (rows,) indices in `values` of the lines that exclude the samples, -1 for samples not excluded."""
         column = table[self.kind].combine_chunks()
         lines = np.full(len(column), -1, np.int64)
         is_present = np.asarray(column.is_valid())
@@ -69,7 +69,7 @@ class Exclusion:
 def make_exclusion(kind: str, values: Iterable[str]) -> Exclusion:
     """Build an exclusion list from values; blank lines and duplicates are dropped.
 
-    URLs are stored in canonical form, so that differently spelled URLs of one picture match.
+    URLs are stored in canonical form, so that different spellings of an image's URL match.
 
     Raises:
         RequestError: there are no values, or a value of kind `sha256` is not a SHA-256.
@@ -108,7 +108,7 @@ def load_exclusion(store: Store, id: str) -> Exclusion:
     exclusion = Exclusion(id.partition(".")[0], pa.array(data.decode(errors="replace").split("\n")[:-1], pa.string()))
     if exclusion.id != id:
         raise DamagedFile(
-            f"{store.where(name)} is missing or damaged: its SHA-256 does not match its name. Restore it from a copy."
+            f"{store.where(name)} is missing or damaged: its SHA-256 does not match its name. Restore it from a backup."
         )
     return exclusion
 
@@ -138,11 +138,11 @@ def read_samples(store: Store, bucket: str, part: np.void, columns: Sequence[str
     if data is None:
         raise RequestError(
             f"{store.where(name)} is missing, so filters and exclusions cannot be applied to its part. Restore it from "
-            f"a copy."
+            f"a backup."
         )
     if hashlib.sha256(data).hexdigest() != expected:
         raise DamagedFile(
-            f"{store.where(name)} is damaged: its SHA-256 does not match its receipt. Restore it from a copy."
+            f"{store.where(name)} is damaged: its SHA-256 does not match its receipt. Restore it from a backup."
         )
     table = pq.ParquetFile(io.BytesIO(data)).read([*dict.fromkeys(["key", *columns])], use_threads=False)
     if len(table) != part["samples"]:

@@ -1,8 +1,8 @@
 """Write BUCKET/index.json, the index that `streaming.StreamingDataset` reads.
 
 It is built from receipts, never from a directory listing, and the same parts always give the same bytes.
-`streaming.base.util.merge_index` cannot do this: it keeps only the last folder of a path and fails on foreign JSON
-files.
+`streaming.base.util.merge_index` cannot do this: it keeps only the last folder of a path and fails on unrelated
+JSON files.
 """
 
 import hashlib
@@ -79,7 +79,7 @@ def bucket_index(encoding: EncodingRecord, bucket: str, rows: pa.Table) -> Itera
 
 
 def _json_values(name: bytes, size: int, hash: int, samples: int) -> Iterable[bytes]:
-    """Encode one file's values as JSON, in the order in which sorted keys place them."""
+    """Encode one file's values as JSON, in the order of the entry's sorted keys."""
     return (
         json.dumps(name.decode(), ensure_ascii=False).encode(),
         str(size).encode(),
@@ -96,7 +96,7 @@ class RowsByBucket:
         self.pieces: dict[str, list[pa.Table]] = {}
 
     def add(self, receipt: Receipt) -> None:
-        """Add a part; its receipt is released once `ROWS_AT_ONCE` of them have been converted to rows."""
+        """Add a part. Receipts are converted to rows, and released, once `ROWS_AT_ONCE` of them are waiting."""
         waiting = self.waiting.setdefault(receipt.bucket, [])
         waiting.append(receipt)
         if len(waiting) == ROWS_AT_ONCE:

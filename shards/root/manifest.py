@@ -52,7 +52,7 @@ class Manifest(Config):
 class BucketIndex(Config):
     """A bucket's index, stored as a list of segments.
 
-    The id fixes the set of rows, but not how they are divided into segments.
+    The id determines the set of rows, but not how they are divided into segments.
     """
 
     version: Literal[2] = VERSION
@@ -90,8 +90,8 @@ def read_index(store: Store, bucket: str, id: str) -> BucketIndex:
     data = store.read_many([name]).get(name)
     if data is None:
         raise RequestError(
-            f"{store.where()} has no index {id} for bucket {bucket}. Restore {name} from a copy; or, if it is the "
-            f"root's newest index, rebuild it with `python -m shards index {store.where()}`; or start a new run."
+            f"{store.where()} has no index {id} for bucket {bucket}. Restore {name} from a backup, start a new run, "
+            f"or, if this is the root's newest index, rebuild it with `python -m shards index {store.where()}`."
         )
     return BucketIndex.model_validate(_parse_version_2(data, store.where(name)))
 
@@ -101,14 +101,14 @@ def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
 
     Raises:
         DamagedFile: a segment is missing or damaged, or the rows do not match `id`.
-        RequestError: a row names a path outside the bucket's folder, so the index was forged.
+        RequestError: a row names a path outside the bucket's folder, so the index may have been tampered with.
     """
     try:
         rows = merge([load_segment(store, sha256) for sha256 in index.segments])
     except FileNotFoundError as error:
         raise DamagedFile(
-            f"A segment of {store.where(index_name(id))} is missing ({error}). Restore it from a copy; or, if this is "
-            f"the root's newest index, rebuild it with `python -m shards index {store.where()}`."
+            f"A segment of {store.where(index_name(id))} is missing ({error}). Restore it from a backup or, if this "
+            f"is the root's newest index, rebuild it with `python -m shards index {store.where()}`."
         ) from None
     if outside := names_outside(rows):
         raise RequestError(
@@ -118,7 +118,7 @@ def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
     if content_id(rows) != id:
         raise DamagedFile(
             f"{store.where(index_name(id))} is damaged: its rows do not match the id in its name. Restore it from a "
-            f"copy."
+            f"backup."
         )
     return rows
 

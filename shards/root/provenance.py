@@ -40,7 +40,8 @@ def source_sha256() -> str:
 
 @functools.cache
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return package → version. Cached, because looking up six versions takes as long as a dozen small pictures."""
+    """Return package → version. Cached, because looking up six versions takes as long as processing a dozen small
+    images."""
     return {name: version(name) for name in packages}
 
 
@@ -75,7 +76,7 @@ class Stopwatch:
                 self.seconds[stage] += time.monotonic() - began
 
     def waiting(self, stage: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield `items`, and count the wait for each of them under `stage`."""
+        """Yield `items`, and add the time spent waiting for each of them to `stage`."""
         iterator = iter(items)
         while True:
             try:

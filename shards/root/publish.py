@@ -1,4 +1,4 @@
-"""Publish manifests from receipts, while a job runs and at its end. Several processes may publish concurrently.
+"""Publish manifests from receipts, while a job runs and when it finishes. Several processes may publish concurrently.
 
 A publisher lists the commits and fetches only the receipts that the newest manifest does not cover. It writes them as
 one new segment per bucket and merges small segments into it, so the number of segments grows with the logarithm of the
@@ -22,18 +22,18 @@ from shards.root.manifest import BucketIndex, BucketSize, Manifest, newest_manif
 from shards.root.segments import content_id, load_segment, make_rows, merge, part_name, receipts_of, save_segment, sizes
 
 RECEIPTS_AT_ONCE = 512
-"""Receipts in memory before they are converted to rows."""
+"""Number of receipts that are loaded into memory at once and converted to rows."""
 JOIN_TIMEOUT_SECONDS = 5.0
-"""Seconds that a stopping process waits for its publisher's current step. Only a listing can take longer."""
+"""Maximum time that a stopping process waits for its publisher's current step. Only a listing can take longer."""
 MERGE_BELOW = 2
-"""A new segment absorbs an existing one that has fewer than this many times its rows."""
+"""A new segment absorbs every existing segment that has fewer than MERGE_BELOW times its number of rows."""
 
 
 class IndexConfig(Config):
     """Publication of committed parts during a job, so that new training runs see them."""
 
     every: float = Field(300.0, gt=0)
-    """Seconds between two manifests while a job runs. A last manifest is published at the end, unless the job was
+    """Seconds between manifests while a job runs. A final manifest is published when the job finishes, unless it was
     stopped."""
 
 
@@ -70,7 +70,7 @@ class Publisher:
                 return manifest
 
     def _extend(self, bucket: str, known: BucketSize | None, wanted: Mapping[str, str]) -> BucketSize:
-        """Store the index of a bucket's receipts `wanted` (name → ETag), reusing the segments of the `known` index."""
+        """Store the index for a bucket's `wanted` receipts (name → ETag), reusing segments of the `known` index."""
         kept, loose, fresh = [], [], dict(wanted)
         tables = self._load(bucket, known.id) if known else {}
         for sha256, table in (tables or {}).items():
@@ -88,7 +88,7 @@ class Publisher:
         return self._store(bucket, kept, merge([*loose, *self._fetch(fresh)]), repair=tables is None)
 
     def _load(self, bucket: str, id: str) -> dict[str, pa.Table] | None:
-        """Load the segments of an index: SHA-256 → table. Return None if a file is gone; receipts can replace it."""
+        """Load an index's segments by SHA-256. Return None if a file is missing; it can be rebuilt from receipts."""
         try:
             index = read_index(self.store, bucket, id)
             for sha256 in index.segments:
@@ -107,9 +107,9 @@ class Publisher:
             yield make_rows((committed.receipt, committed.etag) for committed in loaded)
 
     def _store(self, bucket: str, kept: list[tuple[str, pa.Table]], rows: pa.Table, repair: bool) -> BucketSize:
-        """Store an index of the segments `kept` and the new `rows`, after merging small segments into `rows`.
+        """Store an index of the `kept` segments and the new `rows`, after merging small segments into `rows`.
 
-        With `repair`, an index stored under the same id is replaced, because it may refer to a segment that is gone.
+        With `repair`, replace an index stored under the same id, because it may refer to a missing segment.
         """
         kept.sort(key=lambda segment: len(segment[1]), reverse=True)
         while kept and len(kept[-1][1]) < MERGE_BELOW * len(rows):
@@ -151,7 +151,7 @@ def in_force(listed: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict
 class PeriodicPublisher:
     """Context manager that publishes at intervals from a thread.
 
-    The last manifest is published by `finish`, not on exit, so a body that raises publishes nothing more.
+    The last manifest is published by `finish`, not on exit, so nothing more is published if the body raises.
     """
 
     def __init__(self, store: Store, every: float):
@@ -189,4 +189,4 @@ class PeriodicPublisher:
                 return
             except (WorkError, RequestError, OSError) as error:
                 # a later attempt may succeed, and `finish` raises if the last one fails
-                print(f"The index could not be published and will be retried: {error}", file=sys.stderr, flush=True)
+                print(f"Publishing the index failed and will be retried: {error}", file=sys.stderr, flush=True)

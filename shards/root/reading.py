@@ -28,7 +28,7 @@ def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | Non
 
 
 def read_part(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a part's folder in order, each as a dict of columns.
+    """Yield the samples in a part's folder in order, each as a dict of columns.
 
     Raises:
         DamagedFile: an MDS file does not match the part's index.
@@ -58,7 +58,7 @@ def image_latents(sample: dict[str, Any]) -> np.ndarray:
 
 
 def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> list[dict[str, np.ndarray]]:
-    """Return a dict for each of a sample's captions: text tower → hidden states, (tokens, width) float32.
+    """Return, for each of a sample's captions, a dict from text tower to hidden states, (tokens, width) float32.
 
     If the root stores trimmed states, padding tokens are left out.
     """
@@ -72,7 +72,7 @@ def _states(row: dict[str, np.ndarray], name: str, tower: TextTower) -> np.ndarr
 
 
 def features(sample: dict[str, Any], encoding: EncodingRecord) -> dict[str, np.ndarray]:
-    """Return a sample's features: feature tower → (tokens, width) float32."""
+    """Return a dict from feature tower to the sample's features, (tokens, width) float32."""
     return {name: decoded(sample, f"features.{name}", f"feature_scales.{name}") for name in encoding.features}
 
 

@@ -84,7 +84,7 @@ def receipts_of(rows: pa.Table, bucket: str) -> list[str]:
 
 
 def part_name(tar: str, generation: int) -> str:
-    """Return a part's name, such as `00042.g0`, which tombstones use as well."""
+    """Return a part's name, such as `00042.g0`, which also appears in the name of its tombstone."""
     return f"{tar}.g{generation}"
 
 
@@ -99,7 +99,7 @@ def sizes(tables: Iterable[pa.Table]) -> dict[str, int]:
 
 
 def files_of(rows: pa.Table) -> pa.Table:
-    """Flatten to one row per MDS file, in order: the fields of `MDS_FILE`, and `name`, its path below the bucket."""
+    """Flatten to one row per MDS file, in order: the fields of `MDS_FILE`, and `name`, the path below the bucket."""
     nested = rows["files"].combine_chunks()
     parts = pc.take(rows["part"].combine_chunks(), pc.list_parent_indices(nested))
     flat = nested.flatten()
@@ -109,7 +109,7 @@ def files_of(rows: pa.Table) -> pa.Table:
 
 
 def names_outside(rows: pa.Table) -> list[str]:
-    """Return part folders and file names that are not plain names, so that their paths could leave the bucket."""
+    """Return part folders and file names that are not plain names and could point outside the bucket's folder."""
     basenames = pc.list_flatten(rows["files"]).combine_chunks().field("basename")
     names = pa.concat_arrays([rows["part"].combine_chunks(), basenames])
     outside: list[str] = names.filter(pc.match_substring_regex(names, r"/|\\|^\.*$")).to_pylist()
@@ -166,8 +166,8 @@ def load_segment(store: Store, sha256: str) -> pa.Table:
     data = store.read(name)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise DamagedFile(
-            f"{store.where(name)} is damaged: its SHA-256 does not match its name. Restore it from a copy; or delete "
-            f"it and rebuild it with `python -m shards index {store.where()}`."
+            f"{store.where(name)} is damaged: its SHA-256 does not match its name. Restore it from a backup, or "
+            f"delete it and rebuild it with `python -m shards index {store.where()}`."
         )
     return pa.ipc.open_file(pa.BufferReader(data)).read_all()
 

@@ -1,7 +1,7 @@
 """Files that belong to the root as a whole: encoding.json, bucket rules, and the empty caption's text latents.
 
 The first job creates them, and every later job must match them. torch is imported inside the functions that need it, so
-that reading a config or a root does not pay for its import.
+that reading a config or a root does not require this slow import.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_root(store: Store, encoding: EncodingRecord) -> None:
 def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
     """Check that the root's buckets were filled by the same rules.
 
-    Otherwise the choice of a picture's bucket would differ from tar to tar.
+    Otherwise, the assignment of images to buckets would differ from tar to tar.
 
     Raises:
         RequestError: a bucket, or an aspect table of the same base, has a different rule; the message names both.
@@ -72,14 +72,14 @@ def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
             kind = "the buckets of" if "base" in name else "bucket"
             raise RequestError(
                 f"{store.where()} fills {kind} {PurePath(name).stem} by the rule `{theirs}`, but this run would use "
-                f"`{ours[name]}`. (`covers`: all pictures that cover the bucket, as in `buckets`; `nearest`: pictures "
-                f"whose aspect ratio is nearest to the bucket's in that table of `aspect`.) Set `output` to a "
-                f"different location, or set `buckets` and `aspect` as they were for this root."
+                f"`{ours[name]}`. (`covers`, for `buckets`: every image that covers the bucket; `nearest`, for "
+                f"`aspect`: images for which this bucket has the closest aspect ratio in its table.) Set `output` to a "
+                f"different location, or use the `buckets` and `aspect` with which this root was created."
             )
 
 
 def rule_files(rules: dict[Bucket, str]) -> dict[str, str]:
-    """Return path in the root → rule, with one entry per bucket and one per aspect table, named after its base."""
+    """Return each rule by its path in the root: one per bucket, and one per aspect table, named after its base."""
     tables = {rule for rule in rules.values() if rule.startswith(NEAREST)}
     by_base = {rule.removeprefix(NEAREST).split(",")[0].replace(" ", "-"): rule for rule in tables}
     return {f"{RULES}/{name}.json": rule for name, rule in [*by_base.items(), *rules.items()]}
@@ -135,7 +135,7 @@ def has_uncond(store: Store) -> bool:
 def write_uncond(store: Store, empty: dict[str, TextLatents]) -> None:
     """Store the text latents of the empty caption, one entry per text tower, unless the root already has them.
 
-    Existing ones are kept: if a different GPU model computed them, they differ at most by rounding.
+    Existing latents are kept; even if another GPU model computed them, they differ only by rounding.
     """
     from safetensors.torch import save
 
@@ -154,7 +154,7 @@ def _uncond_tensors(empty: dict[str, TextLatents]) -> Iterator[tuple[str, Tensor
 
 
 def load_uncond(store: Store) -> dict[str, TextLatents]:
-    """Load the empty caption's text latents: text tower → latents as float16.
+    """Load the empty caption's float16 text latents, keyed by text tower.
 
     Raises:
         RequestError: the file is missing, so no shard has ever been encoded into this root.
@@ -169,12 +169,12 @@ def load_uncond(store: Store) -> dict[str, TextLatents]:
             f"{store.where(UNCOND_NAME)} is missing: no shard has been encoded into this root. "
             f"Run `make precompute` first."
         ) from None
-    names = active_receipts(etags := list_commits(store))[:1]  # any receipt will do, because each one records it
+    names = active_receipts(etags := list_commits(store))[:1]  # every receipt records the file's hash
     for name, _, receipt in load_commits(store, {name: etags[name] for name in names})[:1]:
         if receipt.shared_files[UNCOND_NAME].sha256 != hashlib.sha256(data).hexdigest():
             raise DamagedFile(
                 f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 does not match {store.where(name)}. Restore it "
-                f"from a copy."
+                f"from a backup."
             )
     tensors = load(data)
     names = sorted(name.removeprefix("num_tokens.") for name in tensors if name.startswith("num_tokens."))

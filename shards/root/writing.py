@@ -40,7 +40,7 @@ class Caption:
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture with its captions, encoded for one bucket, in CPU memory."""
+    """One image with its captions, encoded for one bucket, in CPU memory."""
 
     key: str
     captions: list[Caption | None]
@@ -55,7 +55,7 @@ class Sample:
     """Feature tower → (tokens, width)."""
     url: str = ""
     sha256: str = ""
-    """SHA-256 of the picture file in the tar."""
+    """SHA-256 of the image file in the tar."""
 
     @property
     def present(self) -> list[Caption]:
@@ -113,7 +113,7 @@ class PartWriter:
             self.append(columns, row)
 
     def append(self, columns: dict[str, Any], row: tuple[Any, ...]) -> None:
-        """Append one sample in its stored form: its MDS columns and its row of samples.parquet."""
+        """Append one sample in its stored form: its MDS columns and its row in samples.parquet."""
         self.writer.write(columns)
         self.samples.append(row)
 
@@ -122,7 +122,7 @@ class PartWriter:
         return json.dumps(texts, ensure_ascii=False) if self.encoding.several else str(texts[0])
 
     def _tower_columns(self, samples: Sequence[Sample]) -> Iterator[Iterator[dict[str, np.ndarray]]]:
-        """Yield an iterator per tower over the tower's columns of each sample."""
+        """Yield, for each tower, an iterator over the tower's columns of each sample."""
         yield image.pack(self.encoding.image, [sample.image_latents for sample in samples])
         for name, tower in self.encoding.texts.items():
             captions = [[caption.latents[name] for caption in sample.present] for sample in samples]

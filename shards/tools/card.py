@@ -23,7 +23,7 @@ ABOUT_POSTERIOR = {
 }
 POWERS = ("", "1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 VALUES_SHOWN = 10
-"""Number of values listed per setting, because a derived root has one `derived_from` per part."""
+"""Maximum number of values listed per setting, because a derived root has one `derived_from` value per part."""
 ABOUT_COLUMNS = {
     "key": ": key of the input sample",
     "image_latents": ": channels, height, width",
@@ -105,7 +105,7 @@ class SettingCounts:
         """(section, setting) → number of tars that record the setting."""
 
     def add(self, tar_receipts: TarReceipts) -> None:
-        """Count a tar's settings. Its buckets may have been encoded with different ones."""
+        """Count a tar's settings. The tar's buckets may have been encoded with different settings."""
         self.num_tars += 1
         for section, counts in self.tars.items():
             made = [getattr(part, section) for part in tar_receipts.parts.values()]

@@ -1,7 +1,7 @@
 """`python -m shards clean ROOT`: delete orphaned parts, folders of killed attempts, and unfinished uploads.
 
-No other code deletes parts, and no lock shows whether a job is running. Therefore a part is deleted only if all of its
-files are old by the store's own clock, and nothing is deleted if a job has written to the root recently.
+No other code deletes parts, and no lock shows whether a job is running. Therefore, a part is deleted only if all of its
+files are old according to the store's own clock, and nothing is deleted if a job has written to the root recently.
 """
 
 import re
@@ -16,7 +16,7 @@ from shards.root.committed import list_commits, read_receipts
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 LEAST_AGE = QUIET = 3600.0
-"""Seconds; longer than any attempt takes from storing its part to its last request."""
+"""In seconds; longer than any attempt takes from storing its part to its last request."""
 PART = re.compile(r"(\d+x\d+/[^/]+|\.attempts/[^/]+)/.+")
 WRITTEN_BY_JOBS = re.compile(r"(\d+x\d+/[^/]+|\.attempts|\.unfinished|tars)/.+|commits/.+\.json")
 """Files that only a running job writes, unlike indexes, exclusion lists, tombstones and cards."""
@@ -32,8 +32,8 @@ def parse_age(text: str) -> float:
     seconds = int(match[1]) * UNITS[match[2]] if match else -1.0
     if seconds < LEAST_AGE:
         raise RequestError(
-            f"--older-than {text} is not an age of at least one hour, such as 7d, 36h or 90m. Younger parts are kept, "
-            f"because a running job may still be about to commit them."
+            f"--older-than {text} is not an age of at least one hour, such as 7d, 36h or 90m. Newer parts are kept, "
+            f"because a running job may be about to commit them."
         )
     return seconds
 
@@ -56,8 +56,8 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
     last = max(written, key=lambda name: written[name], default="")
     if last and (since := now - written[last]) < quiet:
         raise RequestError(
-            f"{store.where(last)} was written {max(0.0, since):.0f} s ago, so a job may be running whose newest parts "
-            f"have no receipts yet. Nothing was deleted. Stop the job, wait {quiet:.0f} s and try again."
+            f"{store.where(last)} was written {max(0.0, since):.0f} s ago, so a running job may have parts that do "
+            f"not have receipts yet. Nothing was deleted. Stop the job, wait {quiet:.0f} s and try again."
         )
     old: dict[str, list[str]] = {}
     young = {folder_of(name) for name, entry in found.items() if now - entry.modified <= older_than}
@@ -74,7 +74,7 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
 def folder_of(name: str) -> str:
     """Return the folder of the part or attempt that a file belongs to.
 
-    An unfinished file is returned itself. All other files give an empty string and are never deleted.
+    For an unfinished file, return its own name. For any other file, which is never deleted, return an empty string.
     """
     match = PART.fullmatch(name)
     return match[1] if match else name if name.startswith(f"{STAGING_FOLDER}/") else ""

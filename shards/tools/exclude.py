@@ -1,4 +1,4 @@
-"""`python -m shards exclude ROOT`: add an exclusion list of keys, URLs or picture SHA-256s."""
+"""`python -m shards exclude ROOT`: add an exclusion list of keys, URLs or image SHA-256s."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def add_and_match(store: Store, exclusion: Exclusion) -> tuple[bool, list[Matche
         Whether the list is new, its matches per bucket, and its values that match no published sample.
 
     Raises:
-        RequestError: `store` is not a latents root; or the list consists of keys, and none of them exists.
+        RequestError: `store` is not a latents root; or the list consists of keys, none of which exists.
     """
     EncodingRecord.load(store)
     is_matched = np.zeros(len(exclusion.values), bool)
@@ -44,14 +44,14 @@ def add_and_match(store: Store, exclusion: Exclusion) -> tuple[bool, list[Matche
     if exclusion.kind == "key" and not is_matched.any():
         raise RequestError(
             f"No sample of {store.where()} has {_examples(unmatched, 'the key', 'any of the keys')}, so nothing was "
-            f"excluded. Look keys up with `python -m shards where {store.where()} KEY`. Only published parts are "
+            f"excluded. Look up keys with `python -m shards where {store.where()} KEY`. Only published parts are "
             f"searched: if a job has just encoded the samples, run `python -m shards index {store.where()}` first."
         )
     return add_exclusion(store, exclusion), found, unmatched
 
 
 def _match(store: Store, bucket: str, id: str, exclusion: Exclusion, is_matched: NDArray[np.bool_]) -> Matches:
-    """Match a list against one bucket, and set `is_matched` for each value that is found."""
+    """Match a list against one bucket, and set `is_matched` for each value with a match."""
     parts = _parts(store, bucket, id)
 
     def match(part: np.void) -> NDArray[np.int64]:

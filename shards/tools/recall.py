@@ -17,8 +17,8 @@ from shards.root.committed import iter_receipts, iter_tars, rejected_once
 def node_totals(store: Store) -> list[dict[str, Any]]:
     """Return totals per host and GPU: active parts, samples stored and rejected, and samples per second.
 
-    Unlike in `stats`, a sample counts as rejected if any part rejects it, even if another bucket stores it. Several
-    parts of a tar that reject a sample for the same reason count it once. Rates use the total time of each attempt.
+    Unlike in `stats`, a sample counts as rejected if any part rejects it, even if another bucket stores it. A sample
+    that several parts of a tar reject for the same reason counts once. Rates use the total time of each attempt.
 
     Raises:
         RequestError: `store` is not a latents root.
@@ -37,7 +37,7 @@ def node_totals(store: Store) -> list[dict[str, Any]]:
 
 @dataclass
 class NodeTotals:
-    """Totals of one host and GPU, accumulated tar by tar."""
+    """Totals for one host and GPU, accumulated tar by tar."""
 
     parts: int = 0
     samples_in: int = 0
@@ -56,7 +56,7 @@ class NodeTotals:
         self.samples += sum(part.samples for part in parts)
         self.rejects.update(rejected_once(parts))
         self.sources |= {part.made_by.source_sha256[:12] for part in parts}
-        # all parts of an attempt record its times, so they count once per attempt
+        # every part records its attempt's times, so count the times once per attempt
         for seconds in {part.token: part.seconds for part in parts}.values():
             self.total_seconds += seconds["total"]
             self.seconds.update(seconds)
@@ -92,7 +92,7 @@ def nodes_table(found: list[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class RecallFilter:
-    """Selects the parts to recall: those that match every criterion that is set."""
+    """Filter for the parts to recall: those that match every given criterion."""
 
     node: str | None
     gpu: str | None
@@ -104,8 +104,8 @@ class RecallFilter:
         """Reject an empty filter, which would recall everything, and an invalid time."""
         if not (self.node or self.gpu or self.since):
             raise RequestError(
-                "recall needs --node, --gpu or --since; without one it would recall every part. `python -m shards "
-                "by-node` lists hosts and GPUs."
+                "recall needs --node, --gpu or --since; without any of them it would recall every part. `python -m "
+                "shards by-node` lists hosts and GPUs."
             )
         if self.since:
             _time(self.since)
@@ -138,7 +138,7 @@ def _time(text: str) -> datetime:
 
 
 class RecallCandidate(NamedTuple):
-    """The fields of a receipt that `recall` needs. A root can have 158,000 receipts, so the rest is not kept."""
+    """The fields of a receipt that `recall` needs. A root can have 158,000 receipts, so other fields are dropped."""
 
     tar: str
     bucket: str

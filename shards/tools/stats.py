@@ -19,7 +19,7 @@ from shards.root.reading import captions, image_latents, read_parts
 
 
 def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
-    """Compute counts from receipts, and latent and caption statistics from the first `max_samples` of each bucket.
+    """Compute counts from receipts, and latent and caption statistics from each bucket's first `max_samples` samples.
 
     Raises:
         RequestError: `store` is not a latents root, or nothing has been committed to it.
@@ -50,7 +50,7 @@ def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
 
 @dataclass
 class RootTotals:
-    """Totals of a root, accumulated tar by tar."""
+    """Totals for a root, accumulated tar by tar."""
 
     shards: int = 0
     samples_in: int = 0
@@ -63,7 +63,7 @@ class RootTotals:
     """Bucket → bytes of its MDS files."""
 
     def add(self, tar_receipts: TarReceipts) -> None:
-        """Add a tar."""
+        """Add a tar's counts."""
         self.shards += 1
         self.samples_in += tar_receipts.samples_in
         self.encoded += tar_receipts.encoded
@@ -85,10 +85,10 @@ class RootTotals:
 
 
 def root_totals(store: Store) -> RootTotals:
-    """Compute the totals of a root.
+    """Compute a root's totals.
 
     Raises:
-        RequestError: nothing has been committed to it.
+        RequestError: nothing has been committed to the root.
     """
     totals = RootTotals()
     for tar_receipts in iter_committed_tars(store):
@@ -97,7 +97,7 @@ def root_totals(store: Store) -> RootTotals:
 
 
 def caption_counts() -> Counter[str]:
-    """Return zero counts for captions `stored` and for each of CAPTION_CHANGES, to add `captions_once` to."""
+    """Return zero counts for `stored` captions and each of CAPTION_CHANGES, to be updated from `captions_once`."""
     return Counter(dict.fromkeys(("stored", *CAPTION_CHANGES), 0))
 
 
@@ -125,14 +125,14 @@ def _area(bucket: str) -> tuple[int, str]:
 
 
 def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) -> dict[str, Any]:
-    """Compute mean and standard deviation of the scaled latents per channel, and percentiles of caption lengths.
+    """Compute the scaled latents' mean and standard deviation per channel, and percentiles of caption lengths.
 
     Return an empty dict if there are no samples.
     """
     moments, lengths, image = [], [], encoding.image
     scale, shift = (np.array(values)[:, None, None] for values in (image.scale, image.shift))
     for sample in samples:
-        # moments => the posterior's mean
+        # for stored moments, this is the posterior's mean
         latents = image_latents(sample)[: image.channels].astype(np.float64)
         latents = (latents - shift) * scale
         moments.append((latents.mean(axis=(1, 2)), (latents**2).mean(axis=(1, 2))))

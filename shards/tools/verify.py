@@ -31,9 +31,9 @@ def verify_root(store: Store) -> Iterator[str]:
 
     Checks:
     - the checksum of every receipt and sealed record
-    - size and SHA-256 of every file that a receipt lists, whether the receipt is active or recalled
+    - the size and SHA-256 of every file that a receipt lists, whether the receipt is active or recalled
     - that parts contain no unlisted files
-    - shape and finiteness of every sample, and the number of samples per part
+    - the shape and finiteness of every sample, and the number of samples per part
     - that sample tables match the receipts' counts and bitmaps
     - that every bucket's index.json matches the receipts
 
@@ -90,7 +90,7 @@ def verify_records(store: Store, names: list[str]) -> Iterator[str]:
 def verify_receipt(store: Store, name: str, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:
     """Check one receipt against the root, and the part's files and samples against the receipt."""
     if receipt.encoding_id != encoding.id:
-        yield f"{store.where(name)} has encoding {receipt.encoding_id}, but the root has {encoding.id}"
+        yield f"{store.where(name)} has encoding id {receipt.encoding_id}, but the root has {encoding.id}"
     if receipt.part != f"{receipt.tar}.{content_hash(receipt.files)}":
         yield f"{store.where(name)} refers to part {receipt.part}, whose name does not match its content hash"
     for shared, record in receipt.shared_files.items():
@@ -123,9 +123,9 @@ def verify_tar(store: Store, receipts: TarReceipts) -> Iterator[str]:
         stored, refused = tables[bucket]
         refused_counts = {reason: count for reason, count in part.refused.items() if reason != OTHER_BUCKET}
         if refused_counts != Counter(refused["reason"]):
-            yield f"{store.where(part.name)} has different counts of refused samples than its {bucket} part's table"
+            yield f"{store.where(part.name)} counts refused samples differently than its {bucket} part's table"
         if len(keys) == receipts.samples_in and not _matches_tables(part, keys, stored, refused):
-            yield f"{store.where(part.name)} has different samples or caption counts than its part's tables"
+            yield f"{store.where(part.name)} lists different samples or caption counts than its part's tables"
 
 
 def _matches_tables(
@@ -141,7 +141,7 @@ def _matches_tables(
 
 
 def verify_rules(store: Store, rules: Mapping[str, set[str]]) -> Iterator[str]:
-    """Check that each bucket was filled by a single rule, given bucket → rules that its receipts name."""
+    """Check that each bucket was filled by a single rule, given the rules that its receipts name."""
     for bucket, found in sorted(rules.items()):
         if len(found) > 1:
             yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(found))}"
@@ -153,13 +153,13 @@ def verify_file(store: Store, name: str, record: FileRecord, where: str) -> Iter
     if size is None:
         yield f"{where} is missing"
     elif size != record.bytes:
-        yield f"{where} has {size} bytes, but its receipt records {record.bytes}"
+        yield f"{where} is {size} bytes long, but its receipt records {record.bytes} bytes"
     elif store.sha256(name) != record.sha256:
         yield f"{where} is damaged: its SHA-256 does not match its receipt"
 
 
 def verify_samples(folder: Path, where: str, bucket: str, num_samples: int, encoding: EncodingRecord) -> Iterator[str]:
-    """Check shape and finiteness of every sample of a part, and the number of samples."""
+    """Check that every sample of a part has the right shape and finite values, and check the number of samples."""
     shape = (encoding.image.num_planes, *Bucket.parse(bucket).latent_hw(encoding.image.downsampling))
     count = 0
     for sample in read_part(folder):
@@ -169,9 +169,10 @@ def verify_samples(folder: Path, where: str, bucket: str, num_samples: int, enco
         arrays = [sample["image_latents"], *(array for text in texts for array in text.values())]
         numbers = [array for name, array in sample.items() if name.startswith("pooled.")]
         if sample["image_latents"].shape != shape or not all(fits):
-            yield f"{where}: sample {sample['key']} has shapes {' and '.join(str(array.shape) for array in arrays)}"
+            shapes = " and ".join(str(array.shape) for array in arrays)
+            yield f"{where}: sample {sample['key']} has shapes {shapes}, which do not match encoding.json"
         elif len(captions(sample, encoding)) != len(texts):
-            yield f"{where}: sample {sample['key']} has a different number of captions than of text latents"
+            yield f"{where}: sample {sample['key']} has different numbers of captions and text latents"
         elif not all(np.isfinite(array).all() for array in (*arrays, *numbers, *features(sample, encoding).values())):
             yield f"{where}: sample {sample['key']} has non-finite values"
     if count != num_samples:

@@ -1,6 +1,6 @@
 """`python -m shards where ROOT KEY`: find the tar, part, weights and settings that a sample was encoded with.
 
-The answer comes from encoding.json, receipts and sample tables alone, so it remains available when the tars are gone.
+The answer comes from encoding.json, receipts and sample tables alone, so it remains available after the tars are gone.
 """
 
 import io
@@ -71,7 +71,7 @@ def _in_tar(store: Store, key: str, tar: TarReceipts, encoding: EncodingRecord) 
 
 
 def _row(store: Store, table: str, key: str) -> tuple[int, dict[str, Any]] | None:
-    """Find a key in a sample table; return its row number and its other columns, or None if it is not there."""
+    """Find a key in a sample table; return its row number and other columns, or None if the key is not found."""
     rows = pq.read_table(io.BytesIO(store.read(table)))
     number = pc.index(rows["key"], key).as_py()
     if number < 0:

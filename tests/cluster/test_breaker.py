@@ -143,7 +143,7 @@ def test_units_leave_a_node_that_lacks_a_model(clock: Clock, monkeypatch: pytest
     events = without_state(make_fleet(monkeypatch, pool, KEYS, backoff=5, max_in_flight=12))
     assert sorted(event.key for event in events if isinstance(event, Done)) == KEYS
     assert next(event.text for event in events if isinstance(event, News)) == (
-        "node a failed 5 attempts in a row and is avoided for now"
+        "5 attempts in a row failed on node a, so it gets no work for now"
     )
     assert not any("is paused" in event.text for event in events if isinstance(event, News))
     assert all(event.again for event in events if isinstance(event, Failed))
@@ -208,7 +208,7 @@ def test_failures_are_kept_while_their_store_is_unavailable(
         monkeypatch.setattr(RemoteStore, "create", refuse)
         log.record(failed("00003", SLOW_DOWN))
     said = capsys.readouterr().err
-    assert "root.failures cannot be written (no route). Its last lines:" in said and '"shard": "00003"' in said
+    assert "root.failures cannot be written (no route). The unwritten lines:" in said and '"shard": "00003"' in said
 
 
 def test_a_long_list_of_failures_is_shortened() -> None:

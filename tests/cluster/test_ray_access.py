@@ -109,7 +109,7 @@ def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp
     again = run_module(
         "precompute", *arguments, launcher=PYTHON, variables={"RAY_ADDRESS": head.address, **head.allowed}
     )
-    assert again.returncode == 0 and "2 had been done before" in again.stdout
+    assert again.returncode == 0 and "2 were already done" in again.stdout
 
 
 @pytest.mark.slow

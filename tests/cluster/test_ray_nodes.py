@@ -103,7 +103,7 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
         said.append(capsys.readouterr().err)
         return text in "".join(said)
 
-    wait_until(lambda: says("No node of the cluster can take a worker of 0 GPUs, 1 CPUs and 1 encoder"))
+    wait_until(lambda: says("No node in the cluster can take a worker that needs 0 GPUs, 1 CPUs and 1 encoder"))
     lost = cluster.add_node(num_cpus=1, resources={"encoder": 1})  # it joins late,
     wait_until(lambda: list((folder_of(config) / ".attempts").glob("0*")))
     cluster.remove_node(lost, allow_graceful=False)  # it is lost in the middle of a tar,
@@ -144,7 +144,7 @@ def test_a_job_that_no_node_can_take_ends(
     start_ray(config.workers)
     with pytest.raises(WorkError, match="none joined within 3 s"):
         run_job(list_tars(config.input), make_recipe(config, encoding), config.output, config.workers)
-    assert "No node of the cluster can take a worker of 1 GPUs and 1 CPUs" in capsys.readouterr().err
+    assert "No node in the cluster can take a worker that needs 1 GPUs and 1 CPUs" in capsys.readouterr().err
 
 
 def test_a_node_that_is_avoided_gets_none(cluster: Cluster) -> None:

@@ -105,8 +105,8 @@ def test_a_fleet_that_no_node_can_take_says_so_and_gives_up(clock: list[float]) 
     alive: dict[str, Resources] = {"a": {"CPU": 2.0}}
     watch = NodeWatch(ResourcesConfig(num_gpus=1, num_cpus=1, wait_for_resources=100))
     assert watch.is_due and watch.look(alive) == (
-        "No node of the cluster can take a worker of 1 GPUs and 1 CPUs (alive: 0 GPUs and 2 CPUs). Waiting up to 100 s "
-        "for one to join."
+        "No node in the cluster can take a worker that needs 1 GPUs and 1 CPUs (live nodes: 0 GPUs and 2 CPUs). "
+        "Waiting up to 100 s for such a node to join."
     )
     assert not watch.is_due
     clock[0] += 3
@@ -120,5 +120,5 @@ def test_a_fleet_that_no_node_can_take_says_so_and_gives_up(clock: list[float]) 
     clock[0] += 3
     assert "up to 97 s" in str(watch.look(alive))
     clock[0] += 101
-    with pytest.raises(WorkError, match=r"none joined within 100 s \(workers.wait_for_resources\)"):
+    with pytest.raises(WorkError, match=r"no such node joined within 100 s \(workers.wait_for_resources\)"):
         watch.look(alive)

@@ -104,7 +104,7 @@ def test_errors_are_found() -> None:
     """Messages in constants, variables and subclasses are found."""
     assert len(MESSAGES) >= 25
     for begin in (
-        "No node of the cluster can",
+        "No node in the cluster can",
         "Stopped by a signal. Committed work",
         "The loader failed after",
         "The launcher on",

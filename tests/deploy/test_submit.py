@@ -110,7 +110,7 @@ def test_from_a_node_as_from_a_pod(site: Site, tmp_path: Path) -> None:
     assert "2 tars encoded" in said
     site.check(tmp_path / "root")
     pod = command("kubectl exec").partition(" -- ")[2]
-    assert "2 had been done before" in site.type(site.head, pod, tmp_path / "root")
+    assert "2 were already done" in site.type(site.head, pod, tmp_path / "root")
 
 
 def test_from_a_notebook(site: Site, tmp_path: Path) -> None:

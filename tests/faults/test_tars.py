@@ -275,7 +275,7 @@ def test_a_bit_of_a_picture(models: Path, tmp_path: Path) -> None:
     changed(lambda data: flip(data, b"000000003.jpg", 512 + 300))(tmp_path)
     config = config_with(models, tmp_path, tmp_path / "rejected", check_sha256=True)
     with pytest.raises(
-        DamagedInput, match=r"The image of sample 000000003 does not have the sha256 that its JSON records"
+        DamagedInput, match=r"The image of sample 000000003 does not match the sha256 that its JSON records"
     ):
         encode_all(config, models)
     assert load_tars(open_store(config.output)) == []

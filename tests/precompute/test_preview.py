@@ -74,7 +74,7 @@ def test_samples_are_from_all_parts(root: Path) -> None:
 
 def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run([str(root), "--samples", "5", "--output", str(tmp_path / "sheet.png")])
-    assert "5 samples of 64x64" in capsys.readouterr().out
+    assert "5 samples from 64x64" in capsys.readouterr().out
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
     # three columns of 256 px, two rows; the sixth cell stays white
     assert sheet.shape[1] == 3 * 264 + 8 and (sheet[-100:, -264:] == 255).all() and (sheet[-340:-100, :264] < 255).any()

@@ -23,7 +23,7 @@ from tests.ranks import SERVER
 OWN = {"evaluations", "evaluations.jsonl", ".unfinished"}
 """Entries that a watcher adds to a run folder, besides the tracker's files."""
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-WAITS = "No node of the cluster can take a worker"
+WAITS = "No node in the cluster can take a worker"
 
 
 def drawn(place: Path) -> dict[str, bytes]:

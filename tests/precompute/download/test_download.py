@@ -40,7 +40,7 @@ OUTCOMES = {
     "nowhere": "HTTP Error 404: Not Found",
     "error": "HTTP Error 500: Internal Server Error",
     "cut": "IncompleteRead(1028 bytes read, 100 more expected)",
-    "huge": "too large: 10000000000000 bytes announced, 100000 allowed",
+    "huge": "too large: 10000000000000 bytes declared, 100000 allowed",
     "endless": "too large: more than the 100000 bytes allowed",
     "silent": "timed out",
     "trickle": "deadline: response not complete after 1 seconds",

@@ -49,7 +49,7 @@ def test_pictures_come(server: BadServer, path: str) -> None:
         ("to-ftp", "not_http", "unknown url type: ftp"),
         ("cut", "cut", "IncompleteRead"),
         ("cut-chunked", "cut", "IncompleteRead"),
-        ("huge", "too_large", "10000000000000 bytes announced, 100000 allowed"),
+        ("huge", "too_large", "10000000000000 bytes declared, 100000 allowed"),
         ("endless", "too_large", "more than the 100000 bytes allowed"),
         ("trickle", "deadline", "response not complete after 1 seconds"),
         ("trickling-header", "deadline", "response not complete after 1 seconds"),
@@ -114,7 +114,7 @@ def test_the_proxy_may_be_private(server: BadServer, monkeypatch: pytest.MonkeyP
 def test_install_serves_urlopen(server: BadServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(urllib.request, "_opener", None)
     install(RequestsConfig.model_validate(LIMITS))
-    with pytest.raises(OSError, match="announced"), urllib.request.urlopen(f"{server.address}/huge") as response:
+    with pytest.raises(OSError, match="declared"), urllib.request.urlopen(f"{server.address}/huge") as response:
         response.read()
 
 

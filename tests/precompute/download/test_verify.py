@@ -116,7 +116,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
         lambda folder: change_parquet(folder, lambda t: rename(t, "0000002", "0000001")),
         "parquet file lists a key twice",
     ),
-    (lambda folder: change_parquet(folder, lambda t: rename(t, "0000001", "0000009")), "does not list as a success"),
+    (lambda folder: change_parquet(folder, lambda t: rename(t, "0000001", "0000009")), "does not list as successful"),
 ]
 
 

@@ -170,4 +170,4 @@ def test_verify_finds_a_lost_caption(models: Path, captioned: Path, tmp_path: Pa
         patch.setattr(PartWriter, "_caption_text", lose_one)
         encoded(models, captioned, tmp_path / "root")
     wrong = list(verify_root(open_store(tmp_path / "root")))
-    assert wrong and all("a different number of captions than of text latents" in line for line in wrong)
+    assert wrong and all("has different numbers of captions and text latents" in line for line in wrong)

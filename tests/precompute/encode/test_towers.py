@@ -419,14 +419,14 @@ def test_a_tokenizer_that_does_not_fit_the_text_encoder_is_refused(
         ),
         ({"pooled": True}, r"texts\.t5\.pooled: T5EncoderModel has no pooled output"),
         ({"max_tokens": None}, r"texts\.t5\.max_tokens: T5EncoderModel accepts captions of any length"),
-        ({"class_name": "NoSuchModel"}, r"is for the class 'NoSuchModel', which transformers"),
+        ({"class_name": "NoSuchModel"}, r"needs the class 'NoSuchModel', which transformers"),
         (
             {"class_name": "T5ForConditionalGeneration"},
             r"texts\.t5: .* does not return hidden states for a caption alone",
         ),
-        ({"layer": 99}, r"texts\.t5\.layer: T5EncoderModel .* hidden states -3 to 2, not 99"),
-        ({"keep": [[5, 3]]}, r"texts\.t5\.keep: .* selects no token of 24"),
-        ({"keep": [[4, 9], [0, 5]]}, r"out of order"),
+        ({"layer": 99}, r"texts\.t5\.layer: T5EncoderModel .* has no hidden states 99\. Use an index from -3 to 2"),
+        ({"keep": [[5, 3]]}, r"texts\.t5\.keep: .* must select at least one of the 24 tokens"),
+        ({"keep": [[4, 9], [0, 5]]}, r"in increasing order"),
         ({"model": "no/such/place", "tokenizer": "none"}, r"no/such"),
     ],
 )
@@ -454,9 +454,7 @@ def test_contradictory_settings_are_refused_by_the_config(
 
 
 def test_a_bucket_that_is_not_a_whole_number_of_patches(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
-    wrong = (
-        r"features.dino: bucket 72x64 × 0\.875 is not a multiple of the patch size 14\. Choose bucket .* steps of 16"
-    )
+    wrong = r"features.dino: bucket 72x64 × 0\.875 is not a multiple of the patch size 14\. Use multiples of 16 for bucket sides"
     with pytest.raises(RequestError, match=wrong):
         describe_encoding(config_of(models, tars, tmp_path, towers, buckets=["72x64"]))
 

@@ -58,7 +58,7 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
     )
     first = run_module("precompute", *arguments)
     assert first.returncode == 1
-    assert "tar 00001: attempt 1 of 2 failed, and the tar is given up: DamagedInput" in first.stderr
+    assert "tar 00001: attempt 1 of 2 failed, giving up on the tar: DamagedInput" in first.stderr
     assert "attempt 2 of 2" not in first.stderr
     assert "error: 1 of 2 tars failed (00001: DamagedInput" in first.stderr.replace("\n", " ")
     commits = tmp_path / "root" / "commits"
@@ -72,12 +72,12 @@ def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> N
     damaged.write_bytes(sound)
     second = run_module("precompute", *arguments)
     assert second.returncode == 0, second.stderr
-    assert "1 tars encoded (23 samples in, 15 accepted, 8 rejected), 1 had been done before, 0 failed" in second.stdout
+    assert "1 tars encoded (23 samples in, 15 accepted, 8 rejected), 1 were already done, 0 failed" in second.stdout
     reasons = re.search(r"Rejected: (.*)\. The refused\.parquet", second.stdout)
     assert reasons and sum(int(words.split()[1]) for words in reasons[1].split(", ")) == 8
     third = run_module("precompute", *arguments)
     assert third.returncode == 0
-    assert "0 tars encoded (0 samples in, 0 accepted, 0 rejected), 2 had been done before" in third.stdout
+    assert "0 tars encoded (0 samples in, 0 accepted, 0 rejected), 2 were already done" in third.stdout
 
 
 @pytest.mark.parametrize(

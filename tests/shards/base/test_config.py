@@ -132,7 +132,7 @@ def test_entries_of_a_dict_of_sections_are_options(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"There is no config file /nowhere/absent\.yaml\. Give one"):
+    with pytest.raises(RequestError, match=r"There is no config file /nowhere/absent\.yaml\. Pass an existing file"):
         load_config(Outer, Path("/nowhere/absent.yaml"), [], "t")
     (tmp_path / "sana").mkdir()
     (tmp_path / "sana" / "phase1.yaml").write_text("")

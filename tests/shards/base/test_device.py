@@ -17,7 +17,7 @@ def test_auto_is_bfloat16_where_it_is_no_slower(slowdown: float, chosen: str, mo
     monkeypatch.setattr(device, "cpu_slowdown", lambda precision: slowdown)
     said: list[str] = []
     assert resolve_precision("auto", "cpu", said.append) == chosen
-    assert len(said) == 1 and chosen in said[0] and f"{slowdown:.2g} ×" in said[0]
+    assert len(said) == 1 and chosen in said[0] and f"{slowdown:.2g} times as long" in said[0]
 
 
 @pytest.mark.parametrize("asked", ["bfloat16", "float16"])
@@ -25,7 +25,7 @@ def test_an_emulated_precision_is_kept_but_warned_about(asked: str, monkeypatch:
     monkeypatch.setattr(device, "cpu_slowdown", lambda precision: 17.3)
     said: list[str] = []
     assert resolve_precision(asked, "cpu", said.append) == asked  # type: ignore[arg-type]
-    assert len(said) == 1 and "emulates" in said[0] and "17 ×" in said[0] and "--precision auto" in said[0]
+    assert len(said) == 1 and "emulates" in said[0] and "17 times as long" in said[0] and "--precision auto" in said[0]
     monkeypatch.setattr(device, "cpu_slowdown", lambda precision: 0.5)
     assert resolve_precision(asked, "cpu", said.append) == asked and len(said) == 1
 

@@ -340,7 +340,7 @@ def test_a_signal_to_all_processes_is_one_to_leave(
 ) -> None:
     """Slurm and service managers signal all processes: a worker dies, and the parent receives the signal too."""
     monkeypatch.setattr(job, "_derive_in_process", signal_both)
-    with pytest.raises(Preempted, match="stopped by a signal before all tars were derived"):
+    with pytest.raises(Preempted, match="Stopped by a signal before all tars were derived"):
         derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)
 
 

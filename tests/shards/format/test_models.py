@@ -68,14 +68,14 @@ def test_models_from_the_hub_are_those_of_the_folder(models: Path, tmp_path: Pat
 
 def test_what_is_said_of_each_failure(models: Path, tmp_path: Path) -> None:
     said_of = {
-        "gone/repo/vae": r"has no gone/repo that you may read \(HTTP status 404\): it was removed or renamed, or it",
-        "hidden/repo/vae": r"has no hidden/repo that you may read \(HTTP status 401\)",
-        "gated/repo/vae": r"has no gated/repo that you may read \(HTTP status 403\).*`hf auth login`",
+        "gone/repo/vae": r"has no gone/repo that you can read \(HTTP status 404\): it was removed or renamed, or it",
+        "hidden/repo/vae": r"has no hidden/repo that you can read \(HTTP status 401\)",
+        "gated/repo/vae": r"has no gated/repo that you can read \(HTTP status 403\).*`hf auth login`",
         "busy/repo/vae": r"answered HTTP status 429: too many requests .* again in a few minutes, with HF_TOKEN set",
         "down/repo/vae": r"answered HTTP status 503, a server error",
         "half/repo/vae": r"its download was interrupted \(.*\)\. Run the command again to download the missing files",
         "well/repo@v9/vae": r"well/repo has no revision v9",
-        "well/repo/unet": r"well/repo has no folder unet with safetensors weights",
+        "well/repo/unet": r"well/repo on the hub has no folder unet with safetensors weights",
     }
     with fake_hub(models) as hub:
         said = dict(zip(said_of, json.loads(ask(FOLDERS, hub, tmp_path, *said_of)), strict=True))
@@ -83,7 +83,7 @@ def test_what_is_said_of_each_failure(models: Path, tmp_path: Path) -> None:
         assert re.search(f"^refused: .*{expected}", said[name]), said[name]
         if not name.startswith("well/repo/"):
             assert f"The model {name} is not a local folder" in said[name]
-            assert "Alternatively, give a local folder, created with `hf download" in said[name]
+            assert "Alternatively, pass a local folder created with `hf download" in said[name]
 
 
 def test_no_network(models: Path, tmp_path: Path) -> None:

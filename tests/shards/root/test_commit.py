@@ -171,7 +171,7 @@ def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path
     make_tar(tmp_path / "one", "00000", make_samples(0, 6, [(200, 150)]))
     make_tar(tmp_path / "two", "00000", make_samples(9, 6, [(200, 150)]))
     encode_all(precompute_config(models, tmp_path / "one", root, buckets=["64x64"]), models)
-    with pytest.raises(WorkError, match=r"is not the tar that shard 00000 was encoded from before"):
+    with pytest.raises(WorkError, match=r"is not the tar from which shard 00000 was first encoded"):
         encode_all(precompute_config(models, tmp_path / "two", root), models)
     assert [list(tar.parts) for tar in load_tars(open_store(root))] == [["64x64"]]
 
@@ -225,7 +225,9 @@ def test_what_dead_attempts_left_is_swept_whatever_their_tar(tmp_path: Path) -> 
 
 def test_a_tar_whose_name_is_a_generation_is_refused(models: Path, tmp_path: Path) -> None:
     make_tar(tmp_path / "tars", "a.g1", make_samples(0, 2, [(200, 150)]))
-    with pytest.raises(RequestError, match=r"The name of the tar a\.g1 ends like the generation suffix of a receipt"):
+    with pytest.raises(
+        RequestError, match=r"The tar name a\.g1 ends in \.gN, a suffix reserved for receipt generations"
+    ):
         encode_all(precompute_config(models, tmp_path / "tars", tmp_path / "root"), models)
 
 

@@ -141,7 +141,7 @@ def test_clean_waits_until_nobody_writes(root: Path, capsys: pytest.CaptureFixtu
     aged(root, 30 * 86400)
     orphan = root / "64x64" / "00007.00000000"
     orphan.mkdir()
-    for written, message in ((time.time() - 60, "a job may be running"), (time.time() + 5000, "was written")):
+    for written, message in ((time.time() - 60, "a running job may have parts"), (time.time() + 5000, "was written")):
         (orphan / "index.json").write_text("{}")
         os.utime(orphan / "index.json", (written, written))  # one is in the future
         assert exit_code_of(lambda: run(["clean", str(root), "--older-than", "1h"])) == 2
@@ -188,7 +188,7 @@ def test_clean_gives_up_uploads_that_never_ended(
 
     monkeypatch.setattr(type(files), "call_s3", paged)
     before = open_store(f"{s3}/root").files()
-    assert exit_code_of(lambda: run(["clean", f"{s3}/root"])) == 2 and "a job may be running" in words(capsys)
+    assert exit_code_of(lambda: run(["clean", f"{s3}/root"])) == 2 and "a running job may have parts" in words(capsys)
     monkeypatch.setattr("shards.tools.clean.clock", lambda store: now.timestamp() + 3700)
     run(["clean", f"{s3}/root", "--older-than", "7d"])
     said = capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_finished_commands_do_not_block_clean(root: Path, capsys: pytest.Capture
     run(["clean", str(root)])
     assert "Removed 1 orphaned" in capsys.readouterr().out and not orphan.exists()
     (root / "commits" / "64x64" / "00009.json").write_text("{}")
-    with pytest.raises(RequestError, match=r"00009\.json was written \d s ago, so a job may be running"):
+    with pytest.raises(RequestError, match=r"00009\.json was written \d s ago, so a running job may have parts"):
         run(["clean", str(root)])
 
 

@@ -67,7 +67,7 @@ def test_a_receipt_that_tells_another_reason_than_its_part(root: Path) -> None:
         receipt[counted]["looks_odd"] = receipt[counted].pop("no_image")
     write_sealed_json(root / "commits" / "64x64" / "00000.json", receipt)
     assert any(
-        "has different counts of refused samples than its 64x64 part's table" in line
+        "counts refused samples differently than its 64x64 part's table" in line
         for line in verify_root(open_store(root))
     )
 
@@ -137,5 +137,5 @@ def test_a_root_of_another_version_is_refused_in_words(root: Path) -> None:
     fields = read_sealed_json(root / "encoding.json")
     del fields["captions"]
     write_sealed_json(root / "encoding.json", fields)
-    with pytest.raises(RequestError, match=r"written by a different version of latentmill.*\(captions\)"):
+    with pytest.raises(RequestError, match=r"written by another version of latentmill.*\(captions\)"):
         run(["verify", str(root)])

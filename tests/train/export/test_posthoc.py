@@ -110,7 +110,7 @@ def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tm
         write_average(runs[0], RebuildConfig(std=0.07, step=9))
     with pytest.raises(RequestError, match=r"has no snapshots .* Set ema\.snapshot_every"):
         write_average(tmp_path, RebuildConfig(std=0.07))
-    with pytest.raises(RequestError, match="Name it first"):
+    with pytest.raises(RequestError, match="Pass it first"):
         command(["ema", "--std", "0.07"])
     with pytest.raises(RequestError, match="train ema reads a local run folder, but s3://bucket/run is a URL"):
         command(["ema", "s3://bucket/run", "--std", "0.1"])
