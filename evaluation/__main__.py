@@ -5,8 +5,8 @@ examples:
   python -m evaluation report runs/phase1 runs/phase2
 
 commands, each with its own --help:
-  python -m evaluation sample      draw pictures for a list of prompts
-  python -m evaluation score       draw pictures, and compute metrics against a reference
+  python -m evaluation sample      draw images for a list of prompts
+  python -m evaluation score       draw images, and compute metrics against a reference
   python -m evaluation watch       sample and score each checkpoint of a run while training continues
   python -m evaluation report      write one HTML page about one or more runs
   python -m evaluation compare     print the newest metrics of two runs
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> None:
 
 
 def sample(arguments: list[str]) -> None:
-    """Draw pictures for every prompt and sampling setting. If the command is interrupted, run it again to continue.
+    """Draw images for every prompt and sampling setting. If the command is interrupted, run it again to continue.
 
     examples:
       python -m evaluation sample --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
@@ -60,7 +60,7 @@ def sample(arguments: list[str]) -> None:
 
 
 def score_sets(arguments: list[str]) -> None:
-    """Draw missing pictures, compute the metrics of every sample set, print them and write metrics.json.
+    """Draw missing images, compute the metrics of every sample set, print them and write metrics.json.
 
     examples:
       python -m evaluation score --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
@@ -88,7 +88,7 @@ def watch(arguments: list[str]) -> None:
         )
     names = choose_metrics(config.metrics, config.extractors, config.reference)
     run, output = open_store(config.model), base_place(config)
-    read_schedule(run)  # refuses a folder that is not a run before anything else is read
+    read_schedule(run)  # fails early if the folder is not a run
     settings = config.model_dump(mode="json", include={"weights", "sampling", "extractors", "reference"})
     Follower(
         run=run,
@@ -103,7 +103,7 @@ def watch(arguments: list[str]) -> None:
 
 
 def report(arguments: list[str]) -> None:
-    """Write one HTML page about one or more runs: losses, metrics, pictures, speed, cost and data.
+    """Write one HTML page about one or more runs: losses, metrics, images, speed, cost and data.
 
     examples:
       python -m evaluation report runs/phase1 runs/phase2
@@ -131,7 +131,7 @@ def compare_runs(arguments: list[str]) -> None:
 
 
 def draw_and_score(config: EvaluateConfig, names: list[MetricName], step: int | None, output: Path | str) -> None:
-    """Draw the pictures of every setting from one checkpoint, compute their metrics and print them."""
+    """Draw the images of every setting from one checkpoint, compute their metrics and print them."""
     check_measurable(names, len(read_prompts(config.prompts)), config.sampling.size, config.reference)
     for place in draw(config, step, output):
         rows = score(read_set(place), names, config.extractors, config.reference, config.workers)
@@ -139,18 +139,18 @@ def draw_and_score(config: EvaluateConfig, names: list[MetricName], step: int | 
 
 
 def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[Path | str]:
-    """Draw the pictures of every setting, and return the places of the sample sets."""
+    """Draw the images of every setting, and return where each sample set is stored."""
     prompts = read_prompts(config.prompts)
     trusted = config.trust_remote_code
     model = prepare_model(config.model, step, config.weights, open_store(output), trusted)
     places = draw_sets(model, prompts, config.sampling, output, config.workers, trusted)
     for place in places:
-        print(f"{place}: {len(prompts) * config.sampling.images_per_prompt} pictures", flush=True)
+        print(f"{place}: {len(prompts) * config.sampling.images_per_prompt} images", flush=True)
     return places
 
 
 def base_place(config: EvaluateConfig) -> Path | str:
-    """Return the place that contains evaluations/: `output` if it is set, or else the run.
+    """Return the parent of evaluations/: `output` if it is set, otherwise the run.
 
     A local path is made absolute, because workers have different working directories.
     """
@@ -159,16 +159,16 @@ def base_place(config: EvaluateConfig) -> Path | str:
 
 
 def output_place(config: EvaluateConfig) -> Path | str:
-    """Return the place for the sample sets of a config's model.
+    """Return the folder or URL for the sample sets of the config's model.
 
     Raises:
-        RequestError: the model is not a run, and no output is set; or the run has no such checkpoint.
+        RequestError: the model is not a run and no output is set, or the run lacks the requested checkpoint.
     """
     if config.output is not None:
         return base_place(config)
     if not is_run(config.model):
         raise RequestError(
-            f"{config.model} is not a run folder, so there is no default place for its pictures. Choose one with "
+            f"{config.model} is not a run folder, so there is no default location for its images. Choose one with "
             f"--output."
         )
     step = config.step if config.step is not None else choose_step(open_store(config.model), None)

@@ -1,4 +1,4 @@
-"""Config of `python -m evaluation`, assembled from the sections that the subpackages define."""
+"""Config for `python -m evaluation`, assembled from the sections that the subpackages define."""
 
 from pydantic import Field
 from pydantic_settings import CliSuppress
@@ -16,7 +16,7 @@ from shards.base.store import Place
 
 
 class EvaluateConfig(Config):
-    """Sample a model and score its pictures."""
+    """Sample a model and score its images."""
 
     model: str
     """Model to sample: a run folder or its URL, the folder of an exported diffusers pipeline, or a name on the hub."""
@@ -26,15 +26,15 @@ class EvaluateConfig(Config):
     """Weights of the run's checkpoint: `raw`, `ema` (its moving average), or `auto`, which is `ema` if the checkpoint
     has one."""
     trust_remote_code: bool = False
-    """Allow workers to execute Python code that the pipeline's folder contains."""
+    """Allow workers to execute Python code found in the pipeline's folder."""
     output: Place | None = None
-    """Folder (visible to all workers) or URL for pictures and metrics. null: RUN/evaluations/STEP."""
+    """Folder (visible to all workers) or URL for images and metrics. null: RUN/evaluations/STEP."""
     prompts: PromptsConfig = PromptsConfig()
     sampling: SamplingConfig = SamplingConfig()
     extractors: ExtractorsConfig = ExtractorsConfig()
     reference: ReferenceConfig = ReferenceConfig()
     metrics: list[MetricName] | None = None
-    """Metrics to compute. null: all those whose extractor has weights."""
+    """Metrics to compute. null: all metrics whose extractor has weights."""
     workers: FleetConfig = FleetConfig()
 
 

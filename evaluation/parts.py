@@ -1,11 +1,11 @@
-"""Parts: files that one attempt writes and commits together. A part exists if its receipt does.
+"""Parts: files that one attempt writes and commits together. A part exists once its receipt exists.
 
     PLACE/pictures/00000.3fa9c1d2/…         the files, in a folder named by its content hash
     PLACE/receipts/pictures/00000.json      the receipt, created last
 
 Parts are stored by the functions that commit the parts of a latents root (`shards/root/commit.py`), with the same
-guarantees. Their receipts are simpler, because they describe no tar: they have no buckets, bitmaps or generations, and
-the writer of a part adds its own fields.
+guarantees. Their receipts are simpler, because they do not describe a tar: they have no buckets, bitmaps or
+generations, and whoever writes a part adds its own fields.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from shards.base.store import Store
 from shards.root.commit import content_hash, record_files, store_part
 
 PartReceipt = dict[str, Any]
-"""`part`: the part's folder; `files`: file name → SHA-256; `seconds`: time that writing the files took; and the fields
-that the writer of the part added."""
+"""`part`: the part's folder; `files`: file name → SHA-256; `seconds`: time spent writing the files; and any fields that
+the part's writer added."""
 FOLDER = "receipts"
 
 
@@ -36,7 +36,7 @@ def read_receipt(store: Store, folder: str, name: str) -> PartReceipt | None:
 
 
 def read_receipts(store: Store, folder: str, names: Sequence[str]) -> dict[str, PartReceipt]:
-    """Read the receipts of parts `names` in `folder` in one batch. Parts that are not committed are left out.
+    """Read the receipts of parts `names` in `folder` in one batch. Uncommitted parts are omitted.
 
     Raises:
         DamagedFile: a receipt is damaged.
@@ -47,10 +47,10 @@ def read_receipts(store: Store, folder: str, names: Sequence[str]) -> dict[str, 
 
 
 def commit_part(store: Store, folder: str, name: str, write: Callable[[Path], PartReceipt]) -> PartReceipt:
-    """Write and commit a part unless it is committed already, and return its receipt.
+    """Write and commit a part unless it is already committed, and return its receipt.
 
-    If several attempts run concurrently, the attempt that creates the receipt has committed the part, and all return
-    its receipt.
+    If several attempts run concurrently, the first to create the receipt commits the part, and all of them return that
+    receipt.
 
     Args:
         write: writes the part's files into the given empty folder, and returns the fields to add to the receipt.
@@ -72,13 +72,13 @@ def _store_part(store: Store, folder: str, name: str, write: Callable[[Path], Pa
 
 
 def seconds_of_parts(store: Store) -> float:
-    """Return the total time that workers spent on the committed parts of a store."""
+    """Return the total worker time, in seconds, spent on a store's committed parts."""
     receipts = store.read_many([f"{FOLDER}/{name}" for name in store.files(FOLDER)])
     return float(sum(parse_sealed_json(data, store.where(name)).get("seconds", 0) for name, data in receipts.items()))
 
 
 def read_part(store: Store, receipt: PartReceipt) -> dict[str, bytes]:
-    """Return file name → content for a committed part, in the receipt's order.
+    """Return a dict from file name to content for a committed part, in receipt order.
 
     Raises:
         DamagedInput: a file is missing, or its SHA-256 does not match the receipt.
@@ -91,8 +91,8 @@ def read_part(store: Store, receipt: PartReceipt) -> dict[str, bytes]:
         if data is None or hashlib.sha256(data).hexdigest() != sha256:
             raise DamagedInput(
                 f"{store.where(f'{folder}/{file}')} is {'missing' if data is None else 'damaged'}. Restore it from a "
-                f"copy; or delete its folder and the folder's receipt in {store.where(FOLDER)}, and run the same "
-                f"command again to recreate them."
+                f"backup; or delete the folder that contains it and that folder's receipt in {store.where(FOLDER)}, "
+                f"and run the same command again to recreate them."
             )
         files[file] = data
     return files

@@ -30,11 +30,11 @@ setting."""
 def choose_metrics(
     wanted: Sequence[MetricName] | None, extractors: ExtractorsConfig, reference: ReferenceConfig
 ) -> list[MetricName]:
-    """Return the requested metrics, or all whose extractor has weights, after checking that the weights exist.
+    """Return the requested metrics, or all metrics whose extractor has weights, after checking that the weights exist.
 
     Raises:
-        RequestError: the weights of an extractor are missing, a metric needs more than the reference's moments, or
-            there is no metric left.
+        RequestError: an extractor's weights are missing, a metric needs more than the reference's moments, or no
+            metrics remain.
     """
     given = [kind for kind in ("inception", "clip", "dinov2") if getattr(extractors, kind).weights is not None]
     given += ["toy"] if extractors.toy else []
@@ -61,13 +61,13 @@ def check_measurable(names: Sequence[MetricName], num_prompts: int, size: str, r
     """Check, before a sample set is drawn, that its metrics can be computed.
 
     Raises:
-        RequestError: there are too few prompts, or the reference has a different size, has no place or cannot be read.
+        RequestError: there are too few prompts, or the reference is not set, cannot be read or has a different size.
     """
     if num_prompts < MIN_CLUSTERS:
         raise RequestError(
-            f"There are only {num_prompts} prompts, but the interval of a metric needs at least {MIN_CLUSTERS}. More "
-            f"pictures per prompt do not help, because pictures of the same prompt are not independent. Add prompts, "
-            f"or use `make sample` to draw the pictures without computing metrics."
+            f"There are only {num_prompts} prompts, but a metric's interval needs at least {MIN_CLUSTERS}. More "
+            f"images per prompt do not help, because images of the same prompt are not independent. Add prompts, "
+            f"or use `make sample` to draw the images without computing metrics."
         )
     if all(METRICS[name].compared_with == "nothing" for name in names):
         return
@@ -92,7 +92,7 @@ def score(
 ) -> list[Row]:
     """Compute metrics of a sample set, and write them to its metrics.json.
 
-    Every metric also gets a record named by its id. Metrics that already have one are not computed again.
+    Every metric also gets a record named after its id. Metrics that already have a record are not recomputed.
 
     Raises:
         RequestError: the reference has a different size or cannot be used, or there are too few samples.

@@ -25,8 +25,8 @@ def run_units(
     """Apply `function` to every unit (key, work) on Ray workers. Starts Ray if there are any units.
 
     Raises:
-        Preempted: the job was stopped before its end.
-        WorkError: some units failed, or no node of the cluster can take a worker.
+        Preempted: the job was stopped before it finished.
+        WorkError: some units failed, or no node in the cluster can host a worker.
     """
     if not units:
         return
@@ -53,12 +53,12 @@ def run_units(
     if failed:
         reasons = summarize(list(failed.items()), most=len(failed))
         raise WorkError(
-            f"{what}: {len(failed)} of {len(units)} parts failed ({reasons}). The others are committed; the same "
-            f"command retries only these."
+            f"{what}: {len(failed)} of {len(units)} parts failed ({reasons}). The others are committed. Run the "
+            f"same command again to retry only the failed ones."
         )
     if done < len(units):
         raise Preempted(
-            f"{what}: stopped by a signal, {len(units) - done} parts before the end. Run the same command again to "
+            f"{what}: stopped by a signal with {len(units) - done} parts remaining. Run the same command again to "
             f"continue."
         )
 

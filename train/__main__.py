@@ -5,7 +5,7 @@ examples:
   python -m train --config configs/phase1.yaml --run_dir runs/b --optimizer.lr 5e-5
   python -m train.launch --multi_gpu --num_processes 8 -m train --config configs/phase1.yaml --num_processes 8
 
-further commands, each with a --help of its own:
+more commands, each with its own --help:
   python -m train check     check data, network and checkpoint without starting the run
   python -m train plot      draw RUN/loss.png from a run's metrics
   python -m train export    export a run as a diffusers pipeline

@@ -76,12 +76,12 @@ class TrainConfig(Config):
     compile: bool = False
     """Compile the network with torch.compile."""
     sharding: Sharding = "none"
-    """Sharding over processes: `none` (DDP; every process holds everything), `grad_op` (gradients and optimizer state)
-    or `full` (weights as well)."""
+    """Sharding across processes: `none` (DDP; every process holds everything), `grad_op` (gradients and optimizer
+    state) or `full` (weights as well)."""
     ddp: DdpConfig = DdpConfig()
     collective_timeout: float = Field(600.0, gt=0)
-    """Seconds that processes wait for each other in a collective before the run fails. It must exceed the time that
-    writing a checkpoint takes. With several processes, each waits for storage at most 0.8 times as long."""
+    """Seconds that processes wait for each other in a collective before the run fails. It must exceed the time
+    needed to write a checkpoint. With several processes, each waits for storage at most 0.8 times as long."""
     takeover_after: float = Field(60.0, gt=0)
     """Seconds without a heartbeat after which the launch that holds the run is considered dead, so that a new launch
     may take over."""
@@ -133,8 +133,8 @@ class TrainConfig(Config):
         return max(self.collective_timeout, self.data.first_timeout + self.data.timeout)
 
     def patience(self, seconds: float, num_processes: int) -> float:
-        """Limit a timeout for storage, so that a process reports its error before a collective of the others times
-        out."""
+        """Limit a timeout for storage, so that a process reports its error before the other processes' collective
+        times out."""
         return seconds if num_processes == 1 else min(seconds, 0.8 * self.collective_timeout)
 
     @property

@@ -20,7 +20,7 @@ LAUNCHER_FIELDS = ("num_processes", "sharding")
 
 
 def describe_if_finished(config: TrainConfig, config_file: Path | None) -> str | None:
-    """Return the final message if the run has done all its steps with this exact config.
+    """Return the final message if the run has completed all its steps with this exact config.
 
     None means that the run is unfinished, or that only `prepare` can decide. If several processes train, only one may
     call this, before the others start.
@@ -38,8 +38,8 @@ def describe_if_finished(config: TrainConfig, config_file: Path | None) -> str |
 
 
 def nothing_to_do(config: TrainConfig) -> str:
-    """Return the message for a run that has already done all its steps."""
-    return f"{config.run_dir} has done its {config.max_steps} steps; there is nothing to do."
+    """Return the message for a run that has already completed all its steps."""
+    return f"{config.run_dir} has completed its {config.max_steps} steps; there is nothing to do."
 
 
 def describe_finished(config: TrainConfig, step: int, launch: int | None, config_file: Path | None) -> str:

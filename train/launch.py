@@ -29,7 +29,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 UNUSED_SIGNAL = "SIGRTMAX"
 """The only signal that torch's launcher is allowed to handle, so that it keeps this module's handlers."""
 POLL_SECONDS = 0.05
-"""Time between checks whether the child processes have exited."""
+"""Interval between checks for exited child processes."""
 
 
 class Stopped(BaseException):
@@ -123,12 +123,14 @@ class Shutdown:
             say(
                 WorkError(
                     "Interrupted twice by Ctrl-C: the processes were killed, and the steps since the newest checkpoint "
-                    "are lost. The same command resumes from that checkpoint."
+                    "are lost. Run the same command again to resume from that checkpoint."
                 )
             )
             return INTERRUPTED
         if Preempted.exit_code in self.exit_codes:
-            raise Preempted(f"The launcher received {self.name} and the run saved. The same command resumes it.")
+            raise Preempted(
+                f"The launcher received {self.name} and the run saved. Run the same command again to resume."
+            )
         if self.exit_codes and not any(self.exit_codes):
             return 0  # the run finished
         failed = [code for code in self.exit_codes if code > 0 and code != INTERRUPTED]
@@ -137,13 +139,13 @@ class Shutdown:
         if self.timed_out:
             raise Preempted(
                 f"The launcher received {self.name}, but the run did not exit within {os.environ[SHUTDOWN_TIMEOUT]} s "
-                f"({SHUTDOWN_TIMEOUT}, or LEAVE of make) and was killed. The steps since the newest checkpoint are "
-                f"lost. The same command resumes from that checkpoint. Raise {SHUTDOWN_TIMEOUT} to give the run more "
-                f"time to save."
+                f"({SHUTDOWN_TIMEOUT}; with make: LEAVE) and was killed. The steps since the newest checkpoint are "
+                f"lost. Run the same command again to resume from that checkpoint, and raise {SHUTDOWN_TIMEOUT} to "
+                f"give the run more time to save."
             )
         nothing_saved = (
-            f"The launcher received {self.name} before the first step, so this launch saved nothing. The same command "
-            f"starts the run again, from the newest checkpoint if there is one."
+            f"The launcher received {self.name} before the first step, so this launch saved nothing. Run the "
+            f"same command again to start from the newest checkpoint, if there is one."
         )
         if self.received == signal.SIGINT:
             say(WorkError(nothing_saved))
@@ -229,7 +231,7 @@ def check_without_torch(arguments: list[str]) -> str | None:
 
 
 def check_run(trainer: list[str]) -> str | None:
-    """Check the run of these trainer arguments, and return the final message if it has already finished.
+    """Check the run that these trainer arguments start, and return the final message if it has already finished.
 
     Raises:
         RequestError: the training config is wrong, or an input of the run is missing.
@@ -242,7 +244,7 @@ def check_run(trainer: list[str]) -> str | None:
 
 
 def trainer_arguments(arguments: list[str]) -> list[str] | None:
-    """Return the arguments after `-m train`, or None if they do not start a run but a subcommand or --help."""
+    """Return the arguments after `-m train`, or None if they request a subcommand or --help instead of a run."""
     for i in range(len(arguments) - 1):
         if arguments[i] in ("-m", "--module") and arguments[i + 1] == "train":
             trainer = arguments[i + 2 :]

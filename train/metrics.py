@@ -1,4 +1,4 @@
-"""Fields of a line of metrics.jsonl, accumulated over the steps since the line before."""
+"""Fields of a line in metrics.jsonl, accumulated over the steps since the previous line."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,9 +46,9 @@ class Metrics:
         self.results.collect(self.state)
 
     def line_fields(self) -> dict[str, Any]:
-        """Return the fields of a line of metrics.jsonl. Call `collect` first, and `begin_line` after writing the line.
+        """Return the fields of a line in metrics.jsonl. Call `collect` first, and `begin_line` after writing the line.
 
-        The time between the two, in which validation runs, does not count in any line's throughput.
+        The time between this call and `begin_line`, in which validation runs, counts towards no line's throughput.
         """
         assert self.grad_norm is not None
         state = self.state
@@ -68,7 +68,7 @@ class Metrics:
         }
 
     def begin_line(self) -> None:
-        """Start to accumulate the next line."""
+        """Start accumulating the next line."""
         self.state.begin_line()
         self.meter.restart()
 

@@ -1,6 +1,6 @@
 """Preparation of a launch before it acquires the run: find checkpoints and data, build the network, check the request.
 
-Nothing here changes the run, neither in its folder nor at its URL.
+Nothing here changes the run, in its folder or at its URL.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class Prepared:
     aligned: Aligned | None = None
     """`network` with its projection head, if a layer is aligned (REPA)."""
     seen: Seen = field(default_factory=Seen)
-    """The state of the run that this launch looked at."""
+    """The state of the run as this launch saw it."""
     start_seed: int | None = None
     """Seed of the run that provides the weights of a new run, if any."""
 
@@ -82,7 +82,7 @@ def prepare(
     """Open the data, build the network, and load the weights of the checkpoint to resume or to start from.
 
     The main process finds the checkpoints, verifies their hashes and broadcasts the result. If `run_dir` or `init_from`
-    is an object-store URL, one process of every other node downloads and verifies a copy.
+    is an object-store URL, one process on every other node downloads and verifies a copy.
 
     Args:
         accelerator: None: this is the only process.
@@ -166,7 +166,7 @@ def load_first_weights(
     """Load the weights of the checkpoint to resume, of the run to start from, or of a pretrained network.
 
     Returns:
-        A description of the checkpoint to start from; None: the weights have a different source.
+        A description of the checkpoint to start from; None: the weights have another source.
 
     Raises:
         RequestError: the weights belong to a different architecture.
@@ -213,7 +213,7 @@ def make_aligned(
 def on_each_node(
     accelerator: Accelerator | None, place: Place, checkpoint: Checkpoint | None, downloads: ExitStack
 ) -> Checkpoint | None:
-    """Return the checkpoint that the main process found, downloaded to a folder of this node if `place` is a URL.
+    """Return the checkpoint that the main process found, downloaded to a folder on this node if `place` is a URL.
 
     Raises:
         WorkError: the checkpoint was damaged, replaced or deleted after the main process found it.
@@ -242,14 +242,14 @@ def precision_of_run(config: TrainConfig, device: str) -> Precision:
 def find_all(
     config: TrainConfig, world: World, downloads: ExitStack
 ) -> tuple[Seen, Checkpoint | None, Checkpoint | None, FoundData, FoundValidation | None]:
-    """Look up everything that may change with time, once per launch.
+    """Look up everything that may change over time, once per launch.
 
     Returns:
-        The state of the run; its newest checkpoint, or else the checkpoint of the run to start from; and the
-        indexes of the training and the validation data, which the run's own checkpoint pins.
+        The state of the run; its newest checkpoint; the checkpoint to start from if the run has none; and the indexes
+        of the training and validation data, which the run's own checkpoint pins.
 
     Raises:
-        RequestError: a different launch holds the run, or what `find_start`, `find_data` and `find_validation` raise.
+        RequestError: another launch holds the run, or `find_start`, `find_data` or `find_validation` raised it.
     """
     check_run_dir(config.work)
     free = wait_until_free(local_copy.lease_backend(config.run_dir), config.takeover_after)
@@ -262,7 +262,7 @@ def find_all(
     seen = Seen(free, checkpoints)
     start = find_start(config, downloads) if own is None else None
     found = find_data(config.data, own.fingerprint["streams"] if own else ())
-    check_pipeline(config, found.streams[0].encoding)  # refuse now what could not be exported after training
+    check_pipeline(config, found.streams[0].encoding)  # reject now what could not be exported after training
     held_out = None
     if config.validation.root is not None:
         pinned = own is not None and config.data.index == "pinned"

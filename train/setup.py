@@ -1,4 +1,4 @@
-"""Builds the training step and the trainer of a run from its config and the results of `prepare`."""
+"""Build a run's training step and trainer from its config and the results of `prepare`."""
 
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def build_trainer(
     remote: RemoteRun | None = None,
     heartbeat: HeartbeatReporter | None = None,
 ) -> Trainer:
-    """Build the trainer of a run that this launch holds, and write the resolved config into the run folder.
+    """Build the trainer for a run that this launch holds, and write the resolved config into the run folder.
 
     Args:
         remote: uploads to the run's URL, if it has one.
@@ -152,9 +152,9 @@ def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerato
         if prepared.start_seed == config.seed:
             print_once(
                 accelerator,
-                f"warning: {config.init_from} was trained with the same seed, {config.seed}, so this run repeats its "
-                f"timesteps and noise step by step and, on the same data, its order of samples. Set a different "
-                f"`seed`.",
+                f"warning: {config.init_from} was trained with the same seed, {config.seed}, so every step of this run "
+                f"draws the same timesteps and noise as in that run and, on the same data, the same samples. Set a "
+                f"different `seed`.",
             )
     slow = warn_if_slow_to_stop(lease.pace, config.checkpoint)
     if slow is not None:
@@ -193,7 +193,7 @@ def begin_folder(
 
 
 def make_loader(config: TrainConfig, prepared: Prepared, rank: int, step: int) -> Loader:
-    """Build the loader of this rank's share of every step after `step`."""
+    """Build the loader for this rank's share of every step after `step`."""
     world, batch = prepared.world, config.global_batch_size
     nodes = config.data.num_canonical_nodes
     slots = global_slots(batch // world.size, rank, world.size, world.local_size, nodes)
@@ -209,9 +209,9 @@ def make_writers(
     remote: RemoteRun | None,
     network_json: str,
 ) -> tuple[CheckpointWriter, CheckpointWriter]:
-    """Build the writers of checkpoints and of snapshots of the averages.
+    """Build the writers for checkpoints and for snapshots of the averages.
 
-    Every process writes its part of a checkpoint of sharded weights; otherwise the main process writes all of it.
+    With sharded weights, every process writes its share of a checkpoint; otherwise the main process writes all of it.
     """
     rank, total, beside = accelerator.process_index, accelerator.num_processes, prepared.world.local_size
     single = WriterGroup(rank)
@@ -225,7 +225,7 @@ def make_writers(
 
 
 def make_meter(prepared: Prepared, network: Any) -> Meter:
-    """Build a meter of throughput, with the FLOPs per sample of each latent shape in the data."""
+    """Build a throughput meter, with the FLOPs per sample for each latent shape in the data."""
     shapes = {stream.latent_hw for stream in prepared.spec.streams}
     flops = {}
     for shape in shapes:
@@ -235,7 +235,7 @@ def make_meter(prepared: Prepared, network: Any) -> Meter:
 
 
 def device_peak(config: TrainConfig, device: torch.device) -> float | None:
-    """Return the device's peak in TFLOP/s, from the config or else from a table of devices; None: unknown."""
+    """Return the device's peak in TFLOP/s, from the config or a table of devices; None: unknown."""
     if config.log.peak_tflops is not None:
         return config.log.peak_tflops
     if not is_accelerator(device) or config.precision == "float32":  # the table lists peaks for bfloat16

@@ -1,4 +1,4 @@
-"""Run the trainer as a task of Slurm: `srun python -m train.launch --slurm -m train --config …`.
+"""Run the trainer as a Slurm task: `srun python -m train.launch --slurm -m train --config …`.
 
 Slurm starts one task per process, so there is nothing left to launch. Each task derives its rank from Slurm's
 environment variables and then becomes the trainer.
@@ -16,15 +16,15 @@ EXAMPLE = "srun python -m train.launch --slurm -m train --config configs/phase1.
 
 
 def become_slurm_task(arguments: list[str]) -> None:
-    """Replace this process by Python with these arguments, in the environment of a process of torch's launcher.
+    """Replace this process with Python and these arguments, in the environment that torch's launcher would set.
 
     Raises:
-        RequestError: this process is not a task of srun, or `arguments` is empty.
+        RequestError: this process was not started by srun, or `arguments` is empty.
     """
     if not arguments:
         raise RequestError(f"--slurm must be followed by the command to run: {EXAMPLE}")
     os.environ.update(slurm_variables(os.environ))
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it would kill the process before the trainer handles it
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # would kill the process until the trainer handles it
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
@@ -32,7 +32,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Convert srun's environment variables to those of torch's launcher. MASTER_ADDR and MASTER_PORT are kept if set.
 
     Raises:
-        RequestError: a variable is missing, so this is not a task of srun, or the node list names no host.
+        RequestError: a variable is missing, so this process was not started by srun, or the node list names no host.
     """
     try:
         rank, size, local_rank = (environment[f"SLURM_{name}"] for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
@@ -49,8 +49,8 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
         }
     except KeyError as missing:
         raise RequestError(
-            f"--slurm reads Slurm's variables, but {missing.args[0]} is not set, so this process is not a task of srun."
-            f" Start it as {EXAMPLE}"
+            f"--slurm reads Slurm's environment variables, but {missing.args[0]} is not set, so this process was not "
+            f"started by srun. Start it with: {EXAMPLE}"
         ) from None
     return variables | {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment}
 
@@ -71,5 +71,5 @@ def first_host(nodes: str) -> str:
     """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
-        raise RequestError(f"SLURM_STEP_NODELIST is {nodes!r}, which names no host. Start the trainer as {EXAMPLE}")
+        raise RequestError(f"SLURM_STEP_NODELIST is {nodes!r}, which names no host. Start the trainer with: {EXAMPLE}")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])

@@ -36,7 +36,7 @@ def start_launchers(arguments: list[str]) -> int:
     """Start a launcher on each machine, in the current folder, and return the exit code of the first one to fail.
 
     Args:
-        arguments: the file of hosts, the number of hosts to use, the number of processes per host, and the arguments
+        arguments: the hosts file, the number of hosts to use, the number of processes per host, and the arguments
             of a launcher.
 
     Raises:
@@ -45,7 +45,7 @@ def start_launchers(arguments: list[str]) -> int:
     """
     hosts, processes_per_host, rest = parse_arguments(arguments)
     if shutil.which(SSH[0]) is None:
-        raise RequestError("--hosts needs ssh, which is not installed. Install OpenSSH's client.")
+        raise RequestError("--hosts needs ssh, which is not installed. Install the OpenSSH client.")
     running = {}
     for rank, host in enumerate(hosts):
         launcher = shlex.join(launcher_command(hosts, rank, processes_per_host) + rest)
@@ -78,7 +78,7 @@ def parse_arguments(arguments: list[str]) -> tuple[list[str], int, list[str]]:
     """
     if len(arguments) < 4 or not all(word.isdecimal() and int(word) for word in arguments[1:3]):
         raise RequestError(
-            f"--hosts must be followed by a file of hosts, the number of hosts and the number of processes per host: "
+            f"--hosts must be followed by a hosts file, the number of hosts and the number of processes per host: "
             f"{EXAMPLE}"
         )
     file, num_hosts, processes_per_host = arguments[0], int(arguments[1]), int(arguments[2])
@@ -117,7 +117,7 @@ def read_hosts(path: Path) -> list[str]:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     except OSError as error:
         raise RequestError(
-            f"The file of hosts {path} cannot be read: {error.strerror}. It must contain one host per line."
+            f"The hosts file {path} cannot be read: {error.strerror}. It must contain one host per line."
         ) from None
     hosts = [line for line in lines if line]
     for host in hosts:
@@ -153,14 +153,14 @@ def first_failure(running: Mapping[str, subprocess.Popen[bytes]], forward: Calla
     if code == SSH_FAILED:
         raise RequestError(
             f"ssh could not reach {host}, or lost the connection (see above). `ssh {host} true` must work without a "
-            f"password, and this folder must exist on {host} under the same path. The same command resumes the run."
+            f"password, and this folder must exist at the same path on {host}. Run the same command again to resume."
         )
     if code in (INTERRUPTED, -signal.SIGINT):
         return INTERRUPTED  # the launcher has printed the reason
     if code > KILLED_BY:
         raise WorkError(
-            f"The launcher on {host} was killed by signal {code - KILLED_BY}. If that is 9, the machine may have run "
-            f"out of memory. Saved checkpoints remain valid, and the same command resumes the run."
+            f"The launcher on {host} was killed by signal {code - KILLED_BY}. Signal 9 often means that the machine "
+            f"ran out of memory. Saved checkpoints remain valid; run the same command again to resume."
         )
     return code if code > 0 else WorkError.exit_code
 

@@ -64,7 +64,7 @@ def _train_here(
     is_main, output_folder = accelerator.is_main_process, lease.run_dir / "logs" / f"{lease.number:04d}"
     with (
         lease if is_main else nullcontext(),
-        # uploads the output when it ends, so the output is closed first
+        # uploads the output on exit, after `tee_output` has closed it
         remote.logs_uploaded_at_exit() if is_main and remote is not None else nullcontext(),
         tee_output(output_folder, accelerator.process_index, config.log.keep_output),
     ):

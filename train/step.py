@@ -56,7 +56,7 @@ class TrainStep:
     """Samples per forward pass, at most this rank's share of the global batch."""
     seed: int = 0
     model: Any = None
-    """`network`, or `loss.aligned` around it, as accelerate wrapped it; None: `network` itself."""
+    """`network`, or `loss.aligned` around it, as wrapped by accelerate; None: `network` itself."""
     averages: dict[str, Ema] = field(default_factory=dict)
     """Folder in a checkpoint → moving average. `ema` is the run's own; post-hoc averages are built from the others."""
     compiled: bool = False

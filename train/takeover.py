@@ -1,4 +1,4 @@
-"""How a launch acquires the run that `prepare` looked at, and sets up this machine's copy of it."""
+"""How a launch acquires the run that `prepare` examined, and sets up this machine's copy of it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ def acquire(config: TrainConfig, prepared: Prepared) -> Lease:
     """Acquire the run for this launch.
 
     Raises:
-        RunInUse: a different launch holds the run.
+        RunInUse: another launch holds the run.
         WorkError: the previous launch woke up and saved while this one was preparing.
     """
     orphan = prepared.orphan
@@ -33,7 +33,7 @@ def install(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, l
         `prepared`, with the checkpoint's new folder.
 
     Raises:
-        LeaseLost: a different launch has taken over.
+        LeaseLost: another launch has taken over.
     """
     if isinstance(config.run_dir, Path):
         return prepared

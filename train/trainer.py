@@ -28,7 +28,7 @@ from train.step import TrainStep
 
 @dataclass
 class Trainer:
-    """The training loop around a `TrainStep`. Tests replace single fields by fakes."""
+    """The training loop around a `TrainStep`. Tests replace individual fields with fakes."""
 
     accelerator: Accelerator
     train_step: TrainStep
@@ -39,7 +39,7 @@ class Trainer:
     validation: Validation | None
     checkpoints: CheckpointWriter
     average_snapshots: CheckpointWriter
-    """Writes the averages from which an average of any width can be rebuilt later (`ema.snapshot_every`)."""
+    """Writer of the averages from which an average of any width can be rebuilt later (`ema.snapshot_every`)."""
     lease: Lease
     heartbeat: HeartbeatReporter
     max_steps: int
@@ -50,12 +50,12 @@ class Trainer:
     """None: `fit` installs the signal handlers."""
 
     def fit(self) -> None:
-        """Train until `max_steps`, saving checkpoints on the way.
+        """Train until `max_steps`, saving checkpoints along the way.
 
         Raises:
             Preempted: the run received a stop signal, and saved first.
-            LeaseLost: a different launch took over the run, because this one sent no heartbeat for too long.
-            WorkError: no batch arrived in time, too many steps were not finite, or a process was lost.
+            LeaseLost: another launch took over the run, because this one sent no heartbeat for too long.
+            WorkError: no batch arrived in time, too many steps had non-finite gradients, or a process was lost.
         """
         try:
             self._fit()
@@ -99,8 +99,8 @@ class Trainer:
                     self._record_pace(shutdown.step_seconds)
                 if signals.stop and state.step < self.max_steps:
                     raise Preempted(
-                        f"The run received a stop signal and saved after step {state.step}. The same command resumes "
-                        f"it."
+                        f"The run received a stop signal and saved after step {state.step}. Run the same command again "
+                        f"to resume."
                     )
         self.log.close()
 
@@ -118,7 +118,8 @@ class Trainer:
         self.log.advance()
 
     def _write_line(self) -> None:
-        """Log the steps since the last line. Only this, saving, and signal checks make the host wait for the device."""
+        """Log the steps since the last line. Only logging, saving and signal checks make the host wait for the
+        device."""
         self.metrics.collect()
         self.heartbeat.enter(self.state.step, "logging")
         fields = self.metrics.line_fields() | self._validate()

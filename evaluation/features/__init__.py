@@ -1,1 +1,1 @@
-"""Features of pictures: extractors with local weights, sample sets and references as input, computed once in parts."""
+"""Image features: extractors with local weights, applied once to sample sets and references and stored in parts."""

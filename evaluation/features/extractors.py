@@ -1,6 +1,6 @@
-"""Networks that extract features from pictures. Each is loaded from a local path and identified by its content.
+"""Networks that extract features from images. Each is loaded from a local path and identified by its content.
 
-Every extractor resizes pictures to its own input size in its own way, which is therefore part of a metric's id.
+Each extractor resizes images in its own way, so the resizing is part of a metric's id.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ WEIGHTS_NAME = "model.safetensors"
 Pixels = np.ndarray
 """(N, height, width, 3) uint8."""
 Extractor = Callable[[Pixels], Tensor]
-"""Pictures → (N, D) float32."""
+"""Function that maps images to (N, D) float32 features."""
 
 
 class ExtractorConfig(Config):
@@ -59,7 +59,7 @@ class ExtractorsConfig(Config):
     toy: bool = Field(False)
     """Use the mean colours of 4 × 4 cells as features, for `toy_fid` and `toy_kid`. Meant for demos without weights."""
     batch_size: int = Field(64, ge=1)
-    """Pictures per batch."""
+    """Images per batch."""
 
 
 def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
     if given.sha256 is not None and sha256 != given.sha256:
         raise RequestError(
             f"{given.weights} has the SHA-256 {sha256}, but extractors.{kind}.sha256 is {given.sha256}. Different "
-            f"weights, configs or tokenizers give different metrics. Restore the expected files, or remove the sha256."
+            f"weights, configs or tokenizers give different metrics. Restore the expected files, or unset the sha256."
         )
     resize = {"inception": BILINEAR, "clip": CROPPED, "dinov2": SQUASHED}[kind]
     if open_clip_weights and not open_clip.read_preprocessing(given.weights).crop:
@@ -97,7 +97,7 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
 
 
 def _check_files(kind: ExtractorName, weights: Path, open_clip_weights: Path | None, option: str) -> None:
-    """Check that existing weights are in the format that `kind` is loaded from.
+    """Check that existing weights are in a format from which `kind` can be loaded.
 
     Raises:
         RequestError: a file is missing, or the folder contains a different type of model.
@@ -112,7 +112,7 @@ def _check_files(kind: ExtractorName, weights: Path, open_clip_weights: Path | N
         raise RequestError(f"{weights} does not contain the weights of {kind}. Set {option} to {expected}.")
     if kind != "inception" and open_clip_weights is None:
         found = read_model_config(weights).get("model_type")
-        if found != kind:  # transformers would load none of the weights, and silently initialise the model at random
+        if found != kind:  # transformers would load none of the weights, and silently initialise the model randomly
             raise RequestError(
                 f"{weights} contains a model of type {found!r} instead of {kind!r}. Set {option} to a {kind} model."
             )
@@ -133,7 +133,7 @@ def load_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Ex
 
 
 def load_text_features(weights: Path, device: str) -> Callable[[list[str]], Tensor]:
-    """Load CLIP's text encoder: prompts → (N, D) float32 in the space of the `clip` extractor's features.
+    """Load CLIP's text encoder, which maps prompts to (N, D) float32 features comparable with the `clip` extractor's.
 
     Prompts are truncated to the tokenizer's maximum length.
     """
@@ -162,7 +162,7 @@ def _inception(weights: Path, device: str) -> Extractor:
         torch.load(weights, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise RequestError(
-            f"{weights} cannot be loaded as a file that contains only weights ({type(error).__name__}). Use "
+            f"{weights} cannot be loaded as a weights-only file ({type(error).__name__}). Use "
             f"torch-fidelity's weights-inception-2015-12-05-6726825d.pth."
         ) from error
     model = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(weights))
@@ -207,7 +207,7 @@ def _dinov2(weights: Path, device: str) -> Extractor:
 
 
 def _with_preprocessing(encode: Callable[[Tensor], Tensor], preprocessing: Preprocessing, device: str) -> Extractor:
-    """Combine preprocessing with a network: (N, 3, side, side) normalised pictures → (N, D)."""
+    """Combine preprocessing with a network that maps (N, 3, side, side) normalised images to (N, D) features."""
 
     @torch.inference_mode()
     def extract(pixels: Pixels) -> Tensor:
@@ -217,7 +217,7 @@ def _with_preprocessing(encode: Callable[[Tensor], Tensor], preprocessing: Prepr
 
 
 def _to_floats(pixels: Pixels, device: str) -> Tensor:
-    """Convert pictures to (N, 3, height, width) float32 in [0, 1] on `device`."""
+    """Convert images to (N, 3, height, width) float32 in [0, 1] on `device`."""
     return torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).float() / 255
 
 
@@ -238,7 +238,7 @@ def _preprocess(pictures: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 def _hash(weights: Path, open_clip_weights: Path | None) -> str:
-    """Hash a weights file; or the config, weights and tokenizer of a folder."""
+    """Hash a weights file, or a folder's config, weights and tokenizer."""
     if weights.is_file():
         return sha256_file(weights)
     names: tuple[str, ...] = FILES

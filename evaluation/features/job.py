@@ -1,4 +1,4 @@
-"""Extract features of a source's units on Ray, store them in parts, and read them back as one array."""
+"""Extract features from a source's units on Ray, store them in parts, and read them back as one array."""
 
 import functools
 import hashlib
@@ -38,11 +38,11 @@ from shards.open import open_store
 
 RECORD = "reference.json"
 NO_REFERENCE = (
-    "No reference was given. Set reference.place to where its features are stored, and reference.pictures to its "
-    "pictures if the features do not exist yet; or set reference.moments."
+    "No reference is set. Set reference.place to the location of its features, and also reference.pictures to its "
+    "images if the features do not exist yet; or set reference.moments."
 )
 ISOLATE_FROM = 2
-"""First attempt that decodes pictures in a child process, because a picture may have killed the previous attempt."""
+"""First attempt that decodes images in a child process, because an image may have crashed the previous attempt."""
 FEATURES, TEXTS, MOMENTS = "features.npy", "texts.npy", "moments.npz"
 
 
@@ -63,7 +63,7 @@ class ExtractionJob:
 
 @dataclass(frozen=True)
 class Features:
-    """Features of a whole source, in its order."""
+    """Features of all images of a source, in source order."""
 
     values: np.ndarray
     """(N, D) float32."""
@@ -74,13 +74,13 @@ class Features:
     inputs: dict[str, str]
     """Unit → SHA-256 of its input."""
     rejected: dict[str, int]
-    """Reason → number of rejected pictures."""
+    """Reason → number of rejected images."""
 
 
 def extract(
     units: Sequence[Unit], kind: ExtractorName, config: ExtractorsConfig, place: Path | str, workers: FleetConfig
 ) -> Features:
-    """Return the features of all units. Missing ones are computed on Ray and stored at `place`.
+    """Return the features of all units. Missing features are computed on Ray and stored at `place`.
 
     Raises:
         RequestError: the extractor's weights are missing or unexpected.
@@ -105,10 +105,10 @@ def read_features(
     description: dict[str, Any],
     known: dict[str, PartReceipt] | None = None,
 ) -> Features:
-    """Read the committed parts `names` and join them. Receipts in `known` are not read again.
+    """Read the committed parts `names` and join them. Receipts in `known` are not reread.
 
     Raises:
-        WorkError: a part is missing, or none of them contains a picture.
+        WorkError: a part is missing, or no part contains any images.
         DamagedInput: a file is missing or damaged.
     """
     known = known or {}
@@ -122,8 +122,8 @@ def read_features(
     parts = [read_part(store, receipt) for receipt in receipts.values() if receipt["count"]]
     if not parts:
         raise WorkError(
-            f"{store.where(folder)} has no features, because every picture was rejected or too small. The receipts in "
-            f"{store.where('receipts')} count the reasons. Use different pictures."
+            f"{store.where(folder)} has no features, because every image was rejected or too small. The receipts in "
+            f"{store.where('receipts')} list the reasons with counts. Use different images."
         )
     values, texts = (
         [np.load(io.BytesIO(part[name]), allow_pickle=False) for part in parts if name in part]
@@ -136,10 +136,10 @@ def read_features(
 
 
 def extract_on_worker(unit: Unit, attempt: int, report: Callable[[int], None], job: ExtractionJob) -> PartReceipt:
-    """Make one attempt at one unit, and report the number of pictures processed so far.
+    """Make one attempt at one unit, and report the number of images processed so far.
 
-    A picture that crashes its decoder or never finishes costs the first attempt its worker. Later attempts decode in a
-    child process, where such a picture is rejected and the others are kept.
+    On the first attempt, an image that crashes or hangs its decoder takes the worker down. Later attempts decode in a
+    child process, where such an image is rejected and the others are kept.
     """
     torch.set_num_threads(1 if is_accelerator(job.device) else max(1, int(job.num_cpus)))
     with ending_broken_processes():
@@ -150,9 +150,9 @@ def extract_on_worker(unit: Unit, attempt: int, report: Callable[[int], None], j
 def extract_part(
     unit: Unit, job: ExtractionJob, report: Callable[[int], None], isolate: bool, folder: Path
 ) -> PartReceipt:
-    """Write the features of a unit's pictures to `folder`, and return the receipt's fields.
+    """Write the features of a unit's images to `folder`, and return the receipt's fields.
 
-    With `isolate`, a child process decodes the pictures.
+    With `isolate`, a child process decodes the images.
     """
     extractor = cached_extractor(job.kind, job.weights, job.device)
     record, rows = InputRecord(), []
@@ -174,7 +174,7 @@ def check_finite(values: np.ndarray, unit: Unit, job: ExtractionJob) -> np.ndarr
     """Return (N, D) features unchanged after checking that all are finite.
 
     Raises:
-        WorkError: some are not, so metrics computed from them could be wrong without any sign of it.
+        WorkError: some are not finite, so metrics computed from them could be silently wrong.
     """
     if not np.isfinite(values).all():
         raise WorkError(
@@ -185,7 +185,7 @@ def check_finite(values: np.ndarray, unit: Unit, job: ExtractionJob) -> np.ndarr
 
 
 def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
-    """Stack pictures into batches, (N, height, width, 3) uint8. The last batch may be smaller."""
+    """Stack images into batches, (N, height, width, 3) uint8. The last batch may be smaller."""
     pictures = iter(pictures)
     while batch := list(islice(pictures, batch_size)):
         yield np.stack(batch)
@@ -193,23 +193,23 @@ def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndar
 
 @functools.lru_cache(maxsize=1)
 def cached_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Extractor:
-    """Load an extractor; the worker keeps it for its next unit."""
+    """Load an extractor, and cache it for the worker's next unit."""
     return load_extractor(kind, weights, device)
 
 
 @functools.lru_cache(maxsize=1)
 def cached_text_encoder(weights: Path, device: str) -> Callable[[list[str]], torch.Tensor]:
-    """Load CLIP's text encoder; the worker keeps it for its next unit."""
+    """Load CLIP's text encoder, and cache it for the worker's next unit."""
     return load_text_features(weights, device)
 
 
 def reference_features(
     config: ReferenceConfig, kind: ExtractorName, extractors: ExtractorsConfig, workers: FleetConfig
 ) -> tuple[Features, str]:
-    """Return the features of a reference, and an id of its pictures and their preprocessing.
+    """Return a reference's features, and an id that covers its images and their preprocessing.
 
     Raises:
-        RequestError: the reference does not exist, or was made from different pictures or with different settings.
+        RequestError: the reference does not exist, or was made from different images or with different settings.
         WorkError: some units failed.
     """
     if config.place is None:
@@ -254,13 +254,13 @@ def read_moments(path: Path) -> tuple[Moments, str]:
     if not is_valid or not np.isfinite(mean).all():
         raise RequestError(
             f"{path} does not contain valid moments: `mu` has shape {mean.shape} and `sigma` has shape "
-            f"{covariance.shape}. They must be (D,) and (D, D), finite and symmetric."
+            f"{covariance.shape}. The shapes must be (D,) and (D, D), and `sigma` must be symmetric and finite."
         )
     return Moments(mean, covariance), hashlib.sha256(data).hexdigest()[:16]
 
 
 def reference_moments(config: ReferenceConfig, features: Features, reference_id: str) -> Moments:
-    """Return the moments of a reference's features, which are computed once and stored in pytorch-fid's format.
+    """Return the moments of a reference's features, computed once and stored in pytorch-fid's format.
 
     Raises:
         DamagedInput: the stored file is damaged.
@@ -281,7 +281,7 @@ def reference_moments(config: ReferenceConfig, features: Features, reference_id:
 def _different_reference(store: Store, found: dict[str, Any], wanted: dict[str, Any]) -> RequestError:
     differences = [f"{key} {found.get(key)!r} ≠ {value!r}" for key, value in wanted.items() if found.get(key) != value]
     return RequestError(
-        f"{store.where()} is a reference with different pictures or settings: {', '.join(differences)} (stored ≠ "
+        f"{store.where()} is a reference with different images or settings: {', '.join(differences)} (stored ≠ "
         f"requested). Samples can only be compared with a reference of the same size, made with the same settings. Set "
         f"reference.place to a different location, or use the stored settings."
     )

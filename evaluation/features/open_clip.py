@@ -1,6 +1,6 @@
 """CLIP in open_clip's format: a folder with open_clip_config.json and one weights file.
 
-open_clip runs the model. This module decides which weights file it loads and how pictures are resized.
+open_clip runs the model; this module decides which weights file is loaded and how images are resized.
 """
 
 import json
@@ -20,12 +20,12 @@ CONFIG_NAME = "open_clip_config.json"
 WEIGHTS_NAMES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 """File names that open_clip's `push_to_hf_hub` writes, in order of preference."""
 CROPS = {"shortest": True, "squash": False}
-"""open_clip's `resize_mode` → whether the shorter side is resized and the picture center-cropped."""
+"""open_clip's `resize_mode` → whether the shorter side is resized and the image center-cropped."""
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Preprocessing of pictures for a network with a square input: resizing and normalisation."""
+    """Preprocessing of images for a network with a square input: resizing and normalisation."""
 
     side: int
     """Side of the network's input, in pixels."""
@@ -44,7 +44,7 @@ def weights_file(folder: Path) -> Path | None:
     found = [folder / name for name in WEIGHTS_NAMES if (folder / name).is_file()]
     if not found or not (folder / CONFIG_NAME).is_file():
         return None
-    # a config.json may also be timm's, which is written next to open_clip's files
+    # config.json may be timm's, which is written alongside open_clip's files
     has_both = (folder / "model.safetensors").is_file() and (folder / "config.json").is_file()
     return None if has_both and read_model_config(folder).get("model_type") == "clip" else found[0]
 
@@ -96,7 +96,7 @@ def load_model(folder: Path, device: str) -> Any:
 
 @contextmanager
 def open_clip_errors(file: Path) -> Iterator[None]:
-    """Turn any exception that open_clip raises over a file into a RequestError that names the file."""
+    """Turn any exception that open_clip raises about a file into a RequestError that names the file."""
     try:
         yield
     except Exception as error:
@@ -108,7 +108,7 @@ def open_clip_errors(file: Path) -> Iterator[None]:
 
 
 def load_text_features(folder: Path, device: str) -> Callable[[list[str]], Tensor]:
-    """Load the text encoder: prompts → (N, D) float32 in the space of the picture features.
+    """Load the text encoder, which maps prompts to (N, D) float32 features comparable with the image features.
 
     Prompts are truncated to the tokenizer's maximum length.
     """

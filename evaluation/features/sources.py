@@ -1,7 +1,7 @@
-"""Sources of pictures, divided into units: parts of a sample set, tars, or image files of a folder.
+"""Image sources, divided into units: parts of a sample set, tars, or groups of image files in a folder.
 
-Reference pictures go through stage 1's pixel path, whatever their format, so that a model is compared with pictures
-that were cropped and resized like those it was trained on.
+Reference images go through stage 1's pixel pipeline, whatever their format, so that a model is compared with images
+that were cropped and resized like its training data.
 """
 
 import hashlib
@@ -35,25 +35,25 @@ FILES_PER_UNIT = 500
 Decode = Callable[..., Picture]
 """Function with the signature of `precompute.pixels.decode.decode`."""
 SELECTING_LIMITS = {"formats", "max_pixels", "max_side", "max_bytes"}
-"""Limits that decide which pictures belong to a reference."""
+"""Limits that determine which images belong to a reference."""
 
 
 class ReferenceConfig(Config):
-    """The pictures that a model's samples are compared with."""
+    """The images that a model's samples are compared with."""
 
     place: Place | None = None
     """Folder or URL where the reference's features are stored."""
     pictures: str | None = None
     """Folder or URL of tars, or a folder of image files. null: the features already exist at `place`."""
     moments: Path | None = None
-    """An npz file with `mu` and `sigma`, as pytorch-fid and MLPerf publish them. Replaces `place` and `pictures`, but
+    """An npz file with `mu` and `sigma`, in the format of pytorch-fid and MLPerf. Replaces `place` and `pictures`, but
     suffices only for Fréchet distances at N samples."""
     size: BucketName = "512x512"
-    """WIDTHxHEIGHT in pixels, equal to that of the samples. Smaller pictures are left out."""
+    """WIDTHxHEIGHT in pixels, which must equal the samples' size. Smaller images are skipped."""
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
     batch_size: int = Field(64, ge=1)
-    """Pictures per batch."""
+    """Images per batch."""
 
     @field_validator("pictures")
     @classmethod
@@ -64,11 +64,11 @@ class ReferenceConfig(Config):
     @model_validator(mode="after")
     def _pictures_or_moments(self) -> Self:
         if self.moments is not None and self.pictures is not None:
-            raise ValueError("`moments` replaces the reference's pictures, so set either moments or pictures")
+            raise ValueError("`moments` replaces the reference's images, so set either moments or pictures")
         return self
 
     def record(self) -> dict[str, Any]:
-        """Return the settings that decide which pictures belong to the reference, and their pixels."""
+        """Return the settings that determine which images belong to the reference, and their pixels."""
         pixels = self.pixels
         own = {"size": self.size, "decoder": pixels.decoder, "resampling": pixels.resampling, "crop": pixels.crop}
         return own | {"limits": self.limits.model_dump(mode="json", include=SELECTING_LIMITS)}
@@ -76,12 +76,12 @@ class ReferenceConfig(Config):
 
 @dataclass
 class InputRecord:
-    """Facts about a unit's input, filled in while its pictures are read."""
+    """Facts about a unit's input, filled in while its images are read."""
 
     input: str = ""
     """SHA-256 of the input's content."""
     rejected: Counter[str] = field(default_factory=Counter)
-    """Reason → number of rejected pictures."""
+    """Reason → number of rejected images."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class SampleUnit:
     """The sample set."""
     receipt: PartReceipt
     texts: tuple[str, ...]
-    """Prompt of each picture."""
+    """Prompt of each image."""
 
     def pictures(self, record: InputRecord, isolate: bool = False) -> Generator[np.ndarray, None, None]:
-        """Yield the pictures, (height, width, 3) uint8, in order.
+        """Yield the images, (height, width, 3) uint8, in order.
 
-        `isolate` has no effect, because `evaluation sample` itself wrote these files.
+        `isolate` has no effect, because `evaluation sample` wrote these files.
 
         Raises:
             DamagedInput: a file is missing or damaged.
@@ -111,7 +111,7 @@ class SampleUnit:
 
 @dataclass(frozen=True)
 class TarUnit:
-    """A tar of reference pictures."""
+    """A tar of reference images."""
 
     name: str
     tar: InputTar
@@ -119,13 +119,13 @@ class TarUnit:
     decode: Decode = decode
 
     def pictures(self, record: InputRecord, isolate: bool = False) -> Generator[np.ndarray, None, None]:
-        """Yield the valid pictures that are large enough, (height, width, 3) uint8, in the tar's order.
+        """Yield the valid images that are large enough, (height, width, 3) uint8, in the tar's order.
 
-        With `isolate`, a child process decodes them, and a picture that crashes it or never finishes is rejected as
+        With `isolate`, a child process decodes them, and an image that crashes or hangs it is rejected as
         `decoder_crash`.
 
         Raises:
-            Stuck: decoding a picture in a thread did not finish, so the process must be ended.
+            Stuck: a decoding thread hangs, so the process must be ended.
         """
         limits = self.config.limits
         with local_copy(self.tar.address, ".tar") as path, _decoder(self.decode, limits, isolate) as decode:
@@ -138,7 +138,7 @@ class TarUnit:
 
 @dataclass(frozen=True)
 class FilesUnit:
-    """Some of the image files of a folder of reference pictures."""
+    """A group of image files in a folder of reference images."""
 
     name: str
     paths: tuple[Path, ...]
@@ -146,7 +146,7 @@ class FilesUnit:
     decode: Decode = decode
 
     def pictures(self, record: InputRecord, isolate: bool = False) -> Generator[np.ndarray, None, None]:
-        """Yield the valid pictures that are large enough, (height, width, 3) uint8, in the order of `paths`.
+        """Yield the valid images that are large enough, (height, width, 3) uint8, in the order of `paths`.
 
         For `isolate` and errors, see `TarUnit.pictures`.
         """
@@ -209,7 +209,7 @@ def _decoder(decode: Decode, limits: LimitsConfig, isolate: bool) -> Iterator[De
             try:
                 future.exception(seconds)
             except TimeoutError:
-                raise Stuck(f"decoding a picture took more than {seconds} s") from None
+                raise Stuck(f"decoding an image took more than {seconds} s") from None
             return future.result()
 
         yield decode_in_time
@@ -218,11 +218,11 @@ def _decoder(decode: Decode, limits: LimitsConfig, isolate: bool) -> Iterator[De
 def _decode_and_crop(
     data: bytes | None, config: ReferenceConfig, record: InputRecord, decode: Decode
 ) -> Iterator[np.ndarray]:
-    """Yield the picture at the reference's size, or count it as rejected."""
+    """Yield the image at the reference's size, or count it as rejected."""
     bucket = Bucket.parse(config.size)
     try:
         if data is None:
-            raise Reject("no_image", "the sample has no picture")
+            raise Reject("no_image", "the sample has no image")
         yield decode(data, [bucket], config.pixels, config.limits).pixels[bucket]
     except Reject as reject:
         record.rejected[reject.reason] += 1

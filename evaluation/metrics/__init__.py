@@ -1,1 +1,1 @@
-"""Metrics of features, with 95 % intervals: Fréchet and kernel distances, precision and recall, CLIP score."""
+"""Metrics over features, with 95 % intervals: Fréchet and kernel distances, precision and recall, CLIP score."""

@@ -1,9 +1,9 @@
-"""Fréchet distances between Gaussians fitted to features. The extractor makes them FID, CLIP-FID or FD-DINOv2.
+"""Fréchet distances between Gaussians fitted to features: FID, CLIP-FID or FD-DINOv2, depending on the extractor.
 
     d²(N(m₁, C₁), N(m₂, C₂)) = |m₁ − m₂|² + tr(C₁) + tr(C₂) − 2·tr((C₂^½·C₁·C₂^½)^½)      (Dowson and Landau, 1982)
 
-With N samples, the distance is biased upwards by about a constant/N (Chong and Forsyth, 2020): by
-(2d + d(d + 1)/2)/N for two samples of the same white Gaussian in d dimensions.
+With N samples, the distance has an upward bias of roughly c/N for a constant c (Chong and Forsyth, 2020). For two
+samples from the same white Gaussian in d dimensions, the bias is (2d + d(d + 1)/2)/N.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from evaluation.metrics.intervals import GROUPS, Estimate, groups_of, jackknife
 from shards.base.errors import RequestError
 
 MAX_LEFT_OUT = 2
-"""Number of groups that the jackknife leaves out at a time, at most."""
+"""Maximum number of groups that the jackknife leaves out at a time."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ def frechet_distance(first: Moments, second: Moments) -> float:
 
 
 class GroupSums:
-    """Counts, sums and products of features per group, from which the moments without some groups are computed."""
+    """Per-group counts, sums and products of features, for computing the moments with some groups left out."""
 
     def __init__(self, features: np.ndarray, groups: np.ndarray):
         """Sum (N, D) features by their (N,) groups."""
         features = features.astype(np.float64)
-        self.origin = features.mean(0)  # centred first, because sums of squares of large values lose digits
+        self.origin = features.mean(0)  # centre first: sums of squares of large values lose precision
         parts = [features[groups == group] - self.origin for group in range(GROUPS)]
         self.counts = np.array([len(part) for part in parts])
         self.sums = np.stack([part.sum(0) for part in parts])
@@ -72,7 +72,7 @@ class GroupSums:
 
 
 def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments) -> Estimate:
-    """Estimate the distance of (N, D) features from a fixed reference. The upward bias at N samples remains.
+    """Estimate the distance of (N, D) features from a fixed reference, without correcting the upward bias.
 
     Args:
         clusters: (N,) ids of the samples' prompts.
@@ -106,7 +106,7 @@ def frechet_infinity(features: np.ndarray, clusters: np.ndarray, reference: np.n
 
 
 def check_enough(features: np.ndarray, where: str = "drawn") -> None:
-    """Check that the covariance of (N, D) features is regular even without the groups that the jackknife leaves out.
+    """Check that the covariance of (N, D) features is nonsingular even with the jackknife's groups left out.
 
     Raises:
         RequestError: there are too few samples.
@@ -115,7 +115,7 @@ def check_enough(features: np.ndarray, where: str = "drawn") -> None:
     needed = -(-(dimensions + 1) * GROUPS // (GROUPS - MAX_LEFT_OUT))
     if count < needed:
         raise RequestError(
-            f"A Fréchet distance over features of {dimensions} dimensions needs at least {needed} pictures, but there "
-            f"are only {count} {where}. With fewer, the covariance is singular, and the distance depends on the number "
-            f"of pictures more than on the model. Use more pictures, or kid or cmmd, which have no such minimum."
+            f"A Fréchet distance over {dimensions}-dimensional features needs at least {needed} images, but there are "
+            f"only {count} {where}. With fewer, the covariance is singular, and the distance depends more on the "
+            f"number of images than on the model. Use more images, or choose kid or cmmd, which have no such minimum."
         )

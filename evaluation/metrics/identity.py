@@ -1,4 +1,4 @@
-"""Ids of metrics: a hash of everything that changes a value except for the model. Only equal ids are comparable."""
+"""Metric ids: hashes of everything except the model that affects a value. Only values with equal ids are comparable."""
 
 import hashlib
 from typing import Any
@@ -7,7 +7,7 @@ from shards.base.durable import canonical_json
 from shards.base.errors import RequestError
 
 NOT_IN_ID = ("seed",)
-"""Fields of the drawing that are left out: a different seed gives different draws of the same metric."""
+"""Drawing fields excluded from the id: another seed gives another draw of the same metric."""
 
 
 def metric_id(name: str, extractor: dict[str, Any], drawing: dict[str, Any], reference: str | None) -> str:
@@ -15,8 +15,8 @@ def metric_id(name: str, extractor: dict[str, Any], drawing: dict[str, Any], ref
 
     Args:
         name: name of the metric.
-        extractor: the extractor's description, with its weights' hash and its resize.
-        drawing: how pictures are drawn and stored, with their number and the prompts' hash.
+        extractor: the extractor's description, including the hash of its weights and its resizing.
+        drawing: how images are drawn and stored, including their number and the hash of the prompts.
         reference: id of the reference, or None for metrics without one.
     """
     kept = {key: value for key, value in drawing.items() if key not in NOT_IN_ID}
@@ -25,10 +25,10 @@ def metric_id(name: str, extractor: dict[str, Any], drawing: dict[str, Any], ref
 
 
 def check_comparable(rows: list[dict[str, Any]]) -> None:
-    """Check that values with the same metric name, from any runs, have the same metric id.
+    """Check that all values of a metric, from any runs, have the same metric id.
 
     Raises:
-        RequestError: two of them have different ids.
+        RequestError: two values of the same metric have different ids.
     """
     first: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -36,7 +36,7 @@ def check_comparable(rows: list[dict[str, Any]]) -> None:
         if row["id"] != before["id"]:
             raise RequestError(
                 f"{row['metric']} {row['id']} ({row['model']}) and {before['metric']} {before['id']} "
-                f"({before['model']}) are different metrics: they differ in the extractor, the number of pictures, the "
+                f"({before['model']}) are different metrics: they differ in the extractor, the number of images, the "
                 f"prompts, the reference or the sampler, so their values cannot be compared. Evaluate both models with "
                 f"the same config."
             )

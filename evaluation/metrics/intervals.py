@@ -1,9 +1,9 @@
-"""Confidence intervals of metrics: the bias and variance of a statistic, from its values without some of the samples.
+"""Confidence intervals for metrics: a statistic's bias and variance, from its values with some samples left out.
 
-Samples are left out in groups of whole prompts, because pictures of the same prompt are not independent. The variance
-is that of Efron and Stein ("The jackknife estimate of variance", Annals of Statistics 9, 1981, section 5), which
-corrects the plain jackknife for counting second-order terms twice. When two distributions are nearly equal, these terms
-are all there is.
+Samples are left out in groups of whole prompts, because images of the same prompt are not independent. The variance
+estimator is from Efron and Stein ("The jackknife estimate of variance", Annals of Statistics 9, 1981, section 5). It
+corrects the plain jackknife, which counts second-order terms twice. When two distributions are nearly equal, only
+second-order terms remain.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,19 @@ import numpy as np
 from scipy.stats import t
 
 GROUPS = 12
-"""Number of groups that samples are divided into."""
+"""Number of groups into which samples are divided."""
 MIN_CLUSTERS = 2 * GROUPS
-"""Minimum number of prompts, or of pictures in a reference: two per group. With fewer, intervals are too narrow."""
+"""Minimum number of prompts, or of images in a reference: two per group. With fewer, intervals are too narrow."""
 COVERAGE = 0.95
 MIN_SHARE = 0.6
-"""Minimum share of the plain jackknife's variance that is kept. In theory a half would do, because the plain variance
-counts the second-order part twice, but over 12 groups both parts are noisy. `python -m bench.outputs.intervals`
-measures the effect."""
+"""Lower bound on the corrected variance, as a fraction of the plain jackknife's. In theory one half would suffice,
+because the plain variance counts the second-order part twice, but with 12 groups both parts are noisy.
+`python -m bench.outputs.intervals` measures the effect."""
 MIN_DEVIATIONS = 4.0
-"""Minimum distance that the interval's width is computed for, in standard deviations (see `Jackknife.interval`)."""
+"""Lower bound on the distance that determines an interval's width, in standard deviations (`Jackknife.interval`)."""
 
 Statistic = Callable[[tuple[int, ...]], float]
-"""Groups to leave out → value of the statistic over all other groups."""
+"""Maps the groups to leave out to the statistic's value over all other groups."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,24 @@ class Jackknife:
     """Part of the variance that is due to first-order terms."""
 
     def interval(self, estimand: str, unbiased: bool = False) -> Estimate:
-        """Return the 95 % interval of a squared distance, by Student's t over the groups.
+        """Return the 95 % interval for a squared distance, by Student's t over the groups.
 
-        The first-order part of the variance of a squared distance is proportional to the distance. So, as in Wilson's
-        interval of a share, the interval contains all θ whose variance would be large enough to give this value:
+        The first-order part of a squared distance's variance is proportional to the distance. As in Wilson's interval
+        for a proportion, the interval therefore contains every θ whose variance is large enough to produce this value:
 
             (θ − value)² ≤ t²·(variance + slope·(θ − value)),    slope = linear / distance
 
-        where the distance is at least `MIN_DEVIATIONS` standard deviations, in case it cannot be told apart from 0.
+        where the distance is taken to be at least `MIN_DEVIATIONS` standard deviations, in case it is
+        indistinguishable from 0.
 
-        A distance is never below 0, so the interval is cut off there. An unbiased estimate can be below 0; for equal
-        distributions it is, in about half of all draws. Its interval is then that of an estimate of 0, which
-        contains the whole non-negative part of the unrestricted interval and so covers the true distance at least as
-        often.
+        A distance is never negative, so the interval is truncated at 0. An unbiased estimate can be negative; if the
+        distributions are equal, about half of all estimates are. A negative estimate gets the interval for an estimate
+        of 0. It contains the whole non-negative part of the untruncated interval, so it covers the true distance at
+        least as often.
 
         Args:
             estimand: human-readable name of the quantity that the interval covers.
-            unbiased: report the unbiased value instead of the one over all samples.
+            unbiased: report the unbiased value instead of the value over all samples.
         """
         value = self.unbiased if unbiased else self.value
         t2 = t.ppf((1 + COVERAGE) / 2, GROUPS - 1) ** 2
@@ -109,8 +110,8 @@ def jackknife(statistic: Statistic) -> Jackknife:
 def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
     """Assign whole clusters, such as prompts, to groups at random and evenly: (N,) cluster ids → (N,) groups.
 
-    Round-robin assignment would give each kind of prompt its own group if kinds alternate in the prompt file, and the
-    groups would differ too much. The assignment depends only on the number of clusters and their order.
+    If kinds of prompt alternate in the prompt file, round-robin assignment would put each kind into its own group, and
+    the groups would differ too much. The assignment depends only on the number of clusters and their order.
     """
     _, first, inverse = np.unique(clusters, return_index=True, return_inverse=True)
     rank = np.argsort(np.argsort(first))  # position of each cluster by first appearance
@@ -158,7 +159,7 @@ def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Est
 
 
 def wilson(share: Any, count: Any, quantile: Any) -> tuple[Any, Any]:
-    """Return Wilson's interval (1927) of a share p of n independent samples at quantile q, which stays within [0, 1].
+    """Return Wilson's interval (1927) for a share p of n independent samples at quantile q. It lies within [0, 1].
 
     (p + q²/2n ± q·√(p(1 − p)/n + q²/4n²)) / (1 + q²/n)
     """

@@ -16,9 +16,9 @@ from evaluation.metrics.intervals import GROUPS, Estimate, Jackknife, groups_of,
 from shards.base.device import best_device
 
 BLOCK_ROWS = 1024
-"""Rows of the kernel matrix that are computed at a time."""
+"""Number of rows of the kernel matrix computed at a time."""
 CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
-"""Kernel bandwidth and factor of CMMD (Jayasumana et al., 2024)."""
+"""Kernel bandwidth and scale factor of CMMD (Jayasumana et al., 2024)."""
 ESTIMAND = "squared discrepancy between the model's distribution and the reference's"
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
@@ -26,24 +26,24 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 
 
 def cubic(x: Tensor, y: Tensor) -> Tensor:
-    """Return the kernel of KID, (x·y/D + 1)³ (Bińkowski et al., 2018)."""
+    """Return KID's kernel, (x·y/D + 1)³ (Bińkowski et al., 2018)."""
     return (x @ y.T / x.shape[1] + 1) ** 3
 
 
 def gaussian(x: Tensor, y: Tensor) -> Tensor:
-    """Return the kernel of CMMD, exp(−|x − y|²/2σ²), over rows normalised to length 1."""
+    """Return CMMD's kernel, exp(−|x − y|²/2σ²), over rows normalised to length 1."""
     x, y = (torch.nn.functional.normalize(rows, dim=1) for rows in (x, y))
     return torch.exp((x @ y.T - 1) / CMMD_SIGMA**2)
 
 
 @dataclass(frozen=True)
 class KernelSums:
-    """Sums of a kernel over pairs of samples, by the groups of both samples."""
+    """Sums of a kernel over pairs of samples, indexed by the two samples' groups."""
 
     values: np.ndarray
     """(G, G) sums."""
     pairs: np.ndarray
-    """(G, G) numbers of pairs."""
+    """(G, G) pair counts."""
 
     def mean_without(self, left_out: tuple[int, ...]) -> float:
         """Return the mean over all pairs outside the groups `left_out`."""
@@ -61,7 +61,7 @@ def kid(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Es
 
 
 def cmmd(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
-    """Estimate CMMD, multiplied by 1000 as its authors do. Theirs is the biased estimator."""
+    """Estimate CMMD times 1000, as in the paper, but with the unbiased estimator instead of the paper's biased one."""
     found = mmd(features, clusters, reference, gaussian).interval(ESTIMAND)
     value, low, high = (CMMD_SCALE * number for number in (found.value, found.low, found.high))
     return Estimate(value, low, high, found.estimand)
@@ -97,7 +97,7 @@ def kernel_sums(
 ) -> KernelSums:
     """Sum a kernel over all pairs of (N, D) and (M, D) rows, by group.
 
-    If clusters are given, pairs within a cluster are left out.
+    If clusters are given, pairs within the same cluster are excluded.
     """
     device = best_device()
     one_hot = torch.nn.functional.one_hot

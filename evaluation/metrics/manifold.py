@@ -1,7 +1,7 @@
 """Improved precision and recall (Kynkäänniemi et al., 2019).
 
-The manifold of a set of features is the union of a ball around each point, whose radius is the distance to the point's
-third nearest neighbour. Precision is the share of samples inside the reference's manifold. Recall is the share of the
+The manifold of a set of features is a union of balls, one centred on each point and reaching to the point's third
+nearest neighbour. Precision is the share of samples inside the reference's manifold. Recall is the share of the
 reference inside the samples' manifold.
 """
 
@@ -16,7 +16,7 @@ from shards.base.device import best_device
 
 NEIGHBOURS = 3
 BLOCK_ROWS = 1024
-"""Rows of the distance matrix that are computed at a time."""
+"""Number of rows of the distance matrix computed at a time."""
 
 
 def precision(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
@@ -34,7 +34,7 @@ def recall(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) ->
 def covered(queries: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Return (N,) bool: whether each of the (N, D) queries is inside the manifold of the (M, D) points."""
     device = best_device()
-    origin = points.mean(0)  # centring leaves distances unchanged and keeps more of their digits
+    origin = points.mean(0)  # centring leaves distances unchanged and improves their precision
     x, y = (torch.from_numpy((rows - origin).astype(np.float64)).to(device) for rows in (queries, points))
     # + 1 because each point is its own nearest neighbour
     radii = torch.cat([distances.kthvalue(NEIGHBOURS + 1, dim=1).values for distances in _squared_distances(y, y)])

@@ -41,7 +41,7 @@ class MetricInputs:
     texts: np.ndarray | None
     """(N, D) features of the samples' prompts."""
     moments: Callable[[], Moments] | None = None
-    """Computes or reads the reference's moments."""
+    """Function that computes or reads the reference's moments."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Metric:
 
 
 def clip_score(inputs: MetricInputs) -> Estimate:
-    """Estimate the CLIP score: max(0, 100·cos) of picture and prompt (Hessel et al., 2021, with weight 100)."""
+    """Estimate the CLIP score: max(0, 100·cos) between image and prompt (Hessel et al., 2021, with weight 100)."""
     assert inputs.texts is not None
     scores = np.maximum(100 * cosines(inputs.features, inputs.texts), 0)
     return mean_interval(scores, inputs.clusters, "mean over prompts like these, and over draws")
@@ -77,8 +77,8 @@ def _fid(inputs: MetricInputs) -> Estimate:
     if len(moments.mean) != dimensions:
         raise RequestError(
             f"The reference's moments have {len(moments.mean)} dimensions, but the extractor's features have "
-            f"{dimensions}, so the moments were computed with a different extractor. Set reference.moments to those of "
-            f"this extractor, or choose other metrics (--metrics)."
+            f"{dimensions}, so the moments were computed with a different extractor. Set reference.moments to moments "
+            f"from this extractor, or choose other metrics (--metrics)."
         )
     return frechet_at_n(inputs.features, inputs.clusters, moments)
 
@@ -94,7 +94,7 @@ def _reference(inputs: MetricInputs) -> np.ndarray:
     assert inputs.reference is not None
     if len(inputs.reference) < MIN_CLUSTERS:
         raise RequestError(
-            f"The reference has only {len(inputs.reference)} pictures, but a metric with an interval needs at least "
+            f"The reference has only {len(inputs.reference)} images, but a metric with an interval needs at least "
             f"{MIN_CLUSTERS}. Set reference.pictures to a larger set, and reference.place to a new location."
         )
     return inputs.reference

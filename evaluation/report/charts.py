@@ -15,9 +15,9 @@ LEFT, RIGHT, TOP, BOTTOM = 86, 150, 12, 48
 LABEL_HEIGHT = 19
 """Minimum distance between two line labels, in pixels."""
 MAX_LABEL = 13
-"""Maximum characters of a line label; longer names lose their beginning."""
+"""Maximum length of a line label in characters; longer names are truncated at the start."""
 MAX_MARKERS = 8
-"""Maximum markers on one line."""
+"""Maximum number of markers on one line."""
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 4")
 MARKERS = (
     '<circle r="4"/>',
@@ -37,10 +37,9 @@ class Series:
     name: str
     points: Sequence[tuple[float, float]]
     intervals: Sequence[tuple[float, float]] = ()
-    """(low, high) of each point; empty if the points have no intervals."""
+    """(low, high) for each point; empty if the points have no intervals."""
     style: int = 0
-    """Index of a combination of dash, colour and marker, of which there are 36. A run keeps its style in all charts of
-    a page."""
+    """Index of one of the 36 combinations of dash, colour and marker. A run keeps its style in all charts on a page."""
 
 
 def line_chart(title: str, x_name: str, y_name: str, series: Sequence[Series], log: bool = False) -> Markup:

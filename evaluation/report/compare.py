@@ -1,4 +1,4 @@
-"""`python -m evaluation compare`: the newest metrics of two runs, compared only where their ids agree."""
+"""`python -m evaluation compare`: the newest metrics of two runs, compared only if their ids match."""
 
 from evaluation.metrics.identity import check_comparable
 from evaluation.report.runs import LoggedRun
@@ -7,10 +7,10 @@ from shards.base.errors import RequestError
 
 
 def compare(first: LoggedRun, second: LoggedRun) -> str:
-    """Format every metric that both runs have as a heading and one line per run.
+    """Format each metric that both runs have, as a heading and one line per run.
 
     Raises:
-        RequestError: the runs share a metric's name but not its id, or have no metric in common.
+        RequestError: a metric has different ids in the two runs, or the runs have no metric in common.
     """
     ours, theirs = newest(first), newest(second)
     lines = []
@@ -36,5 +36,5 @@ def compare(first: LoggedRun, second: LoggedRun) -> str:
 
 
 def newest(run: LoggedRun) -> dict[str, Row]:
-    """Return metric id → the metric at the latest step that has it."""
+    """Return a dict from metric id to the metric at the latest step that has it."""
     return {row["id"]: row for evaluation in run.evaluations for row in evaluation.rows}

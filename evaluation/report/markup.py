@@ -48,7 +48,7 @@ def paragraph(text: str) -> Markup:
 
 
 def heading(text: str) -> Markup:
-    """Build a heading below the section's own."""
+    """Build a heading one level below the section's."""
     return _macro("heading", text)
 
 
@@ -68,12 +68,12 @@ def columns(parts: Sequence[Markup]) -> Markup:
 
 
 def headline(figures: Mapping[str, str]) -> Markup:
-    """Build a row of large figures from caption → value."""
+    """Build a row of large figures from a mapping of captions to values."""
     return _macro("headline", figures)
 
 
 def image_row(title: str, images: Mapping[str, Image.Image]) -> Markup:
-    """Build a row of images with their labels below.
+    """Build a row of labelled images.
 
     Args:
         title: the prompt that all images share.

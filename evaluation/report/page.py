@@ -34,7 +34,7 @@ from shards.open import open_store
 from shards.tools.stats import root_totals
 
 TABLE_ROWS = 12
-"""Rows per line in the table below a chart, at even distances if the line has more points."""
+"""Maximum table rows for each line of a chart. If a line has more points, evenly spaced ones are listed."""
 
 
 class ReportConfig(Config):
@@ -47,7 +47,7 @@ class ReportConfig(Config):
     prompts: int = Field(6, ge=0)
     """Number of prompts whose images are shown, from the start of each sample set."""
     checkpoints: int = Field(8, ge=2)
-    """Maximum number of checkpoints whose images are shown, at even distances."""
+    """Maximum number of checkpoints, evenly spaced, whose images are shown."""
     side: int = Field(160, ge=16)
     """Longer side of the images on the page, in pixels."""
 
@@ -98,7 +98,7 @@ def losses(runs: Sequence[LoggedRun]) -> Section:
                 lines.append(Series(run.name + suffix, binned(curve), style=style + number))
     if not lines:
         return section("losses", "Loss", paragraph("Nothing has been logged yet."))
-    note = "Each point is the mean of consecutive lines of the log."
+    note = "Each point is the mean of consecutive log lines."
     if chained := [run.name for run in runs if offsets[run.name]]:
         note += f" Initialised from another of these runs and drawn after it: {', '.join(chained)}."
     return section(
@@ -107,7 +107,7 @@ def losses(runs: Sequence[LoggedRun]) -> Section:
 
 
 def metrics(runs: Sequence[LoggedRun]) -> Section | None:
-    """Plot every metric id in a chart of its own, because values of different ids cannot be compared."""
+    """Plot every metric id in a separate chart, because values with different ids cannot be compared."""
     by_id: dict[str, dict[str, list[Row]]] = {}
     settings: dict[str, str] = {}
     for run in runs:
@@ -135,13 +135,13 @@ def metrics(runs: Sequence[LoggedRun]) -> Section | None:
         title = f"{first['metric']}, {settings[number]}, id {number}"
         charts.append(chart(title, "checkpoint's step", first["metric"], lines, note))
     explanation = (
-        "A metric's id stands for its extractor, N, prompts, reference and sampler. Each chart contains a single id."
+        "A metric's id identifies its extractor, N, prompts, reference and sampler. Each chart shows a single id."
     )
     return section("metrics", "Metrics", paragraph(explanation), columns(charts))
 
 
 def strips(runs: Sequence[LoggedRun], config: ReportConfig) -> Section | None:
-    """Show how the images of fixed prompts, drawn from the same noise, change over a run's checkpoints."""
+    """Show how the images of fixed prompts, drawn from the same noise, change from checkpoint to checkpoint."""
     parts: list[Markup] = []
     for run in runs:
         for setting, its in _by_setting(run).items():
@@ -214,7 +214,7 @@ def costs(runs: Sequence[LoggedRun], price: float | None) -> Section:
 
 
 def data(runs: Sequence[LoggedRun]) -> Section:
-    """Account for the samples of every root that the runs were trained on."""
+    """Account for the samples in every root that the runs were trained on."""
     readers: dict[str, list[str]] = {}
     for run in runs:
         for stream in run.config["data"]["streams"]:

@@ -29,9 +29,9 @@ class PromptPicture:
 
 
 def first_pictures(place: Path | str, count: int, side: int) -> list[PromptPicture]:
-    """Read the first image of each of a sample set's first `count` prompts, at most `side` pixels high and wide.
+    """Read the first image for each of a sample set's first `count` prompts, scaled down to at most `side` pixels.
 
-    Images of missing parts are skipped. Damaged images are skipped with a message.
+    Images in missing parts are skipped. Damaged images are skipped with a message.
     """
     store = open_store(place)
     content = read_sealed(store, RECORD)
@@ -56,7 +56,7 @@ def first_pictures(place: Path | str, count: int, side: int) -> list[PromptPictu
 
 
 def side_by_side(pictures: Mapping[str, Image.Image]) -> Image.Image:
-    """Arrange label → image in a row, each below its label."""
+    """Arrange labelled images in a row, each below its label."""
     font = ImageFont.load_default(14)
     label_widths = [int(font.getlength(label)) + 4 for label in pictures]
     width = max(*(picture.width for picture in pictures.values()), *label_widths)
@@ -81,7 +81,7 @@ def grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
 
 
 def spread(items: Sequence[Item], count: int) -> list[Item]:
-    """Choose at most `count` items at even distances, including the first and the last."""
+    """Choose at most `count` evenly spaced items, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]

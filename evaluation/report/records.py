@@ -98,9 +98,9 @@ def lines(found: list[Evaluation]) -> list[dict[str, Any]]:
 def write_lines(place: Path | str) -> list[Evaluation]:
     """Write evaluations.jsonl and return the evaluations in it.
 
-    Several processes may do this at once, and a slow one may overwrite the file with fewer lines. Each process
-    therefore reads the records again after writing, until they match its output. The last writer has then seen all of
-    them.
+    If several processes do this at once, a slow one may overwrite the file with fewer lines. Each process therefore
+    rereads the records after writing, and repeats until they match what it wrote, so the last writer has seen all
+    records.
     """
     store, written, found = open_store(place), None, evaluations(place)
     while (text := "".join(json.dumps(line) + "\n" for line in lines(found))) != written:

@@ -13,7 +13,7 @@ from shards.base.store import parse_place
 from shards.open import open_store
 
 MAX_POINTS = 150
-"""Maximum points of a curve. In a longer log, every point is the mean of consecutive lines."""
+"""Maximum number of points on a curve. For a longer log, each point is the mean of consecutive lines."""
 
 Point = tuple[float, float]
 
@@ -62,7 +62,7 @@ class LoggedRun:
         return median(values) if values else None
 
     def curve(self, field: str, offset: int = 0) -> list[Point]:
-        """Return (step + offset, value) of every line whose value is finite."""
+        """Return (step + offset, value) for every log line in which the value is finite."""
         values = [(line["step"] + offset, line.get(field)) for line in self.log]
         return [(step, value) for step, value in values if value is not None and math.isfinite(value)]
 
@@ -80,7 +80,7 @@ def read_runs(names: list[str]) -> list[LoggedRun]:
 
 
 def short_names(names: list[str]) -> list[str]:
-    """Shorten paths to as few trailing components as distinguish all of them."""
+    """Shorten paths to the fewest trailing components that keep them distinct."""
     parts = [name.rstrip("/").split("/") for name in names]
     longest = max(map(len, parts), default=1)
     for count in range(1, longest + 1):
@@ -91,7 +91,7 @@ def short_names(names: list[str]) -> list[str]:
 
 
 def step_offsets(runs: list[LoggedRun]) -> dict[str, int]:
-    """Return, by run name, the total steps of its predecessors: the runs that it was initialised from."""
+    """Return a dict from run name to the total steps of the run's predecessors, from which it was initialised."""
     by_place = {str(run.place): run for run in runs}
     offsets: dict[str, int] = {}
     for run in runs:

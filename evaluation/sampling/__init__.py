@@ -1,1 +1,1 @@
-"""Sampling: draw pictures for a list of prompts, with noise keyed by sample, and store them as a sample set."""
+"""Sampling: draw images for a list of prompts, from noise keyed by sample, and store them as a sample set."""

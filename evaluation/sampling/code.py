@@ -9,7 +9,7 @@ from shards.base.errors import RequestError
 from shards.format.models import PIPELINE_INDEX
 
 OWN = "train.export.trimmed_pipeline"
-"""Module that `train export` copies into the pipeline of a network that was trained on trimmed captions."""
+"""Module that `train export` copies into the pipeline if the network was trained on trimmed captions."""
 
 
 def code_files(folder: Path) -> list[Path]:

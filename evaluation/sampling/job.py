@@ -27,7 +27,7 @@ COMPARED_FIELDS = ("model", "drawing", "part_size")
 
 @dataclass(frozen=True)
 class SampleSet:
-    """A complete sample set on disk: the pictures of one model with one setting."""
+    """A complete sample set on disk: the images of one model with one setting."""
 
     place: Path | str
     drawing: dict[str, Any]
@@ -51,10 +51,10 @@ def draw_sets(
     workers: FleetConfig,
     trust_remote_code: bool = False,
 ) -> list[Path | str]:
-    """Draw the missing parts of every setting's sample set, and return the places of the sample sets.
+    """Draw the missing parts of every setting's sample set, and return where each sample set is stored.
 
     Raises:
-        RequestError: an existing sample set has different prompts or settings, or the model lacks a setting.
+        RequestError: an existing sample set has different prompts or settings, or the model does not support a setting.
         WorkError: some parts failed.
     """
     store = open_store(output)
@@ -74,7 +74,7 @@ def draw_sets(
 
 
 def resolve_precision(config: SamplingConfig, output: Path | str, workers: FleetConfig) -> Precision:
-    """Resolve `auto` to the precision of an existing sample set, or else to one that suits the workers' device."""
+    """Resolve `auto` to an existing sample set's precision, or to one that suits the workers' device if none exists."""
     precision = config.precision
     if precision == "auto":
         records = (read_sealed(open_store(below(output, str(setting))), RECORD) for setting in config.grid)
@@ -83,7 +83,7 @@ def resolve_precision(config: SamplingConfig, output: Path | str, workers: Fleet
 
 
 def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig, setting: Setting) -> Drawing:
-    """Describe everything that a setting's pictures depend on, except for the model.
+    """Describe everything that a setting's images depend on, except for the model.
 
     Raises:
         RequestError: the model in `folder` does not support the setting.
@@ -93,8 +93,8 @@ def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig
     if config.guidance_input is not None and not has_guidance_input(folder):
         raise RequestError(
             f"sampling.guidance_input is {config.guidance_input:g}, but the network in {folder} takes no guidance "
-            f"scale as an input, so it would have no effect. Omit it; sampling.guidance sets classifier-free "
-            f"guidance."
+            f"scale as an input, so the setting would have no effect. Remove it. For classifier-free guidance, set "
+            f"sampling.guidance."
         )
     return Drawing(
         prompts=prompts_sha256(prompts),
@@ -150,8 +150,8 @@ def _different_settings(store: Store, found: dict[str, Any], content: dict[str, 
     before, now = (flatten({name: record[name] for name in COMPARED_FIELDS}) for record in (found, content))
     names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     return RequestError(
-        f"{store.where()} contains a sample set with a different value of {', '.join(names) or 'prompts'}. Set "
-        f"--output to a different location, or use the settings that the sample set was started with."
+        f"{store.where()} contains a sample set with different settings ({', '.join(names) or 'prompts'}). Set "
+        f"--output to a different location, or use the settings with which the sample set was started."
     )
 
 
@@ -174,8 +174,8 @@ def read_set(place: Path | str) -> SampleSet:
     drawn = sum(len(receipt["samples"]) for receipt in parts.values())
     if drawn != count:
         raise WorkError(
-            f"{store.where()} has only {drawn} of {count} pictures. Metrics over a part of them would not be "
-            f"comparable. Run the same `sample` command again to draw the rest."
+            f"{store.where()} has only {drawn} of {count} images. Metrics over a subset would not be comparable. Run "
+            f"the same `sample` command again to draw the rest."
         )
     prompts = [Prompt(**prompt) for prompt in content["prompts"]]
     return SampleSet(place, content["drawing"], content["drawing_id"], Model(**content["model"]), prompts, parts)

@@ -1,6 +1,6 @@
 """The model to sample, provided as a diffusers pipeline folder that all workers can read.
 
-A run's checkpoint is exported completely by `python -m train export` before the first picture is drawn. The run is not
+A run's checkpoint is exported completely by `python -m train export` before the first image is drawn. The run is not
 read afterwards, so the trainer may prune the checkpoint. Exports and hub pipelines are used in place.
 """
 
@@ -26,11 +26,11 @@ from shards.format.models import model_folder
 from shards.open import open_store
 
 EXPORTED = "model"
-"""Folder of a run's exported model, in the output."""
+"""Folder in the output for a run's exported model."""
 RECORD = "model.json"
-"""Record of the model that the output's pictures are drawn with."""
+"""Record of the model that draws the output's images."""
 STATE = "state.json"
-"""File that completes a checkpoint, because the trainer writes it last."""
+"""File that marks a checkpoint as complete, because the trainer writes it last."""
 HUB_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model", "*.py", "*/*.py")
 CLASS = "_class_name"
 HASHED_SUFFIXES = (".json", ".safetensors", ".txt", ".model")
@@ -56,7 +56,7 @@ def is_run(name: str) -> bool:
 
 
 def checkpoints_in(names: Iterable[str]) -> dict[int, list[str]]:
-    """Find the checkpoints among the names of files below checkpoints/. A checkpoint without STATE is not complete.
+    """Find the complete checkpoints, which have a STATE file, among the names of the files below checkpoints/.
 
     Returns:
         Step → the checkpoint's files. In an object store, each launch of a run uploads to separate folders, such as
@@ -92,9 +92,9 @@ def prepare_model(
     """Make a model available to all workers: export a run's checkpoint to `output`, or check an existing pipeline.
 
     Raises:
-        RequestError: the model does not exist, its folder contains code that is not trusted, or `output` contains
-            samples of a different model.
-        WorkError: the checkpoint is damaged, or was removed while it was read.
+        RequestError: the model does not exist, its folder contains untrusted code, or `output` contains samples from
+            a different model.
+        WorkError: the checkpoint is damaged, or was removed while it was being read.
     """
     found = Model(**record) if (record := read_sealed(output, RECORD)) else None
     name = str(Path(name).absolute()) if Path(name).is_dir() else name
@@ -102,18 +102,19 @@ def prepare_model(
         check_code(folder := pipeline_folder(name), trust_remote_code)
         model = Model(name, None, weights, hash_pipeline(folder))
     elif found is not None and is_exported(output):
-        # the run may have pruned the checkpoint since its export, so the export is used without looking at the run
+        # the run may have pruned the checkpoint after it was exported, so only the export is read
         model = replace(found, name=name, step=found.step if step is None else step, weights=weights)
     else:
         model = _export(name, choose_step(open_store(name), step), weights, output)
     if found is None:
         output.write(RECORD, sealed_json(asdict(model)))
     elif found.step is not None and found == replace(model, name=found.name):
-        return found  # the same checkpoint, although the run was moved or is named differently
+        return found  # the same checkpoint; the run was moved, or is named by another path
     elif found != model:
         raise RequestError(
-            f"{output.where()} contains samples of a different model ({found.name}, step {found.step}, {found.weights} "
-            f"weights, content {found.content[:12]}…). Set --output to a different location, or use that model."
+            f"{output.where()} contains samples from a different model ({found.name}, step {found.step}, "
+            f"{found.weights} weights, content {found.content[:12]}…). Set --output to a different location, or use "
+            f"that model."
         )
     return model
 
@@ -143,16 +144,16 @@ def is_exported(output: Store) -> bool:
 
 
 def drop_export(output: Store) -> None:
-    """Delete an exported model whose pictures are all drawn. Its record stays."""
+    """Delete an exported model once all its images have been drawn. Its record is kept."""
     output.remove([f"{EXPORTED}/{name}" for name in output.files(EXPORTED)])
 
 
 @contextmanager
 def open_pipeline(model: Model, output: Store) -> Iterator[Path]:
-    """Provide the pipeline's folder on this machine, after checking its content.
+    """Yield the pipeline's folder on this machine, after checking its content.
 
     Raises:
-        WorkError: this machine has different files under the model's name.
+        WorkError: the model's files on this machine are missing or different.
     """
     if model.step is not None:
         with output.local(EXPORTED) as folder:
@@ -165,7 +166,7 @@ def _check_content(folder: Path, model: Model) -> Path:
     if not (folder / INDEX).is_file() or hash_pipeline(folder) != model.content:
         raise WorkError(
             f"{folder} on this machine does not contain the model to sample (content {model.content[:12]}…). Put the "
-            f"model on storage that all nodes share, or the same files under this name on every node."
+            f"model on shared storage, or copy the same files to this path on every node."
         )
     return folder
 
@@ -188,8 +189,8 @@ def pipeline_folder(name: str) -> Path:
 def hash_pipeline(folder: Path) -> str:
     """Return the SHA-256 of a pipeline's content.
 
-    It covers the index (with the pipeline's class, but without the diffusers version and path that wrote it), every
-    component's files, and all code that loading the pipeline executes.
+    The hash covers the index (including the pipeline's class, but not the diffusers version and path recorded in it),
+    every component's files, and all code that loading the pipeline executes.
     """
     written = json.loads((folder / INDEX).read_text())
     index = {key: value for key, value in written.items() if key == CLASS or not key.startswith("_")}

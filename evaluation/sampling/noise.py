@@ -1,4 +1,4 @@
-"""Noise as a pure function of (seed, prompt id, index), so a picture does not depend on its worker or its batch.
+"""Noise as a pure function of (seed, prompt id, index), so an image does not depend on its worker or its batch.
 
 The generator is NumPy's Philox-4x64-10 (Salmon et al., SC 2011). NumPy guarantees the raw streams of its bit generators
 across versions, but not the distributions computed from them, so normals are computed here.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 DROPPED_BITS = 11
-"""Low bits of each 64-bit word that are dropped, which leaves the 53 bits of a float64's precision."""
+"""Number of low bits dropped from each 64-bit word, which leaves the 53 bits of precision of a float64."""
 
 
 def key_of(seed: int, prompt_id: str, index: int) -> int:
@@ -33,9 +33,9 @@ def initial_noise(seed: int, prompt_id: str, index: int, shape: tuple[int, ...])
 
 
 def step_generator(seed: int, prompt_id: str, index: int) -> torch.Generator:
-    """Return the CPU generator for the noise that a stochastic sampler adds at each step.
+    """Return a CPU generator for the noise that a stochastic sampler adds at each step.
 
-    torch keeps only 32 bits of a seed, so two of 30,000 samples may share the noise of their steps. They never share
-    their initial noise.
+    torch keeps only 32 bits of a seed, so among 30,000 samples, two may share their per-step noise. Initial noise is
+    never shared.
     """
     return torch.Generator().manual_seed(key_of(seed, prompt_id, index) & (2**32 - 1))

@@ -1,4 +1,4 @@
-"""Draw pictures with a diffusers pipeline, from noise keyed by sample."""
+"""Draw images with a diffusers pipeline, from noise keyed by sample."""
 
 import hashlib
 import inspect
@@ -31,7 +31,7 @@ SCHEDULERS: dict[SamplerName, str] = {
     "heun": "HeunDiscreteScheduler",
     "unipc": "UniPCMultistepScheduler",
 }
-"""Sampler → class name in diffusers."""
+"""Sampler → diffusers class name."""
 FLOW = "flow_prediction"
 PACKED = 4
 """Number of latent pixels (2 × 2) that some pipelines pack into one token."""
@@ -44,20 +44,20 @@ ZEROS = "force_zeros_for_empty_prompt"
 
 @dataclass(frozen=True)
 class Sample:
-    """A picture to draw."""
+    """An image to draw."""
 
     number: int
     """Position in the sample set."""
     prompt: Prompt
     index: int
-    """Index among the pictures of the prompt."""
+    """Index among the images of the prompt."""
 
 
 def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_code: bool = False) -> Any:
-    """Load a pipeline to `device`, without its safety checker, which would replace flagged pictures with black ones.
+    """Load a pipeline to `device`, without its safety checker, which would replace flagged images with black ones.
 
     Raises:
-        RequestError: the folder contains code that is not trusted.
+        RequestError: the folder contains untrusted code.
     """
     check_code(folder, trust_remote_code)
     index = DiffusionPipeline.load_config(folder)
@@ -86,7 +86,7 @@ def sampler_of(scheduler: Any, name: SamplerName) -> Any:
     if scheduler.config.get("prediction_type", FLOW) == FLOW:
         raise RequestError(
             f"The model was trained with flow matching, which the sampler {name} does not support. Set "
-            f"sampling.sampler to own."
+            f"sampling.sampler to `own`, the pipeline's own scheduler."
         )
     return getattr(diffusers, SCHEDULERS[name]).from_config(scheduler.config)
 
@@ -100,10 +100,10 @@ def describe_scheduler(scheduler: Any) -> str:
 
 @torch.inference_mode()
 def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
-    """Draw pictures: (N, 3, height, width) float32 in [0, 1], not yet rounded.
+    """Draw images: (N, 3, height, width) float32 in [0, 1], not yet rounded.
 
     Raises:
-        WorkError: a picture has non-finite pixels.
+        WorkError: an image has non-finite pixels.
     """
     bucket, setting = Bucket.parse(drawing.size), drawing.setting
     keys = [(drawing.seed, sample.prompt.id, sample.index) for sample in samples]
@@ -129,19 +129,19 @@ def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
     ).images.float()
     if not torch.isfinite(pictures).all():
         raise WorkError(
-            f"The model drew pictures with non-finite pixels, in the batch that starts with the prompt "
+            f"The model drew images with non-finite pixels, in the batch that starts with the prompt "
             f"{samples[0].prompt.text!r}. Try --sampling.precision float32. If that does not help, the checkpoint's "
-            f"weights are broken."
+            f"weights are unusable; sample an earlier checkpoint."
         )
     return pictures
 
 
 def guidance_arguments(pipeline: Any, drawing: Drawing, count: int) -> dict[str, Any]:
-    """Build the pipeline arguments that guide a batch of `count` prompts as `drawing` specifies.
+    """Build the pipeline's guidance arguments for a batch of `count` prompts, as `drawing` specifies.
 
     Without a negative prompt, the unconditional input is the one that training used for dropped captions. A pipeline
-    that replaces a missing negative prompt with zeros gets none; all others get the empty caption, because some of them
-    skip guidance unless there is a negative prompt.
+    that replaces a missing negative prompt with zeros gets no negative prompt. All others get the empty caption,
+    because some of them skip guidance if there is no negative prompt.
     """
     text = drawing.negative_prompt
     zeros = text is None and pipeline.config.get(ZEROS, False)

@@ -20,7 +20,7 @@ TEXT_COLUMNS = ("prompt", "prompts", "caption", "text")
 ID_COLUMNS = ("id", "key")
 CATEGORY_COLUMN = "category"
 MAX_NAMED = 5
-"""Maximum number of places that an error message names."""
+"""Maximum number of positions that an error message lists."""
 PARSE_ERRORS = (
     *(ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError),
     *(csv.Error, pa.ArrowException),
@@ -31,10 +31,10 @@ class PromptsConfig(Config):
     """The prompts to sample."""
 
     file: Path | None = None
-    """Prompt file: .txt with one prompt per line, .csv, .tsv, .json (in the format of COCO's captions or of MJHQ) or
+    """Prompt file: .txt with one prompt per line, .csv, .tsv, .json (in the format of COCO captions or MJHQ) or
     .parquet."""
     column: str | None = None
-    """Column of a table that contains the prompts. null: `prompt`, `prompts`, `caption` or `text`, ignoring case."""
+    """Table column that contains the prompts. null: `prompt`, `prompts`, `caption` or `text`, ignoring case."""
     limit: int | None = Field(None, ge=1)
     """Number of prompts to use, from the start of the file. null: all."""
     duplicates: Literal["refuse", "keep"] = "refuse"
@@ -44,7 +44,7 @@ class PromptsConfig(Config):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with the id that its noise is keyed by."""
+    """A prompt with the id that keys its noise."""
 
     id: str
     """Id given in the file, or else a hash of the text. The hash does not depend on the prompt's position."""
@@ -64,7 +64,7 @@ class _Row:
 
 
 def read_prompts(config: PromptsConfig) -> list[Prompt]:
-    """Read a prompt file, in its order.
+    """Read the prompts of a file, in file order.
 
     Raises:
         RequestError: the file does not exist, has an unknown format or cannot be parsed; or a prompt is empty, is not
@@ -75,13 +75,13 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
     reader = READERS.get(config.file.suffix.lower())
     if reader is None:
         raise RequestError(
-            f"{config.file} is not a prompt file, because its name ends with none of {', '.join(READERS)}. Convert it "
-            f"to one of these formats, or rename it."
+            f"{config.file} is not a supported prompt file: its name must end with one of {', '.join(READERS)}. "
+            f"Convert it to one of these formats, or rename it."
         )
     try:
         rows = list(reader(config.file, config.column))
     except FileNotFoundError:
-        raise RequestError(f"There is no prompt file {config.file}. Correct --prompts.file.") from None
+        raise RequestError(f"The prompt file {config.file} does not exist. Correct --prompts.file.") from None
     except PARSE_ERRORS as error:
         raise RequestError(
             f"The prompt file {config.file} cannot be parsed: {type(error).__name__}: {error}. Fix the file and run "
@@ -105,7 +105,7 @@ def _make_prompts(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
     if not_text:
         raise RequestError(
             f"{config.file} contains prompts that are not valid text, at {_join(not_text)}. Replace them with "
-            f"UTF-8 text; if the file is a table, check that prompts.column names the column of the prompts."
+            f"UTF-8 text; if the file is a table, check that prompts.column names the right column."
         )
     empty = [row.place for row in rows if not (row.text or "").strip()]
     if empty:
@@ -114,7 +114,7 @@ def _make_prompts(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
             f"metric. Remove them."
         )
     if not rows:
-        raise RequestError(f"{config.file} contains no prompts. Add some, or choose a different --prompts.file.")
+        raise RequestError(f"{config.file} contains no prompts. Add some, or choose another --prompts.file.")
     places: dict[str, list[str]] = defaultdict(list)
     prompts = []
     for row in rows:
@@ -129,15 +129,15 @@ def _make_prompts(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
     if duplicates and len({prompt.id for prompt in prompts}) < len(prompts):
         raise RequestError(
             f"{config.file} contains duplicate prompts: {_join(duplicates)}. They would be sampled with the same "
-            f"noise, and count twice in every metric. Remove the duplicates. To draw several pictures per prompt, set "
+            f"noise, and count twice in every metric. Remove the duplicates. To draw several images per prompt, set "
             f"sampling.images_per_prompt. If the duplicates are intended and the file has no ids, set "
-            f"prompts.duplicates to keep."
+            f"prompts.duplicates to `keep`."
         )
     return prompts
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a value is a string that can be encoded as UTF-8, which lone surrogates cannot."""
+    """Return whether a value is a string without lone surrogates, which UTF-8 cannot encode."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -147,7 +147,7 @@ def _join(places: list[str]) -> str:
 
 
 def _read_lines(path: Path, column: str | None) -> Iterator[_Row]:
-    # split like editors do: str.splitlines() would also split at form feeds and other characters
+    # split lines the way editors do: str.splitlines() would also split at form feeds and other characters
     text = path.read_text(encoding="utf-8-sig").removesuffix("\n")
     for number, line in enumerate(text.split("\n") if text else [], start=1):
         yield _Row(f"line {number}", line)

@@ -1,4 +1,4 @@
-"""Sampling settings, and the identity of a sample set: everything that its pictures depend on."""
+"""Sampling settings, and the identity of a sample set: everything that its images depend on."""
 
 import hashlib
 from dataclasses import asdict, dataclass
@@ -18,37 +18,37 @@ VERSION = 1
 
 
 class SamplingConfig(Config):
-    """Settings for drawing pictures. Every combination of `guidance`, `steps` and `sampler` gives a separate sample
+    """Settings for drawing images. Every combination of `guidance`, `steps` and `sampler` gives a separate sample
     set."""
 
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the noise, which is keyed by seed, prompt id and picture index."""
+    """Seed of the noise, which is keyed by seed, prompt id and image index."""
     images_per_prompt: int = Field(1, ge=1)
-    """Number of pictures per prompt, each from different noise."""
+    """Number of images per prompt, each from different noise."""
     size: BucketName = "512x512"
     """WIDTHxHEIGHT in pixels."""
     guidance: list[float] = Field([8.0], min_length=1)
-    """Scales of classifier-free guidance. 1 disables guidance."""
+    """Classifier-free guidance scales. 1 disables guidance."""
     guidance_input: float | None = None
-    """Guidance scale that is an input of the network, as in guidance-distilled models. null: the scale that the run was
-    trained with; for other models, the pipeline's default."""
+    """Guidance scale passed to the network as an input, as in guidance-distilled models. null: the scale used in the
+    run's training; for other models, the pipeline's default."""
     steps: list[PositiveInt] = Field([50], min_length=1)
     """Numbers of sampling steps."""
     sampler: list[SamplerName] = Field(["own"], min_length=1)
-    """Samplers. `own` is the pipeline's scheduler. The others are diffusers' schedulers, with the pipeline's noise
+    """Samplers. `own` is the pipeline's own scheduler; the others are diffusers schedulers with the pipeline's noise
     schedule."""
     negative_prompt: str | None = None
     """Text that guidance moves away from. null: the input that replaced dropped captions in training, which is the
     empty caption for most models and zeros for others."""
     precision: PrecisionOption = "float32"
-    """Data type of the whole pipeline. `auto`: that of an existing sample set; for a new one, bfloat16 if the workers'
-    device supports it, otherwise float32."""
+    """Data type of the whole pipeline. `auto`: the data type of an existing sample set; for a new one, bfloat16 if the
+    workers' device supports it, otherwise float32."""
     batch_size: int = Field(16, ge=1)
-    """Pictures per batch. Guidance runs the network twice per picture."""
+    """Images per batch. Guidance runs the network twice per image."""
     part_size: int = Field(256, ge=1)
-    """Pictures per part, the unit of work, retry and commit."""
+    """Images per part, the unit of work, retry and commit."""
     codec: Codec = "png"
-    """File format of the pictures. Both are lossless."""
+    """File format of the images. Both are lossless."""
 
     @property
     def grid(self) -> list["Setting"]:
@@ -70,9 +70,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Everything that the pictures of a sample set depend on, except for the model.
+    """Everything that the images of a sample set depend on, except the model.
 
-    Batch and part size are not included, because they change rounding only.
+    Batch and part size are not included, because they affect only rounding.
     """
 
     prompts: str
@@ -95,5 +95,5 @@ class Drawing:
 
     @property
     def id(self) -> str:
-        """Hash of the drawing. Sample sets of different models are comparable if their drawings have the same id."""
+        """Hash of the drawing. Sample sets from different models are comparable if their drawings have the same id."""
         return hashlib.sha256(canonical_json(self.as_json())).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The work of a sampling worker: load the pipeline once, then draw one part after another."""
+"""A sampling worker, which loads the pipeline once and then draws one part after another."""
 
 import functools
 import os
@@ -50,7 +50,7 @@ class SamplingJob:
 
 
 def draw_on_worker(part: SamplePart, attempt: int, report: Callable[[int], None], job: SamplingJob) -> PartReceipt:
-    """Make one attempt at one part, and report the number of pictures drawn so far."""
+    """Make one attempt at one part, and report the number of images drawn so far."""
     torch.set_num_threads(1 if is_accelerator(job.device) else max(1, int(job.num_cpus)))
     with ending_broken_processes():
         pipeline, own_scheduler = cached_pipeline(
@@ -65,7 +65,7 @@ def draw_on_worker(part: SamplePart, attempt: int, report: Callable[[int], None]
 def cached_pipeline(
     model: Model, output: Path | str, device: str, precision: Any, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """Load the pipeline, and return it with its own scheduler; the worker keeps both for its next part."""
+    """Load the pipeline, and return it with its own scheduler. Both are cached for the worker's next part."""
     with open_pipeline(model, open_store(output)) as folder:
         pipeline = load_pipeline(folder, device, precision, trust_remote_code)
     return pipeline, pipeline.scheduler
@@ -74,7 +74,7 @@ def cached_pipeline(
 def draw_part(
     part: SamplePart, pipeline: Any, batch_size: int, report: Callable[[int], None], folder: Path
 ) -> PartReceipt:
-    """Draw the pictures of a part, write them to `folder`, and return the receipt's fields.
+    """Draw the images of a part, write them to `folder`, and return the receipt's fields.
 
     Threads encode the files of one batch while the next one is drawn.
     """
@@ -105,6 +105,6 @@ def file_name(number: int, codec: Codec) -> str:
 
 
 def write_picture(path: Path, pixels: np.ndarray, codec: Codec) -> None:
-    """Write a picture, (height, width, 3) uint8, losslessly and without metadata."""
+    """Write an image, (height, width, 3) uint8, losslessly and without metadata."""
     options: dict[str, Any] = {"lossless": True, "exact": True} if codec == "webp" else {}
     Image.fromarray(pixels).save(path, **options)

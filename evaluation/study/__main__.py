@@ -1,4 +1,4 @@
-"""Run a blind study: raters choose the better of two models' pictures.
+"""Run a blind study: raters choose the better of two models' images.
 
 examples:
   python -m evaluation.study power --protocol.margin 0.05
@@ -9,8 +9,8 @@ examples:
 
 commands (each has its own --help):
   python -m evaluation.study power     find how many raters and prompts a margin requires
-  python -m evaluation.study prepare   write the pictures and the protocol into the study's folder
-  python -m evaluation.study invite    print links for further raters; `--again 3` replaces rater 3's link
+  python -m evaluation.study prepare   write the images and the protocol into the study's folder
+  python -m evaluation.study invite    print links for more raters; `--again 3` replaces rater 3's link
   python -m evaluation.study serve     serve the raters' page until Ctrl-C
   python -m evaluation.study status    show each rater's progress
   python -m evaluation.study analyse   compute the results: results.json, results.html and results.png
@@ -61,7 +61,7 @@ def power(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def prepare(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Write the pictures and the protocol into the study's folder.
+    """Write the images and the protocol into the study's folder.
 
     examples:
       python -m evaluation.study prepare --sets runs/a/samples/g8-s50-own,runs/b/samples/g8-s50-own --output runs/study
@@ -80,7 +80,7 @@ def prepare(config: StudyConfig, options: argparse.Namespace) -> None:
 
 
 def invite(config: StudyConfig, options: argparse.Namespace) -> None:
-    """Print links for further raters. They are not stored, so keep them. `--again 3` replaces rater 3's link.
+    """Print links for more raters. Save the links, because they are not stored. `--again 3` replaces rater 3's link.
 
     examples:
       python -m evaluation.study invite 15 --output runs/study
@@ -93,8 +93,8 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
         if options.again is not None:
             if options.again - 1 not in invited:
                 raise RequestError(
-                    f"Rater {options.again} has not been invited yet. To invite more raters: python -m {PROG} "
-                    f"invite NUMBER."
+                    f"Rater {options.again} has not been invited yet, so there is no link to replace. To invite more "
+                    f"raters: python -m {PROG} invite NUMBER."
                 )
             chosen = [options.again - 1]
         else:

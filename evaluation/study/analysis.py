@@ -16,18 +16,18 @@ from evaluation.study.votes import Vote
 from shards.base.errors import RequestError
 
 SCORES = {"first": 1.0, "tie": 0.5, "second": 0.0}
-"""Answer → score of the picture shown first."""
+"""Answer → score of the image shown first."""
 ESTIMAND = "the share of votes from raters like these on prompts like these, a tie counting as half a vote"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A vote together with the showing that it is about."""
+    """A vote together with its trial."""
 
     vote: Vote
     showing: Showing
     score: float
-    """1 for the item's first picture, 0 for its second, 0.5 for a tie, regardless of the side on which they were
+    """1 for the item's first image, 0 for its second, 0.5 for a tie, regardless of the side on which they were
     shown."""
 
 
@@ -46,7 +46,7 @@ class RaterReport:
     answers: int
     median_seconds: float | None
     excluded: bool
-    """Whether the protocol's rule excludes the rater."""
+    """Whether the protocol's exclusion rule excludes the rater."""
 
 
 def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
     if not counted:
         raise RequestError(
             f"{study.folder} has no votes to count: {len(answers)} answers, {len(excluded)} raters excluded by the "
-            f"protocol's rule."
+            f"protocol's rule. Run the analysis again once more raters have voted."
         )
     return {
         "name": protocol.name,

@@ -1,4 +1,4 @@
-"""The config of `python -m evaluation.study`."""
+"""Config for `python -m evaluation.study`."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ class StudyConfig(Config):
     """A blind study of two or more models, given by their sample sets."""
 
     output: Path = Path("runs/study")
-    """Folder of the study, on a local disk, with its pictures, protocol, votes and results."""
+    """Folder of the study, on a local disk, with its images, protocol, votes and results."""
     sets: list[Place] = Field([])
     """Sample sets drawn by `evaluation sample` with the same prompts, seed and size. They become models A, B and so
     on."""

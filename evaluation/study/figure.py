@@ -41,15 +41,15 @@ def draw(results: dict[str, Any]) -> bytes:
 
 
 def plain(text: str) -> str:
-    """Escape dollar signs, between which matplotlib would parse mathematics."""
+    """Escape dollar signs, because matplotlib would parse text between them as math."""
     return text.replace("$", r"\$")
 
 
 def model_shares(results: dict[str, Any], question: str) -> dict[str, tuple[float, float, float]]:
-    """Return, by model letter, how often the model is preferred, and the ends of the 95 % interval.
+    """Return a dict from model letter to the share of votes for the model and the ends of its 95 % interval.
 
-    With two models, this is the preference over the other model. With more, it is the mean probability of being
-    preferred to each other model.
+    With two models, the share is the preference over the other model. With more, it is the mean probability of being
+    preferred to each of the others.
     """
     if results["strengths"]:
         rows = [row for row in results["strengths"] if row["question"] == question]
@@ -79,7 +79,7 @@ def _bars(axis: Axes, question: str, letters: list[str], results: dict[str, Any]
 
 
 def _categories(results: dict[str, Any]) -> list[str]:
-    """Return the categories to draw: none with more than two models, which have too many pairs for one figure."""
+    """Return the categories to draw; more than two models have too many pairs for one figure, so none are drawn."""
     return [] if len(results["models"]) > 2 else sorted({row["category"] for row in results["by_category"]})
 
 

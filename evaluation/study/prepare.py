@@ -1,4 +1,4 @@
-"""Prepare a study's folder from sample sets: anonymous pictures without metadata, and the protocol."""
+"""Prepare a study's folder from sample sets: anonymous images without metadata, and the protocol."""
 
 import csv
 import hashlib
@@ -24,21 +24,21 @@ from shards.base.store import Place
 from shards.open import open_store
 
 SAME = ("prompts", "seed", "images_per_prompt", "num_samples", "size")
-"""Settings that all sample sets must share, so that raters compare models only and cannot tell them apart by picture
+"""Settings that all sample sets must share, so that raters compare models only and cannot tell them apart by image
 size."""
 PIXEL_SIZE = 16
-"""Side of the blocks in a pixelated gold picture, in pixels."""
+"""Side of the blocks in a pixelated gold image, in pixels."""
 MAX_GOLD = 100
 Pictures = dict[tuple[str, int], str]
-"""(prompt id, index) → file name of the picture in the study."""
+"""(prompt id, index) → file name of the image in the study."""
 
 
 def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Protocol:
-    """Write the pictures and protocol.json. Running it again completes an interrupted preparation.
+    """Write the images and protocol.json. Running it again completes an interrupted preparation.
 
     Raises:
-        RequestError: the sets are not comparable, or the folder holds a study with a different protocol.
-        WorkError: pictures are missing from a set.
+        RequestError: the sets are not comparable, or the folder contains a study with a different protocol.
+        WorkError: images are missing from a set.
     """
     sample_sets = [read_set(place) for place in sets]
     check_comparable_sets(sample_sets, config)
@@ -66,15 +66,15 @@ def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Prot
     create_file(path, write_file(folder / f".{RECORD}.{token_hex(4)}", content))
     if path.read_bytes() != content:
         raise RequestError(
-            f"{folder} holds a study with a different protocol. A changed protocol is a different study, because "
-            f"otherwise the rules could be adapted to the votes. Prepare it in a different folder with --output (OUT= "
-            f"of make study)."
+            f"{folder} already contains a study with a different protocol. Changing the protocol requires a new study, "
+            f"because otherwise the rules could be adapted to the votes. Choose another folder with --output (with "
+            f"make study: OUT=FOLDER)."
         )
     return protocol
 
 
 def check_comparable_sets(sets: Sequence[SampleSet], config: ProtocolConfig) -> None:
-    """Check that the pictures of these sets can be compared side by side.
+    """Check that the images of these sets can be compared side by side.
 
     Raises:
         RequestError: there are fewer than two sets, a set is given twice, the sets differ in a setting that they must
@@ -82,8 +82,8 @@ def check_comparable_sets(sets: Sequence[SampleSet], config: ProtocolConfig) -> 
     """
     if len(sets) < 2 or len({str(one.place) for one in sets}) < len(sets):
         raise RequestError(
-            "A study needs at least two different sample sets. Give them with --sets PLACE,PLACE, or with A= and B= of "
-            "make study."
+            "A study needs at least two different sample sets. Name them with --sets SAMPLES,SAMPLES (with make study: "
+            "A=SAMPLES B=SAMPLES)."
         )
     for other in sets[1:]:
         differ = [name for name in SAME if other.drawing[name] != sets[0].drawing[name]]
@@ -95,13 +95,13 @@ def check_comparable_sets(sets: Sequence[SampleSet], config: ProtocolConfig) -> 
             )
     if config.votes_per_item > config.raters:
         raise RequestError(
-            f"protocol.votes_per_item = {config.votes_per_item} is more than protocol.raters = {config.raters}, and a "
-            f"rater votes once on each item. Raise protocol.raters or lower protocol.votes_per_item."
+            f"protocol.votes_per_item = {config.votes_per_item} exceeds protocol.raters = {config.raters}, but a "
+            f"rater votes only once on each item. Raise protocol.raters or lower protocol.votes_per_item."
         )
 
 
 def copy_pictures(found: SampleSet, folder: Path, secret: bytes) -> Pictures:
-    """Copy a sample set's pictures into the study's folder."""
+    """Copy a sample set's images into the study's folder."""
     samples = iter(list_samples(found.prompts, found.drawing["images_per_prompt"]))
     names = {}
     for receipt in found.parts.values():
@@ -115,13 +115,13 @@ def copy_pictures(found: SampleSet, folder: Path, secret: bytes) -> Pictures:
 
 
 def add_picture(data: bytes, source: object, folder: Path, secret: bytes, pixelated: bool = False) -> str:
-    """Re-encode a picture as PNG without metadata, store it in the study's folder and return its file name.
+    """Re-encode an image as PNG without metadata, store it in the study's folder and return its file name.
 
     Args:
-        source: where the picture comes from, for error messages.
+        source: where the image comes from, for error messages.
 
     Raises:
-        RequestError: the picture is not a valid PNG, WebP or JPEG.
+        RequestError: the image is not a valid PNG, WebP or JPEG.
     """
     try:
         with Image.open(io.BytesIO(data), formats=["PNG", "WEBP", "JPEG"]) as picture:
@@ -144,7 +144,7 @@ def add_picture(data: bytes, source: object, folder: Path, secret: bytes, pixela
 
 
 def make_items(found: SampleSet, pictures: Sequence[Pictures], num_models: int) -> list[Item]:
-    """Pair the models' pictures: one item for every pair of models, prompt and index."""
+    """Pair the models' images: one item for every pair of models, prompt and index."""
     items = []
     for sample in list_samples(found.prompts, found.drawing["images_per_prompt"]):
         prompt, key = sample.prompt, (sample.prompt.id, sample.index)
@@ -158,9 +158,9 @@ def make_items(found: SampleSet, pictures: Sequence[Pictures], num_models: int) 
 def make_gold(
     found: SampleSet, pictures: Sequence[Pictures], config: ProtocolConfig, folder: Path, secret: bytes
 ) -> list[Item]:
-    """Make gold items: a picture of a prompt and, as the worse picture, a pixelated picture of a different prompt.
+    """Make gold items, which pair a prompt's image with a worse one: a pixelated image of another prompt.
 
-    The models contribute in turn.
+    The models take turns supplying the images.
 
     Raises:
         RequestError: there is only one prompt.
@@ -183,7 +183,8 @@ def make_gold(
 
 
 def num_gold(config: ProtocolConfig, num_prompts: int, num_models: int) -> int:
-    """Return twice the number of gold items per rater, so that raters who compare notes do not know all of them."""
+    """Return the number of gold items: twice as many as each rater sees, so that raters who compare notes do not know
+    all of them."""
     items = num_prompts * num_models * (num_models - 1) // 2 * config.votes_per_item / config.raters
     return min(MAX_GOLD, 2 * at_least_one(config.gold.share, round(items)))
 
@@ -192,7 +193,7 @@ def read_gold(path: Path, folder: Path, secret: bytes) -> list[Item]:
     """Read the user's own gold items from a CSV file.
 
     Raises:
-        RequestError: the file cannot be read, lacks a column, has no rows, or names a picture that does not exist.
+        RequestError: the file cannot be read, lacks a column, has no rows, or names an image that does not exist.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -208,8 +209,8 @@ def read_gold(path: Path, folder: Path, secret: bytes) -> list[Item]:
     except (OSError, KeyError, TypeError, csv.Error, UnicodeDecodeError) as error:
         raise RequestError(
             f"The gold file {path} cannot be used: {type(error).__name__}: {error}. It must be a CSV with the columns "
-            f"prompt, better and worse, where better and worse are paths of pictures relative to the file."
+            f"prompt, better and worse, where better and worse are image paths relative to the file."
         ) from error
     if not gold:
-        raise RequestError(f"The gold file {path} has no rows. Add at least one item whose better picture is known.")
+        raise RequestError(f"The gold file {path} has no rows. Add at least one item whose better image is known.")
     return gold

@@ -1,7 +1,7 @@
 """A study's protocol: questions, raters, items and the rules for counting votes, fixed before the first vote.
 
 STUDY/protocol.json     the protocol with its SHA-256
-STUDY/secret            32 random bytes that key sides, order and picture names; the protocol holds their hash
+STUDY/secret            32 random bytes that key sides, order and image names; the protocol holds their hash
 STUDY/pictures/*.png    named by HMAC-SHA256(secret, content)
 STUDY/votes.sqlite      invitations and votes
 """
@@ -30,15 +30,15 @@ QUESTIONS: dict[str, Text] = {
 
 
 class GoldConfig(Config):
-    """Gold items, whose better picture is known, and which reveal raters who click without looking."""
+    """Gold items: pairs whose better image is known, which reveal raters who click without looking."""
 
     share: float = Field(0.05, le=0.5)
-    """Number of gold items as a share of a rater's items, rounded, at least one. Must be above 0."""
+    """Number of gold items as a share of a rater's items, rounded, but at least one item. Must be above 0."""
     file: Path | None = None
-    """CSV with the columns prompt, better and worse, whose paths are relative to the file; null: use the pixelated
-    picture of a different prompt as the worse one."""
+    """CSV with the columns prompt, better and worse; image paths are relative to the file. null: the worse image is the
+    pixelated image of another prompt."""
     exclude_below: float | None = Field(0.75, gt=0, le=1)
-    """Exclude raters who answer a smaller share of gold questions correctly; null: exclude nobody."""
+    """Exclude raters who answer less than this share of gold questions correctly; null: exclude nobody."""
 
     @field_validator("share")
     @classmethod
@@ -52,7 +52,7 @@ class GoldConfig(Config):
 
 
 class ProtocolConfig(Config):
-    """The questions, and how votes are counted. A changed protocol is a different study."""
+    """The questions, and how votes are counted. Changing the protocol requires a new study."""
 
     name: Text = "Which picture is better?"
     """Title of the page."""
@@ -68,21 +68,21 @@ class ProtocolConfig(Config):
     margin: float = Field(0.1, gt=0, lt=0.5)
     """Models are equivalent if the preference is shown to be within one half ± this margin."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Keys, together with the secret, who sees which items, in which order and on which side."""
+    """Determines, together with the secret, who sees which items, in what order and on which side."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A prompt and two pictures of it."""
+    """A prompt and two images drawn for it."""
 
     id: str
     prompt_id: str
     prompt: str
     category: str | None
     models: tuple[int, int] | None
-    """Indices of the models that drew the pictures; None for a gold item, whose first picture is the better one."""
+    """Indices of the models that drew the images; None for a gold item, whose first image is the better one."""
     pictures: tuple[str, str]
-    """File names of the pictures."""
+    """File names of the images."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ class Study:
     secret: bytes
 
     def picture(self, name: str) -> bytes:
-        """Read a picture.
+        """Read an image.
 
         Raises:
-            WorkError: it is missing, or differs from the one that was prepared.
+            WorkError: the image is missing, or differs from the prepared one.
         """
         path = self.folder / PICTURES / name
         try:
@@ -142,13 +142,13 @@ class Study:
         if picture_name(self.secret, data) != name:
             raise WorkError(
                 f"{path} is {'missing' if not data else 'damaged'}. Restore it from a backup, or run the same "
-                f"`prepare` command again, which rewrites missing pictures."
+                f"`prepare` command again, which rewrites missing images."
             )
         return data
 
 
 def picture_name(secret: bytes, data: bytes) -> str:
-    """Derive a picture's file name, which reveals nothing about its content without the secret."""
+    """Derive an image's file name, which reveals nothing about its content without the secret."""
     return hmac.digest(secret, b"picture" + hashlib.sha256(data).digest(), "sha256").hex()[:32] + ".png"
 
 
@@ -156,7 +156,7 @@ def read_study(folder: Path) -> Study:
     """Load a prepared study.
 
     Raises:
-        RequestError: the folder holds no study, or one of a different version.
+        RequestError: the folder does not contain a study, or the study has a different format version.
         DamagedFile: the protocol was modified.
         WorkError: the secret is missing, or belongs to a different study.
     """
@@ -175,24 +175,24 @@ def read_study(folder: Path) -> Study:
     secret = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(secret).hexdigest() != protocol.secret_sha256:
         raise WorkError(
-            f"{path} is missing or is not the secret that the study was prepared with. Without it, the side on which "
+            f"{path} is missing, or is not the secret with which the study was prepared. Without it, the side on which "
             f"each model was shown cannot be recovered. Restore it from a backup."
         )
     return Study(folder, protocol, secret)
 
 
 def check_pictures(study: Study) -> None:
-    """Verify all pictures.
+    """Verify all images.
 
     Raises:
-        WorkError: a picture is missing or damaged.
+        WorkError: an image is missing or damaged.
     """
     for name in sorted(pictures_of([*study.protocol.items, *study.protocol.gold])):
         study.picture(name)
 
 
 def pictures_of(items: Iterable[Item]) -> set[str]:
-    """Return the file names of the items' pictures."""
+    """Return the file names of the items' images."""
     return {name for item in items for name in item.pictures}
 
 

@@ -60,7 +60,7 @@ def format_results(results: dict[str, Any]) -> str:
 
 
 def summarise_raters(results: dict[str, Any]) -> str:
-    """Say which raters were excluded, and how well all of them answered gold items and repeats."""
+    """Summarise which raters were excluded, and how well all raters answered gold items and repeats."""
     raters = results["raters"]
     excluded = [str(rater["number"]) for rater in raters if rater["excluded"]]
     consistent, repeats = (sum(rater[name] for rater in raters) for name in ("repeats_same", "repeats_answers"))

@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Showing:
-    """One presentation of an item to one rater."""
+    """A trial: one presentation of an item to one rater."""
 
     number: int
     """Position in the rater's order, from 1."""
     item: Item
     swapped: bool
-    """Whether the item's second picture is shown first."""
+    """Whether the item's second image is shown first."""
     kind: Kind
 
     @property
     def pictures(self) -> tuple[str, str]:
-        """File names of the first and second picture on the page."""
+        """File names of the first and second image on the page."""
         one, other = self.item.pictures
         return (other, one) if self.swapped else (one, other)
 
@@ -55,7 +55,7 @@ class KeyedDraws:
 def assign_raters(keys: np.ndarray, votes: int) -> np.ndarray:
     """Assign `votes` raters to each item, preferring those with the fewest items so far.
 
-    Ties go to the lowest key. The numbers of items of any two raters differ by at most one.
+    Ties go to the lowest key. Any two raters' item counts differ by at most one.
 
     Args:
         keys: (items, raters) random numbers.
@@ -72,7 +72,7 @@ def assign_raters(keys: np.ndarray, votes: int) -> np.ndarray:
 
 
 def make_schedule(protocol: Protocol, draws: KeyedDraws) -> list[list[Showing]]:
-    """Return the showings of each rater, in order."""
+    """Return each rater's trials, in the order in which they are shown."""
     items = draws.shuffled(protocol.items, "deal")
     keys = [[draws.number("deal", item.id, rater) for rater in range(protocol.raters)] for item in items]
     assigned = assign_raters(np.array(keys, dtype=np.uint64), protocol.votes_per_item)

@@ -42,7 +42,7 @@ SCHEMA = (
 
 @dataclass(frozen=True)
 class Vote:
-    """One rater's answer to one question about one showing."""
+    """One rater's answer to one question in one trial."""
 
     rater: int
     showing: int
@@ -50,7 +50,7 @@ class Vote:
     answer: str
     """`first`, `second` or `tie`, as displayed on the page."""
     seconds: float
-    """Time since the pictures appeared, by the rater's clock."""
+    """Time since the images appeared, by the rater's clock."""
 
 
 class Votes:
@@ -81,7 +81,7 @@ class Votes:
         return None if found is None else int(found[0])
 
     def cast(self, rater: int, showing: int, answers: Mapping[str, str], vote: str, seconds: float) -> dict[str, str]:
-        """Store the answers about a showing durably, unless the rater already answered.
+        """Durably store a rater's answers for one trial, unless the rater has already answered it.
 
         Returns:
             Question → the answer that counts, which may be an earlier one.
@@ -96,7 +96,7 @@ class Votes:
         return dict(self._db.execute(kept, (rater, showing)).fetchall())
 
     def num_done(self, rater: int) -> int:
-        """Return the number of showings that a rater has voted on."""
+        """Return the number of trials in which a rater has voted."""
         done = self._db.execute("SELECT COUNT(DISTINCT showing) FROM votes WHERE rater = ?", (rater,)).fetchone()
         return int(done[0])
 
@@ -111,8 +111,11 @@ class Votes:
             self._db.execute("BEGIN IMMEDIATE")
             with self._db:
                 yield
-        except sqlite3.OperationalError as error:  # such as a full disk, or a lock held by another process
-            raise WorkError(f"{self._path} cannot be written: {error}. Votes cast earlier are kept.") from error
+        except sqlite3.OperationalError as error:  # for example, a full disk or a lock held by another process
+            raise WorkError(
+                f"{self._path} cannot be written: {error}. Earlier votes are kept. Free disk space, or stop any other "
+                f"program that locks the file."
+            ) from error
 
 
 @contextmanager
@@ -135,7 +138,7 @@ def open_votes(study: Study) -> Iterator[Votes]:
             raise
         raise WorkError(
             f"{path} cannot be used: {error}. If another program has locked it, stop that program. If it is damaged, "
-            f"restore a backup."
+            f"restore it from a backup."
         ) from error
 
 
@@ -154,9 +157,9 @@ def _begin(db: sqlite3.Connection, study: Study, path: Path) -> None:
     db.execute("COMMIT")
     if recorded != sha256:
         raise RequestError(
-            f"{path} belongs to a different protocol ({recorded[:12]}…; {study.folder} now has {sha256[:12]}…). A "
-            f"changed protocol is a different study. Restore the original protocol, or prepare the new one in a "
-            f"different folder."
+            f"{path} belongs to a different protocol ({recorded[:12]}…; {study.folder} now has {sha256[:12]}…). "
+            f"Changing the protocol requires a new study. Restore the original protocol, or prepare the new one in "
+            f"another folder."
         )
 
 

@@ -3,8 +3,8 @@
     RUN/checkpoints/step-00001000/                        written by the trainer; only read here
     RUN/evaluations/step-00001000-auto/evaluated-ID.json  receipt: this step was evaluated with this config
 
-Any number of watchers may follow a run, without locks. Watchers on the same step share its parts. Each part, metric
-record and receipt is created by exactly one of them, and the others use it.
+Any number of watchers may follow a run, without locks. Watchers on the same step share its parts: exactly one of them
+creates each part, metric record and receipt, and the others use it.
 """
 
 import hashlib
@@ -29,15 +29,15 @@ from shards.base.store import Store
 from shards.open import open_store
 
 MAX_ATTEMPTS = 3
-"""Attempts at evaluating a checkpoint. The count starts over if its files are written again."""
+"""Maximum number of attempts to evaluate a checkpoint. The count restarts if the checkpoint's files are rewritten."""
 
 
 class FollowConfig(Config):
-    """Selection of the checkpoints to evaluate, and the condition for the end of watching."""
+    """Which checkpoints to evaluate, and when to stop watching."""
 
     every: int | None = Field(None, ge=1)
-    """Evaluate the checkpoints whose step is a multiple of this, and the run's last one. null: `evaluate.every` of the
-    run's config, or else all checkpoints."""
+    """Evaluate checkpoints whose step is a multiple of this, and the run's last checkpoint. null: `evaluate.every` in
+    the run's config, or all checkpoints if it is not set."""
     until: int | None = Field(None, ge=0)
     """Last step to evaluate, after which watching ends. null: the run's `max_steps`."""
     once: bool = False
@@ -50,7 +50,7 @@ class FollowConfig(Config):
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """Checkpoints that the run's own config asks to evaluate."""
+    """Checkpoints to evaluate according to the run's config."""
 
     every: int
     """Evaluate the checkpoints whose step is a multiple of this."""
@@ -60,21 +60,21 @@ class CheckpointSchedule:
 
 @dataclass
 class WatchedCheckpoint:
-    """A watcher's knowledge of one checkpoint."""
+    """A watcher's state for one checkpoint."""
 
     step: int
     place: Path | str
-    """Folder or URL of its evaluation: sample sets, the exported model and the receipt."""
+    """Folder or URL of the checkpoint's evaluation: sample sets, the exported model and the receipt."""
     receipt: str
     """Name of the receipt in `place`, which exists once the step has been evaluated with the current config."""
     version: str = ""
-    """Identifies the checkpoint's files: it changes if they are written again."""
+    """Identifier of the checkpoint's files, which changes if they are rewritten."""
     attempts: int = 0
-    """Attempts at evaluating this version."""
+    """Number of attempts to evaluate this version."""
     failure: str | None = None
-    """Error of the last attempt; None if it succeeded."""
+    """Error from the last attempt; None if the attempt succeeded."""
     is_done: bool = False
-    """Whether the step was evaluated and evaluations.jsonl has its metrics."""
+    """Whether the step has been evaluated and its metrics are in evaluations.jsonl."""
     is_reported_incomplete: bool = False
 
     def update(self, version: str) -> None:
@@ -84,11 +84,11 @@ class WatchedCheckpoint:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the checkpoint still has to be evaluated and may be attempted."""
+        """Whether the checkpoint still needs to be evaluated and has attempts left."""
         return not self.is_done and self.attempts < MAX_ATTEMPTS
 
     def is_exported(self) -> bool:
-        """Return whether the checkpoint's model was exported, so that the checkpoint itself is not needed."""
+        """Return whether the checkpoint's model has been exported, so the checkpoint itself is no longer needed."""
         return is_exported(open_store(self.place))
 
     def has_receipt(self) -> bool:
@@ -106,24 +106,24 @@ class Follower:
     config: FollowConfig
     weights: str
     settings: dict[str, Any]
-    """Everything that the evaluation of a step depends on, except for the step."""
+    """Everything that an evaluation depends on, except the step."""
     evaluate: Callable[[int, Path | str], None]
-    """Sample and score a step at the given place. Existing results there are not computed again."""
+    """Function that samples and scores a step at the given location, without recomputing existing results."""
     log_step: Callable[[int, list[Evaluation]], None]
-    """Log a step to the run's tracker, given all evaluations of the run."""
+    """Function that logs a step to the run's tracker, given all evaluations of the run."""
     log_remaining: Callable[[], None]
-    """Called once, after the last step."""
+    """Function called once, after the last step."""
     checkpoints: dict[int, WatchedCheckpoint] = field(default_factory=dict)
     """Step → checkpoint, for all steps seen so far."""
     is_reported_empty: bool = False
 
     def follow(self) -> None:
-        """Evaluate checkpoints until the run's last step is done, or those that exist now if `once` is set.
+        """Evaluate checkpoints until the run's last step is done, or only the existing ones if `once` is set.
 
         Raises:
             Preempted: a stop signal arrived.
-            RequestError: the folder is not a run, or the evaluation is impossible as requested.
-            WorkError: some checkpoints could not be evaluated. All others were.
+            RequestError: the folder is not a run, or the requested evaluation is impossible.
+            WorkError: some checkpoints could not be evaluated; all others have been evaluated.
         """
         is_over = False
         while not is_over:
@@ -162,7 +162,7 @@ class Follower:
             self.is_reported_empty = True
             print(f"{self.run.where()} has no checkpoint yet; waiting for the first one.", flush=True)
 
-        # the trainer may have pruned a checkpoint since its export
+        # the trainer may have pruned a checkpoint after it was exported
         versions = dict.fromkeys(self._exported_steps(), EXPORTED)
         for step, names in files.items():
             versions[step] = json.dumps(sorted((name, entries[name].etag) for name in names))
@@ -191,7 +191,7 @@ class Follower:
         return self.checkpoints[step]
 
     def _exported_steps(self) -> list[int]:
-        """List the unfinished steps whose model any watcher has exported."""
+        """List the unfinished steps whose model has been exported by any watcher."""
         steps = []
         for name in open_store(below(self.output, FOLDER)).entries():
             match = STEP_FOLDER.fullmatch(name)
@@ -202,7 +202,7 @@ class Follower:
         return steps
 
     def _evaluate(self, checkpoint: WatchedCheckpoint) -> bool:
-        """Attempt to evaluate a checkpoint, and return whether it is evaluated now."""
+        """Attempt to evaluate a checkpoint, and return whether it has been evaluated."""
         if not checkpoint.is_exported() and not is_complete(self.run, checkpoint.step):
             if not checkpoint.is_reported_incomplete:
                 checkpoint.is_reported_incomplete = True
@@ -223,10 +223,10 @@ class Follower:
         return True
 
     def _is_evaluated_despite(self, error: Exception, checkpoint: WatchedCheckpoint) -> bool:
-        """Handle the error of an attempt, and return whether another watcher has evaluated the checkpoint.
+        """Handle an attempt's error, and return whether another watcher has evaluated the checkpoint.
 
         Raises:
-            RequestError: `error`, unless it is due to another watcher or to pruning.
+            RequestError: `error`, unless another watcher or pruning caused it.
         """
         if checkpoint.has_receipt():  # another watcher finished first, and deleted the exported model in use here
             write_lines(self.output)
@@ -249,7 +249,7 @@ class Follower:
     def _record(self, checkpoint: WatchedCheckpoint) -> None:
         """Write evaluations.jsonl, log to the tracker, then create the receipt.
 
-        A watcher that dies in between repeats all three when it is run again.
+        If the watcher dies in between, its next run repeats all three.
         """
         found = write_lines(self.output)
         if not checkpoint.has_receipt():
@@ -269,7 +269,7 @@ class Follower:
 
 
 def read_schedule(run: Store) -> CheckpointSchedule:
-    """Read from a run's config.yaml which checkpoints should be evaluated.
+    """Read the schedule of evaluations from a run's config.yaml.
 
     Raises:
         RequestError: the run has no config.yaml, or it cannot be parsed.
@@ -279,7 +279,7 @@ def read_schedule(run: Store) -> CheckpointSchedule:
 
 
 def is_complete(run: Store, step: int) -> bool:
-    """Return whether every file that a checkpoint's state.json lists exists. Hashes are verified by the export."""
+    """Return whether every file listed in a checkpoint's state.json exists. The export verifies their hashes."""
     files = checkpoints_in(run.files("checkpoints")).get(step)
     if files is None:
         return False

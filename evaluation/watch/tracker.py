@@ -1,11 +1,12 @@
-"""Log evaluations to a run's tracker: metric curves and pictures of fixed prompts, at the checkpoint's step.
+"""Log evaluations to a run's tracker: metric curves and images of fixed prompts, at the checkpoint's step.
 
-TensorBoard gets one event file per step, created if absent, in a separate folder: it reads one file of a folder at a
-time, so it would stop reading the trainer's. For any other tracker, a *results file* is created in the run, and the
-trainer logs it (`train/run/reporting/evaluations.py`). A second process that writes to a wandb run overwrites what the
-first one wrote, even in wandb's shared mode (its issues 10349 and 12269).
+For TensorBoard, one event file per step is created in a separate folder. TensorBoard reads only one file per folder at
+a time, so an event file beside the trainer's would make it stop reading the trainer's. For any other tracker, a
+*results file* is created in the run, and the trainer logs it (`train/run/reporting/evaluations.py`), because a second
+process that writes to a wandb run overwrites what the first one wrote, even in shared mode (wandb issues 10349 and
+12269).
 
-    RUN/tracker/evaluations/0000001000.3f2a9c1d.zip    values.json, with the step, and a PNG for each picture
+    RUN/tracker/evaluations/0000001000.3f2a9c1d.zip    values.json, with the step, and a PNG for each image
 """
 
 import hashlib
@@ -28,20 +29,20 @@ from shards.base.store import Store
 from shards.open import open_store
 
 STRIP_PROMPTS = 4
-"""Number of prompts that get a strip: their pictures over the steps, side by side."""
+"""Number of prompts shown as strips: a prompt's images at successive steps, side by side."""
 MAX_STRIP_STEPS = 12
-"""Maximum number of pictures in a strip."""
+"""Maximum number of images in a strip."""
 GRID_PICTURES, GRID_COLUMNS = 16, 4
 SIDE = 256
-"""Maximum side of a logged picture, in pixels."""
+"""Maximum side length of a logged image, in pixels."""
 FOLDER = "tracker/evaluations"
 EVENTS = "tracker/evaluations/events.out.tfevents.{step:010d}.{names}"
 RESULTS = "{step:010d}.{names}.zip"
 LOGGED_SUFFIX = ".told.json"
-"""Suffix of the marker that the trainer creates next to a results file once the tracker has it."""
+"""Suffix of the marker that the trainer creates next to a results file once it has been logged to the tracker."""
 
 LogStep = Callable[[int, list[Evaluation]], None]
-"""Log a step to a tracker, given all evaluations of the run."""
+"""Function that logs a step to a tracker, given all evaluations of the run."""
 
 
 def open_tracker(run: Store, output: Path | str) -> LogStep:
@@ -59,7 +60,7 @@ def open_tracker(run: Store, output: Path | str) -> LogStep:
         return lambda step, found: None
     if name == "tensorboard":
         if find_spec(name) is None:
-            print("Evaluations are not logged to tensorboard, which is not installed here. The report contains them.")
+            print("Evaluations are not logged to tensorboard: it is not installed here. The report contains them.")
             return lambda step, found: None
         return lambda step, found: write_events(store, step, found)
     if store.where() != run.where():
@@ -69,9 +70,9 @@ def open_tracker(run: Store, output: Path | str) -> LogStep:
 
 
 def scalars(step: int, found: list[Evaluation]) -> dict[str, float]:
-    """Return curve name → value, for each metric of a step and both ends of its interval.
+    """Return a dict from curve name to value, for each of a step's metrics and both ends of its interval.
 
-    Names contain the start of the metric's id, so values of different ids never share a curve.
+    Names contain the start of the metric's id, so values with different ids never share a curve.
     """
     values: dict[str, float] = {}
     for evaluation in found:
@@ -84,7 +85,7 @@ def scalars(step: int, found: list[Evaluation]) -> dict[str, float]:
 
 
 def images(step: int, found: list[Evaluation]) -> dict[str, Image.Image]:
-    """Return name → picture, for each sample set of a step: a grid, and a strip for each of its first prompts."""
+    """Return a dict from name to image: for each of a step's sample sets, a grid, and strips for the first prompts."""
     drawn = {}
     for evaluation in found:
         if evaluation.step != step:
@@ -98,7 +99,10 @@ def images(step: int, found: list[Evaluation]) -> dict[str, Image.Image]:
 
 
 def strips(found: list[Evaluation], count: int) -> dict[str, Image.Image]:
-    """Return prompt id → its pictures over the steps of one setting, side by side, for the first `count` prompts."""
+    """Return a dict from prompt id to strip, for the first `count` prompts.
+
+    A strip shows a prompt's images at successive steps of one setting, side by side.
+    """
     by_step = {evaluation.step: evaluation for evaluation in found}
     pictures: dict[str, dict[str, Image.Image]] = {}
     for step in spread(sorted(by_step), MAX_STRIP_STEPS):
@@ -108,7 +112,7 @@ def strips(found: list[Evaluation], count: int) -> dict[str, Image.Image]:
 
 
 def write_events(store: Store, step: int, found: list[Evaluation]) -> None:
-    """Create TensorBoard's event file of a step, atomically."""
+    """Create a step's TensorBoard event file atomically."""
     from torch.utils.tensorboard import SummaryWriter
 
     values = scalars(step, found)
@@ -123,7 +127,7 @@ def write_events(store: Store, step: int, found: list[Evaluation]) -> None:
 
 
 def write_results(run: Store, step: int, found: list[Evaluation]) -> None:
-    """Create the results file of a step, which the trainer will log to the run's tracker."""
+    """Create a step's results file, which the trainer will log to the run's tracker."""
     values, content = scalars(step, found), BytesIO()
     with ZipFile(content, "w") as archive:
         archive.writestr("values.json", json.dumps({"step": step, "values": values}))
@@ -134,7 +138,7 @@ def write_results(run: Store, step: int, found: list[Evaluation]) -> None:
 
 
 def log_remaining_results(run: Store, name: str) -> None:
-    """Run `python -m train tell` if the tracker lacks results, because training ended before they were created.
+    """Run `python -m train tell` if some results were created after training had ended, so the tracker lacks them.
 
     Args:
         name: the run, as named by the user.

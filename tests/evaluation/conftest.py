@@ -53,7 +53,7 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options of `evaluation watch`: 60 pictures of 64 px in two parts, and the toy extractor's metrics."""
+    """Options of `evaluation watch`: 60 images of 64 px in two parts, and the toy extractor's metrics."""
     folder = tmp_path_factory.mktemp("words")
     make_tar(folder / "tars", "00000", make_samples(0, 60, [(80, 64)]))
     prompts = folder / "prompts.txt"

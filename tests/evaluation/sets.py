@@ -15,7 +15,7 @@ PROMPTS = [Prompt(f"p{i}", f"picture {i} of {i} blobs") for i in range(5)]
 
 
 def sampling(**changes: Any) -> SamplingConfig:
-    """Return settings for two 64 px pictures per prompt, with two steps, guidance 3 and parts of four pictures."""
+    """Return settings for two 64 px images per prompt, with two steps, guidance 3 and parts of four images."""
     fields = {"size": "64x64", "steps": [2], "guidance": [3.0], "images_per_prompt": 2, "batch_size": 2, "part_size": 4}
     return SamplingConfig.model_validate(fields | changes)
 
@@ -33,5 +33,5 @@ def draw_here(pipeline: Path, place: Path, config: SamplingConfig, prompts: list
 
 
 def pictures(place: Path) -> dict[str, bytes]:
-    """Return file name → content for the pictures in all parts of a sample set."""
+    """Return file name → content for the images in all parts of a sample set."""
     return {path.name: path.read_bytes() for path in (place / "pictures").rglob("*") if path.is_file()}

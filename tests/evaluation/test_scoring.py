@@ -42,14 +42,14 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def drawn(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sample set of 60 pictures of 64 px, two per prompt."""
+    """A sample set of 60 images of 64 px, two per prompt."""
     place = tmp_path_factory.mktemp("drawn")
     return draw_here(pipeline, place, sampling(part_size=25, batch_size=20, steps=[1]), MANY)
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same 70 pictures in two tars and as image files, and two more entries that are not images."""
+    """The same 70 images in two tars and as image files, and two more entries that are not images."""
     folder = tmp_path_factory.mktemp("references")
     for shard in range(2):
         samples = make_samples(shard, 35, [(80, 64), (200, 150)])
@@ -99,7 +99,7 @@ def test_metrics_have_interval_n_and_id_and_features_are_extracted_once(
 
 
 def test_published_moments_are_a_reference_for_frechet_distances(drawn: Path, references: Path, tmp_path: Path) -> None:
-    """They give the same value as the pictures that they were computed from, with a different id."""
+    """They give the same value as the images that they were computed from, with a different id."""
     (row,) = score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", references / "tars"), WORKERS)
     features, _ = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
     path, moments = tmp_path / "stats.npz", Moments.of(features.values)
@@ -135,13 +135,13 @@ def test_invalid_moments_are_refused(drawn: Path, tmp_path: Path, arrays: dict[s
 
 
 def test_limits_are_part_of_a_reference(drawn: Path, references: Path, tmp_path: Path) -> None:
-    """Limits decide which pictures the reference contains."""
+    """Limits decide which images the reference contains."""
     rows = []
     for name, limits in (("all", {}), ("small", {"max_pixels": 6000})):
         made = reference(tmp_path / name, references / "tars", limits=limits)
         rows.append(score(read_set(drawn), ["toy_kid"], TOY, made, WORKERS)[0])
     assert [row["reference_n"] for row in rows] == [70, 36] and rows[0]["id"] != rows[1]["id"]
-    with pytest.raises(RequestError, match="is a reference with different pictures or settings: limits"):
+    with pytest.raises(RequestError, match="is a reference with different images or settings: limits"):
         score(read_set(drawn), ["toy_kid"], TOY, reference(tmp_path / "small", references / "tars"), WORKERS)
 
 
@@ -182,9 +182,9 @@ def test_impossible_metrics_are_refused_before_anything_is_drawn(
         return " ".join(capsys.readouterr().err.split())
 
     place = ["--reference.place", str(tmp_path / "reference")]
-    assert "There are only 23 prompts, but the interval of a metric needs at least 24" in error_of("few.txt", *place)
+    assert "There are only 23 prompts, but a metric's interval needs at least 24" in error_of("few.txt", *place)
     assert "Set reference.size to 64x64" in error_of("many.txt", *place, "--reference.size", "128x128")
-    assert "No reference was given. Set reference.place" in error_of("many.txt")
+    assert "No reference is set. Set reference.place" in error_of("many.txt")
     assert "sampling.steps.0" in error_of("many.txt", *place, "--sampling.steps", "[0]")
 
 
@@ -192,7 +192,7 @@ def test_a_small_reference_is_refused(drawn: Path, tmp_path: Path) -> None:
     make_tar(tmp_path / "tars", "00000", make_samples(0, 23, [(80, 64)]))
     made = reference(tmp_path / "reference", tmp_path / "tars")
     with pytest.raises(
-        RequestError, match="The reference has only 23 pictures, but a metric with an interval needs at least 24"
+        RequestError, match="The reference has only 23 images, but a metric with an interval needs at least 24"
     ):
         score(read_set(drawn), ["toy_kid"], TOY, made, WORKERS)
 
@@ -216,7 +216,7 @@ def test_invalid_references_are_refused(drawn: Path, references: Path, tmp_path:
 
     with pytest.raises(RequestError, match="samples have size 64x64, but the reference has size 128x128"):
         attempt(ReferenceConfig(place=tmp_path, size="128x128"))
-    with pytest.raises(RequestError, match="No reference was given"):
+    with pytest.raises(RequestError, match="No reference is set"):
         attempt(ReferenceConfig(size="64x64"))
     with pytest.raises(RequestError, match="is not a reference"):
         attempt(reference(tmp_path / "absent", None))
@@ -224,7 +224,7 @@ def test_invalid_references_are_refused(drawn: Path, references: Path, tmp_path:
         attempt(reference(tmp_path / "absent", tmp_path))
     attempt(reference(tmp_path / "made", references / "tars"))
     with pytest.raises(
-        RequestError, match="a reference with different pictures or settings: resampling 'bicubic' ≠ 'lan"
+        RequestError, match="a reference with different images or settings: resampling 'bicubic' ≠ 'lan"
     ):
         attempt(reference(tmp_path / "made", None, pixels={"resampling": "lanczos"}))
     next((tmp_path / "made" / "receipts").rglob("00001.json")).unlink()
@@ -238,7 +238,7 @@ def test_a_damaged_picture_is_named(pipeline: Path, tmp_path: Path) -> None:
     (picture,) = (place / "pictures").glob("00001.*/0000005.png")
     picture.write_bytes(b"flipped")
     with pytest.raises(
-        DamagedInput, match=r"0000005\.png is damaged.*the folder's receipt in .*, and run the same command"
+        DamagedInput, match=r"0000005\.png is damaged.*that folder's receipt in .*, and run the same command"
     ):
         extract(sample_units(found), "toy", TOY, place, WORKERS)
 
@@ -265,7 +265,7 @@ def clip(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_clip_features_match_transformers(clip: Path, drawn: Path) -> None:
-    """The pictures have the model's input size, so nothing is resized."""
+    """The images have the model's input size, so nothing is resized."""
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
     mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
     model = CLIPModel.from_pretrained(clip).eval()
@@ -324,4 +324,4 @@ def test_score_evaluates_the_requested_checkpoint(
     weights.write_bytes(weights.read_bytes()[:-8])
     assert exit_code_of(lambda: command([*words, "--step", "4"])) == 1
     error = capsys.readouterr().err.replace("\n", " ")
-    assert "The checkpoint of step 4 in" in error and "does not have the SHA-256" in error
+    assert "The checkpoint of step 4 in" in error and "does not match its SHA-256" in error

@@ -81,4 +81,4 @@ def test_an_exported_unet_draws_the_size_that_was_trained(name: str, small: Call
     folder = write_pipeline(config.work, ExportConfig(weights="raw"))
     pipeline = getattr(diffusers, config.backbone.pipeline.class_name).from_pretrained(folder)
     assert pipeline("a", num_inference_steps=1, output_type="np").images.shape == (1, 64, 64, 3)
-    assert "Without `height` and `width`, pictures have 64x64 pixels." in (folder / "README.md").read_text()
+    assert "Without `height` and `width`, images have 64x64 pixels." in (folder / "README.md").read_text()

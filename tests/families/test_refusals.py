@@ -188,7 +188,7 @@ def test_a_network_must_be_named() -> None:
 
 def test_inputs_have_one_kind_of_states() -> None:
     inputs = {"guidance": {"kind": "guidance"}}
-    with pytest.raises(ValueError, match="inputs must have one of kind `states`"):
+    with pytest.raises(ValueError, match="inputs must contain exactly one input of kind `states`"):
         TrainConfig.model_validate({"backbone": {"inputs": inputs}})
 
 

@@ -56,7 +56,7 @@ def test_the_shorthand_sets_the_only_stream(
         (
             ONE,
             ["--data.root", "c", "--data.bucket", "64x64", "--data.streams", '[{"root": "d", "bucket": "64x64"}]'],
-            "data.root and data.bucket and data.streams both set the data to read; give only one of them",
+            "data.root and data.bucket and data.streams both set the data to read; set only one of them",
         ),
         (None, ["--data.root", "c"], "`data.streams.0.bucket` is missing"),
         (None, ["--data.bucket", "64x64"], "`data.streams.0.root` is missing"),

@@ -31,7 +31,7 @@ print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
 
 @pytest.fixture(scope="module")
 def finished(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Config of a run that has done its two steps, with a second phase in the same folder; and the output of the
+    """Config of a run that has completed its two steps, with a second phase in the same folder; and the output of the
     run."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder, train_fields(latents, folder / "phase1", max_steps=2))
@@ -68,7 +68,7 @@ def test_two_processes_print_the_final_message_once(latents: Path, tmp_path: Pat
     assert result.stdout.count("Finished at step 1.") == 1
     # a second launch, which finds the run finished, prints it only once, too
     result = run_module("train", "--config", str(config), num_processes=2)
-    assert result.returncode == 0 and result.stdout.count("has done its 1 steps; there is nothing to do") == 1
+    assert result.returncode == 0 and result.stdout.count("has completed its 1 steps; there is nothing to do") == 1
 
 
 @pytest.mark.parametrize("command", [[], ["check"]], ids=["train", "check"])
@@ -76,7 +76,7 @@ def test_a_finished_run_is_recognised_without_torch(finished: tuple[Path, str], 
     config, _ = finished
     code, printed, imported = run_fresh(*command, "--config", str(config))
     assert (code, imported) == (0, set())
-    assert "has done its 2 steps; there is nothing to do." in printed
+    assert "has completed its 2 steps; there is nothing to do." in printed
     assert ("Finished at step 2." in printed) == (not command)  # `make train` runs the check first and then the trainer
 
 
@@ -85,7 +85,7 @@ def test_the_launcher_recognises_a_finished_run_before_it_starts_processes(finis
     command = [*launcher(2)[3:], "-m", "train", "--config", str(config), "--num_processes", "2"]
     code, printed, imported = run_fresh(*command, module="train.launch:launch")
     assert (code, imported) == (0, set())
-    assert "has done its 2 steps; there is nothing to do" in printed
+    assert "has completed its 2 steps; there is nothing to do" in printed
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(latents: Path, t
     weights.write_bytes(weights.read_bytes()[:-1])
     again = run_module("train", "--config", str(config))
     assert again.returncode == 0, again.stderr
-    assert "is damaged and passed over" in again.stdout and "nothing to do" not in again.stdout
+    assert "is damaged and skipped" in again.stdout and "nothing to do" not in again.stdout
     assert again.stdout.count("Finished at step 2.") == 1
 
 
@@ -142,7 +142,10 @@ def test_an_invalid_request_is_refused_without_torch(
 
 @pytest.mark.parametrize(
     ("command", "message"),
-    [([], "num_processes is 3, but 1 were started"), (["check"], "global_batch_size 8 cannot be shared evenly by 3")],
+    [
+        ([], "num_processes is 3, but 1 process was started"),
+        (["check"], "global_batch_size 8 cannot be shared evenly by 3"),
+    ],
     ids=["train", "check"],
 )
 def test_a_wrong_number_of_processes_is_refused_without_torch(

@@ -76,7 +76,7 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
 @pytest.mark.parametrize("missing", [name for name in SLURM_TASK if name != "SLURM_NTASKS"])
 def test_a_process_outside_srun_is_refused(missing: str) -> None:
     rest = {name: value for name, value in SLURM_TASK.items() if name != missing}
-    with pytest.raises(RequestError, match=rf"{missing} is not set, so .* Start it as srun python -m train"):
+    with pytest.raises(RequestError, match=rf"{missing} is not set, so .* Start it with: srun python -m train"):
         slurm.slurm_variables(rest)
 
 
@@ -101,7 +101,7 @@ def test_srun_without_the_launcher_is_refused(
     assert exit_code_of(lambda: run(["--config", str(config)])) == 2
     message = " ".join(capsys.readouterr().err.split())
     assert (
-        "srun started 7 tasks, but WORLD_SIZE is not set, so each would train by itself in the same run folder"
+        "srun started 7 tasks, but WORLD_SIZE is not set, so each would train on its own in the same run folder"
         in message
     )
     assert "`srun python -m train.launch --slurm -m train --config" in message
@@ -205,7 +205,7 @@ def test_signals_are_forwarded_and_a_failed_launcher_stops_the_others(machines: 
     assert launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait", "code-1"]) == 1
     assert (machines / "signals-0").read_text() == "SIGTERM\n"
     assert [signal.getsignal(number) for number in ssh_launcher.FORWARDED] == before
-    with pytest.raises(WorkError, match=r"The launcher on gpu2 was killed by signal 9\. If that is 9, the machine"):
+    with pytest.raises(WorkError, match=r"The launcher on gpu2 was killed by signal 9\. Signal 9 often means that"):
         launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "wait", "killed-1"])
 
 
@@ -232,9 +232,9 @@ def test_a_launcher_receives_signals_through_its_standard_input(monkeypatch: pyt
         (
             "hosts",
             ["0", "1", "x"],
-            "--hosts must be followed by a file of hosts, the number of hosts .*: python -m train.launch",
+            "--hosts must be followed by a hosts file, the number of hosts .*: python -m train.launch",
         ),
-        ("hosts", ["2", "1"], "--hosts must be followed by a file of hosts"),
+        ("hosts", ["2", "1"], "--hosts must be followed by a hosts file"),
         ("absent", ["2", "1", "x"], "absent cannot be read: No such file or directory"),
         ("ssh", ["2", "1", "x"], "contains 'test .*, which is not a host name"),
         ("twice", ["2", "1", "x"], "names the host 'gpu1' twice"),
@@ -383,7 +383,7 @@ def test_a_single_process_saves_before_it_and_the_launcher_exit(
     assert "Traceback" not in errors
     (folder,) = list_checkpoints(tmp_path / "run")
     assert f"received a stop signal and saved after step {step_of(folder)}" in errors
-    assert f"The launcher received {number.name} and the run saved. The same command resumes it." in errors
+    assert f"The launcher received {number.name} and the run saved. Run the same command again to resume." in errors
     verify_checkpoint(folder)
 
 

@@ -126,7 +126,7 @@ def test_a_killed_run_resumes_from_the_checkpoint_before_a_damaged_one(
 
     result = run_module("train", "--config", str(config))
     assert result.returncode == 0, result.stderr
-    assert f"checkpoint {newest.name} is damaged and passed over" in result.stdout
+    assert f"checkpoint {newest.name} is damaged and skipped" in result.stdout
     assert f"resuming {tmp_path}/run after step" in result.stdout
     assert curve(tmp_path / "run") == curve(reference)
     last = newest_checkpoint(tmp_path / "run")
@@ -139,7 +139,7 @@ def test_a_killed_run_resumes_from_the_checkpoint_before_a_damaged_one(
     assert last.content["files"] == expected.content["files"]  # weights, moving average and optimizer are bit-exact
 
     again = run_module("train", "--config", str(config))
-    assert again.returncode == 0 and "has done its 8 steps; there is nothing to do" in again.stdout
+    assert again.returncode == 0 and "has completed its 8 steps; there is nothing to do" in again.stdout
 
 
 def test_a_run_on_four_processes_resumes_bit_exactly(latents: Path, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_packages_do_not_import_forbidden_modules(package: str, forbidden: list[
     [
         ({"data": {"streams": [{"root": "/absent", "bucket": "64x64"}]}}, "/absent is not a latents root"),
         ({"init_from": "/absent"}, "/absent has no complete checkpoint. Train that phase first (`make train PHASE=1`)"),
-        ({"global_batch_size": 64}, "holds 30 samples. With weight 1 they do not fill one global batch of 64"),
+        ({"global_batch_size": 64}, "has 30 samples. With weight 1 they do not fill one global batch of 64"),
         ({"global_batch_size": 10}, "or set data.num_canonical_nodes to 2"),
         ({"evaluate": {"every": 3}}, "evaluate.every 3 is not a multiple of checkpoint.every 2"),
         ({"optimizer": {"lr": -1.0}}, "`optimizer.lr` = -1.0: input should be greater than 0"),
@@ -401,7 +401,7 @@ def test_validation_depends_only_on_the_weights(latents: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("validation", "message"),
     [
-        ({"samples": 31}, "holds 30 samples, but validation.samples is 31. Lower"),
+        ({"samples": 31}, "has 30 samples, but validation.samples is 31. Lower"),
         ({"samples": 4, "root": "/absent"}, "/absent is not a latents root"),
     ],
 )

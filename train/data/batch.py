@@ -41,7 +41,7 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """Apply a function to every tensor of the batch."""
+        """Apply a function to every tensor in the batch."""
         return Batch(
             self.keys,
             change(self.slots),
@@ -74,7 +74,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Collate:
-    """Collates MDS samples into a `Batch`. It is a class so that it can be pickled for spawned loader workers."""
+    """Function that collates MDS samples into a `Batch`; a class, so that it can be pickled for spawned workers."""
 
     slots: Tensor
     lengths: dict[str, int | None]
@@ -113,8 +113,8 @@ def _stack(arrays: list[np.ndarray], length: int | None = None) -> Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Tensor:
-    """Allocate an uninitialised tensor. A loader worker uses shared memory, so that handing over a batch copies
-    nothing."""
+    """Allocate an uninitialised tensor. A loader worker uses shared memory, so that passing a batch to the trainer
+    copies nothing."""
     tensor = torch.from_numpy(np.empty(0, dtype))
     if get_worker_info() is not None:
         storage = torch.empty(0, dtype=tensor.dtype).untyped_storage()._new_shared(math.prod(shape) * dtype.itemsize)

@@ -1,11 +1,11 @@
-"""A size-limited local cache of remote MDS files, shared by all processes of a machine.
+"""A size-limited local cache of remote MDS files, shared by all processes on a machine.
 
     CACHE/cache.sqlite                            the copies, their sizes, and when each was last used
     CACHE/<root>/256x256/<hash>/00042.3fa9c1d2/shard.00000.mds
 
 A copy is renamed into place after its size and hash have been verified. The least recently used copies are evicted.
 Only files listed in cache.sqlite are ever removed, and the folder must have been created by this module, so an original
-file cannot be deleted by mistake. A killed process leaves at most a row and a partial file; both count towards the
+file cannot be deleted by mistake. A killed process leaves at most a row and a partial file, which count towards the
 limit until they are evicted.
 """
 
@@ -24,7 +24,7 @@ INDEXES = "indexes"
 """Subfolder for the tables that `node.py` manages."""
 WAIT_SECONDS = 0.02
 TOUCH_SECONDS = 30.0
-"""Minimum time between two updates of a copy's last use, so that not every read writes to the database."""
+"""Minimum time between updates of a copy's last use, so that most reads do not write to the database."""
 
 
 class Cache:
@@ -43,15 +43,15 @@ class Cache:
         """Check that the folder is absent, empty or a cache, without writing to it.
 
         Raises:
-            RequestError: the folder holds other files, or is not a folder.
+            RequestError: the folder contains other files, or is not a folder.
         """
         if self.folder.exists() and not self.folder.is_dir():
-            raise RequestError(f"data.cache {self.folder} is a file. Give a folder.")
+            raise RequestError(f"data.cache {self.folder} is a file. Set it to a folder.")
         present = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
         if present - {INDEXES} and DATABASE not in present:
             raise RequestError(
-                f"data.cache {self.folder} holds files, but is not a latentmill cache. A cache deletes files, so "
-                f"give an empty folder or one that does not exist yet."
+                f"data.cache {self.folder} contains files, but is not a latentmill cache. Because a cache deletes "
+                f"files, set it to an empty folder or one that does not exist yet."
             )
 
     def path(self, name: str) -> Path:
@@ -76,21 +76,21 @@ class Cache:
         download: Callable[[Path], None],
         sound: Callable[[Path], bool] = lambda copy: True,
     ) -> None:
-        """Make room for `size` bytes and download a file. Waits while downloads in progress take all the room.
+        """Make room for `size` bytes and download a file, waiting if downloads in progress take up all the space.
 
         Args:
             download: writes the file to the given path, and raises if the bytes are wrong.
-            sound: decides whether a copy that already exists is kept instead.
+            sound: decides whether an existing copy is kept instead.
 
         Raises:
             WorkError: the file alone exceeds the limit.
         """
         target, partial = self.path(name), partial_path(self.path(name))
         with self._database():
-            pass  # creates the database, without which `check` would refuse the folder next time
+            pass  # creates the database, without which `check` would reject the folder next time
         target.parent.mkdir(parents=True, exist_ok=True)
         with lock_copy(partial):
-            if target.exists() and sound(target):  # another process has downloaded it meanwhile
+            if target.exists() and sound(target):  # another process has downloaded it in the meantime
                 partial.unlink(missing_ok=True)
                 return
             target.unlink(missing_ok=True)
@@ -98,7 +98,7 @@ class Cache:
                 while not self._reserve(name, size):
                     time.sleep(WAIT_SECONDS)
                 download(partial)
-                with self._database():  # not while another process evicts
+                with self._database():  # its lock keeps other processes from evicting now
                     partial.replace(target)
             except BaseException:
                 self.drop(name)
@@ -118,7 +118,7 @@ class Cache:
     def _reserve(self, name: str, size: int) -> bool:
         """Evict copies until `size` more bytes fit, and record them. Return False if not enough can be evicted."""
         if self.limit is not None and size > self.limit:
-            raise WorkError(f"{name} has {size} bytes, more than data.cache_limit {self.limit}. Raise the limit.")
+            raise WorkError(f"{name} is {size} bytes, which exceeds data.cache_limit ({self.limit}). Raise the limit.")
         with self._database() as database:
             rows = database.execute("SELECT name, bytes FROM copies WHERE name != ? ORDER BY used", (name,))
             copies = rows.fetchall()
@@ -158,8 +158,8 @@ class Cache:
                 database.execute("COMMIT")
         except sqlite3.Error as error:
             raise WorkError(
-                f"{self.folder / DATABASE} cannot be used: {error}. Remove the folder {self.folder}, which holds only "
-                f"copies, and start again."
+                f"{self.folder / DATABASE} cannot be used: {error}. Remove the folder {self.folder}, which contains "
+                f"only copies, and run the same command again."
             ) from error
 
 

@@ -1,8 +1,8 @@
 """Random numbers as a pure function of (seed, step, global slot): identical on any number of ranks and after a resume.
 
 The generator is Philox-4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1,
-2, 3" (SC 2011). The counter names the step, the sample and the purpose of a draw, so there is no generator state that
-could be lost, drift apart or be shared by mistake, and a whole batch is drawn at once on the device.
+2, 3" (SC 2011). The counter encodes the step, the sample and the purpose of a draw, so there is no generator state that
+could be lost, diverge or be shared by mistake, and a whole batch is drawn at once on the device.
 """
 
 import math
@@ -81,11 +81,11 @@ class Draws:
         self.drawn: dict[Purpose, Tensor] = {}
         """Words drawn so far, (N, words) per purpose."""
         self.normals: dict[Purpose, Tensor] = {}
-        """Normals computed from them so far, (N, normals) per purpose; their number is even."""
+        """Normals computed from those words, (N, normals) per purpose, always an even number."""
 
     def draw(self, counts: dict[Purpose, int]) -> None:
         """Draw `counts` numbers per slot for each purpose in one call, because kernel launches dominate the cost."""
-        # a block has four words, so the words of an odd number of normals, which use them in pairs, are all drawn
+        # normals use words in pairs, and a block has four, so even an odd number of normals gets all its words
         blocks = {purpose: math.ceil(count / 4) for purpose, count in counts.items()}
         first, last = _counters(tuple(blocks.items()), self.step >> 32, self.slots.device)
         step = torch.full_like(first, self.step & LOW_32)
@@ -138,10 +138,10 @@ def global_slots(
 ) -> Tensor:
     """Return the slots of the global batch that `rank` loads, (local_batch_size,), in the order of its loader.
 
-    The ranks partition the global batch. If the number of machines divides the number of canonical nodes of
+    The ranks partition the global batch. If the number of machines divides the number of canonical nodes in
     `train/data/order.py`, or vice versa, a machine gets the slots node, node + num_nodes, …, and so reads only its own
     canonical nodes. Otherwise the slots are sorted by canonical node and split evenly over the machines: a machine then
-    reads at most ⌈canonical nodes / machines⌉ + 1 canonical nodes, and may share the first and the last of them.
+    reads at most ⌈canonical nodes / machines⌉ + 1 canonical nodes, and may share the first and the last with others.
     """
     num_nodes = world_size // local_world_size
     node, local_rank = divmod(rank, local_world_size)

@@ -1,4 +1,4 @@
-"""The MDS files of all streams: download, verification by hash before the first use, and access to single samples."""
+"""The MDS files of all streams: download, verification by hash before first use, and access to individual samples."""
 
 import multiprocessing
 import os
@@ -43,7 +43,7 @@ class StreamFiles:
         self.cache = cache
         self.prefix = prefix
         self.decoder = Decoder(files.columns)
-        # without a cache the store is local; `check_locations` refuses anything else
+        # without a cache the store is local; `check_locations` rejects anything else
         self.top = "" if cache is not None else store.where(bucket)
 
     def path(self, file: int) -> str:
@@ -60,7 +60,7 @@ class StreamFiles:
         return self.cache is None or self.cache.touch(self._cached_name(file), int(self.files.sizes[file]))
 
     def open(self, file: int) -> int | None:
-        """Open a file, downloading it if necessary. Return None if its copy was evicted at the same moment; try again.
+        """Open a file, downloading it if necessary. Return None if its copy was just evicted; the caller must retry.
 
         Raises:
             WorkError: the original is missing, or does not match its index.
@@ -108,7 +108,7 @@ class StreamFiles:
                 self._cached_name(file),
                 int(self.files.sizes[file]),
                 lambda target: self._download(file, target),
-                # verified once more, because another process may have replaced it by now
+                # verified again, because another process may have replaced it in the meantime
                 lambda target: self._is_sound(file, target),
             )
 
@@ -122,10 +122,10 @@ class StreamFiles:
         size, expected = os.stat(path).st_size, int(self.files.sizes[file])
         if size != expected:
             raise DamagedFile(
-                f"{path} has {size} bytes, but its index lists {expected} bytes. Restore the file from a copy."
+                f"{path} is {size} bytes long, but its index lists {expected} bytes. Restore the file from a backup."
             )
         if hash_file(path) != int(self.files.hashes[file]):
-            raise DamagedFile(f"{path} is damaged: its {HASH} does not match its index. Restore the file from a copy.")
+            raise DamagedFile(f"{path} is damaged: its {HASH} does not match its index. Restore it from a backup.")
 
     def _is_sound(self, file: int, path: Path) -> bool:
         """Return whether a copy exists and passes `check`."""
@@ -137,7 +137,7 @@ class StreamFiles:
 
     def _cached_name(self, file: int) -> str:
         """Return the name of a file's copy in the cache."""
-        # named by content, so that a run keeps reading its own copies if the data at its root's URL is replaced
+        # named by content, so that a run keeps reading its own copies even if the data at the root's URL changes
         return f"{self.prefix}/{self.bucket}/{int(self.files.hashes[file]):016x}/{self.files.name(file)}"
 
     def _download(self, file: int, target: Path) -> None:
@@ -159,7 +159,7 @@ class StreamFiles:
             except (OSError, WorkError) as error:
                 if pause is None:
                     raise
-                print(f"{self.where(file)}: {error}. The download is retried in {pause:g} s.", flush=True)
+                print(f"{self.where(file)}: {error}. Retrying the download in {pause:g} s.", flush=True)
             time.sleep(pause)
 
     @contextmanager
@@ -170,20 +170,23 @@ class StreamFiles:
         except FileNotFoundError:
             raise WorkError(
                 f"{self.where(file)} is missing; its index lists {self.files.sizes[file]} bytes. Restore the file "
-                f"from a copy."
+                f"from a backup."
             ) from None
         except OSError as error:
-            raise WorkError(f"{self.where(file)} cannot be read: {error}.") from error
+            raise WorkError(
+                f"{self.where(file)} cannot be read: {error}. Restore access to the storage, and run the same command "
+                f"again."
+            ) from error
 
 
 class SampleReader:
-    """Reads samples from the files of all streams, numbered consecutively. A rank's loader workers share one."""
+    """Reader of samples from all streams' files, numbered consecutively. A rank's loader workers share one reader."""
 
     def __init__(self, buckets: Sequence[StreamFiles]):
         self.buckets = buckets
         counts = [len(bucket.files) for bucket in buckets]
         self.first = np.cumsum([0, *counts[:-1]])
-        # shared, so that only one loader worker of the rank verifies a file
+        # shared, so that only one of the rank's loader workers verifies a file
         self.ready = torch.zeros(sum(counts), dtype=torch.uint8).share_memory_()
         self.locks = [multiprocessing.Lock() for _ in range(NUM_LOCKS)]
         self._init_process()
@@ -208,7 +211,7 @@ class SampleReader:
         return self.buckets[stream], file - int(self.first[stream])
 
     def prefetch(self, files: Iterable[int]) -> None:
-        """Download and verify files in background threads, because they will be read soon."""
+        """Download and verify, in background threads, files that will be read soon."""
         for file in files:
             if file in self._pending:
                 continue

@@ -1,4 +1,4 @@
-"""Loads batches in an order that does not depend on the number of ranks or workers.
+"""Loading of batches in an order that does not depend on the number of ranks or workers.
 
 A loader worker looks up its rank's samples of a step in `order.py`, reads them through `files.py` and collates them.
 Any failure on the way reaches the training process as a single error.
@@ -30,15 +30,15 @@ from train.data.streams import diagnose_storage, resolve_root
 from train.data.watchdog import Watchdog, diagnose, end_process
 
 GRACE_SECONDS = 120
-"""Seconds that a loader worker survives a SIGTERM."""
+"""Seconds for which a loader worker survives SIGTERM."""
 MAX_PREFETCH = 4
 """Upper bound on the batches that each loader worker prepares in advance."""
 FILE_PREFETCH = 4
-"""Number of a worker's own batches for which it downloads and verifies files in advance."""
+"""Number of upcoming batches for which a worker downloads and verifies files in advance."""
 
 
 class StepSampler(Sampler[int]):
-    """Yields the steps of a run from `first` on, endlessly."""
+    """Endless sequence of a run's steps, from `first` on."""
 
     def __init__(self, first: int):
         self.first = first
@@ -83,7 +83,7 @@ class GlobalBatches(Dataset[Batch | LoadFailure]):
 
 
 def make_order(config: DataConfig, spec: DataSpec, global_batch_size: int, seed: int) -> Order:
-    """Build the order of a run's samples. Streams of equal latent shape share their global batches."""
+    """Build the order of a run's samples. Streams with the same latent shape share global batches."""
     groups: dict[tuple[int, int], list[StreamOrder]] = {}
     first_file = 0
     for stream in spec.streams:
@@ -114,10 +114,10 @@ def make_files(config: DataConfig, spec: DataSpec) -> SampleReader:
 
 
 def plan_prefetch(batch_bytes: int, config: DataConfig) -> tuple[int, int | None]:
-    """Return the number of loader workers and their prefetch factor, so that all batches fit `data.prefetch_gb`.
+    """Return the number of loader workers and their prefetch factor, such that all batches fit in `data.prefetch_gb`.
 
-    W workers with factor F hold W·F batches, the samples of W more that are being collated, one batch in use, and one
-    that is being copied to pinned memory.
+    W workers with factor F hold W·F batches, the samples of W more batches being collated, one batch in use, and one
+    being copied to pinned memory.
     """
     if not config.num_workers:
         return 0, None
@@ -127,24 +127,24 @@ def plan_prefetch(batch_bytes: int, config: DataConfig) -> tuple[int, int | None
 
 
 class Loader:
-    """Iterates over one rank's share of the global batches, endlessly and starting at any step.
+    """Endless iterator over one rank's share of the global batches, starting at any step.
 
-    All use of private attributes of torch's DataLoader is confined to this class.
+    Only this class uses private attributes of torch's DataLoader.
     """
 
     def __init__(
         self, config: DataConfig, spec: DataSpec, global_batch_size: int, seed: int, step: int, slots: Tensor
     ) -> None:
-        """Start at global batch number `step` of the run, without computing or reading anything before it.
+        """Start at global batch number `step`, without computing or reading anything for earlier batches.
 
         Args:
-            step: number of steps done. It is the loader's entire state, so checkpoints contain no loader state.
+            step: number of completed steps. It is the loader's entire state, so checkpoints need no other.
             slots: (n,) this rank's slots of the global batch, where n is the batch size per rank.
         """
         batch_bytes = len(slots) * max(spec.sample_bytes(stream.config.bucket) for stream in spec.streams)
         self.num_workers, factor = plan_prefetch(batch_bytes, config)
         self.num_first = max(1, self.num_workers)
-        """Number of batches to which `first_timeout` applies: the first one of each worker."""
+        """Number of batches to which `first_timeout` applies: each worker's first batch."""
         order, files = make_order(config, spec, global_batch_size, seed), make_files(config, spec)
         self.config, self.spec, self.step = config, spec, step
         self.loader = DataLoader(
@@ -166,7 +166,7 @@ class Loader:
         Raises:
             WorkError: a file is missing or damaged, or no batch arrived in time.
         """
-        # without workers this process reads the files itself, and a hung read can only be ended with the process
+        # without workers this process reads the files itself, and only ending the process can end a hung read
         watchdog = None if self.num_workers else Watchdog(lambda: diagnose_storage(self.spec))
         batches, patience, num_batches = iter(self.loader), self.config.first_timeout, 0
         try:
@@ -195,7 +195,7 @@ class Loader:
             found = diagnose(lambda: diagnose_storage(self.spec))
             if found is None:  # a normal exit would wait for threads that are blocked on storage
                 self._kill(batches)
-                end_process(f"{failed}: {error}. The storage does not respond.")
+                end_process(f"{failed}: {error}. The storage does not respond. Restore access to it.")
             raise WorkError(f"{failed}: {error}. {found}") from error
         if isinstance(batch, LoadFailure):
             raise WorkError(f"{failed}: {batch.message}")
@@ -205,8 +205,8 @@ class Loader:
 
     @staticmethod
     def _kill(batches: Any) -> None:
-        """Kill the workers, including stuck ones, because the exit of this process would wait for them."""
-        if getattr(batches, "_worker_pids_set", False):  # otherwise torch reports their end as a crash
+        """Kill the workers, including stuck ones, because this process would wait for them when it exits."""
+        if getattr(batches, "_worker_pids_set", False):  # otherwise torch reports their exit as a crash
             torch._C._remove_worker_pids(id(batches))
             batches._worker_pids_set = False
         for process in getattr(batches, "_workers", ()):
@@ -220,9 +220,9 @@ class Loader:
 def start_worker(worker: int) -> None:
     """Initialise a loader worker: its signal handlers, output streams and connections.
 
-    A scheduler signals every process of a job, but the trainer still needs its loader for the steps until it has saved.
-    SIGTERM therefore terminates a worker only after GRACE_SECONDS; it cannot be ignored, because an exiting process
-    uses it to end its workers.
+    A scheduler signals every process of a job, but the trainer needs its loader until it has saved a checkpoint.
+    SIGTERM therefore terminates a worker only after GRACE_SECONDS. It cannot be ignored altogether, because an exiting
+    trainer uses it to end its workers.
     """
     # a progress bar may have replaced these streams; its lock, copied by the fork, would never be released
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
@@ -236,5 +236,5 @@ def start_worker(worker: int) -> None:
 
 
 def identity(batch: Any) -> Any:
-    """Return the batch unchanged, because `GlobalBatches` has collated it already."""
+    """Return the batch unchanged, because `GlobalBatches` has already collated it."""
     return batch

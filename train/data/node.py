@@ -1,9 +1,9 @@
-"""Work that one process per machine does for all processes: parsing an index, applying a filter, checking file sizes.
+"""Work that one process per machine does for all others: parsing an index, applying a filter, checking file sizes.
 
     FOLDER/KEY/names.npy, …     written by the first process that takes the lock; memory-mapped by all
     FOLDER/KEY.lock
 
-FOLDER is below `data.cache` if that is set, else below the system's temporary folder. A key determines the content
+FOLDER is below `data.cache` if that is set, otherwise below the system's temporary folder. A key determines the content
 exactly, so an entry never needs to be updated. Entries that have not been used for a week are removed; processes that
 have mapped an entry keep it.
 """
@@ -64,7 +64,7 @@ def once_per_node(folder: Path, key: str, make: Callable[[Path], None]) -> Path:
 
 
 def _sweep(folder: Path, key: str) -> None:
-    """Remove unused entries, and leftovers of a process that was killed while making `key`. Its lock must be held."""
+    """Remove unused entries, and leftovers from a process killed while making `key`, whose lock must be held."""
     for path in folder.iterdir():
         try:
             is_old = time.time() - path.stat().st_mtime > KEPT_SECONDS
@@ -75,17 +75,17 @@ def _sweep(folder: Path, key: str) -> None:
 
 
 class SizeCheck:
-    """Compares the sizes of local files with their indexes, in the background."""
+    """Background check that the sizes of local files match their indexes."""
 
     def __init__(self, streams: Sequence[tuple[Store, str, MdsIndex]]):
         self.problem: str | None = None
-        """Error message about the first file that is missing or has the wrong size, if any was found so far."""
+        """Error message about the first missing or wrongly sized file, if one has been found so far."""
         self.streams = streams
         self.thread = threading.Thread(target=self._check, daemon=True, name="size-check")
         self.thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Wait until all files are checked, but at most `seconds`."""
+        """Wait for at most `seconds` until all files have been checked."""
         self.thread.join(seconds)
 
     def _check(self) -> None:
@@ -94,7 +94,7 @@ class SizeCheck:
 
 
 def check_sizes(store: Store, bucket: str, files: MdsIndex) -> str | None:
-    """Return an error message about a local file that is missing or has the wrong size, or None if there is none.
+    """Return an error message about a missing or wrongly sized local file, or None if all files are correct.
 
     Many files are checked concurrently. Files of a remote store are checked when they are downloaded instead.
     """
@@ -108,7 +108,7 @@ def check_sizes(store: Store, bucket: str, files: MdsIndex) -> str | None:
             if problems:
                 return
 
-    # daemon threads, so that the exit of this process does not wait for unresponsive storage
+    # daemon threads, so that this process can exit while storage is unresponsive
     threads = [threading.Thread(target=check, daemon=True) for _ in range(NUM_STAT_THREADS)]
     for thread in threads:
         thread.start()
@@ -129,5 +129,5 @@ def _wrong_sizes(top: str, files: MdsIndex, numbers: Iterable[int]) -> Iterator[
             yield f"The size of {path} cannot be read: {error}."
             continue
         if size != files.sizes[index]:
-            found = "is missing;" if size < 0 else f"has {size} bytes, but"
-            yield f"{path} {found} its index lists {files.sizes[index]} bytes. Restore the file from a copy."
+            found = "is missing;" if size < 0 else f"is {size} bytes long, but"
+            yield f"{path} {found} its index lists {files.sizes[index]} bytes. Restore the file from a backup."

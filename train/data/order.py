@@ -1,17 +1,17 @@
 """The order of samples over all epochs: a pure function of seed, data and batch size, computed on demand.
 
-An epoch takes `chosen` samples of every stream, a multiple of the global batch size. The MDS files of a group of
-streams (those that share one latent shape) are shuffled and concatenated. The sequence is split into C equal spans, one
-per **canonical node**; each span is split into blocks, and the samples of each block are shuffled. Slot s of a global
-batch takes the next sample of canonical node s mod C:
+An epoch takes `chosen` samples from every stream, a multiple of the global batch size. The MDS files in a group of
+streams (those with the same latent shape) are shuffled and concatenated. The sequence is split into C equal spans, one
+per **canonical node**; each span is split into blocks, and the samples in each block are shuffled. Slot s of a global
+batch takes the next sample from canonical node s mod C:
 
     files, shuffled      | 17 | 3 | 42 | 8 | 25 | 11 | 30 | 5 | …
     canonical nodes      |-------- 0 --------|-------- 1 --------| …
     blocks, shuffled     |--- 0 ---|--- 1 ---|- 0 -|--- 1 ---| 2 |      boundaries staggered over the nodes
 
-So a global batch mixes C blocks from all over the data, and a machine, which loads a few of the canonical nodes, reads
-a bounded set of files at a time. Finding a sample takes memory only for the list of files and the current blocks.
-Nothing depends on ranks, workers, or the step from which a run resumes.
+A global batch therefore mixes C blocks from all over the data, while a machine, which loads only a few canonical nodes,
+reads a bounded set of files at a time. Looking up a sample needs memory only for the list of files and the current
+blocks. Nothing depends on ranks, workers, or the step from which a run resumes.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 VERSION = 2
-"""Increased by every change to this file that changes the order. It is part of a run's fingerprint."""
+"""Incremented with every change to this file that affects the order. It is part of a run's fingerprint."""
 Block = tuple[int, NDArray[np.int32], NDArray[np.int32]]
 """First position within the node's span, file numbers, rows within the files."""
 PASSES, ROWS, BLOCK, BATCHES = range(1, 5)
@@ -33,12 +33,12 @@ PASSES, ROWS, BLOCK, BATCHES = range(1, 5)
 
 @dataclass(frozen=True, eq=False)
 class StreamOrder:
-    """The samples of a stream, and the number of them in an epoch."""
+    """A stream's samples, and how many of them an epoch takes."""
 
     first_file: int
-    """Number of the stream's first file among the files of all streams."""
+    """Index of the stream's first file among all streams' files."""
     counts: NDArray[np.int64]
-    """(files,) number of each file's samples that pass the stream's filter."""
+    """(files,) number of samples in each file that pass the stream's filter."""
     starts: NDArray[np.int64]
     """(files,) position of each file's first sample in the stream, counting samples that fail the filter as well."""
     mask: NDArray[np.uint8] | None
@@ -58,16 +58,16 @@ class StreamOrder:
 
 def choose_per_epoch(weight: float, num_samples: int, global_batch_size: int) -> int:
     """Return a stream's number of samples per epoch: weight × n, rounded down to whole global batches."""
-    # the weight is taken as it was written: 0.29 × 100 is 29, but 28.999… in floating point
+    # use the weight as written: 0.29 × 100 is 29, but 28.999… in floating point
     return int(Fraction(str(weight)) * num_samples) // global_batch_size * global_batch_size
 
 
 def quotas(counts: NDArray[np.int64], wanted: int, start: int) -> NDArray[np.int64]:
-    """Split `wanted` samples over the files, proportionally to `counts` and with an exact sum.
+    """Distribute `wanted` samples over the files, in proportion to `counts` and with an exact sum.
 
     This is systematic sampling: with `start` uniform in [0, sum), every sample is equally likely.
     """
-    # Python integers, because products of billions of samples overflow 64 bits
+    # Python integers, because products of sample counts in the billions overflow 64 bits
     ends = np.concatenate([[0], counts.cumsum()]).astype(object)
     return np.diff((wanted * ends + start) // int(counts.sum())).astype(np.int64)
 
@@ -87,7 +87,7 @@ class Layout:
 
 
 class Order:
-    """The samples of every global batch of a run."""
+    """Lookup of the samples in every global batch of a run."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Order:
         """
         Args:
             groups: streams grouped by latent shape.
-            block: samples of a canonical node that are shuffled together.
+            block: number of samples in a canonical node that are shuffled together.
         """
         self.groups = groups
         self.global_batch_size = global_batch_size
@@ -136,7 +136,7 @@ class Order:
         return files, rows
 
     def _init_caches(self) -> None:
-        # two entries each, because a loader that prefetches crosses into the next epoch or the next block
+        # two entries each, because a prefetching loader crosses into the next epoch or block
         self._batches = lru_cache(2)(self._plan_batches)
         self._layout = lru_cache(2 * len(self.groups))(self._make_layout)
         self._blocks: dict[tuple[int, int], dict[tuple[int, int], Block]] = {}
@@ -202,7 +202,7 @@ class Order:
         return Layout(files, streams, partial, counts.cumsum())
 
     def _block(self, epoch: int, group: int, node: int, block: int) -> Block:
-        """Return a block, caching the two newest of each canonical node."""
+        """Return a block, caching the two most recent blocks of each canonical node."""
         kept = self._blocks.setdefault((group, node), {})
         if (epoch, block) not in kept:
             if len(kept) == 2:

@@ -1,4 +1,4 @@
-"""Select the samples of a stream by filters and exclusion lists. Only the parts' sample tables are read, no latents."""
+"""Select a stream's samples by filters and exclusion lists, reading only the parts' sample tables and no latents."""
 
 import hashlib
 import json
@@ -28,7 +28,8 @@ PARTS_AT_ONCE = 1024
 
 
 class Range(Config):
-    """A lower bound, an upper bound or both. They are inclusive and compared in float32, as scores are stored."""
+    """A lower bound, an upper bound or both. Bounds are inclusive, and compared in float32, in which scores are
+    stored."""
 
     min: float | None = None
     """Lower bound."""
@@ -38,9 +39,9 @@ class Range(Config):
     @model_validator(mode="after")
     def _check(self) -> "Range":
         if self.min is None and self.max is None:
-            raise ValueError("give min or max")
+            raise ValueError("set min, max or both")
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min {self.min:g} is above max {self.max:g}")
+            raise ValueError(f"min {self.min:g} is greater than max {self.max:g}; correct one of them")
         return self
 
     @property
@@ -51,17 +52,17 @@ class Range(Config):
 
 
 class SizeBounds(Config):
-    """Bounds on the size of the original picture."""
+    """Bounds on the size of the original image."""
 
     width: Range | None = None
-    """Width of the original picture in pixels."""
+    """Width of the original image in pixels."""
     height: Range | None = None
-    """Height of the original picture in pixels."""
+    """Height of the original image in pixels."""
 
 
 if TYPE_CHECKING:
     ScoreBounds = SizeBounds
-else:  # a field for each declared score, so that the command line and the config reference have it too
+else:  # a field for each declared score, so that the command line and the config reference include it
     ScoreBounds = create_model(
         "ScoreBounds",
         __base__=SizeBounds,
@@ -70,7 +71,7 @@ else:  # a field for each declared score, so that the command line and the confi
 
 
 class FilterConfig(ScoreBounds):
-    """Bounds on the stored sizes and scores. Samples within all bounds are trained on."""
+    """Bounds on the stored sizes and scores. Only samples within all bounds are trained on."""
 
     missing: Literal["drop", "keep"] = Field("drop")
     """Whether a sample without a score (NaN) fails (`drop`) or passes (`keep`) a bound on that score."""
@@ -115,7 +116,7 @@ class Selection:
 
     @classmethod
     def mapped(cls, folder: Path) -> "Selection":
-        """Load a saved selection, in memory shared by all processes that map it."""
+        """Memory-map a saved selection, so that all processes share the memory."""
         dropped = json.loads((folder / "dropped.json").read_text())
         return cls(mapped(folder, "mask"), mapped(folder, "counts"), dropped)
 
@@ -126,12 +127,12 @@ def select(
     """Apply a filter and exclusion lists to the tables of all parts.
 
     Raises:
-        DamagedFile: a table differs from its receipt, or has a wrong number of rows.
+        DamagedFile: a table differs from its receipt, or has the wrong number of rows.
         RequestError: a part's table is missing.
     """
     mask, counts, dropped = bytearray(), np.zeros(len(files), np.int64), Counter[str]()
     left = np.zeros(0, bool)
-    """The last few samples, which do not fill a byte of the mask."""
+    """The last few samples, which do not yet fill a byte of the mask."""
     first = 0
     ends = files.samples.cumsum()
     with ThreadPoolExecutor(NUM_READERS) as readers:
@@ -153,7 +154,7 @@ def select(
 
 
 def count_by_file(passing: NDArray[np.bool_], samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return (files,) the number of passing samples per file, given `samples`, (files,), the number of all samples."""
+    """Return (files,) the number of passing samples per file, given (files,) the total number of `samples`."""
     holding, ends = np.flatnonzero(samples), samples.cumsum()
     starts, counts = ends - samples, np.zeros_like(samples)
     # in blocks, because NumPy expands each sample to 8 bytes for the sum
@@ -191,7 +192,7 @@ def select_part(
 def column_rules(
     column: str, values: NDArray[np.float32], bound: Range, missing: str
 ) -> Iterator[tuple[NDArray[np.bool_], str]]:
-    """Yield (mask of passing values, rule) for each rule of a bound. NaN passes all but the rule on missing values."""
+    """Yield (mask of passing values, rule) for each rule of a bound. NaN fails only the rule for missing values."""
     absent = np.isnan(values)
     for compare, limit, rule in bound.rules:
         yield absent | compare(values, np.float32(limit)), f"{column} {rule}"

@@ -1,4 +1,4 @@
-"""The config of a run's data, and the specification of the opened streams that `streams.py` builds from it."""
+"""The config of a run's data, and the specification of its opened streams, which `streams.py` builds."""
 
 import math
 from dataclasses import dataclass, replace
@@ -28,11 +28,11 @@ class StreamConfig(Config):
     bucket: BucketName
     """Size in pixels, WIDTHxHEIGHT."""
     weight: float = Field(1.0, gt=0, le=10_000)
-    """Passes per epoch over the samples that pass the filter."""
+    """Number of passes per epoch over the samples that satisfy the filter."""
     filter: FilterConfig | None = None
-    """Filter of this stream, replacing data.filter."""
+    """Filter for this stream, replacing data.filter."""
     cache: Path | None = None
-    """Cache folder of this stream, replacing data.cache."""
+    """Cache folder for this stream, replacing data.cache."""
 
 
 class DataConfig(Config):
@@ -40,14 +40,14 @@ class DataConfig(Config):
 
     short_for: ClassVar[dict[str, str]] = {"root": "streams", "bucket": "streams"}
     streams: list[StreamConfig] = Field(min_length=1)
-    """One or more buckets of latents roots. Streams of equal latent shape share their global batches."""
+    """One or more buckets of latents roots. Streams with the same latent shape share global batches."""
     root: Place | None = Field(None, exclude=True)
     """Shorthand for the `root` of the only stream, for the command line. The stream's other fields are kept."""
     bucket: str | None = Field(None, exclude=True)
     """Shorthand for the `bucket` of the only stream."""
     num_workers: int = Field(8, ge=0)
-    """Loader workers per rank, fewer if `prefetch_gb` is too small for them. The order of samples does not depend on
-    it."""
+    """Loader workers per rank; fewer are started if `prefetch_gb` is too small for them. The number does not affect the
+    order of samples."""
     prefetch_gb: float = Field(8.0, gt=0)
     """Host memory in GB for each rank's prefetched batches, including those being collated and the one in use. At least
     four batches are allowed."""
@@ -57,7 +57,7 @@ class DataConfig(Config):
     shuffle: bool = True
     """Shuffle files, and samples within blocks; false: read in the order of the index."""
     shuffle_block: int = Field(32768, ge=1)
-    """Number of samples of a slice that are shuffled together. A global batch mixes one block of every slice."""
+    """Number of samples in a slice that are shuffled together. A global batch mixes one such block from each slice."""
     index: Literal["pinned", "newest"] = "pinned"
     """`pinned`: a resumed run keeps the parts and exclusions it started with, even if its roots have changed since.
     `newest`: it continues with the current content of its roots."""
@@ -67,15 +67,15 @@ class DataConfig(Config):
     filter: FilterConfig | None = None
     """Bounds on the stored scores and sizes of the samples to train on, in every stream."""
     cache: Path | None = None
-    """Local folder in which remote files are cached. Files of local roots are cached there as well."""
+    """Local folder in which remote files are cached. Files from local roots are cached there as well."""
     cache_limit: int | None = Field(None, ge=1)
     """Maximum size of a cache folder in bytes; null: no limit."""
     timeout: float = Field(300.0, gt=0)
     """Time in seconds to wait for a batch before the run stops with an error."""
     first_timeout: float = Field(1800.0, gt=0)
-    """Time in seconds to wait for the first batch of each loader worker, before which a machine downloads and hashes a
-    large part of a block of every slice. Other ranks wait equally long for the slowest rank in the first `num_workers`
-    steps."""
+    """Time in seconds to wait for each loader worker's first batch, because a machine first has to download and hash
+    much of a block from every slice. During the first `num_workers` steps, ranks wait equally long for the slowest
+    rank."""
 
     @model_validator(mode="before")
     @classmethod
@@ -89,7 +89,7 @@ class DataConfig(Config):
             return values
         names = " and ".join(f"data.{name}" for name in short)
         if "data.streams" in (info.context or {}).get(OVERRIDDEN, ()):
-            raise ValueError(f"{names} and data.streams both set the data to read; give only one of them")
+            raise ValueError(f"{names} and data.streams both set the data to read; set only one of them")
         if len(streams) > 1:
             raise ValueError(
                 f"{names} can only change a single stream, but the file's data.streams lists {len(streams)}; change "
@@ -119,7 +119,7 @@ class DataSpec:
     num_captions: int = 1
     """Maximum number of captions per sample."""
     size_check: SizeCheck | None = None
-    """Background check of the sizes of local files, in one process per machine."""
+    """Background check of local files' sizes, in one process per machine."""
 
     def keep_towers(self, texts: list[str], features: list[str]) -> "DataSpec":
         """Return a copy that reads only these towers."""
@@ -130,7 +130,7 @@ class DataSpec:
         )
 
     def sample_bytes(self, bucket: str) -> int:
-        """Return the memory in bytes that a sample takes in a batch, with all its captions, padded."""
+        """Return the memory in bytes that a sample takes up in a batch, with all its captions, padded."""
         size = Bucket.parse(bucket)
         types = list(image.columns(self.image, size).values())
         for name, tower in self.texts.items():
@@ -193,7 +193,7 @@ class OpenStream:
 
 
 def keep_towers(record: EncodingRecord, towers: list[str] | None) -> EncodingRecord:
-    """Return the record with only those text and feature towers that `data.towers` names; None keeps all."""
+    """Return the record with only the text and feature towers named in `data.towers`; None keeps all."""
     if towers is None:
         return record
     texts = {name: tower for name, tower in record.texts.items() if f"texts.{name}" in towers}
@@ -202,9 +202,9 @@ def keep_towers(record: EncodingRecord, towers: list[str] | None) -> EncodingRec
 
 
 def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
-    """List the differences that make the latents of two roots incompatible, as `field: here ≠ there`."""
-    # Crop, resampling, decoder, dtype, caption sources and scores may differ: they change which pictures and captions
-    # there are, but not the meaning of their latents.
+    """List the differences that make two roots' latents incompatible, as `field: a ≠ b`."""
+    # Crop, resampling, decoder, dtype, caption sources and scores may differ: they change the images and captions, but
+    # not the meaning of their latents.
     image = ("image.crop", "image.resampl", "image.decoder", "image.color")
     irrelevant = (*image, "captions", "max_characters", "compute_dtype", "scores")
     return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]

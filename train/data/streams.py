@@ -35,7 +35,7 @@ from train.data.selection import FilterConfig, Selection, SizeBounds, select
 from train.data.spec import DataConfig, DataSpec, OpenStream, StreamConfig, encoding_differences, keep_towers
 
 SIZE_CHECK_SECONDS = 10.0
-"""Time for which a run waits for its size check before the first step. A problem found later stops the run."""
+"""Seconds that a run waits for its size check before the first step. A problem found later stops the run."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,14 @@ def find_data(config: DataConfig, pins: Sequence[Mapping[str, Any]] = ()) -> Fou
         differences = encoding_differences(*(keep_towers(e, config.towers) for e in (first, found.encoding)))
         if differences:
             raise RequestError(
-                f"The roots {config.streams[0].root} and {stream.root} cannot be mixed: {'; '.join(differences)}."
+                f"The roots {config.streams[0].root} and {stream.root} cannot be mixed: {'; '.join(differences)}. "
+                f"Choose roots that were encoded with the same models and settings."
             )
     return FoundData(tuple(streams), load_uncond(open_store(config.streams[0].root)))
 
 
 def find_stream(store: Store, bucket: str, pin: Mapping[str, Any]) -> FoundStream:
-    """Resolve the index and the exclusion lists of a bucket: pinned ones if `pin` is for this bucket, else the newest.
+    """Resolve the index and the exclusion lists of a bucket: pinned ones if `pin` is for this bucket, or the newest.
 
     Args:
         pin: `bucket`, `index_sha256` and `exclusions` from a checkpoint's fingerprint, or empty.
@@ -119,9 +120,9 @@ def newest_index(store: Store, bucket: str) -> str:
         return found[bucket]
     present = ", ".join(sorted(found)) or "none"
     raise RequestError(
-        f"The latents root {store.where()} has no bucket {bucket} (it has: {present}). Add it to `buckets` of "
-        f"the precompute config and run `make precompute` again, which encodes only that bucket. (If a job that was "
-        f"killed has encoded it already, `python -m shards index {store.where()}` publishes its parts.)"
+        f"The latents root {store.where()} has no bucket {bucket} (it has: {present}). Add it to `buckets` in "
+        f"the precompute config and run `make precompute` again, which encodes only that bucket. (If a killed job has "
+        f"already encoded it, `python -m shards index {store.where()}` publishes its parts.)"
     )
 
 
@@ -157,10 +158,10 @@ def open_data(config: DataConfig, global_batch_size: int, found: FoundData | Non
 
 
 def select_towers(config: DataConfig, encoding: EncodingRecord) -> EncodingRecord:
-    """Return the record with only the text and feature towers that `data.towers` names.
+    """Return the record with only the text and feature towers named in `data.towers`.
 
     Raises:
-        RequestError: the root lacks one of them.
+        RequestError: the root lacks one of these towers.
     """
     present = [*(f"texts.{name}" for name in encoding.texts), *(f"features.{name}" for name in encoding.features)]
     if missing := [tower for tower in config.towers or () if tower not in present]:
@@ -195,8 +196,8 @@ def check_locations(config: DataConfig) -> None:
         for root in roots:
             if folder == root or folder in root.parents or root in folder.parents:
                 raise RequestError(
-                    f"data.cache {cache} overlaps with the latents root {root}. A cache deletes files, so give it a "
-                    f"folder outside the root."
+                    f"data.cache {cache} overlaps with the latents root {root}. Because a cache deletes files, set it "
+                    f"to a folder outside the root."
                 )
         Cache(cache, config.cache_limit).check()
 
@@ -217,15 +218,15 @@ def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, glo
         passing = "" if selection is None else f", of which {num_samples} remain ({selection.explain()})"
         loosen = "loosen the filter, " if bounds and bounds.bounds else ""
         raise RequestError(
-            f"{store.where(stream.bucket)} holds {files.num_samples} samples{passing}. With weight {stream.weight:g} "
+            f"{store.where(stream.bucket)} has {files.num_samples} samples{passing}. With weight {stream.weight:g} "
             f"they do not fill one global batch of {global_batch_size}. Encode more shards, {loosen}raise the stream's "
             f"weight, or lower global_batch_size."
         )
     largest = int(files.sizes.max())
     if data.cache_for(stream) and data.cache_limit is not None and data.cache_limit < 2 * largest:
         raise RequestError(
-            f"data.cache_limit {data.cache_limit} is less than two files of {store.where(stream.bucket)}, which have "
-            f"up to {largest} bytes each. Set it to at least {2 * largest}."
+            f"data.cache_limit {data.cache_limit} is too small for two files of {store.where(stream.bucket)}, which "
+            f"are up to {largest} bytes each. Set it to at least {2 * largest}."
         )
     recalled = np.isin(files.parts["name"], [name.encode() for name in found.recalled])
     return OpenStream(
@@ -244,7 +245,7 @@ def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, glo
 
 
 def map_index(store: Store, bucket: str, found: FoundStream, folder: Path) -> MdsIndex:
-    """Return the files of a bucket, in memory that all processes of the machine share.
+    """Return a bucket's file list, memory-mapped so that all processes on the machine share it.
 
     Raises:
         RequestError: the index is missing, or was not written by stage 1.
@@ -268,8 +269,8 @@ def _map_selection(
     stored = [*SizeBounds.model_fields, *found.encoding.scores]
     if missing := [name for name in config.bounds if name not in stored]:
         raise RequestError(
-            f"The filter bounds {', '.join(missing)}, but {store.where()} stores only {', '.join(stored)}. Filter by "
-            f"these, or encode a root with that score."
+            f"The filter uses {', '.join(missing)}, but {store.where()} stores only {', '.join(stored)}. Filter by "
+            f"these, or encode a root with the missing scores."
         )
     identity = json.dumps([found.index, config.model_dump(mode="json"), found.exclusions])
     key = hashlib.sha256(identity.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Terminates the process when it blocks too long in an uninterruptible call, such as a read from hung storage."""
+"""Terminate the process when it blocks too long in an uninterruptible call, such as a read from hung storage."""
 
 import os
 import sys
@@ -48,7 +48,7 @@ class Watchdog:
                 if left is not None and left <= 0:
                     break
                 self.changed.wait(left)
-        end_process(f"No batch came in {self.seconds:g} s. {diagnose(self.explain) or ''}".rstrip())
+        end_process(f"No batch arrived within {self.seconds:g} s. {diagnose(self.explain) or ''}".rstrip())
 
 
 def diagnose(explain: Callable[[], T]) -> T | None:

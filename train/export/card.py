@@ -21,7 +21,7 @@ CARD = Path(__file__).with_name("card.md")
 SIZES = ("block_out_channels", "cross_attention_dim", "num_layers", "num_attention_heads", "depth", "hidden_size")
 """Fields of a network's config that the card lists if they are present."""
 GUIDANCE = 5.0
-"""Guidance scale in the card's code for pipelines whose default is no classifier-free guidance."""
+"""Guidance scale in the card's code for pipelines that do not use classifier-free guidance by default."""
 
 
 def model_card(
@@ -40,7 +40,7 @@ def model_card(
     Args:
         target: folder of the export, used in the card's code.
         checkpoint: content of the checkpoint's state.json.
-        texts: the pipeline's text towers, in its order.
+        texts: the pipeline's text towers, in the pipeline's order.
         weights: name of the exported weights folder: `unet`, or `ema` for the moving average.
         trimmed: whether the pipeline is the one of trimmed_pipeline.py.
     """
@@ -94,7 +94,7 @@ def _guidance_arguments(config: TrainConfig) -> str:
 def _describe_default(size: Bucket | None) -> str:
     if size is None:
         return "Always pass `height` and `width`: the pipeline's default may be a size that it was not trained on."
-    return f"Without `height` and `width`, pictures have {size} pixels."
+    return f"Without `height` and `width`, images have {size} pixels."
 
 
 def _describe_text(text: TextTower) -> str:

@@ -25,10 +25,10 @@ ZEROS = "force_zeros_for_empty_prompt"
 
 
 def pipeline_texts(encoding: EncodingRecord, config: TrainConfig) -> list[TextTower]:
-    """Return the text towers that the pipeline uses, in its order.
+    """Return the text towers that the pipeline uses, in the pipeline's order.
 
     Raises:
-        RequestError: the root lacks one of them, or the pipeline would encode pictures or captions differently.
+        RequestError: the root lacks one of the towers, or the pipeline would encode images or captions differently.
     """
     pipeline = config.backbone.pipeline
     if pipeline.class_name == PipelineConfig().class_name:
@@ -45,7 +45,7 @@ def stock_text_tower(encoding: EncodingRecord, towers: list[str] | None) -> Text
     """Return the text tower for a StableDiffusionPipeline: the only one that a run with these `data.towers` reads.
 
     Raises:
-        RequestError: there are several, or the pipeline would encode pictures or captions differently from the root.
+        RequestError: there are several, or the pipeline would encode images or captions differently from the root.
     """
     read = [tower for tower in keep_towers(encoding, towers).texts.values() if tower.states]
     stock = ("CLIPTextModel", "last", "{}", False, ((None, None),))
@@ -77,7 +77,7 @@ def constructor(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
         near = difflib.get_close_matches(pipeline.class_name, dir(diffusers), n=1)
         raise RequestError(
             f"backbone.pipeline.class_name: diffusers {diffusers.__version__} has no {pipeline.class_name}"
-            f"{f' (did you mean {near[0]}?)' if near else ''}."
+            f"{f' (did you mean {near[0]}?)' if near else ''}. Correct the name, or install a version that has it."
         ) from error
 
 
@@ -106,10 +106,10 @@ def check_unconditional(config: TrainConfig) -> None:
 
 
 def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
-    """Check that the network is trained on exactly the text towers that the pipeline encodes prompts with.
+    """Check that the network is trained on exactly the text towers with which the pipeline encodes prompts.
 
     With an extra or missing tower, the pipeline would feed the network inputs that it has never seen; some pipelines
-    fill the place of a missing encoder with zeros.
+    replace a missing encoder's output with zeros.
 
     Raises:
         RequestError: backbone.inputs and backbone.pipeline.towers name different towers.
@@ -139,7 +139,7 @@ def trained_sizes(fingerprint: Mapping[str, Any]) -> list[Bucket]:
 
 
 def default_size(fingerprint: Mapping[str, Any], network_class: str) -> Bucket | None:
-    """Return the default picture size of the exported pipeline, or None if it cannot be chosen.
+    """Return the exported pipeline's default image size, or None if it cannot be chosen.
 
     A U-Net's `sample_size` is only a default, which pipelines interpret as a square. Other networks scale their
     position embeddings by it, or have a pipeline with a fixed default.
@@ -149,12 +149,12 @@ def default_size(fingerprint: Mapping[str, Any], network_class: str) -> Bucket |
 
 
 def network_name(pipeline: PipelineConfig) -> str:
-    """Return the name of the trained network among the pipeline's components."""
+    """Return the component name of the trained network in the pipeline."""
     return "unet" if "unet" in constructor(pipeline) else "transformer"
 
 
 def recorded_components(pipeline: PipelineConfig, image: ImageTower, texts: list[TextTower]) -> dict[str, Weights]:
-    """Return component → model that encoded the latents, for the VAE, text encoders and tokenizers.
+    """Return a dict from component to the model that encoded the latents: VAE, text encoders and tokenizers.
 
     Raises:
         RequestError: the number of text towers differs from the pipeline's number of text encoders.

@@ -85,13 +85,13 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
     if isinstance(run_dir, str):
         if options.output is None:
             raise RequestError(
-                f"{run_dir} is a URL, but a pipeline is written to a local folder. Set a folder with --output."
+                f"{run_dir} is a URL, but a pipeline is written to a local folder. Choose one with --output."
             )
         _check_target(options.output)
         with copied(run_dir, options.step) as (copy, checkpoint):
             return _write_pipeline(copy, checkpoint, options.output, options)
     if not run_dir.is_dir():
-        raise RequestError(f"There is no run folder {run_dir}. Give the run_dir of a training run.")
+        raise RequestError(f"The run folder {run_dir} does not exist. Give the run_dir of a training run.")
     target = options.output or run_dir / "export"
     _check_target(target)
     return _write_pipeline(run_dir, _load_checkpoint(run_dir, options.step), target, options)
@@ -155,7 +155,7 @@ def sampler(
 ) -> DDIMScheduler | DPMSolverMultistepScheduler:
     """Build a deterministic sampler for the objective's noise schedule, configured like Stable Diffusion's.
 
-    Its timesteps are shifted as in training; a shift that depends on the picture size is that of latents of
+    Its timesteps are shifted as in training; a shift that depends on the image size is computed for latents of size
     `latent_hw`.
 
     For flow matching it is DPM-Solver++ along the straight path, whose first order is Euler's method. Unlike diffusers'
@@ -176,7 +176,7 @@ def sampler(
 
 
 def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw: tuple[int, int] = (64, 64)) -> Any:
-    """Build the scheduler that the config names, or `sampler` if it names none.
+    """Build the scheduler named in the config, or `sampler` if none is named.
 
     Its timesteps are shifted as in training for latents of `latent_hw`, unless its settings override that.
 
@@ -201,13 +201,14 @@ def _check_target(target: Path) -> None:
     """Check that the export may replace `target`: it is absent, empty, or an earlier export.
 
     Raises:
-        RequestError: `target` holds something else.
+        RequestError: `target` contains anything else.
     """
     if target.exists() and not target.is_dir():
         raise RequestError(f"{target} is a file, but a pipeline is written to a folder. Give a different --output.")
     if target.exists() and any(target.iterdir()) and not (target / "model_index.json").is_file():
         raise RequestError(
-            f"{target} holds files that are not a pipeline, which the export would delete. Give a different --output."
+            f"{target} contains files that are not an exported pipeline, and the export would delete them. Give a "
+            f"different --output."
         )
 
 
@@ -237,7 +238,7 @@ def _copy(folder: Path, target: Path) -> None:
     """Copy a folder.
 
     Raises:
-        WorkError: the folder was removed in the meantime.
+        WorkError: the folder was removed while it was being copied.
     """
     try:
         shutil.copytree(folder, target, copy_function=shutil.copyfile)
@@ -251,7 +252,7 @@ def _copy(folder: Path, target: Path) -> None:
 
 
 def _matching_model(name: str, given: str | None, recorded: Weights) -> Path:
-    """Return the folder of component `name`: the given one, or else the recorded one."""
+    """Return the folder of component `name`: the given model, or the recorded one if none is given."""
     folder = model_folder(given or recorded.name)
     found = hash_weights(str(folder), folder)
     if found.sha256 != recorded.sha256:
@@ -259,6 +260,6 @@ def _matching_model(name: str, given: str | None, recorded: Weights) -> Path:
         option = f"--{name} FOLDER" if has_own_option else f"""--models '{{"{name}": "FOLDER"}}'"""
         raise RequestError(
             f"{folder} is not the {name} that encoded the latents ({recorded.name}): its content has the "
-            f"hash {found.sha256[:12]}… instead of {recorded.sha256[:12]}…. Give the right model with {option}."
+            f"hash {found.sha256[:12]}… instead of {recorded.sha256[:12]}…. Pass the right model with {option}."
         )
     return folder

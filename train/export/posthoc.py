@@ -60,10 +60,10 @@ def rebuild_average(arguments: list[str]) -> Path:
 def write_average(run_dir: Path, options: RebuildConfig) -> Path:
     """Write the average as a folder, atomically, and return the folder.
 
-    It holds config.json, the weights, and a record of the snapshots with their coefficients.
+    The folder contains config.json, the weights, and a record of the snapshots with their coefficients.
 
     Raises:
-        RequestError: there are no snapshots, or none of the given step.
+        RequestError: there are no snapshots, or none at the given step.
         DamagedFile: a snapshot is damaged.
         WorkError: a snapshot has non-finite values.
     """
@@ -75,7 +75,7 @@ def write_average(run_dir: Path, options: RebuildConfig) -> Path:
     folders = [snapshot.folder / name for snapshot, name in averages]
     target = options.output or run_dir / SNAPSHOTS / f"std-{average_name(options.std)[4:]}-step-{step:08d}"
     if target.exists() and not (target / RECORD).is_file():
-        raise RequestError(f"{target} exists and is not an average that this command wrote. Give a different --output.")
+        raise RequestError(f"{target} exists and was not written by this command. Give a different --output.")
     with atomic_folder(target) as private:
         shutil.copyfile(folders[-1] / "config.json", private / "config.json")
         write_tensors(private / WEIGHTS_NAME, combine(folders, coefficients))
@@ -93,7 +93,7 @@ def select_snapshots(run_dir: Path, step: int | None) -> list[Path]:
     """Return the snapshots up to `step`, oldest first.
 
     Raises:
-        RequestError: there are no snapshots, or none of that step.
+        RequestError: there are no snapshots, or none at that step.
     """
     folders = list_checkpoints(run_dir / SNAPSHOTS)
     if not folders:
@@ -117,7 +117,7 @@ def average_names(snapshot: Checkpoint) -> list[str]:
 
 
 def combine(folders: list[Path], coefficients: np.ndarray) -> dict[str, Tensor]:
-    """Return name → Σ coefficient · tensor over the folders, computed in float64 and rounded to float32.
+    """Return a dict from name to Σ coefficient · tensor over the folders, computed in float64, rounded to float32.
 
     Tensors that are equal in all folders, and integer buffers, are copied unchanged.
 

@@ -1,4 +1,4 @@
-"""Calling convention of a network: its arguments, and conventions that signatures do not show, such as time scaling.
+"""A network's calling convention: its arguments, and conventions that its signature does not show (time scaling).
 
 torch is not imported at run time, so that reading a config stays fast.
 """
@@ -26,9 +26,9 @@ class PipelineConfig(Config):
     class_name: str = "StableDiffusionPipeline"
     """Class of the pipeline in diffusers."""
     towers: list[str] = Field([])
-    """Text towers of the root that become text_encoder, text_encoder_2, …; empty: the tower used in training."""
+    """The root's text towers that become text_encoder, text_encoder_2, …; empty: the tower used in training."""
     scheduler: str | None = None
-    """Class of the diffusers scheduler; null: a deterministic one with the noise schedule of training."""
+    """Class of the diffusers scheduler; null: a deterministic one with the training noise schedule."""
     scheduler_settings: dict[str, Any] = Field({})
     """Arguments of the scheduler, such as {shift: 3.0}."""
     settings: dict[str, Any] = Field({})
@@ -41,15 +41,16 @@ class BackboneConfig(Config):
     config: Path | None = None
     """A diffusers config (JSON). Its `_class_name` is the network's class, by default UNet2DConditionModel."""
     inputs: dict[str, Input] = Field({"encoder_hidden_states": States(mask="encoder_attention_mask")}, min_length=1)
-    """Argument of the network → its content, in addition to latents and timesteps; `a.b` is entry b of a dict a."""
+    """Network argument → its content, in addition to latents and timesteps; `a.b` is entry b of a dict a."""
     drop: Literal["together", "apart"] = "together"
-    """Whether caption dropout drops all text towers together, or each by its own draw (Esser et al., 2024)."""
+    """Whether caption dropout drops all text towers together, or each independently (Esser et al., 2024)."""
     dropped: Literal["empty", "zeros"] = "empty"
     """Replacement for the text latents of a dropped caption: those of the empty caption, or zeros."""
     size_dropout: float = Field(0.0, ge=0, le=1)
     """Share of samples whose inputs of kind `sizes` are replaced by zeros."""
     size_jitter: float = Field(0.0, ge=0)
-    """Standard deviation of the logarithm of a random factor, by which inputs of kind `sizes` scale each original."""
+    """Standard deviation of the logarithm of a random factor that scales each original size in inputs of kind
+    `sizes`."""
     pack: int = Field(1, ge=1)
     """Side of the patches in which the network takes and returns latents: (N, h/pack · w/pack, C · pack²); 1: not
     packed."""
@@ -67,12 +68,12 @@ class BackboneConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> BackboneConfig:
         if sum(isinstance(item, States) for item in self.inputs.values()) != 1:
-            raise ValueError("inputs must have one of kind `states`, which may be made of several towers")
+            raise ValueError("inputs must contain exactly one input of kind `states`, which may use several towers")
         return self
 
     @property
     def called(self) -> BackboneConfig:
-        """This config without the fields that do not change the loss, for the fingerprint."""
+        """This config without the fields that do not affect the loss, for the fingerprint."""
         return self.model_copy(update={"config": None, "pipeline": PipelineConfig()})
 
     @property
@@ -82,7 +83,7 @@ class BackboneConfig(Config):
 
     @property
     def text_towers(self) -> list[str]:
-        """Names of the text towers that the inputs use, without repetition; empty if the only tower is used."""
+        """Names of the text towers that the inputs use, without duplicates; empty if the only tower is used."""
         named = (item.names for item in self.inputs.values() if isinstance(item, States | Pooled))
         return list(dict.fromkeys(name for names in named for name in names))
 
@@ -96,8 +97,8 @@ class BackboneConfig(Config):
         """Return this config with its text tower named; if none is configured, it is the only tower in `texts`.
 
         Raises:
-            RequestError: no tower is named and `texts` has none with hidden states or several, or a named tower is
-                missing or was encoded without the outputs that the inputs use.
+            RequestError: no tower is named and `texts` does not have exactly one with hidden states, or a named tower
+                is missing or was encoded without the outputs that the inputs use.
         """
         if self.states.towers is not None:
             _check_towers(self, texts)
@@ -105,8 +106,8 @@ class BackboneConfig(Config):
         found = [name for name, tower in texts.items() if tower.states]
         if len(found) != 1:
             raise RequestError(
-                f"backbone.inputs names no text tower, so exactly one with hidden states must be read, but data.towers "
-                f"reads {' and '.join(found) or 'none'}. Name one in data.towers, such as "
+                f"backbone.inputs names no text tower, so data.towers must select exactly one with hidden states, but "
+                f"it selects {' and '.join(found) or 'none'}. Name one in data.towers, such as "
                 f"[texts.{(found or ['NAME'])[0]}], or encode a root that has it."
             )
         inputs = {
@@ -191,13 +192,13 @@ def _check_towers(config: BackboneConfig, texts: dict[str, TextTower]) -> None:
 
 
 def _concatenation_problems(states: States, texts: dict[str, TextTower]) -> list[str]:
-    """List towers that cannot be concatenated along the width, since they differ in tokens or in masking."""
+    """List towers that cannot be concatenated along the width, because they differ in tokens or masking."""
     problems = []
     for row in states.towers or []:
         tokens = {name: (texts[name].length, texts[name].hides_padding) for name in row}
         if len(set(tokens.values())) > 1:
             problems.append(
-                f"{' and '.join(row)} cannot be concatenated along the width, as they differ in (tokens, masked or "
+                f"{' and '.join(row)} cannot be concatenated along the width: they differ in (tokens, masked or "
                 f"trimmed padding): {tokens}"
             )
     return problems

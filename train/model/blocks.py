@@ -1,8 +1,8 @@
 """Find the blocks of a backbone, and run code before and after them.
 
 FSDP gathers weights block by block (train/model/sharding.py), and REPA reads a block's output
-(train/objective/alignment.py). Hooks leave weights, their names and the network's code unchanged, so checkpoints and
-exports do not show them.
+(train/objective/alignment.py). Hooks leave weights, their names and the network's code unchanged, so they do not affect
+checkpoints and exports.
 """
 
 import difflib
@@ -54,10 +54,10 @@ def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_module(network: nn.Module, name: str) -> nn.Module:
-    """Return the module of that name, which may be a block, contain several, or be part of one.
+    """Return the module called `name`, which may be a block, contain several blocks, or be part of one.
 
     Raises:
-        LookupError: there is no such module; the message lists the nearest names among the top two levels.
+        LookupError: there is no such module; the message lists the nearest names in the top two levels.
     """
     modules = dict(network.named_modules())
     if not name or name not in modules:
@@ -73,7 +73,7 @@ def add_hook(network: nn.Module, names: Collection[str], hook: BlockHook) -> Cal
     Add hooks before the network is compiled or sharded.
 
     Raises:
-        LookupError: there is no module of one of these names, and no hook was added.
+        LookupError: one of the modules does not exist. No hook is added in this case.
     """
     handles = []
     for name, module in [(name, find_module(network, name)) for name in names]:

@@ -1,7 +1,7 @@
 """Keep activations in the channels-last memory format, which diffusers' modules do not preserve.
 
-Where diffusers makes tensors contiguous, the next convolution has to copy them back. The subclasses here save the copy
-before a shortcut, after a transformer, and before an upsampling of 64 pictures or more, without changing any value.
+Where diffusers makes tensors contiguous, the next convolution has to copy them back. These subclasses avoid the copies
+before a shortcut, after a transformer, and before an upsampling of 64 images or more, without changing any value.
 (diffusers makes them contiguous because of a DDP warning about strides, and for a kernel of torch before 2.1.)
 """
 
@@ -34,7 +34,7 @@ class ChannelsLastTransformer(Transformer2DModel):
 
 
 class ChannelsLastUpsample(Upsample2D):
-    """Upsample2D by nearest neighbour and convolution that keeps the memory format at any batch size."""
+    """Upsample2D (nearest neighbour and convolution) that keeps the memory format at any batch size."""
 
     def forward(self, hidden_states: Tensor, output_size: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
         """Upsample (N, C, h, w) to (N, C, 2h, 2w) or to `output_size`."""
@@ -55,7 +55,7 @@ def keep_channels_last(network: nn.Module) -> None:
         elif type(module) is Upsample2D and _is_plain(module):
             module.__class__ = ChannelsLastUpsample
         elif type(module) is ResnetBlock2D:
-            # only its own forward reads this flag, to decide whether to copy a shortcut's input; children keep theirs
+            # only this module's forward reads the flag, to decide whether to copy a shortcut's input
             module.training = False
 
 

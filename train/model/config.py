@@ -1,4 +1,4 @@
-"""Config of the optimizer, the moving averages and DDP. It is read before torch is imported."""
+"""Config for the optimizer, the moving averages and DDP, which is read before torch is imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Width = Annotated[float, Field(gt=0, lt=0.28)]
-"""Standard deviation in time of an average ÷ number of steps done; that of a flat average is 1/√12 = 0.289."""
+"""An average's standard deviation in time ÷ the number of completed steps; for a flat average, 1/√12 = 0.289."""
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Sharding = Literal["none", "grad_op", "full"]
 
@@ -27,18 +27,19 @@ class EmaConfig(Config):
     """The exponential moving average of the weights."""
 
     kind: Literal["constant", "power"] = "constant"
-    """`power` widens the average in proportion to the steps done (Karras et al., 2024)."""
+    """`power` widens the average in proportion to the number of completed steps (Karras et al., 2024)."""
     decay: float = Field(0.9999, gt=0, lt=1)
     """Decay per step, for `constant`."""
     sigma_rel: Width = 0.1
-    """Width of the average for `power`: its standard deviation in time, as a share of the steps done."""
+    """Width of the average for `power`: its standard deviation in time, as a share of the completed steps."""
     start_step: int | None = Field(None, ge=0)
-    """First step of the average; null: none. It takes no memory before that step."""
+    """First step of the average, which takes no memory before then; null: no average."""
     snapshot_every: int | None = Field(None, ge=1)
     """Steps between snapshots of the averages in `std`, from which `python -m train ema RUN` rebuilds any width
     afterwards; null: no snapshots."""
     std: list[Width] = Field([0.05, 0.1], min_length=1)
-    """Widths of these averages, like `sigma_rel`. Each takes 4 bytes per parameter, also in checkpoints."""
+    """Widths of these averages, like `sigma_rel`. Each average takes 4 bytes per parameter, in memory and in
+    checkpoints."""
     snapshot_dtype: Literal["float16", "float32"] = "float16"
     """Data type of snapshots; float16 rounds to within 1/2048 of each value."""
 
@@ -66,12 +67,12 @@ class OptimizerConfig(Config):
     lr: float = Field(1e-4, gt=0)
     """The learning rate after warm-up."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global norm."""
+    """Maximum global norm of the gradients; larger gradients are scaled down."""
     max_skipped_steps: int = Field(100, ge=0)
-    """Number of steps with a non-finite gradient, which change no weights, that a run tolerates before it stops."""
+    """Maximum number of steps that may be skipped, because of a non-finite gradient, before a run stops."""
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of these parameters, given by name.
+        """Return the optimizer for these parameters, given by name.
 
         Its per-parameter state must consist of tensors, which checkpoints save by parameter name. All its parameter
         groups are stepped at the scheduled learning rate.
@@ -133,7 +134,7 @@ def optimizer_class(kind: str) -> type[OptimizerConfig]:
 
 
 def _parse_optimizer(value: Any, info: ValidationInfo) -> OptimizerConfig:
-    """Validate an `optimizer` section by the config class of its kind, which is `adamw` unless given."""
+    """Validate an `optimizer` section with the config class of its kind, by default `adamw`."""
     if isinstance(value, OptimizerConfig):
         return value
     if not isinstance(value, dict):
@@ -144,7 +145,7 @@ def _parse_optimizer(value: Any, info: ValidationInfo) -> OptimizerConfig:
 if TYPE_CHECKING:
     AnyOptimizer = OptimizerConfig
 else:
-    # the union of the kinds gives `--help` and the config reference their fields
+    # the union gives `--help` and the config reference the fields of every kind
     AnyOptimizer = Annotated[SerializeAsAny[reduce(or_, OPTIMIZERS.values())], PlainValidator(_parse_optimizer)]
 
 

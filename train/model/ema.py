@@ -1,4 +1,4 @@
-"""Moving averages of the weights: the run's own, and the averages from which any width can be rebuilt post hoc."""
+"""Moving averages of the weights: the run's own, and those from which an average of any width can be rebuilt later."""
 
 from collections.abc import Iterable, Sequence
 
@@ -98,10 +98,10 @@ class Ema:
 
 
 def make_averages(config: EmaConfig) -> dict[str, Ema]:
-    """Return checkpoint folder → average: `ema`, the run's own, and the post-hoc averages if snapshots are configured.
+    """Return a dict from checkpoint folder to average: `ema`, and the post-hoc averages if snapshots are configured.
 
-    The first update of a post-hoc average replaces it (β(1) = 0), so it covers all steps. If snapshots are turned on
-    later, the weights of that step represent all earlier ones.
+    The first update replaces a post-hoc average entirely (β(1) = 0), so the average covers all steps. If snapshots are
+    enabled later, the weights at that step represent all earlier steps.
     """
     stds = config.std if config.snapshot_every is not None else []
     posthoc = {average_name(std): Ema(EmaConfig(kind="power", sigma_rel=std, start_step=1)) for std in stds}

@@ -1,4 +1,4 @@
-"""Check that a network fits the latents, from both configs and by calling it once without weights."""
+"""Check that a network fits the latents, by comparing their configs and by calling it once without weights."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -103,7 +103,7 @@ def _argument_problems(network: Any, backbone: BackboneConfig) -> Iterator[str]:
     """List inputs that the network does not accept, and those that it requires but `backbone.inputs` lacks."""
     config = network.config
     parameters = list(inspect.signature(type(network).forward).parameters)[1:]
-    free = [name for name in parameters[1:] if name not in STANDARD_ARGUMENTS]  # the first is for the latents
+    free = [name for name in parameters[1:] if name not in STANDARD_ARGUMENTS]  # the first receives the latents
     for name in backbone.top_arguments:
         if name not in parameters:
             yield f"it has no argument {name}, which backbone.inputs names (it has {', '.join(free)})"
@@ -124,7 +124,7 @@ def _argument_problems(network: Any, backbone: BackboneConfig) -> Iterator[str]:
 
 
 def _size_problems(network: Any, spec: DataSpec, backbone: BackboneConfig) -> Iterator[str]:
-    """List differences between the sizes that the network's config states and those of the latents."""
+    """List differences between the sizes in the network's config and those of the latents."""
     yield from _channel_problems(network.config, spec, backbone)
     yield from _text_problems(network, spec, backbone)
     yield from _side_problems(network.config, spec, backbone)

@@ -1,4 +1,4 @@
-"""FLOPs of a training step, counted on the meta device, and peak FLOP/s of devices, for the MFU.
+"""FLOPs in a training step, counted on the meta device, and devices' peak FLOP/s, for computing MFU.
 
 MFU, the model FLOPs utilisation of Chowdhery et al. (2022), is the rate of FLOPs that the model needs, divided by the
 device's peak. Activations recomputed by gradient checkpointing do not count.
@@ -35,8 +35,8 @@ PEAK_TFLOPS = {
     "RTX 3090": 71.0,
     "RTX 4090": 165.2,
 }
-"""GPU name, or the distinctive part of it → dense bfloat16 TFLOP/s from NVIDIA's datasheets and architecture papers,
-whose headline figures with sparsity are twice as high. Values of GeForce cards are with float32 accumulation."""
+"""GPU name, or a distinctive part of it → dense bfloat16 TFLOP/s from NVIDIA's datasheets and architecture papers,
+whose headline figures with sparsity are twice as high. The values for GeForce cards assume float32 accumulation."""
 
 
 def count_flops(function: Callable[..., Any], *inputs: torch.Tensor) -> int:
@@ -49,7 +49,7 @@ def count_flops(function: Callable[..., Any], *inputs: torch.Tensor) -> int:
 
 
 def training_flops(call: Callable[[], Any]) -> int:
-    """Return the FLOPs of one image in a training step, where `call` is the forward pass on the meta device."""
+    """Return the FLOPs for one image in a training step, where `call` is the forward pass on the meta device."""
     import torch
 
     with torch.no_grad():

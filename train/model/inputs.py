@@ -1,4 +1,4 @@
-"""Turn a batch's conditioning into keyword arguments of a backbone, by one config class for each kind of input.
+"""Turn a batch's conditioning into a backbone's keyword arguments, with one config class for each kind of input.
 
 torch is imported inside the functions that need it, so that reading a config stays fast.
 """
@@ -69,8 +69,8 @@ class States(Config):
     kind: Literal["states"] = "states"
     """Kind of input."""
     towers: list[list[str]] | None = Field(None, min_length=1)
-    """Text towers. Those of an inner list are concatenated along the width, and the results along the tokens, padded
-    with zeros to the same width. null: the one text tower that is read."""
+    """Text towers. Towers in an inner list are concatenated along the width; the results are zero-padded to the same
+    width and concatenated along the tokens. null: the only text tower that is read."""
     mask: str | None = None
     """Argument that receives the mask of real tokens, if a tower hides padding."""
 
@@ -121,8 +121,8 @@ class Sizes(Config):
     kind: Literal["sizes"]
     """Kind of input."""
     of: list[SizeName] = Field(["original", "crop", "target"], min_length=1)
-    """Numbers in this order. `original` and `target`: height and width of the picture and of its bucket; `crop`: top
-    and left of the crop in the scaled picture (Podell et al., 2023); `aspect_ratio`: height / width of the original.
+    """Numbers to pass, in this order. `original` and `target`: height and width of the image and of its bucket; `crop`:
+    top and left of the crop in the scaled image (Podell et al., 2023); `aspect_ratio`: height / width of the original.
     All are 0 if the size of the original is unknown (0 × 0)."""
 
     def arguments(self, name: str, context: InputContext) -> dict[str, Tensor | None]:
@@ -132,7 +132,7 @@ class Sizes(Config):
         known = context.conditioning.sizes[:, 0] > 0
         width, height, top, left = context.conditioning.sizes.long().clamp(min=1 - known.long()[:, None]).unbind(1)
         target_height, target_width = context.conditioning.target
-        # the picture is scaled to cover the bucket, with both sides rounded (precompute/pixels/resample.py)
+        # the image is scaled to cover the bucket, with both sides rounded (precompute/pixels/resample.py)
         narrow = width * target_height < height * target_width
         scaled_height = torch.where(narrow, _rounded(height * target_width, width), target_height)
         scaled_width = torch.where(narrow, target_width, _rounded(width * target_height, height))
@@ -204,7 +204,7 @@ def example(texts: dict[str, TextTower], target: tuple[int, int]) -> Conditionin
 
 
 def _rounded(a: Tensor, b: Tensor) -> Tensor:
-    """Return a / b, rounded to the nearest integer, halves up."""
+    """Return a / b rounded to the nearest integer, with halves rounded up."""
     return (2 * a + b) // (2 * b)
 
 

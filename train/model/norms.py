@@ -1,7 +1,8 @@
 """GroupNorm and LayerNorm in the autocast data type, as in MosaicML's recipe; autocast would run them in float32.
 
-Idea and casts are from Composer (composer/algorithms/low_precision_groupnorm and low_precision_layernorm). The kernels
-still accumulate in float32. This saves the memory traffic of float32 activations, which dominates normalisation.
+The idea and the casts are from Composer (composer/algorithms/low_precision_groupnorm and low_precision_layernorm). The
+kernels still accumulate in float32. This avoids the memory traffic of float32 activations, which dominates
+normalisation.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The optimizer step of a run: learning rate schedule, gradient clipping, and skipping of non-finite gradients.
+"""A run's optimizer step: learning rate schedule, gradient clipping, and skipping steps with non-finite gradients.
 
 `OPTIMIZERS` in train/model/config.py lists the kinds of optimizer and how each is built.
 """
@@ -46,16 +46,16 @@ def freeze_except(network: nn.Module, patterns: Sequence[str] | None) -> None:
         if not fnmatch.filter(parameters, pattern):
             close = difflib.get_close_matches(pattern, parameters, n=3, cutoff=0.3)
             raise RequestError(
-                f"train_only has the pattern {pattern}, which matches no parameter of the network. Parameter names "
-                f"look like {', '.join(close or list(parameters)[:3])}; `*` stands for any part of a name. Correct the "
-                f"pattern."
+                f"train_only contains the pattern {pattern}, which matches no parameter of the network. Parameter "
+                f"names look like {', '.join(close or list(parameters)[:3])}; `*` stands for any part of a name. "
+                f"Correct the pattern."
             )
     for name, parameter in parameters.items():
         parameter.requires_grad_(any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the configured optimizer of those parameters that require gradients."""
+    """Return the configured optimizer for the parameters that require gradients."""
     return config.build({name: value for name, value in parameters.items() if value.requires_grad})
 
 

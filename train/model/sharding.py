@@ -1,7 +1,7 @@
-"""Sharding of weights, gradients and optimizer state over the processes (FSDP2). Without it, each holds everything
-(DDP).
+"""Sharding of weights, gradients and optimizer state across processes (FSDP2). Without sharding, each process holds
+everything (DDP).
 
-Checkpoints are the same either way. The trainer calls `fully_shard` itself, with gloo as with NCCL, because
+Checkpoints are the same either way. The trainer calls `fully_shard` itself, with gloo as well as NCCL, because
 accelerate's FSDP2 plugin does nothing on a CPU, where the tests run.
 """
 
@@ -46,7 +46,7 @@ def launched_sharding() -> Sharding | None:
 
 
 def shard_weights(network: nn.Module, sharding: Sharding, precision: Precision) -> None:
-    """Shard every weight over the processes, in place. All processes must hold the same weights beforehand.
+    """Shard every weight across processes, in place. All processes must hold the same weights beforehand.
 
     Weights are gathered block by block. With `grad_op` they stay gathered from the forward pass until the end of the
     backward pass. Gradients are averaged in float32 after each microbatch, so that no process holds all of them.
@@ -62,14 +62,15 @@ def shard_weights(network: nn.Module, sharding: Sharding, precision: Precision) 
 
 
 def reshard(network: nn.Module) -> None:
-    """Free gathered weights after a forward pass that no backward pass follows."""
+    """Free gathered weights after a forward pass that is not followed by a backward pass."""
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor as a whole, and any other tensor unchanged. All processes must call this."""
+    """Return the full (unsharded) tensor; a tensor that is not sharded is returned unchanged. All processes must call
+    this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""Write safetensors files tensor by tensor, so that no second copy of the weights is held on a device or in memory."""
+"""Write safetensors files tensor by tensor, without a second copy of the weights on the device or in host memory."""
 
 import hashlib
 import json
@@ -63,7 +63,7 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], mine: Collec
 
 
 def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors in the order of a safetensors file."""
+    """Return the tensor names in the order in which safetensors stores them."""
     return sorted(tensors, key=lambda name: (list(DTYPES).index(tensors[name].dtype), name))
 
 
@@ -80,13 +80,13 @@ def file_header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes | memoryview:
-    """Return a tensor's elements in row-major order, without a copy if it is contiguous and in the CPU's memory."""
+    """Return a tensor's elements in row-major order, without a copy if it is contiguous and in host memory."""
     return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def assign_owners(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
-    """Return which of `count` processes writes each tensor: consecutive tensors of about the same total size for
-    each."""
+    """Return a dict from tensor name to the process, of `count`, that writes it: each process writes consecutive
+    tensors of about the same total size."""
     total, before, found = max(bytes_of(tensors), 1), 0, {}
     for name in file_order(tensors):
         found[name] = before * count // total
@@ -112,7 +112,7 @@ def write_index(path: Path, shares: Mapping[str, str]) -> Path:
 
 
 def file_of(path: Path) -> Path:
-    """Return `path` if it exists, or else the path of the index of the files into which it is divided."""
+    """Return `path` if it exists, otherwise the path of the index of the files into which it is divided."""
     return path if path.is_file() else path.with_name(f"{path.name}.index.json")
 
 
@@ -146,10 +146,10 @@ class HostCopies:
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers.values())
 
     def take(self, file: str, tensors: Mapping[str, Tensor], mine: Collection[str]) -> dict[str, Tensor]:
-        """Copy a file's tensors that are named in `mine`, and return the copies.
+        """Copy those of a file's tensors that are named in `mine`, and return the copies.
 
-        They are complete once `wait` has returned, and are overwritten by the next `take`. Sharded tensors are gathered
-        in the same order as by `write_tensors`, which other processes may call at the same time.
+        The copies are complete once `wait` has returned, and are overwritten by the next `take`. Sharded tensors are
+        gathered in the same order as in `write_tensors`, which other processes may call at the same time.
         """
         copies = {}
         for name in file_order(tensors):

@@ -25,7 +25,7 @@ PRETRAINED_FILES = (
 SHARDED_FILES = "diffusion_pytorch_model-*-of-*.safetensors"
 """Weights files that an index lists."""
 CLASSES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("backbones.yaml").read_text())
-"""Class name → facts that its code does not state; the file explains them."""
+"""Class name → facts that the class's code does not state, explained in the file."""
 UNET = "UNet2DConditionModel"
 NOT_ARCHITECTURE = {UNET: ("sample_size",)}
 """Class name → config fields without effect on the output. A transformer's positions depend on its sample_size."""
@@ -125,10 +125,10 @@ def read_unet_config(path: Path) -> dict[str, object]:
         fields = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise RequestError(
-            f"The network config {path} cannot be read: {error}. Give a diffusers config.json."
+            f"The network config {path} cannot be read: {error}. Use a diffusers config.json."
         ) from error
     if not isinstance(fields, dict):
-        raise RequestError(f"The network config {path} is not a JSON object. Give a diffusers config.json.")
+        raise RequestError(f"The network config {path} is not a JSON object. Use a diffusers config.json.")
     return fields
 
 
@@ -146,8 +146,8 @@ def load_pretrained(network: Any, name: str) -> None:
             theirs = class_of(fields, folder).from_config(fields).config
         except BUILD_ERRORS as error:
             raise RequestError(
-                f"init_unet: diffusers cannot build a network from {folder}/config.json: {error}. Name a folder with a "
-                f"diffusers network."
+                f"init_unet: diffusers cannot build a network from {folder}/config.json: {error}. Set init_unet to a "
+                f"folder with a diffusers network."
             ) from error
     path = next((folder / file for file in PRETRAINED_FILES if (folder / file).is_file()), None)
     if path is None:
@@ -175,8 +175,8 @@ def load_matching(network: Any, path: Path, theirs: Mapping[str, Any]) -> None:
     """
     if different := architecture_differences(theirs, network):
         raise RequestError(
-            f"{path.parent} has a different architecture than `backbone.config`: {different} (there ≠ here). Set "
-            f"`backbone.config` to a config like {path.parent}/config.json."
+            f"{path.parent} has a different architecture from `backbone.config`: {different} (pretrained ≠ config). "
+            f"Set `backbone.config` to a config like {path.parent}/config.json."
         )
     try:
         network.load_state_dict({key: value.float() for key, value in load_tensors(path).items()})
@@ -187,10 +187,10 @@ def load_matching(network: Any, path: Path, theirs: Mapping[str, Any]) -> None:
 
 
 def architecture_differences(theirs: Mapping[str, Any], network: Any) -> str:
-    """List the fields of a diffusers config that differ from `network`'s, as `field: there ≠ here; …`.
+    """List the fields of the diffusers config `theirs` that differ from `network`'s, as `field: theirs ≠ network's; …`.
 
-    Many fields, such as the number of heads, change the output of a network but no weight's shape. A field that is
-    missing in `theirs` was added by a later diffusers, and has its default here.
+    Many fields, such as the number of heads, change a network's output but no weight's shape. A field that is missing
+    in `theirs` was added by a later diffusers version, and has its default value in `network`.
     """
     ignored = NOT_ARCHITECTURE.get(class_name(network.config), ())
     return "; ".join(
@@ -201,7 +201,7 @@ def architecture_differences(theirs: Mapping[str, Any], network: Any) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two config values are equal; one number for all blocks equals a list that repeats it."""
+    """Return whether two config values are equal; a single number equals a list that repeats it for every block."""
     a, b = (list(value) if isinstance(value, list | tuple) else value for value in (a, b))
     if isinstance(a, list) != isinstance(b, list):
         values, value = (a, b) if isinstance(a, list) else (b, a)

@@ -1,4 +1,4 @@
-"""Representation alignment (REPA): a loss between a hidden layer of the network and stored features of the picture.
+"""Representation alignment (REPA): a loss between a hidden layer of the network and stored features of the image.
 
 Yu et al., "Representation Alignment for Generation" (2024, arXiv 2410.06940). A hook reads the layer's output, so any
 module of any diffusers class can be aligned. The projection head is trained and checkpointed with the network, but is
@@ -44,7 +44,7 @@ class StoredFeatures:
 
 
 def find_features(config: RepaConfig, spec: DataSpec, stored: list[str]) -> StoredFeatures:
-    """Return the feature tower that the config names, or the only one that is read.
+    """Return the feature tower named in the config, or the only one that is read.
 
     Args:
         stored: names of all feature towers of the root.
@@ -55,8 +55,8 @@ def find_features(config: RepaConfig, spec: DataSpec, stored: list[str]) -> Stor
     read = sorted(spec.features)
     if config.tower is None and len(read) != 1:
         raise RequestError(
-            f"repa.layer needs one feature tower, but data.towers reads {' and '.join(read) or 'none'}. Name one as "
-            f"repa.tower (the root has {', '.join(stored) or 'none'})."
+            f"repa.layer needs one feature tower, but data.towers reads {' and '.join(read) or 'none'}. Set "
+            f"repa.tower to one of the root's feature towers ({', '.join(stored) or 'none'})."
         )
     name = config.tower or read[0]
     if name not in stored:
@@ -67,10 +67,7 @@ def find_features(config: RepaConfig, spec: DataSpec, stored: list[str]) -> Stor
             f"1."
         )
     if name not in read:
-        raise RequestError(
-            f"The root has the feature tower {name} of repa.tower, but data.towers excludes it. Add features.{name} to "
-            f"data.towers."
-        )
+        raise RequestError(f"repa.tower is {name}, but data.towers excludes it. Add features.{name} to data.towers.")
     return StoredFeatures(name, spec.features[name], spec.image.downsampling)
 
 
@@ -143,10 +140,10 @@ class Aligned(nn.Module):
         self.__dict__.pop("projected", None)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the alignment loss (N,) of the batch that the network was last called with."""
+        """Return the alignment loss (N,) for the batch of the network's last call."""
         height, width = batch.columns["image_latents"].shape[2:]
         projected = self.projected
-        del self.projected  # the graph is not kept longer than the backward pass needs it
+        del self.projected  # keeps the graph no longer than the backward pass needs it
         grid = token_grid(projected.shape[1], (height, width))
         assert grid is not None
         return negative_cosine(projected, self.features.read(batch, grid))
@@ -155,8 +152,8 @@ class Aligned(nn.Module):
 def make_head(
     config: RepaConfig, shapes: dict[tuple[int, int], tuple[int, ...]], width: int, seed: int
 ) -> nn.Sequential:
-    """Return the projection head, from the layer's width over two hidden layers to `width`; its weights depend only on
-    `seed`.
+    """Return the projection head, which maps the layer's width to `width` through two hidden layers; its weights depend
+    only on `seed`.
 
     Args:
         shapes: latent shape (h, w) → shape of the layer's output for one sample.

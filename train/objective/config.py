@@ -1,4 +1,4 @@
-"""Config of the objective, the alignment loss and validation. This module must not import torch."""
+"""Config for the objective, the alignment loss and validation. This module must not import torch."""
 
 import math
 from typing import Any, Literal
@@ -35,7 +35,7 @@ class ShiftConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> "ShiftConfig":
         if self.kind == "log_linear" and self.max_tokens <= self.base_tokens:
-            raise ValueError(f"max_tokens {self.max_tokens} is not above base_tokens {self.base_tokens}")
+            raise ValueError(f"max_tokens {self.max_tokens} must be greater than base_tokens {self.base_tokens}")
         return self
 
     def alpha(self, latent_hw: tuple[int, int]) -> float:
@@ -161,22 +161,21 @@ class ValidationConfig(Config):
     bucket: BucketName = "256x256"
     """Bucket to validate on, WIDTHxHEIGHT in pixels."""
     samples: int = Field(1024, ge=1)
-    """Number of samples: the first ones of the bucket that the root's exclusion lists do not contain. As for the
-    training data, a run keeps the index and exclusions that it began with, unless it is resumed with
-    `data.index: newest`."""
+    """Number of samples: the first in the bucket that are not on the root's exclusion lists. As with the training data,
+    a run keeps the index and exclusions that it started with, unless it is resumed with `data.index: newest`."""
     batch_size: int = Field(64, ge=1)
     """Samples per forward pass."""
     every: int = Field(1000, ge=1)
-    """Steps between two validations. The value is part of a line of metrics.jsonl, so this must be a multiple of
+    """Steps between validations. The result is part of a line in metrics.jsonl, so this must be a multiple of
     `log.every`."""
     timesteps: Literal["middles", "starts"] = "middles"
-    """Middles or starts of eight equal parts of the time axis. With flow matching, the starts, t = k/8, are those of
-    MLPerf's FLUX.1 benchmark."""
+    """Middles or starts of eight equal parts of the time axis. With flow matching, the starts, t = k/8, are the
+    timesteps of MLPerf's FLUX.1 benchmark."""
     dealt: bool = False
     """Evaluate each sample at one of the eight timesteps, in turn, as MLPerf does; false: at all eight, at eight times
     the cost."""
     weights: Literal["raw", "ema"] = "raw"
-    """Weights to validate; `ema` swaps the moving average in for the validation, once one exists."""
+    """Weights to validate; `ema` swaps in the moving average during validation, once it exists."""
 
     @model_validator(mode="after")
     def _check(self) -> "ValidationConfig":

@@ -1,4 +1,4 @@
-"""Stored columns → network inputs: posterior moments become latents, and text latents become conditioning."""
+"""Conversion of stored columns to network inputs: moments become latents, and text latents become conditioning."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from train.model.inputs import Conditioning, TextConditioning
 
 
 class StoredLatents:
-    """Converts batches of the roots that a `DataSpec` describes. All constants are moved to the device once."""
+    """Conversion of batches from the roots that a `DataSpec` describes. All constants are moved to the device once."""
 
     def __init__(self, spec: DataSpec, device: torch.device, backbone: BackboneConfig):
         """Prepare the constants on the device. `backbone` must have its text towers resolved."""
@@ -25,7 +25,7 @@ class StoredLatents:
         )
         self.texts = {name: spec.texts[name] for name in backbone.text_towers}
         self.empty = {name: self._replacement(spec.uncond[name], backbone.dropped, device) for name in self.texts}
-        # (tokens,) token positions, made once instead of in every microbatch
+        # (tokens,) token positions, created once instead of in every microbatch
         self.places = {name: torch.arange(tower.length, device=device) for name, tower in self.texts.items()}
         self.num_empty = {name: torch.tensor(empty.num_tokens, device=device) for name, empty in self.empty.items()}
         self.backbone = backbone
@@ -47,15 +47,15 @@ class StoredLatents:
 
     @property
     def drops_per_sample(self) -> int:
-        """Number of caption dropout decisions per sample: one per text tower if each is dropped by itself."""
+        """Number of caption dropout decisions per sample: one per text tower if towers are dropped independently."""
         return len(self.texts) if self.backbone.drop == "apart" else 1
 
     def conditioning(self, batch: Batch, dropped: Tensor) -> Conditioning:
         """Convert a batch's text latents to float32 and its sizes to conditioning.
 
         Args:
-            dropped: (N,) booleans, or (N, towers): where the empty caption replaces the caption, in all towers or in
-                each by itself.
+            dropped: booleans where the empty caption replaces the caption: (N,) for all towers together, or
+                (N, towers) for each independently.
         """
         columns = dropped.reshape(len(batch), -1).expand(-1, len(self.texts)).unbind(1)
         texts = {}

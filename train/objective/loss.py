@@ -23,9 +23,9 @@ class RandomTensors:
     """All random tensors of a step for N samples, except the choice of a caption (`Batch.draw_captions`)."""
 
     timesteps: Tensor
-    """(N,) as the path draws them, before any shift."""
+    """(N,) timesteps drawn by the path, before any shift."""
     dropped: Tensor
-    """(N, 1), or (N, towers) if each text tower is dropped by itself: where the empty caption replaces the caption."""
+    """(N, 1), or (N, towers) if text towers are dropped independently: where the empty caption replaces the caption."""
     noise: Tensor
     """(N, C, h, w) float32 standard normals, plus the offset noise if configured."""
     posterior: Tensor | None = None
@@ -94,7 +94,8 @@ class Losses:
     timesteps: Tensor
     """(N,) timesteps of the samples."""
     aligned: Tensor | None = None
-    """(N,) alignment losses (REPA): −mean cosine of the aligned layer with the features. None: no layer is aligned."""
+    """(N,) alignment losses (REPA): −mean cosine between the aligned layer and the features. None: no layer is
+    aligned."""
     coefficient: float = 0.0
     """Coefficient of the alignment losses in the total."""
 
@@ -105,7 +106,7 @@ class Losses:
 
 
 class DiffusionLoss:
-    """Draws the random tensors of a step, adds noise to a batch, and scores the backbone's prediction."""
+    """The training loss: draws a step's random tensors, adds noise to a batch, and scores the backbone's prediction."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class DiffusionLoss:
         self.caption_dropout, self.offset_noise = config.caption_dropout, config.offset_noise
 
     def draw(self, batch: Batch, draws: Draws) -> RandomTensors:
-        """Draw all random tensors of a step on this batch.
+        """Draw all random tensors for a step on this batch.
 
         All numbers come from one call of the generator, because on a GPU a small kernel takes as long to launch as a
         large one. The numbers for one purpose do not depend on the other purposes.
@@ -176,7 +177,7 @@ class DiffusionLoss:
         return replace(noisy, weight=self.path.weight(timesteps), coefficient=coefficient)
 
     def add_noise_at(self, batch: Batch, timesteps: Tensor, dropped: Tensor, random: RandomTensors) -> NoisyBatch:
-        """Add noise at given timesteps (N,), dropping the captions where `dropped` (N,); every sample has weight 1."""
+        """Add noise at the given timesteps (N,), and drop captions where `dropped` (N,). Every sample has weight 1."""
         # moments => latents
         latents = self.latents.sample(batch, random.posterior)
         # latents => noisy latents and target

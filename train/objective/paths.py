@@ -26,7 +26,8 @@ class NoisePath(ABC):
         return timesteps
 
     def fixed_timesteps(self, count: int, place: float = 0.5) -> list[int] | list[float]:
-        """Return a timestep in each of `count` equal parts of the time axis: the middle, or at `place` 0 the start."""
+        """Return a timestep in each of `count` equal parts of the time axis: the middle, or the start if `place` is
+        0."""
         return [(k + place) * self.num_train_timesteps / count for k in range(count)]
 
     @abstractmethod
@@ -43,12 +44,12 @@ class NoisePath(ABC):
 
 
 def noise_path(config: ObjectiveConfig, device: torch.device) -> NoisePath:
-    """Build the path that the config names."""
+    """Build the configured path."""
     return RectifiedFlow(config) if config.prediction == "flow_matching" else DDPM(config, device)
 
 
 def noise_scheduler(config: ObjectiveConfig) -> DDPMScheduler:
-    """Build DDPM's forward process with diffusers. The sampler of an export is made from it, too."""
+    """Build DDPM's forward process with diffusers. An export's sampler is also built from it."""
     return DDPMScheduler(
         num_train_timesteps=config.num_train_timesteps,
         beta_schedule=config.beta_schedule,
@@ -68,7 +69,7 @@ class DDPM(NoisePath):
         self.prediction, self.min_snr_gamma = config.prediction, config.min_snr_gamma
         self.zero_terminal_snr = config.zero_terminal_snr
         self.scheduler = noise_scheduler(config)
-        # moved once, because add_noise would otherwise copy it to the device at each step
+        # moved once, because add_noise would otherwise copy it to the device in every step
         self.scheduler.alphas_cumprod = self.scheduler.alphas_cumprod.to(device)
 
     def timesteps(self, draws: Draws) -> Tensor:
@@ -94,9 +95,9 @@ class DDPM(NoisePath):
     def weight(self, timesteps: Tensor) -> Tensor | None:
         """Return the min-SNR weights of Hang et al. (2023), or None if they are off.
 
-        The weight of a squared error in the latents is min(SNR, γ). A squared error in the noise equals that in the
-        latents times SNR, and a squared error in the velocity equals it times SNR + 1, so the weight is divided by that
-        factor.
+        The weight of a squared error in the latents is min(SNR, γ). A squared error in the noise equals the squared
+        error in the latents times SNR, and a squared error in the velocity equals it times SNR + 1, so the weight is
+        divided by this factor.
 
         With a zero terminal SNR the weight in terms of the latents is min(SNR + 1, γ) instead. SNR + 1 is the weight
         that an unweighted velocity loss implies (Salimans and Ho, 2022), and it is not 0 at the last timestep.

@@ -1,4 +1,4 @@
-"""Sums of losses by quarter of the time axis, which can be added over microbatches, ranks and steps."""
+"""Loss sums for each quarter of the time axis, which can be added over microbatches, ranks and steps."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ NUM_QUARTERS = 4
 
 @dataclass(frozen=True)
 class LossSums:
-    """Summed losses and sample counts of each quarter of the time axis."""
+    """Summed losses and sample counts for each quarter of the time axis."""
 
     sums: Tensor
     """(…, 4) summed losses."""
@@ -23,7 +23,7 @@ class LossSums:
 
     @classmethod
     def zeros(cls, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> "LossSums":
-        """Return the sums of no samples."""
+        """Return the sums over zero samples."""
         return cls(*torch.zeros(2, NUM_QUARTERS, device=device, dtype=dtype))
 
     @classmethod
@@ -68,7 +68,7 @@ class LossSums:
         return float(sum(self.sums.tolist()))
 
     def means(self, num_train_timesteps: int) -> dict[str, float | None]:
-        """Return timesteps of each quarter, as `first-last`, → mean loss of its samples, or None if it has none."""
+        """Return a dict from a quarter's timesteps, as `first-last`, to its mean loss, or None without samples."""
         edges = [math.ceil(k * num_train_timesteps / NUM_QUARTERS) for k in range(NUM_QUARTERS + 1)]
         quarters = zip(edges, edges[1:], self.sums.tolist(), self.counts.tolist(), strict=False)
         return {f"{first}-{last - 1}": total / count if count else None for first, last, total, count in quarters}

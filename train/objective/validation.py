@@ -1,4 +1,4 @@
-"""Validation loss: held-out latents at eight fixed timesteps with fixed noise, so it depends on the weights alone."""
+"""Validation loss: held-out latents at eight fixed timesteps with fixed noise, so it depends only on the weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,9 +32,9 @@ from train.objective.config import NUM_TIMESTEPS, ValidationConfig
 from train.objective.loss import DiffusionLoss, NoisyBatch
 
 PLACES = {"middles": 0.5, "starts": 0.0}
-"""`validation.timesteps` → place of a timestep in its eighth of the time axis."""
+"""`validation.timesteps` → position of a timestep in its eighth of the time axis."""
 NUM_READERS = 16
-"""Samples read concurrently: on a remote root, the round trip dominates."""
+"""Number of samples read concurrently, because round trips dominate on a remote root."""
 FIRST_STEP = 1 << 47
 """Step that keys the draws at the first timestep; no training run reaches it."""
 
@@ -44,12 +44,12 @@ class Validation:
     """This rank's share of the held-out samples, in memory."""
 
     batches: list[Batch]
-    """The same number on every rank, because all ranks must call sharded weights equally often."""
+    """As many as on any other rank, because all ranks must call a sharded network equally often."""
     seed: int
     every: int
-    """Steps between two validations."""
+    """Steps between validations."""
     place: float
-    """Place of a timestep in its eighth of the time axis; see PLACES."""
+    """Position of a timestep in its eighth of the time axis; see PLACES."""
     dealt: bool
     """Whether each sample is evaluated at one timestep instead of at all eight."""
     weights: str = "raw"
@@ -59,7 +59,7 @@ class Validation:
 
     @contextmanager
     def averaged(self, ema: Ema, network: nn.Module) -> Iterator[None]:
-        """Swap the average in during the context, if the average is to be validated."""
+        """Swap in the average for the duration of the context, if the average is to be validated."""
         if self.weights == "raw":
             yield
             return
@@ -180,7 +180,7 @@ def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = No
     if len(rows) < config.samples:
         after = " that are not excluded" if excluded else ""
         raise RequestError(
-            f"{config.root}/{bucket} holds {len(rows)} samples{after}, but validation.samples is {config.samples}. "
+            f"{config.root}/{bucket} has {len(rows)} samples{after}, but validation.samples is {config.samples}. "
             f"Lower validation.samples to {len(rows)} or less."
         )
     return FoundValidation(bucket, stream, tuple(rows[: config.samples]))
@@ -230,7 +230,7 @@ def open_validation(
 
 
 class Reader:
-    """Reads single samples with range requests, so that a remote root need not be downloaded."""
+    """Reader of single samples by range requests, so that a remote root need not be downloaded."""
 
     def __init__(self, store: Store, found: FoundValidation):
         self.store = store
@@ -246,16 +246,15 @@ class Reader:
             return list(readers.map(self._sample, rows))
 
     def _open(self, file: HeldOutFile) -> NDArray[np.uint32]:
-        """Read the sample offsets of a file. A local file is hashed first; of a remote file, only the header is
-        read."""
+        """Read a file's sample offsets. A local file is hashed first; only the header of a remote file is read."""
         name = f"{self.bucket}/{file.name}"
         where = self.store.where(name)
         try:
             if isinstance(self.store, LocalStore) and hash_file(where) != file.hash:
-                raise DamagedFile(f"{where} is damaged: its hash differs from the index. Restore it from a copy.")
+                raise DamagedFile(f"{where} is damaged: its hash does not match its index. Restore it from a backup.")
             return parse_offsets(self.store.read_range(name, 0, header_size(file.samples)), file.samples, where)
         except FileNotFoundError:
-            raise DamagedFile(f"{where} is missing, but validation reads it. Restore it from a copy.") from None
+            raise DamagedFile(f"{where} is missing, but validation needs it. Restore it from a backup.") from None
 
     def _sample(self, row: tuple[HeldOutFile, int]) -> dict[str, Any]:
         file, number = row
@@ -264,6 +263,6 @@ class Reader:
         data = self.store.read_range(name, begin, end)
         if len(data) != end - begin:
             raise DamagedFile(
-                f"{self.store.where(name)} is damaged: it ends before its last sample. Restore it from a copy."
+                f"{self.store.where(name)} is damaged: it ends before its last sample. Restore it from a backup."
             )
         return self.decode(data)

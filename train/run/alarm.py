@@ -16,8 +16,8 @@ class AlarmConfig(Config):
     """Warnings of loss spikes. The checkpoint before each spike is kept; the run is never rewound."""
 
     window: int = Field(200, ge=10, le=10_000)
-    """Number of previous steps with which each step's mean loss is compared. Steps raise no alarm until half as many
-    are done."""
+    """Number of previous steps with which each step's mean loss is compared. No alarm is raised until half as many
+    steps are done."""
     threshold: float | None = Field(10.0, gt=0)
     """A step raises an alarm if its mean loss exceeds the window's median by more than this many robust standard
     deviations; null: no alarm."""
@@ -28,7 +28,7 @@ class AlarmState:
     """The alarm's memory. Checkpoints contain it, so that a resumed run raises the same alarms."""
 
     losses: list[float] = field(default_factory=list)
-    """Mean losses of the last `window` steps that had a finite one."""
+    """Mean losses of the last `window` steps with a finite loss."""
     steps: list[int] = field(default_factory=list)
     """All steps that raised an alarm."""
     highest: float | None = None

@@ -104,7 +104,7 @@ def check_resume(folder: Path, saved: dict[str, Any], current: dict[str, Any], a
     if differences:
         raise RequestError(
             f"{folder} was trained with different settings: {'; '.join(differences)} (checkpoint ≠ this run). Restore "
-            f"them, or choose a different run_dir (and set init_from to start from these weights)."
+            f"the original settings, or choose a different run_dir (and set init_from to start from these weights)."
         )
 
 
@@ -144,5 +144,5 @@ def check_same_everywhere(accelerator: Accelerator | None, fingerprint: dict[str
         differing = sorted(key for key in fingerprint if any(other[key] != first[key] for other in fingerprints))
         raise RequestError(
             f"The processes opened different data ({', '.join(differing)} differ), because their configs or their "
-            f"copies of a root differ. Give all machines the same config and the same roots."
+            f"copies of a root differ. Use the same config and the same roots on all machines."
         )

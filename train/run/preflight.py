@@ -1,4 +1,4 @@
-"""Checks of a launch that need no data: the number of processes per node, the tracker and the run folder."""
+"""Launch checks that need no data: the number of processes per node, the tracker and the run folder."""
 
 import os
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 LAUNCHER = "LATENTMILL_LAUNCHER"
 """Environment variable that passes the process id of `python -m train.launch` to the processes that it starts."""
 SHUTDOWN_TIMEOUT = "PET_SHUTDOWN_TIMEOUT"
-"""Environment variable: seconds that the processes have to save and exit after a stop signal. torch reads it, too."""
+"""Environment variable: seconds that the processes have to save and exit after a stop signal. Also read by torch."""
 DEFAULT_SHUTDOWN_SECONDS = "120"
 SUPPORTED_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU")
 """Values of accelerate's `DistributedType` that this trainer supports."""
@@ -21,7 +21,7 @@ SUPPORTED_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU")
 
 @dataclass(frozen=True)
 class World:
-    """The number of processes of a run."""
+    """The number of processes in a run."""
 
     size: int
     local_size: int
@@ -32,14 +32,14 @@ class World:
         """Read the launcher's environment variables.
 
         Raises:
-            RequestError: srun started several tasks without a launcher, so none knows of the others.
+            RequestError: srun started several tasks without a launcher, so the tasks do not know of each other.
         """
         tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
         if tasks > 1 and "WORLD_SIZE" not in os.environ:
             raise RequestError(
-                f"srun started {tasks} tasks, but WORLD_SIZE is not set, so each would train by itself in the same run "
-                f"folder. Start them with the launcher (`srun python -m train.launch --slurm -m train --config …`), or "
-                f"ask srun for one task (-n 1)."
+                f"srun started {tasks} tasks, but WORLD_SIZE is not set, so each would train on its own in the same "
+                f"run folder. Start them with the launcher (`srun python -m train.launch --slurm -m train --config "
+                f"…`), or request a single task from srun (-n 1)."
             )
         size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
@@ -60,8 +60,9 @@ class World:
             RequestError: a different number was started, or they cannot share the global batch evenly.
         """
         if num_processes not in (None, self.size):
+            started = "1 process was" if self.size == 1 else f"{self.size} processes were"
             raise RequestError(
-                f"num_processes is {num_processes}, but {self.size} were started. Pass `--num_processes "
+                f"num_processes is {num_processes}, but {started} started. Pass `--num_processes "
                 f"{num_processes}` to the launcher; on a machine without GPUs, accelerate also needs `--multi_gpu` (it "
                 f"then uses gloo)."
             )

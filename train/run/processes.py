@@ -47,13 +47,13 @@ def die_with_launcher() -> None:
     if os.getppid() != int(launcher):  # the launcher died before the prctl, so the kernel will not send the signal
         raise WorkError(
             f"The launcher, process {launcher}, is not the parent of this process: the launcher died during startup, "
-            f"so this process exits too. The same command resumes the run. (A script between the launcher and the "
-            f"trainer must start the trainer with `exec`.)"
+            f"so this process exits too. Run the same command again to resume. (A script between the launcher and "
+            f"the trainer must start the trainer with `exec`.)"
         )
 
 
 def join_processes(timeout: float, device: str) -> HeartbeatReporter:
-    """Initialize the process group, so that accelerate does not, under keys that no earlier attempt has used.
+    """Initialize the process group before accelerate does, under keys that no earlier attempt has used.
 
     The launcher's store outlives the processes that it restarts (`--max_restarts`), and still holds the addresses of
     dead processes. Each attempt therefore adds its number as a prefix to its keys. All launchers of a job count the
@@ -95,9 +95,9 @@ class AgreedSignals(NamedTuple):
 
 
 class ShutdownCoordinator:
-    """Makes all processes respond to a signal after the same step, even if only one of them received it.
+    """Coordinator that makes all processes respond to a signal after the same step, even if only one received it.
 
-    Agreeing takes a collective, for which the host waits for the device. So the processes check for signals about once
+    Agreeing takes a collective, which makes the host wait for the device, so the processes check for signals about once
     a second instead of after every step. They also agree on the number of steps until the next check, because it
     depends on each process's clock.
     """
@@ -106,10 +106,10 @@ class ShutdownCoordinator:
         """Create a coordinator whose first check is after the next step.
 
         Args:
-            lease: of this launch, which must stop once another launch has taken over the run.
+            lease: this launch's lease. The launch must stop once another launch has taken over the run.
             stop: set by a signal to save and exit.
             save: set by a signal to save and continue.
-            step: number of steps done.
+            step: number of completed steps.
         """
         self.accelerator, self.lease, self.stop, self.save = accelerator, lease, stop, save
         self.last_check, self.next_check, self.timing_since = step, step + 1, time.monotonic()
@@ -118,7 +118,7 @@ class ShutdownCoordinator:
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Exclude the duration of the context, such as a save, from the duration of steps."""
+        """Exclude the time spent in this context, for example on saving a checkpoint, from the step times."""
         start = time.monotonic()
         yield
         self.timing_since += time.monotonic() - start
@@ -137,7 +137,7 @@ class ShutdownCoordinator:
         interval = check_interval(self.step_seconds)
         own = [float(value) for value in (self.stop.received, self.save.received, self.lease.superseded, interval)]
         totals = self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), "sum").tolist()
-        stop, save, superseded, intervals = map(int, totals)  # sums of integers are exact, so the same on all processes
+        stop, save, superseded, intervals = map(int, totals)  # integer sums are exact, so equal on all processes
         if superseded:
             raise self.lease.taken_over()
         self.last_check, self.next_check = step, step + intervals // self.accelerator.num_processes
@@ -176,9 +176,9 @@ def explain_lost_processes(heartbeat: HeartbeatReporter) -> Iterator[None]:
         heartbeat.report_failure(None)
         raise WorkError(
             f"{moment}, a collective failed: another process died, or did not respond within {heartbeat.timeout:g} s "
-            f"(collective_timeout; data.first_timeout in the first steps). {missing}Saved checkpoints remain valid: "
-            f"the same command resumes the run, and accelerate's launcher does so by itself with `--max_restarts`. If "
-            f"all processes were only slow, raise collective_timeout. ({str(error).splitlines()[0]})"
+            f"(collective_timeout; data.first_timeout in the first steps). {missing}Saved checkpoints remain valid. "
+            f"Run the same command again to resume; accelerate's launcher does so automatically with `--max_restarts`. "
+            f"If all processes were merely slow, raise collective_timeout. ({str(error).splitlines()[0]})"
         ) from error
 
 

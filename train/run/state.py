@@ -20,13 +20,13 @@ class TrainState:
     """Everything that one step passes to the next, besides the weights and the optimizer state."""
 
     step: int = 0
-    """Number of optimizer steps done."""
+    """Number of completed optimizer steps."""
     losses: list[float] = field(default_factory=list)
-    """Mean losses of the steps since the last line of metrics.jsonl, without non-finite ones."""
+    """Mean losses of the steps since the last line in metrics.jsonl, without non-finite values."""
     sums: LossSums = field(default_factory=lambda: LossSums.zeros(dtype=torch.float64))
     """Sums of the losses in `losses`, by quarter of the time axis."""
     alignments: list[float] = field(default_factory=list)
-    """Mean alignment losses (REPA) of these steps, without non-finite ones; empty if no layer is aligned."""
+    """Mean alignment losses (REPA) of these steps, without non-finite values; empty if no layer is aligned."""
     skipped: int = 0
     """Number of steps that changed nothing because their gradient was not finite."""
     scaler: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class TrainState:
 
 
 class StepResults:
-    """The results of the steps since the last `collect`, which alone makes the host wait for the device."""
+    """The results of the steps since the last `collect`. Only `collect` makes the host wait for the device."""
 
     def __init__(self, accelerator: Accelerator, global_batch_size: int, max_skipped_steps: int, alarm: AlarmConfig):
         self.accelerator = accelerator

@@ -1,4 +1,4 @@
-"""Printing from a run of many processes."""
+"""Printing from a run with many processes."""
 
 from accelerate import Accelerator
 

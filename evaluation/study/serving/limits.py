@@ -1,4 +1,4 @@
-"""Rate limits by token buckets, in memory."""
+"""Rate limits by in-memory token buckets."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class RateLimit:
         self._max_keys = MAX_KEYS
 
     def wait(self, key: str) -> float:
-        """Take a token and return 0, or return the seconds until one is available."""
+        """Take a token and return 0, or return the number of seconds until one is available."""
         now = self._clock()
         tokens = self._refilled(key, now)
         granted = tokens >= 1

@@ -1,12 +1,12 @@
-"""The server that shows raters their pictures and stores their votes, in a single process.
+"""The server that shows raters their images and stores their votes, in a single process.
 
     GET  /                         the page, the same for everyone, with its script and style
     POST /enter    {token}         exchange an invitation token for a cookie, once per browser
-    GET  /state                    the next showing
-    GET  /picture/NUMBER/SIDE      a picture of the current showing or the one after it
+    GET  /state                    the next trial
+    GET  /picture/NUMBER/SIDE      an image of the current trial or the one after it
     POST /vote     {showing, …}    returns the answers that count, and the state
 
-Raters learn positions and prompts only. The kind of an item, the model behind a picture and file names never leave the
+Raters see only positions and prompts. An item's kind, the model behind an image, and file names never leave the
 process. All replies have the same shape, and none may be cached.
 """
 
@@ -116,7 +116,7 @@ class Server:
         return app
 
     async def page_file(self, request: web.Request) -> web.Response:
-        """Return the page or one of its files, none of which contain anything about the study."""
+        """Return the page or one of its files, which contain nothing about the study."""
         body, kind = self.files[request.path]
         return web.Response(body=body, content_type=kind, charset="utf-8")
 
@@ -139,11 +139,11 @@ class Server:
         return response
 
     async def state(self, request: web.Request) -> web.Response:
-        """Return the rater's progress and next showings."""
+        """Return the rater's progress and next trials."""
         return self._state(*self._rater(request))
 
     async def picture(self, request: web.Request) -> web.Response:
-        """Return a picture of the current or the next showing, addressed by its position alone."""
+        """Return an image of the current or the next trial, addressed only by its position."""
         rater, _ = self._rater(request)
         number, side = request.match_info["number"], request.match_info["side"]
         done = self.votes.num_done(rater)
@@ -154,7 +154,7 @@ class Server:
         return web.Response(body=self.study.picture(name), content_type="image/png")
 
     async def vote(self, request: web.Request) -> web.Response:
-        """Store all answers about a showing. Voting again changes nothing and gets the same reply."""
+        """Store the answers for one trial. Voting again changes nothing and gets the same reply."""
         rater, token = self._rater(request)
         if not hmac.compare_digest(as_bytes(request.headers.get(HEADER, "")), self._proof(token).encode()):
             raise Refusal(403, OTHER_RATER)
@@ -221,7 +221,7 @@ class Server:
             raise Refusal(403, "This request came from a different site. Open your link again.")
         try:
             return model.model_validate_json(await request.read())
-        except (ValidationError, RequestPayloadError):  # RequestPayloadError: the body contradicts its headers
+        except (ValidationError, RequestPayloadError):  # RequestPayloadError: the body does not match its headers
             raise Refusal(400, "The request is invalid. Reload the page.") from None
 
     @web.middleware
@@ -235,7 +235,7 @@ class Server:
         except Refusal as refusal:
             return web.json_response({"error": refusal.text}, status=refusal.status, headers=refusal.headers)
         except (WorkError, sqlite3.Error) as error:
-            # such as a full disk or a missing picture: the operator sees the error, and the page tries again
+            # for example, a full disk or a missing image: the operator sees the error, and the page retries
             say(error)
             return web.json_response({"error": "The server is temporarily unavailable."}, status=503)
         except web.HTTPException as error:  # unknown path, unsupported method, or a body that is too long

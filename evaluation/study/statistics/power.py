@@ -1,6 +1,6 @@
 """Power analysis: how many raters and prompts a margin requires.
 
-Variances are those that `preference` estimates, in closed form for a `VoteModel`. Quantiles are Student's.
+The variances that `preference` estimates are computed in closed form for a `VoteModel`. Quantiles are Student's.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class PowerConfig(Config):
     prompts: list[Several] = Field([50, 100, 200, 400], min_length=1)
     """Numbers of prompts to try with each number of raters."""
     prompt_sd: float = Field(1.0, ge=0)
-    """Standard deviation between prompts of the preference for one model, in log odds."""
+    """Standard deviation across prompts of the preference for one model, in log odds."""
     rater_sd: float = Field(0.4, ge=0)
-    """Standard deviation between raters of the preference for one model, in log odds."""
+    """Standard deviation across raters of the preference for one model, in log odds."""
     ties: float = Field(0.2, ge=0, lt=1)
     """Share of votes that are ties."""
     wanted: float = Field(0.8, gt=0, lt=1)
@@ -51,7 +51,7 @@ class DesignPower:
 
 
 def variance_components(model: VoteModel) -> tuple[float, float, float]:
-    """Return the variance of a vote's score between prompts, between raters, and the residual."""
+    """Return the components of a vote's score variance: between prompts, between raters, and residual."""
     threshold = model.threshold
     d = model.mean + NODES[:, None] * model.prompt_sd + NODES[None, :] * model.rater_sd
     score = expected_score(d, threshold)  # (prompts, raters)

@@ -1,6 +1,6 @@
 """The share of votes for one of two models, ties counting as halves, with an interval over prompts and raters.
 
-Votes on the same prompt are correlated, and so are votes by the same rater. Both are clusters, and they are crossed:
+Votes on the same prompt are correlated, and so are votes by the same rater. Prompts and raters are crossed clusters:
 Cameron, Gelbach and Miller, "Robust inference with multiway clustering", Journal of Business & Economic Statistics 29,
 2011, section 2.2. docs/evidence/intervals.md has the measured coverage.
 """
@@ -27,7 +27,7 @@ class Preference:
     degrees: Array
     """Degrees of freedom of the variance, at least 1."""
     effective: Array
-    """Number of independent votes that would vary as much."""
+    """Number of independent votes with the same variance."""
 
     def interval(self, coverage: float = COVERAGE) -> tuple[Array, Array]:
         """Return Wilson's interval at the effective number of votes, with Student's quantile."""
@@ -58,8 +58,8 @@ def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> P
     G(prompt and rater) − 1.
 
     Args:
-        scores: (…, N) 1 for the first model, 0 for the second, 0.5 for a tie; of one study, or of several with the same
-            design.
+        scores: (…, N) 1 for the first model, 0 for the second, 0.5 for a tie; for one study, or for several with the
+            same design.
         prompts: (N,) any ids.
         raters: (N,) any ids.
 

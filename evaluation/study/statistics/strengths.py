@@ -72,8 +72,9 @@ def strengths(
 ) -> Strengths:
     """Estimate strengths with percentile intervals from a bootstrap over both prompts and raters.
 
-    A vote's weight is the number of times its prompt was drawn, times that of its rater. Owen ("The pigeonhole
-    bootstrap", Annals of Applied Statistics 1, 2007) shows that the intervals err towards being too wide.
+    A vote's weight is the number of times its prompt was drawn, times the number of times its rater was drawn. Owen
+    ("The pigeonhole bootstrap", Annals of Applied Statistics 1, 2007) shows that the intervals err towards being too
+    wide.
 
     Args:
         scores: (N,) 1, 0 or 0.5 for the first model of the pair.
@@ -110,7 +111,7 @@ def shares(theta: np.ndarray) -> np.ndarray:
 
 
 def _resampled_counts(rng: np.random.Generator, clusters: np.ndarray) -> np.ndarray:
-    """Draw clusters with replacement, and return (N,) how often the cluster of each vote was drawn.
+    """Draw clusters with replacement, and return (N,) the number of times each vote's cluster was drawn.
 
     Args:
         clusters: (N,) index of each vote's cluster.

@@ -34,7 +34,7 @@ class VoteModel:
 
     @property
     def threshold(self) -> float:
-        """Largest |d + noise| of a tie, chosen so that `ties` is the share of ties."""
+        """Largest |d + noise| that counts as a tie, chosen so that `ties` is the share of ties."""
         if not self.ties:
             return 0.0
         return float(

@@ -50,7 +50,7 @@ def test_inception_features_match_golden_values(inception: Path) -> None:
 
 def test_weights_that_execute_code_are_refused(tmp_path: Path) -> None:
     torch.save({"weight": Path("x")}, tmp_path / "weights.pth")
-    with pytest.raises(RequestError, match=r"weights\.pth cannot be loaded as a file that contains only weights"):
+    with pytest.raises(RequestError, match=r"weights\.pth cannot be loaded as a weights-only file"):
         load_extractor("inception", tmp_path / "weights.pth", "cpu")
 
 

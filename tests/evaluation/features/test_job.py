@@ -1,4 +1,4 @@
-"""Feature extraction from pictures that crash their decoder, and the number of requests for receipts."""
+"""Feature extraction from images that crash their decoder, and the number of requests for receipts."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +75,7 @@ def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_pictures_that_kill_their_worker_are_the_only_ones_lost(own_ray: None, tmp_path: Path) -> None:
-    """On Ray, the first attempt at each part is lost with its worker, and the next one rejects the picture."""
+    """On Ray, the first attempt at each part is lost with its worker, and the next one rejects the image."""
     killed, loop = ([*VALID[:2], poison, *VALID[2:]] for poison in (b"KILLED", b"LOOP"))
     units = [files_unit(tmp_path / "killed", killed), files_unit(tmp_path / "loop", loop, IMPATIENT)]
     found = extract(units, "toy", TOY, tmp_path / "place", WORKERS)
@@ -84,7 +84,7 @@ def test_pictures_that_kill_their_worker_are_the_only_ones_lost(own_ray: None, t
 
 def test_decoding_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evaluation.features.sources.CLOCK_PER_PROCESSOR_SECOND", 0.2)
-    with pytest.raises(Stuck, match=r"decoding a picture took more than 0\.2 s"):
+    with pytest.raises(Stuck, match=r"decoding an image took more than 0\.2 s"):
         list(files_unit(tmp_path / "files", [b"NAP"], IMPATIENT).pictures(InputRecord()))
 
 

@@ -1,4 +1,4 @@
-"""The pictures of a reference."""
+"""The images of a reference."""
 
 from pathlib import Path
 

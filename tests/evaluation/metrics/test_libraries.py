@@ -17,7 +17,7 @@ DIMENSIONS = 12
 
 
 class Flat(nn.Module):
-    """An extractor that flattens pictures of 12 values."""
+    """An extractor that flattens images of 12 values."""
 
     num_features = DIMENSIONS
 

@@ -93,12 +93,12 @@ def test_bias_at_n_samples_and_at_infinity() -> None:
 def test_too_few_samples_are_refused() -> None:
     x, reference = features(0, count=25, dimensions=22), features(1, count=200, dimensions=22)
     with pytest.raises(
-        RequestError, match="features of 22 dimensions needs at least 28 pictures, but there are only 25 drawn"
+        RequestError, match="22-dimensional features needs at least 28 images, but there are only 25 drawn"
     ):
         frechet_at_n(x, np.arange(25), Moments.of(reference))
     few = MetricInputs(reference, np.arange(200), x, None, lambda: Moments.of(x))
     for name in ("fid", "fid_infinity"):
-        with pytest.raises(RequestError, match="needs at least 28 pictures, but there are only 25 in the reference"):
+        with pytest.raises(RequestError, match="needs at least 28 images, but there are only 25 in the reference"):
             METRICS[name].compute(few)
 
 
@@ -222,7 +222,7 @@ def test_mean_interval_matches_the_textbook_over_prompts() -> None:
     found = mean_interval(values, np.arange(4), "")
     assert found.value == 4 and found.high - found.value == pytest.approx(3.182446 * values.std(ddof=1) / 2)
     repeated = mean_interval(np.repeat(values, 5), np.repeat(np.arange(4), 5), "")
-    assert repeated.high == pytest.approx(found.high)  # equal pictures of a prompt add no information
+    assert repeated.high == pytest.approx(found.high)  # equal images of a prompt add no information
 
 
 @pytest.mark.parametrize("hits", [0, 1, 700, 2000])

@@ -81,7 +81,7 @@ def test_kept_duplicates_have_different_ids(tmp_path: Path) -> None:
         ("a.json", '{"a": {"prompt": "\\ud800"}}', "contains prompts that are not valid text, at entry a"),
         ("a.json", '{"a": {"prompt": "x"}, "a": {"prompt": "y"}}', "the key a appears twice"),
         ("a.json", '{"annotations":' + "[" * 100_000, "cannot be parsed: RecursionError"),
-        ("a.docx", "", "is not a prompt file, because its name ends with none of .txt, .csv"),
+        ("a.docx", "", "is not a supported prompt file: its name must end with one of .txt, .csv"),
     ],
 )
 def test_invalid_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -106,7 +106,7 @@ def test_lines_end_only_at_newlines(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="There is no prompt file"):
+    with pytest.raises(RequestError, match=r"The prompt file .* does not exist"):
         read_prompts(PromptsConfig(file=tmp_path / "absent.txt"))
     with pytest.raises(RequestError, match=r"--prompts\.file"):
         read_prompts(PromptsConfig())

@@ -1,4 +1,4 @@
-"""Sampling gives the same pictures for any number of workers, any batch size, and after any interruption."""
+"""Sampling gives the same images for any number of workers, any batch size, and after any interruption."""
 
 import inspect
 import io
@@ -45,7 +45,7 @@ run(sys.argv[1:])
 
 
 def drawn(pipeline: Path, batch_size: int, **changes: object) -> torch.Tensor:
-    """Draw every picture in batches of the given size, and return them before rounding."""
+    """Draw every image in batches of the given size, and return them before rounding."""
     config = sampling(**changes)
     (setting,) = config.grid
     drawing = describe_drawing(pipeline, PROMPTS, config, setting)
@@ -128,9 +128,9 @@ def test_the_part_size_does_not_change_the_files(pipeline: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"guidance": [2.0]}, "different value of drawing.setting.guidance"),
-        ({"seed": 4}, "different value of drawing.seed"),
-        ({"part_size": 5}, "different value of part_size"),
+        ({"guidance": [2.0]}, r"different settings \(drawing.setting.guidance"),
+        ({"seed": 4}, r"different settings \(drawing.seed"),
+        ({"part_size": 5}, r"different settings \(part_size"),
     ],
 )
 def test_a_sample_set_continues_only_with_the_same_settings(
@@ -140,7 +140,7 @@ def test_a_sample_set_continues_only_with_the_same_settings(
     assert draw_here(pipeline, tmp_path, sampling(batch_size=5)) == place
     with pytest.raises(RequestError, match=message):
         draw_here(pipeline, tmp_path, sampling(**change))
-    with pytest.raises(RequestError, match=r"different value of (prompts|drawing\.num_samples)"):
+    with pytest.raises(RequestError, match=r"different settings \((prompts|drawing\.num_samples)"):
         draw_here(pipeline, tmp_path, sampling(), PROMPTS[:4])
 
 
@@ -148,7 +148,7 @@ def test_an_incomplete_sample_set(pipeline: Path, tmp_path: Path) -> None:
     place = draw_here(pipeline, tmp_path, sampling())
     assert [len(receipt["samples"]) for receipt in read_set(place).parts.values()] == [4, 4, 2]
     (place / "receipts" / "pictures" / "00001.json").unlink()
-    with pytest.raises(WorkError, match="has only 6 of 10 pictures"):
+    with pytest.raises(WorkError, match="has only 6 of 10 images"):
         read_set(place)
     draw_here(pipeline, tmp_path, sampling())
     assert read_set(place).prompts == PROMPTS
@@ -203,7 +203,7 @@ def test_killed_and_run_again_with_a_different_number_of_workers(pipeline: Path,
     assert pictures(tmp_path / "out" / "g1-s2-own") == expected
     guided = pictures(tmp_path / "out" / "g4-s2-own")
     assert guided.keys() == expected.keys() and guided != expected
-    assert "g4-s2-own: 10 pictures" in one.stdout
+    assert "g4-s2-own: 10 images" in one.stdout
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_killed_at_random_times_with_one_two_and_four_workers(pipeline: Path, tm
         (["--model", "/absent"], "The model /absent is neither an existing folder nor a hub name"),
         (["--sampling.sampler", "magic"], "sampling.sampler"),
         (["--sampling.size", "64"], "is not a bucket: write WIDTHxHEIGHT"),
-        (["--prompts.file", "/absent.txt"], "There is no prompt file /absent.txt"),
+        (["--prompts.file", "/absent.txt"], "The prompt file /absent.txt does not exist"),
     ],
 )
 def test_invalid_requests_write_nothing(
@@ -286,7 +286,7 @@ def test_a_hub_pipeline_gives_the_same_pictures_as_its_folder(pipeline: Path, tm
     """The command downloads the pipeline, and Ray's workers load it by its name."""
     with fake_hub(pipeline) as hub:
         words = arguments(pipeline, tmp_path / "out", "--model", "someone/a-pipeline", "--sampling.guidance", "3")
-        assert "g3-s2-own: 10 pictures" in ask(COMMAND, hub, tmp_path / "cache", *words)
+        assert "g3-s2-own: 10 images" in ask(COMMAND, hub, tmp_path / "cache", *words)
     found = read_set(tmp_path / "out" / "g3-s2-own")
     assert (found.model.name, found.model.content) == ("someone/a-pipeline", hash_pipeline(pipeline))
     here = draw_here(pipeline, tmp_path / "here", sampling(part_size=2))

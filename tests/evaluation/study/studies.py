@@ -1,4 +1,4 @@
-"""Studies for tests: sample sets of synthetic pictures, and votes on them."""
+"""Studies for tests: sample sets of synthetic images, and votes on them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ PROMPTS = [Prompt(f"p{i}", f"picture {i} <b>&amp; of {i} blobs", CATEGORIES[i % 
 
 
 def make_set(place: Path, model: int, prompts: list[Prompt] = PROMPTS, **changes: Any) -> Path:
-    """Make a sample set whose pictures encode their model in the red value of the first pixel. Return its folder."""
+    """Make a sample set whose images encode their model in the red value of the first pixel. Return its folder."""
     config = SamplingConfig.model_validate({"size": "64x48", "part_size": 5, "seed": 3} | changes)
     count = len(prompts) * config.images_per_prompt
     setting = Setting(8.0, 50, "own")
@@ -74,13 +74,13 @@ def schedule_of(study: Study) -> list[list[Showing]]:
 
 
 def maker(study: Study, name: str) -> int:
-    """Return the model that a picture of `make_set` encodes."""
+    """Return the model that an image of `make_set` encodes."""
     with Image.open(study.folder / "pictures" / name) as picture:
         return int(np.asarray(picture)[0, 0, 0])
 
 
 def votes_of(study: Study, score: Callable[[int, Showing, str], float]) -> list[Vote]:
-    """Return all votes of a study, given the score of the item's first picture: 1, 0, or 0.5 for a tie."""
+    """Return all votes of a study, given the score of the item's first image: 1, 0, or 0.5 for a tie."""
     words = {1.0: "first", 0.0: "second", 0.5: "tie"}
     votes = []
     for rater, showings in enumerate(schedule_of(study)):

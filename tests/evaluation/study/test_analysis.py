@@ -28,7 +28,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 
 def test_swapped_sides_are_undone(study: Study) -> None:
-    """Always preferring A's picture, on either side, means preferring A."""
+    """Always preferring A's image, on either side, means preferring A."""
     results = analyse(study, votes_of(study, lambda rater, showing, question: 1.0))
     for row in results["preferences"]:
         assert row["preference"] == 1 and row["models"] == ["A", "B"] and row["votes"] == 24
@@ -197,7 +197,7 @@ def test_from_sample_sets_to_a_result(tmp_path: Path, capsys: pytest.CaptureFixt
         "results.json",
         "results.png",
     }
-    assert "holds a study with a different protocol" in said("prepare", "--sets", ",".join(sets), code=2)
+    assert "contains a study with a different protocol" in said("prepare", "--sets", ",".join(sets), code=2)
     next((tmp_path / "study" / "pictures").iterdir()).unlink()
     assert "is missing. Restore it from a backup" in said("serve", code=1)
 

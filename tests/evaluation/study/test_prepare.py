@@ -73,7 +73,7 @@ def test_prepare_completes_a_study_and_rejects_a_changed_protocol(tmp_path: Path
     make_study(tmp_path)
     check_pictures(study)
     assert (study.folder / "protocol.json").read_bytes() == before
-    with pytest.raises(RequestError, match=r"holds a study with a different protocol\. A changed protocol is"):
+    with pytest.raises(RequestError, match=r"contains a study with a different protocol\. Changing the protocol"):
         make_study(tmp_path, margin=0.2)
     assert (study.folder / "protocol.json").read_bytes() == before
 
@@ -97,7 +97,7 @@ def test_folders_that_are_not_a_readable_study(tmp_path: Path) -> None:
         read_study(study.folder)
     write_sealed_json(path, content)
     (study.folder / "secret").write_bytes(b"x" * 32)
-    with pytest.raises(WorkError, match="is missing or is not the secret that the study was prepared with"):
+    with pytest.raises(WorkError, match="is missing, or is not the secret with which the study was prepared"):
         read_study(study.folder)
 
 
@@ -138,12 +138,12 @@ def test_invalid_requests_are_rejected(tmp_path: Path) -> None:
     for sets in ([a], [a, a]):
         with pytest.raises(RequestError, match="at least two different sample sets"):
             prepare(sets, config(), tmp_path / "study")
-    with pytest.raises(RequestError, match=r"votes_per_item = 4 is more than protocol\.raters = 3, and a rater votes"):
+    with pytest.raises(RequestError, match=r"votes_per_item = 4 exceeds protocol\.raters = 3, but a rater votes"):
         prepare([a, b], config(votes_per_item=4), tmp_path / "study")
     with pytest.raises(RequestError, match="is not a sample set"):
         prepare([a, tmp_path / "none"], config(), tmp_path / "study")
     next(b.glob("receipts/pictures/*")).unlink()
-    with pytest.raises(WorkError, match=r"has only \d of 8 pictures"):
+    with pytest.raises(WorkError, match=r"has only \d of 8 images"):
         prepare([a, b], config(), tmp_path / "study")
 
 

@@ -94,7 +94,7 @@ def test_votes_of_a_different_protocol_are_rejected(study: Study) -> None:
         pass
     changed = replace(study, protocol=replace(study.protocol, margin=0.2))
     with (
-        pytest.raises(RequestError, match=r"belongs to a different protocol .* A changed protocol is a different"),
+        pytest.raises(RequestError, match=r"belongs to a different protocol .* Changing the protocol requires"),
         open_votes(changed),
     ):
         pass

@@ -310,7 +310,8 @@ def test_results_of_an_unfinished_run_are_left_to_the_trainer(
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config | {"max_steps": 100}))
     assert watch(run_dir, words, "--once", "true", "--every", "4") == 0
     assert (
-        "has completed 6 of its 100 steps. The launch that resumes it logs the evaluations" in capsys.readouterr().out
+        "has completed 6 of its 100 steps. The launch that resumes it will log the evaluations"
+        in capsys.readouterr().out
     )
     assert len(list((run_dir / "tracker" / "evaluations").glob("*.zip"))) == 1
     assert watch(run_dir, words, "--until", "2", "--every", "2", "--output", str(run_dir.parent / "apart")) == 0

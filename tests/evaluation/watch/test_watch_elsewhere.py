@@ -27,7 +27,7 @@ WAITS = "No node in the cluster can take a worker"
 
 
 def drawn(place: Path) -> dict[str, bytes]:
-    """Return file name → content for all pictures of a sample set."""
+    """Return file name → content for all images of a sample set."""
     store = open_store(place)
     return {name: data for part in read_set(place).parts.values() for name, data in read_part(store, part).items()}
 
@@ -72,7 +72,7 @@ def test_nodes_join_and_leave_while_watching(
     for place in sorted((tmp_path / "still" / "evaluations").glob("step-*/g8*")):
         found = sets / place.relative_to(tmp_path / "still" / "evaluations")
         assert drawn(found) == drawn(place) and len(drawn(found)) == 60
-        assert output.count(f"{found}: 60 pictures") == 1 and len(list(found.parent.glob("evaluated-*"))) == 1
+        assert output.count(f"{found}: 60 images") == 1 and len(list(found.parent.glob("evaluated-*"))) == 1
     assert len(list((run_dir / "tracker" / "evaluations").iterdir())) == 3
 
 

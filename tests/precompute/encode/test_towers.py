@@ -454,7 +454,9 @@ def test_contradictory_settings_are_refused_by_the_config(
 
 
 def test_a_bucket_that_is_not_a_whole_number_of_patches(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
-    wrong = r"features.dino: bucket 72x64 × 0\.875 is not a multiple of the patch size 14\. Use multiples of 16 for bucket sides"
+    wrong = (
+        r"features.dino: bucket 72x64 × 0\.875 is not a multiple of the patch size 14\. Use multiples of 16 for buck"
+    )
     with pytest.raises(RequestError, match=wrong):
         describe_encoding(config_of(models, tars, tmp_path, towers, buckets=["72x64"]))
 

@@ -58,7 +58,7 @@ def test_the_filter_and_selection_know_a_new_score(plugged: tuple[Path, dict[str
     found = plugged[1]
     assert found["passing"] == sum(value >= 0.5 for value in HPS.values()) == 5
     assert found["selected_from"] == "hps"
-    assert found["refusal"].startswith(f"The filter bounds hps, but {latents} stores only width, height, aesthetic")
+    assert found["refusal"].startswith(f"The filter uses hps, but {latents} stores only width, height, aesthetic")
 
 
 def test_the_tools_read_a_root_with_a_score_that_they_do_not_know(

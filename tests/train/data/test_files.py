@@ -202,7 +202,7 @@ def test_downloads_are_retried(root: Path, tmp_path: Path, monkeypatch: pytest.M
     ("damage", "message"),
     [
         (flip_a_bit, r"64x64/00001\.\w+/shard\.00000\.mds is damaged: its xxh3_64 does not match its index"),
-        (cut_short, r"64x64/00001\.\w+/shard\.00000\.mds has \d+ bytes, but its index lists \d+ bytes"),
+        (cut_short, r"64x64/00001\.\w+/shard\.00000\.mds is \d+ bytes long, but its index lists \d+ bytes"),
         (Path.unlink, r"64x64/00001\.\w+/shard\.00000\.mds is missing; its index lists \d+ bytes"),
     ],
     ids=["flipped-bit", "cut-short", "missing"],
@@ -253,13 +253,13 @@ def test_a_cache_must_not_overlap_with_a_root(root: Path, place: str) -> None:
 def test_wrong_caches_are_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"x")
-    with pytest.raises(RequestError, match=r"photos holds files, but is not a latentmill cache"):
+    with pytest.raises(RequestError, match=r"photos contains files, but is not a latentmill cache"):
         open_data(data_config(root, cache=str(tmp_path / "photos")), 8)
-    with pytest.raises(RequestError, match=r"data\.cache_limit 1000 is less than two files"):
+    with pytest.raises(RequestError, match=r"data\.cache_limit 1000 is too small for two files"):
         open_data(data_config(root, cache=str(tmp_path / "cache"), cache_limit=1000), 8)
     assert not copies(tmp_path / "cache")
     # an existing cache is refused as well
-    with pytest.raises(RequestError, match=r"is less than two files"):
+    with pytest.raises(RequestError, match=r"is too small for two files"):
         open_data(data_config(root, cache=str(tmp_path / "cache"), cache_limit=1000), 8)
 
 
@@ -330,7 +330,7 @@ def test_a_stalled_loader_ends_the_run_in_time(root: Path, num_workers: int, whi
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     text = error.replace("\n", " ")
-    assert "No batch came in 3 s." in text if num_workers == 0 else "timed out after 3.0 seconds" in text
+    assert "No batch arrived within 3 s." in text if num_workers == 0 else "timed out after 3.0 seconds" in text
     assert "none was found damaged: the storage may have stalled" in text
 
 

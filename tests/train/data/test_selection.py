@@ -61,7 +61,7 @@ def test_bounds_are_compared_in_float32() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"min": 2.0, "max": 1.0}])
 def test_empty_and_reversed_bounds_are_refused(fields: dict[str, float]) -> None:
-    with pytest.raises(ValidationError, match=r"give min or max|min 2 is above max 1"):
+    with pytest.raises(ValidationError, match=r"set min, max or both|min 2 is greater than max 1"):
         Range(**fields)
 
 
@@ -138,7 +138,7 @@ def test_counts_by_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_filter_that_leaves_too_few_samples_is_refused_with_counts(root: Path) -> None:
-    with pytest.raises(RequestError, match=r"holds 101 samples, of which 0 remain \(failed, by") as caught:
+    with pytest.raises(RequestError, match=r"has 101 samples, of which 0 remain \(failed, by") as caught:
         open_data(data_config(root, filter={"aesthetic": {"min": 50.0}}), 8)
     missing = sum(row["aesthetic"] != row["aesthetic"] for row in rows(root))
     assert f"aesthetic missing {missing}, aesthetic ≥ 50 {101 - missing})" in str(caught.value)

@@ -114,7 +114,7 @@ def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tm
         command(["ema", "--std", "0.07"])
     with pytest.raises(RequestError, match="train ema reads a local run folder, but s3://bucket/run is a URL"):
         command(["ema", "s3://bucket/run", "--std", "0.1"])
-    with pytest.raises(RequestError, match="exists and is not an average that this command wrote"):
+    with pytest.raises(RequestError, match="exists and was not written by this command"):
         write_average(runs[0], RebuildConfig(std=0.07, output=runs[0]))
     with pytest.raises(RequestError, match="is neither auto, raw, ema nor a folder with"):
         write_pipeline(runs[0], ExportConfig(weights="posthoc"))
@@ -132,7 +132,7 @@ def test_damage_and_overflow_are_found(runs: tuple[Path, Path]) -> None:
     data = bytearray(sound)
     data[-2:] = b"\x00\x7c"  # infinity in float16
     path.write_bytes(bytes(data))
-    with pytest.raises(DamagedFile, match="does not have the SHA-256"):
+    with pytest.raises(DamagedFile, match="does not match its SHA-256"):
         write_average(runs[1], RebuildConfig(std=0.07))
     with pytest.raises(WorkError, match=r"has non-finite values in .* overflow float16.*snapshot_dtype float32"):
         combine([path.parent], np.ones(1))
@@ -140,5 +140,5 @@ def test_damage_and_overflow_are_found(runs: tuple[Path, Path]) -> None:
 
 
 def test_a_missing_run_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"There is no run folder .*absent\. Give the run_dir"):
+    with pytest.raises(RequestError, match=r"The run folder .*absent does not exist\. Give the run_dir"):
         write_pipeline(tmp_path / "absent", ExportConfig())

@@ -89,7 +89,7 @@ def test_packing_is_diffusers(hw: tuple[int, int]) -> None:
 
 @given(st.integers(64, 400), st.integers(96, 400))
 def test_crops_are_where_the_bucket_lies_on_the_scaled_picture(width: int, height: int) -> None:
-    """Crops are stored in pixels of the original and converted to the scaled picture that stage 1 cropped."""
+    """Crops are stored in pixels of the original and converted to the scaled image that stage 1 cropped."""
     file, bucket = io.BytesIO(), Bucket(64, 96)
     Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(file, "PNG")
     corner = decode(file.getvalue(), [bucket], PixelsConfig(), LimitsConfig()).corners[bucket]

@@ -125,7 +125,7 @@ def test_a_transformer_for_another_sample_size_is_refused(tmp_path: Path) -> Non
     build_unet(path, 1).save_pretrained(tmp_path / "theirs")
     load_pretrained(build_unet(path, 2), str(tmp_path / "theirs"))
     path.write_text(json.dumps(fields | {"sample_size": 64}))
-    with pytest.raises(RequestError, match=r"sample_size: 32 ≠ 64 \(there ≠ here\)"):
+    with pytest.raises(RequestError, match=r"sample_size: 32 ≠ 64 \(pretrained ≠ config\)"):
         load_pretrained(build_unet(path, 2), str(tmp_path / "theirs"))
 
 
@@ -137,7 +137,9 @@ def test_another_architecture_is_refused_by_its_fields(tmp_path: Path) -> None:
     path.write_text(json.dumps(fields | {"attention_head_dim": [4, 4], "sample_size": 99}))
     load_pretrained(build_unet(TINY, 2), str(tmp_path))
     path.write_text(json.dumps(fields | {"cross_attention_dim": 32, "in_channels": 9}))
-    with pytest.raises(RequestError, match=r"in_channels: 9 ≠ 4; .*cross_attention_dim: 32 ≠ 16 \(there ≠ here\)"):
+    with pytest.raises(
+        RequestError, match=r"in_channels: 9 ≠ 4; .*cross_attention_dim: 32 ≠ 16 \(pretrained ≠ config\)"
+    ):
         load_pretrained(build_unet(TINY, 2), str(tmp_path))
 
 

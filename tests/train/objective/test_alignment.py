@@ -345,7 +345,11 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
             ["texts.text"],
             r"data\.towers excludes it\. Add features\.dino to data\.towers",
         ),
-        ({"layer": LAYER}, ["texts.text"], r"needs one feature tower, but data\.towers reads none.*the root has dino"),
+        (
+            {"layer": LAYER},
+            ["texts.text"],
+            r"needs one feature tower, but data\.towers reads none.*feature towers \(dino",
+        ),
         ({"layer": LAYER, "schedule": "linear"}, None, "schedule linear needs `until`"),
     ],
 )
@@ -361,13 +365,13 @@ def test_wrong_requests(
 
 def test_a_root_without_features(latents: Path, tmp_path: Path) -> None:
     fields = train_fields(latents, tmp_path / "run", repa={"layer": LAYER})
-    with pytest.raises(RequestError, match=r"data\.towers reads none\. Name one as repa\.tower \(the root has none\)"):
+    with pytest.raises(RequestError, match=r"data\.towers reads none\. Set repa\.tower to one of .*\(none\)"):
         command(["check", "--config", str(write_config(tmp_path, fields))])
 
 
 def test_one_of_several() -> None:
     data = spec()
     data.features.update(dino=TOWER, siglip=TOWER)
-    with pytest.raises(RequestError, match=r"data\.towers reads dino and siglip\. Name one as repa\.tower"):
+    with pytest.raises(RequestError, match=r"data\.towers reads dino and siglip\. Set repa\.tower"):
         find_features(RepaConfig(layer=LAYER), data, ["dino", "siglip"])
     assert find_features(RepaConfig(layer=LAYER, tower="siglip"), data, ["dino", "siglip"]).name == "siglip"

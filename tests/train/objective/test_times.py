@@ -206,7 +206,7 @@ def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: 
         ({"prediction": "flow_matching", "mode_scale": 2}, "less than or equal to 1.75"),
         (
             {"prediction": "flow_matching", "shift": {"kind": "log_linear", "max_tokens": 9}},
-            "max_tokens 9 is not above base_tokens 256",
+            "max_tokens 9 must be greater than base_tokens 256",
         ),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_lost_process_ends_the_run_with_an_error_that_names_it(
     lost.join()
     message = " ".join((tmp_path / "log").read_text().split())
     assert "error: After step" in message and "a collective failed: another process died, or did not respond" in message
-    assert "the same command resumes the run" in message
+    assert "Run the same command again to resume" in message
     if rank:
         named = rf"Rank 1 \(host \S+, process {lost.pid}\) sent no heartbeat for \d+ s; it was \w+ after step \d+"
         assert re.search(named, message), message
@@ -293,7 +293,7 @@ def test_a_signalled_run_saves_within_the_grace_period_or_has_warned(
             run = simulated(float(save_seconds), asynchronous, float(signalled_at))
             last = run.written[run.state.step]
             assert last == max(run.written.values()) == run.clock
-            warned = "60 s pass before the kill" in run.printed
+            warned = "the run is killed after 60 s" in run.printed
             assert warned or last <= signalled_at + 60
             num_runs, num_warned = num_runs + 1, num_warned + warned
             if warned:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 STATE_NAME = "state.json"
 TRACKER_ID = "tracker.json"
-"""File of the run folder with the id of the run in its tracker."""
+"""File in the run folder with the run's id in its tracker."""
 VERSION = 1
 LINES = "lines"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
@@ -41,7 +41,7 @@ OPTIMIZER_NAME = "optimizer.safetensors"
 HEAD = "repa"
 HEAD_NAME = f"{HEAD}.safetensors"
 SNAPSHOTS = "posthoc"
-"""Folder in the run folder for snapshots of post-hoc averages, laid out alike: checkpoints/step-…/ema-0.050/."""
+"""Folder in the run folder for snapshots of post-hoc averages, with the same layout: checkpoints/step-…/ema-0.050/."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,10 @@ def drop_later(run_dir: Path, step: int, own: Path) -> None:
 
 
 def checkpoint_identities(run_dir: Path) -> dict[str, str]:
-    """Return name → identity of the run's checkpoints. It changes if another launch writes or replaces a checkpoint."""
+    """Return a dict from name to identity for the run's checkpoints.
+
+    An identity changes if another launch replaces the checkpoint.
+    """
     stats = [(folder.name, folder.stat()) for folder in list_checkpoints(run_dir)]
     return {name: f"{stat.st_ino}-{stat.st_mtime_ns}" for name, stat in stats}
 
@@ -137,7 +140,7 @@ def verify_checkpoint(folder: Path) -> Checkpoint:
         check_version(content.get("version"), VERSION, str(folder))
         for name, sha256 in (content["files"] | content.get("lines", {})).items():
             if sha256_file(folder / name) != sha256:
-                raise DamagedFile(f"{folder / name} does not have the SHA-256 in {STATE_NAME}.")
+                raise DamagedFile(f"{folder / name} does not match its SHA-256 in {STATE_NAME}.")
     except FileNotFoundError as error:
         raise DamagedFile(f"{error.filename} is missing.") from None
     return Checkpoint(folder, content)
@@ -154,11 +157,11 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
         try:
             return verify_checkpoint(folder)
         except DamagedFile as error:
-            print(f"checkpoint {folder.name} is damaged and passed over: {error}", flush=True)
+            print(f"checkpoint {folder.name} is damaged and skipped: {error}", flush=True)
     if folders:
         raise RequestError(
             f"Every checkpoint of {run_dir} is damaged ({', '.join(folder.name for folder in folders)}). Restore one "
-            f"from a copy, or remove {run_dir}/checkpoints to train from the start."
+            f"from a backup, or remove {run_dir}/checkpoints to train from scratch."
         )
     return None
 
@@ -177,7 +180,7 @@ def restore(
     unflatten(trained(unet, head), optimizer, load_tensors(checkpoint.folder / OPTIMIZER_NAME))
     state = checkpoint.state
     for folder, ema in averages.items():
-        # an average from before `start_step` was started under an earlier setting, so it starts again
+        # an average from before `start_step` belongs to an earlier setting, so it is restarted
         if ema.has_begun(state.step) and (checkpoint.folder / folder).is_dir():
             average = ema.begin(unet.named_parameters())
             saved = load_tensors(checkpoint.folder / folder / WEIGHTS_NAME)
@@ -198,7 +201,7 @@ def load_weights(unet: Any, folder: Path) -> None:
 
 
 def load_head(head: nn.Module, folder: Path) -> bool:
-    """Load the projection head of the checkpoint in `folder` if it has the same shapes, and return whether it did."""
+    """Load the projection head of the checkpoint in `folder` if its shapes match, and return whether it was loaded."""
     from train.model.tensors import load_tensors
 
     if not (folder / HEAD_NAME).is_file():

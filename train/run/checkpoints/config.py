@@ -1,4 +1,4 @@
-"""Config of checkpoints. This module must not import torch."""
+"""Config for checkpoints. This module must not import torch."""
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ class CheckpointConfig(KeepConfig):
     asynchronous: bool = True
     """Copy the tensors to host memory, and write them in the background, one checkpoint at a time."""
     grace: float = Field(120.0, gt=0)
-    """The scheduler's seconds from the stop signal to the kill. A run that saves more slowly prints a warning."""
+    """Number of seconds that the scheduler allows between the stop signal and SIGKILL. A run that may need longer to
+    stop prints a warning."""
     tag: str | None = None
     """Name of the phase in checkpoints and messages; null: the name of the run folder."""

@@ -70,7 +70,7 @@ class Stored(NamedTuple):
 
 
 def remote_folder(name: str, launch: int) -> str:
-    """Return the folder to which a launch, and no other, uploads its checkpoint `step-00001000`."""
+    """Return the remote folder, unique to this launch, for a checkpoint such as `step-00001000`."""
     return f"checkpoints/{name}.{launch:04d}"
 
 
@@ -84,10 +84,10 @@ def parse_folder(folder: str) -> tuple[str, int] | None:
 
 
 def stored_checkpoints(store: Store) -> dict[str, Stored]:
-    """Find the checkpoints that make up the run: those that its newest launch accepted, and those that it uploaded.
+    """Find the checkpoints that make up the run: those that its newest launch accepted or uploaded.
 
     Returns:
-        Name (`step-00001000`) → where it is stored. If several launches wrote a step, the newest launch's counts.
+        Name (`step-00001000`) → where it is stored. If several launches wrote a step, the newest launch's checkpoint.
     """
     accepted = read_accepted(store)
     states = {}
@@ -101,7 +101,7 @@ def stored_checkpoints(store: Store) -> dict[str, Stored]:
         try:
             content = parse_sealed_json(data, store.where(file))
         except DamagedFile as error:
-            print(f"checkpoint {name} is damaged and passed over: {error}", flush=True)
+            print(f"checkpoint {name} is damaged and skipped: {error}", flush=True)
             continue
         if accepted is None or accepted.includes(name, sha256, content.get("token")):
             found[name] = Stored(file.removesuffix(f"/{STATE_NAME}"), sha256)
@@ -109,7 +109,7 @@ def stored_checkpoints(store: Store) -> dict[str, Stored]:
 
 
 def find_checkpoints(store: Store) -> dict[str, str]:
-    """Return name → SHA-256 of state.json for the checkpoints that make up the run."""
+    """Return a dict from name to the SHA-256 of state.json, for the checkpoints that make up the run."""
     return {name: stored.sha256 for name, stored in stored_checkpoints(store).items()}
 
 
@@ -144,10 +144,10 @@ def find(
 def newest_stored(
     store: Store, stored: Mapping[str, Stored], obtained: Callable[[str], Checkpoint]
 ) -> Checkpoint | None:
-    """Return the newest intact one of the `stored` checkpoints, on this machine; None: there are none.
+    """Return the newest intact checkpoint in `stored`, copied to this machine; None: there are none.
 
     Args:
-        obtained: copies the checkpoint of a name to this machine, and verifies it.
+        obtained: copies the named checkpoint to this machine, and verifies it.
 
     Raises:
         RequestError: all are damaged.
@@ -156,11 +156,11 @@ def newest_stored(
         try:
             return obtained(name)
         except DamagedFile as error:
-            print(f"checkpoint {name} is damaged and passed over: {error}", flush=True)
+            print(f"checkpoint {name} is damaged and skipped: {error}", flush=True)
     if stored:
         raise RequestError(
-            f"Every checkpoint of {store.where()} is damaged ({', '.join(sorted(stored))}). Restore one from a copy, "
-            f"or choose a different run_dir to train from the start."
+            f"Every checkpoint of {store.where()} is damaged ({', '.join(sorted(stored))}). Restore one from a "
+            f"backup, or choose a different run_dir to train from scratch."
         )
     return None
 
@@ -172,7 +172,7 @@ def local_checkpoints(copies: Path) -> list[Path]:
 
 
 def find_orphan(store: Store, copies: Path, found: Mapping[str, str]) -> Checkpoint | None:
-    """Find a complete local checkpoint that is newer than all that are `found` at the URL, but was never uploaded.
+    """Find a complete local checkpoint that is newer than all those `found` at the URL, but was never uploaded.
 
     It counts only if the newest launch at the URL wrote or accepted it. None: there is no such checkpoint.
     """
@@ -206,11 +206,11 @@ def obtain(store: Store, stored: Stored, name: str, copies: Path, downloads: Exi
 
 
 def obtain_same(store: Store, checkpoint: Checkpoint, copies: Path, downloads: ExitStack) -> Checkpoint:
-    """Obtain, on a different machine, the checkpoint that the main process found.
+    """Obtain, on another machine, the checkpoint that the main process found.
 
     Raises:
         DamagedFile: a file at the URL is missing or differs.
-        WorkError: the checkpoint was replaced or removed since.
+        WorkError: the checkpoint has since been replaced or removed.
     """
     name = checkpoint.folder.name
     stored = stored_checkpoints(store).get(name)
@@ -221,27 +221,27 @@ def obtain_same(store: Store, checkpoint: Checkpoint, copies: Path, downloads: E
 
 
 def replaced(store: Store, name: str) -> WorkError:
-    """Build the error for a checkpoint that is gone since the launch found it."""
+    """Build the error for a checkpoint that has disappeared since the launch found it."""
     return WorkError(
-        f"{store.where()} no longer has the checkpoint {name} that this launch found at its start: a different launch "
+        f"{store.where()} no longer has the checkpoint {name} that this launch found when it started: another launch "
         f"replaced or removed it. Run the command again to resume from the newest one."
     )
 
 
 def install(checkpoint: Checkpoint | None, lease: Lease, store: Store, copies: Path) -> None:
-    """Set up this machine's folder of a launch that holds the run, and remove the folders of earlier launches.
+    """Set up this machine's folder for a launch that holds the run, and remove the folders of earlier launches.
 
     `checkpoint` is moved into the launch's folder, the logs up to its step are copied from it, and the id of the run in
     its tracker is downloaded.
 
     Raises:
-        LeaseLost: a different launch has taken over.
+        LeaseLost: another launch has taken over.
         WorkError: a launch that was suspended during its start has moved the checkpoint away. Nothing is lost, because
             the next launch finds it in that launch's folder.
     """
     work, staging = lease.run_dir, lease.folder
     lease.check()
-    # nodes may share their temporary folders; a suspended launch cannot block others, since the lock is its own
+    # nodes may share their temporary folders; a suspended launch cannot block others, because each has its own lock
     with locked(copies / lease.token / ".lock"):
         staging.mkdir(parents=True, exist_ok=True)
         download_tracker_id(store, work, staging)
@@ -265,19 +265,19 @@ def move_beside(folder: Path, staging: Path, copies: Path) -> Path:
 
 
 def remove_stale_copies(lease: Lease, copies: Path) -> None:
-    """Remove this machine's folders of superseded launches.
+    """Remove the folders of superseded launches from this machine.
 
     Each is renamed first, so a suspended owner can no longer write to it.
 
     Raises:
-        LeaseLost: a different launch has taken over.
+        LeaseLost: another launch has taken over.
     """
     others = [folder for folder in copies.iterdir() if folder.name != lease.token]
-    # A launch creates its folder after it has acquired the run. So if this launch is the newest after the folders were
-    # listed, their owners are superseded, however long it sleeps before it removes them.
+    # A launch creates its folder only after acquiring the run. So if this launch is still the newest after listing the
+    # folders, their owners have been superseded, no matter how long it is suspended before removing them.
     lease.check()
     for folder in others:
-        with suppress(FileNotFoundError):  # a node that shares the temporary folder was faster
+        with suppress(FileNotFoundError):  # another node that shares the temporary folder has moved it
             folder.rename(lease.folder / folder.name)
         shutil.rmtree(lease.folder / folder.name, ignore_errors=True)
 

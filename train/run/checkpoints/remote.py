@@ -44,8 +44,8 @@ class RemoteRun:
 
         Raises:
             Outage: the store was unreachable for `patience` seconds.
-            LeaseLost: a different launch has taken over.
-            WorkError: a different run's launch of the same number uploaded that checkpoint.
+            LeaseLost: another launch has taken over.
+            WorkError: a launch of another run, with the same number, uploaded that checkpoint.
         """
         work = self.lease.run_dir
         state, is_snapshot = (folder / STATE_NAME).read_bytes(), folder.parents[1] != work
@@ -53,7 +53,7 @@ class RemoteRun:
         name = plain if is_snapshot else remote_folder(folder.name, self.lease.number)
 
         def upload() -> None:
-            if is_snapshot:  # no run resumes from it and people copy it, so it has a plain name and replaces others
+            if is_snapshot:  # no run resumes from it and users copy it, so it has a plain name and replaces older ones
                 before = self._list_files(plain)
                 self.lease.check()
                 self._remove(before)
@@ -65,7 +65,7 @@ class RemoteRun:
         self._try_upload_logs()
 
     def upload_share(self, step: str, folder: Path, receipt: str, hashes: Mapping[str, str]) -> None:
-        """Upload the files that one of several processes wrote of the checkpoint `step`, and then a receipt.
+        """Upload one process's share of the checkpoint `step`, and then its receipt.
 
         Args:
             hashes: content of the receipt, file → SHA-256.
@@ -82,7 +82,7 @@ class RemoteRun:
         self._retry(name, upload)
 
     def complete(self, step: str, files: Collection[str], state: bytes) -> None:
-        """Complete a checkpoint of the `files` that several processes uploaded: remove others, and add state.json.
+        """Complete a checkpoint whose `files` several processes uploaded: remove other files, and add state.json.
 
         Raises: as `upload`.
         """
@@ -99,10 +99,10 @@ class RemoteRun:
         self._try_upload_logs()
 
     def read_receipt(self, step: str, receipt: str) -> bytes:
-        """Read the receipt of a different process for its share of the checkpoint `step`.
+        """Read another process's receipt for its share of the checkpoint `step`.
 
         Raises:
-            FileNotFoundError: it is not there yet.
+            FileNotFoundError: the receipt does not exist yet.
         """
         return self.store.read(f"{remote_folder(step, self.lease.number)}/{receipt}")
 
@@ -110,11 +110,11 @@ class RemoteRun:
         """Upload the current config, metrics, plot and tracker files.
 
         Raises:
-            LeaseLost: a different launch has taken over.
+            LeaseLost: another launch has taken over.
         """
         self.lease.check()
         work = self.lease.run_dir
-        # checkpoints come and go during the listing, so their folders are not even listed
+        # checkpoints may appear and disappear during the listing, so their folders are skipped
         tops = [path for path in work.iterdir() if path.name not in NOT_LOGS]
         shared = [path for top in tops for path in (files_below(top) if top.is_dir() else [top])]
         self.store.put({path.relative_to(work).as_posix(): path for path in shared})
@@ -128,7 +128,7 @@ class RemoteRun:
             try:
                 if not self.lease.superseded:
                     self.upload_logs()
-            except (RequestError, OSError, Outage) as error:  # everything that a resume needs was uploaded before
+            except (RequestError, OSError, Outage) as error:  # everything that a resume needs has already been uploaded
                 say(error)
 
     def drop_logs(self, choose: Callable[[Collection[str]], list[str]]) -> None:
@@ -145,7 +145,7 @@ class RemoteRun:
             choose: returns the steps to remove, given step → age in seconds.
 
         Raises:
-            LeaseLost: a different launch has taken over.
+            LeaseLost: another launch has taken over.
         """
         entries, ages, kept = self.store.listing("checkpoints"), dict[int, float](), dict[int, str]()
         for name, stored in stored_checkpoints(self.store).items():
@@ -173,13 +173,13 @@ class RemoteRun:
         # if the reply was lost and the request retried, the file exists and has this launch's bytes
         if not self.store.create(file, state) and self.store.read(file) != state:
             raise WorkError(
-                f"{self.store.where(file)} was written by a launch with this one's number, {self.lease.number}: the "
-                f"run was deleted and started again while this launch was suspended, or its state.json was edited. "
+                f"{self.store.where(file)} was written by another launch with the number {self.lease.number}: the "
+                f"run was deleted and restarted while this launch was suspended, or its state.json was edited. "
                 f"Nothing was overwritten. Run the command again to resume from the newest checkpoint."
             )
 
     def _retry(self, name: str, upload: Callable[[], None]) -> None:
-        """Call `upload`, again and again during an outage of up to `patience` seconds."""
+        """Call `upload`, retrying during an outage of up to `patience` seconds."""
         pause, deadline = FIRST_PAUSE, time.monotonic() + self.patience
         while True:
             try:

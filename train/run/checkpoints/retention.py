@@ -8,12 +8,12 @@ from shards.base.config import Config
 
 
 class KeepConfig(Config):
-    """Retention of checkpoints. A checkpoint is kept if any of these rules keeps it."""
+    """Retention of checkpoints. A checkpoint is kept if at least one of these rules applies to it."""
 
     keep: int = Field(3, ge=1)
     """Number of the newest checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1)
-    """Keep checkpoints of steps divisible by this for good."""
+    """Permanently keep checkpoints whose step is divisible by this."""
     keep_hours: float | None = Field(None, gt=0)
     """Keep checkpoints younger than this number of hours; null: age does not matter."""
 

@@ -1,7 +1,7 @@
-"""Checkpoints that several processes write, each of them a share: in the run folder, or at the run's URL.
+"""Checkpoints that several processes write in shares, in the run folder or at the run's URL.
 
-A process that has written its share leaves a receipt with the hashes of its files. The main process waits for all
-receipts and then completes the checkpoint, by one rename in a folder, or at a URL by uploading state.json last.
+A process that has written its share adds a receipt with the hashes of its files. The main process waits for all
+receipts and then completes the checkpoint: in a folder by one rename, at a URL by uploading state.json last.
 """
 
 import json
@@ -20,7 +20,7 @@ from train.run.lease.folder import publish
 
 
 class WriterGroup(NamedTuple):
-    """The processes that write a checkpoint: ranks 0 to `size` − 1, each a share of it."""
+    """The processes that write a checkpoint: ranks 0 to `size` − 1, each of which writes a share."""
 
     rank: int = 0
     """Rank of this process."""
@@ -38,14 +38,14 @@ class ShareExchange(ABC):
     """How the main process collects the shares of the other processes, and completes the checkpoint."""
 
     poll_seconds: float
-    """Seconds between two looks for a receipt."""
+    """Seconds between checks for a receipt."""
 
     def __init__(self, run_dir: Path, group: WriterGroup, remote: RemoteRun | None):
         self.run_dir, self.group, self.remote = run_dir, group, remote
 
     @abstractmethod
     def private(self, target: Path) -> Path:
-        """Create the folder for what this process writes of the checkpoint `target`."""
+        """Create the folder for this process's share of the checkpoint `target`."""
 
     @abstractmethod
     def hand_in(self, private: Path, target: Path, hashes: dict[str, str]) -> None:
@@ -53,24 +53,24 @@ class ShareExchange(ABC):
 
     @abstractmethod
     def read_receipt(self, private: Path, target: Path, rank: int) -> bytes | None:
-        """Read the receipt of `rank`; None: it is not there yet."""
+        """Read the receipt of `rank`; None: it does not exist yet."""
 
     @abstractmethod
     def complete(self, private: Path, target: Path, content: dict[str, Any]) -> None:
-        """Complete the checkpoint, durably, after all shares are there. `content`: of its state.json."""
+        """Durably complete the checkpoint once all shares exist. `content`: content of its state.json."""
 
     def wait_for(self, private: Path, target: Path, rank: int) -> dict[str, str]:
         """Wait for the receipt of `rank`, and return the file → SHA-256 of its share.
 
         Raises:
-            WorkError: there was none within `timeout` seconds.
+            WorkError: the receipt did not appear within `timeout` seconds.
         """
         deadline = time.monotonic() + self.group.timeout
         while not (found := self.read_receipt(private, target, rank)):
             if time.monotonic() > deadline:
                 raise WorkError(
-                    f"A checkpoint of {self.run_dir} is not complete: process {rank} has not written its share of it "
-                    f"in {self.group.timeout:g} s (collective_timeout). Earlier checkpoints are intact. Check that all "
+                    f"A checkpoint of {self.run_dir} is incomplete: process {rank} has not written its share within "
+                    f"{self.group.timeout:g} s (collective_timeout). Earlier checkpoints are intact. Check that all "
                     f"machines share run_dir or can reach its URL, and run the command again to resume from the newest."
                 )
             time.sleep(self.poll_seconds)
@@ -145,7 +145,7 @@ class UrlExchange(ShareExchange):
 
 
 def make_exchange(run_dir: Path, staging: Path, group: WriterGroup, remote: RemoteRun | None) -> ShareExchange:
-    """Return how the shares of a run's checkpoints are exchanged. `staging`: the launch's staging folder."""
+    """Build the exchange for the shares of a run's checkpoints. `staging`: the launch's staging folder."""
     if remote is not None and group.size > 1:
         return UrlExchange(run_dir, group, remote)
     return FolderExchange(run_dir, staging, group, remote)

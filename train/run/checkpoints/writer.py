@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background while training continues."""
+"""Writing of checkpoints in the background while training continues."""
 
 import os
 import shutil
@@ -39,9 +39,9 @@ def warn_if_slow_to_stop(pace: Pace | None, config: CheckpointConfig) -> str | N
         return None
     return (
         f"warning: stopping may take {needed:.0f} s, because a step takes {pace.step:.1f} s and each of up to two "
-        f"checkpoints {pace.save:.0f} s, but the kill comes after {grace:g} s (the smaller of checkpoint.grace and the "
-        f"launcher's LEAVE). The steps since the last checkpoint would be lost. Ask the scheduler for more time and "
-        f"raise both, or lower checkpoint.every."
+        f"checkpoints {pace.save:.0f} s, but the run is killed after {grace:g} s (the smaller of checkpoint.grace and "
+        f"the launcher's LEAVE). The steps since the last checkpoint would be lost. Request more time from the "
+        f"scheduler and raise both, or lower checkpoint.every."
     )
 
 
@@ -52,7 +52,7 @@ Owners = Mapping[str, Mapping[str, int]]
 
 
 class CheckpointWriter:
-    """Writes snapshots into a run folder, one at a time, in the background if `asynchronous`.
+    """Writer of snapshots into a run folder, one at a time, in the background if `asynchronous`.
 
     Every process has a writer, because gathering sharded weights takes all of them. Only the main process writes files,
     unless each process of the group writes its own shards.
@@ -71,7 +71,7 @@ class CheckpointWriter:
         """Create the writer of this process.
 
         Args:
-            run_dir: local run folder, or a folder in it that is laid out alike, for snapshots of averages.
+            run_dir: local run folder, or a folder in it with the same layout, for snapshots of averages.
             unet_json: diffusers config of the backbone.
             remote: uploads to the run's URL, if it has one.
         """
@@ -91,7 +91,7 @@ class CheckpointWriter:
         self.seconds: float | None = None
         """Time that the main process took to write the last checkpoint; None before the first."""
         self.saved: tuple[int, float] | None = None
-        """Step of the last checkpoint, and the time when it was complete."""
+        """Step of the last checkpoint, and the time at which it was completed."""
 
     def write(self, snapshot: Snapshot) -> None:
         """Wait for the previous checkpoint, then copy the tensors and write in the background, or write at once.
@@ -154,7 +154,7 @@ class CheckpointWriter:
         except OSError as error:
             raise WorkError(
                 f"A checkpoint of {self.run_dir} could not be written: {error}. Earlier checkpoints are intact. Free "
-                f"space or repair the storage, and run the same command to resume from the newest checkpoint."
+                f"space or repair the storage, and run the same command again to resume from the newest checkpoint."
             ) from error
 
     def _write(self, snapshot: Snapshot, mine: Mine, owners: Owners) -> None:
@@ -229,7 +229,7 @@ class CheckpointWriter:
             try:
                 self.remote.drop_old(step, lambda ages: superfluous(ages, self.config, alarms))
             except Outage as error:  # the next checkpoint removes them
-                print(f"Old checkpoints were not removed yet: {error}", flush=True)
+                print(f"Old checkpoints have not been removed yet: {error}", flush=True)
         # damaged checkpoints of later steps, which this run skipped, do not count as the newest
         whole = {step_of(folder): folder for folder in list_checkpoints(self.run_dir) if step_of(folder) <= step}
         ages = {step: time.time() - folder.stat().st_mtime for step, folder in whole.items()}

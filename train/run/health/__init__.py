@@ -1,1 +1,1 @@
-"""Monitoring of a run: heartbeats of its ranks, metrics for Prometheus, output of each rank, and throughput."""
+"""Monitoring of a run: heartbeats of its ranks, metrics for Prometheus, each rank's output, and throughput."""

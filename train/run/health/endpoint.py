@@ -45,7 +45,7 @@ RANK_METRICS = {
 
 
 class RunCollector(Collector):
-    """The metrics of a run, as of each scrape."""
+    """Collector of a run's metrics at each scrape."""
 
     def __init__(self, heartbeat: HeartbeatReporter, log: Log, writer: CheckpointWriter, step: int):
         """`step`: step from which this launch started."""
@@ -53,11 +53,11 @@ class RunCollector(Collector):
         self.first_step, self.start = step, time.time()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics. Prometheus's client calls this in a thread of its own for every scrape."""
+        """Yield all metrics. The Prometheus client calls this in a separate thread for every scrape."""
         now, fields = time.time(), self.log.last_fields
         for name, text in LINE_METRICS.items():
             field = name.removesuffix("_total")
-            if field in fields:  # there are none before the first line
+            if field in fields:  # absent before the first line
                 yield make_metric(name, text, (), {(): fields[field]})
 
         saved_step, saved_at = self.writer.saved or (self.first_step, self.start)
@@ -81,7 +81,7 @@ class RunCollector(Collector):
 
 
 def rank_values(status: RankStatus, now: float) -> dict[str, float]:
-    """Return name → value of the metrics of one rank at the time `now`."""
+    """Return a dict from metric name to value for one rank at time `now`."""
     # only up to the last heartbeat: the rank may have received its batch since, and a counter must not decrease
     loading_now = status.sent - status.stage_began if status.stage == LOADING else 0.0
     return {
@@ -95,7 +95,7 @@ def rank_values(status: RankStatus, now: float) -> dict[str, float]:
 def make_metric(
     name: str, text: str, label_names: tuple[str, ...], values: dict[tuple[str, ...], float | None]
 ) -> Metric:
-    """Build a counter if the name ends with _total, or else a gauge.
+    """Build a counter if the name ends with _total, otherwise a gauge.
 
     Args:
         values: labels → value. None becomes NaN.
@@ -112,7 +112,7 @@ def serve_metrics(address: str | None, collector: RunCollector) -> Iterator[None
     """Serve metrics to Prometheus while the context is open. `address`: `HOST:PORT`; None: do not serve them.
 
     Raises:
-        RequestError: the address belongs to a different machine, or the port is in use.
+        RequestError: the address belongs to another machine, or the port is in use.
     """
     if address is None:
         yield

@@ -1,7 +1,7 @@
 """Heartbeats: each rank publishes its progress to all others, so that a failed collective can name the missing ranks.
 
-A thread of each rank writes its status to the process group's store, so the machines need not share a folder. The
-training loop only records which stage it enters, and waits for nothing.
+In each rank, a thread writes the rank's status to the process group's store, so the machines need not share a folder.
+The training loop only records which stage it enters, and never waits.
 """
 
 import json
@@ -43,7 +43,7 @@ class RankStatus(NamedTuple):
     sent: float
     """Time of the heartbeat."""
     loading_seconds: float = 0.0
-    """Total time that the rank spent waiting for batches, without the current stage."""
+    """Total time that the rank spent waiting for batches before the current stage."""
 
     @property
     def label(self) -> str:
@@ -107,7 +107,7 @@ def find_missing_ranks(statuses: Sequence[RankStatus | None], silent: Collection
 
 
 class HeartbeatReporter:
-    """Publishes this rank's status every HEARTBEAT_SECONDS, from `start` to `close`, and reads those of all ranks."""
+    """Publisher of this rank's status, every HEARTBEAT_SECONDS from `start` to `close`, and reader of all ranks'."""
 
     def __init__(self, rank: int = 0, world_size: int = 1, store: dist.Store | None = None, timeout: float = 600.0):
         """
@@ -119,12 +119,12 @@ class HeartbeatReporter:
         now = time.time()
         self.status = RankStatus(rank, socket.gethostname(), os.getpid(), 0, STARTING, 0, now, now)
         self.warned_stage = -1
-        """Number of the stage for which a warning was given."""
+        """Number of the stage for which a warning has been printed."""
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._send_until_closed, daemon=True, name="heartbeat")
 
     def start(self) -> "HeartbeatReporter":
-        """Start to send heartbeats if there are other ranks, and return this reporter."""
+        """Start sending heartbeats if there are other ranks, and return this reporter."""
         if self.store is not None:
             self.thread.start()
         return self
@@ -133,10 +133,10 @@ class HeartbeatReporter:
         """Stop sending heartbeats."""
         self.closing.set()
         if self.thread.is_alive():
-            self.thread.join(HEARTBEAT_SECONDS)  # a process must not exit while a thread of it is inside torch's code
+            self.thread.join(HEARTBEAT_SECONDS)  # a process must not exit while one of its threads is inside torch
 
     def enter(self, step: int, stage: str) -> None:
-        """Record that this rank enters a stage after `step` steps. All ranks must enter the same ones in order."""
+        """Record that this rank enters a stage after `step` steps. All ranks must enter the same stages in order."""
         last, now = self.status, time.time()
         loading_seconds = last.loading_seconds + (now - last.stage_began if last.stage == LOADING else 0.0)
         self.status = last._replace(
@@ -182,8 +182,8 @@ class HeartbeatReporter:
         if missing is None:
             where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
             return (
-                f"The store at {where}, which holds the heartbeats, does not respond either, so check its machine, "
-                f"which runs rank 0. "
+                f"The store at {where}, which holds the heartbeats, does not respond either, so check the machine "
+                f"that runs rank 0. "
             )
         return f"{missing.message[0].upper()}{missing.message[1:]}. "
 
@@ -213,7 +213,7 @@ class HeartbeatReporter:
             status = self.status
             if time.time() - status.stage_began > self.timeout / 2 and self.warned_stage != status.num_stages:
                 self.warned_stage = status.num_stages
-                # in a thread of its own, because it takes longer than the interval between heartbeats
+                # in a separate thread, because it takes longer than the heartbeat interval
                 threading.Thread(target=self._warn, daemon=True).start()
             self.closing.wait(HEARTBEAT_SECONDS)
 

@@ -33,7 +33,7 @@ class Interval:
 
 
 class Meter:
-    """Measures the steps of an interval, which begins with `restart`."""
+    """Meter for the steps of an interval, which begins with `restart`."""
 
     def __init__(self, flops_per_image: dict[tuple[int, int], int]):
         """`flops_per_image`: latent shape (h, w) → training FLOPs per image. Empty: FLOPs are not counted."""

@@ -1,4 +1,4 @@
-"""Copies of what each rank prints: RUN/logs/0004/rank-00003.log holds the output of rank 3 in launch 4."""
+"""Copies of each rank's output: RUN/logs/0004/rank-00003.log holds the output of rank 3 in launch 4."""
 
 import os
 import shutil
@@ -13,15 +13,15 @@ from pathlib import Path
 BLOCKED_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that `tee` does not receive. A scheduler signals every process of a job, and the rank still prints then."""
 DRAIN_SECONDS = 5.0
-"""Time limit for `tee` to write the rest. A child process that outlives the rank may hold its input open."""
+"""Time limit for `tee` to finish. A child process that outlives the rank may keep the input of `tee` open."""
 
 
 @contextmanager
 def tee_output(folder: Path, rank: int, num_launches: int) -> Iterator[None]:
     """Copy the output of this process and its children to a file, and the traceback of an error that leaves the body.
 
-    A terminal is copied as well, except that of the main process, which shows the progress bar. If this is the first
-    process of a container, nothing is copied, because the container would end before `tee` has written the rest.
+    Output to a terminal is copied too, except the main process's, which contains the progress bar. If this is the first
+    process in a container, nothing is copied, because the container would end before `tee` has finished.
 
     Args:
         folder: folder of the launch's logs, such as RUN/logs/0004.

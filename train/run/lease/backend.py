@@ -27,10 +27,10 @@ class Heartbeat(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The state of a run for which a launch prepared."""
+    """The state of a run as a launch saw it while preparing."""
 
     free: Heartbeat | None = None
-    """Result of `wait_until_free`; None: it was not called yet."""
+    """Result of `wait_until_free`; None: it has not been called yet."""
     checkpoints: Mapping[str, str] | None = None
     """Name → identity of the checkpoints that readers saw, as returned by `Backend.checkpoints`; None: any."""
     orphans: Mapping[str, str] = {}
@@ -38,13 +38,13 @@ class Seen(NamedTuple):
 
 
 class Backend(ABC):
-    """Leases of one run. Every method is atomic, or safe to interrupt anywhere."""
+    """Leases of one run. Every method is atomic, or can safely be interrupted anywhere."""
 
     interval: float
     """Seconds between heartbeats."""
 
     def __init__(self, store: Store, checkpoints: Callable[[], Mapping[str, str]]):
-        """`checkpoints`: returns the name → identity of the checkpoints that readers see."""
+        """`checkpoints`: returns a dict from name to identity for the checkpoints that readers see."""
         self.store, self.checkpoints = store, checkpoints
 
     @property
@@ -76,7 +76,7 @@ class Backend(ABC):
 
     @abstractmethod
     def fence(self, number: int, token: str, seen: Seen) -> bool:
-        """Fence off all launches before `number`, unless readers see other checkpoints than `seen.checkpoints`.
+        """Fence off all launches before `number`, unless readers see checkpoints other than `seen.checkpoints`.
 
         Returns:
             Whether the checkpoints were as seen.
@@ -84,7 +84,7 @@ class Backend(ABC):
 
     @abstractmethod
     def staging(self, number: int, token: str) -> Path:
-        """Return the local folder that a launch alone writes to. It is two levels below the launch's run folder."""
+        """Return the local folder to which only this launch writes, two levels below the launch's run folder."""
 
     def is_unchanged(self, seen: Seen) -> bool:
         """Return whether readers see the checkpoints that the launch saw."""

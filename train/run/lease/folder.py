@@ -55,7 +55,7 @@ class FolderBackend(Backend):
         for folder in own.parent.iterdir():
             match = re.fullmatch(r"(\d{4,})\..+", folder.name)
             if match and int(match[1]) < number:
-                with suppress(FileNotFoundError):  # this launch was superseded as well
+                with suppress(FileNotFoundError):  # this launch has been superseded, too
                     folder.rename(own / folder.name)
                 # files that a suspended owner holds open may remain, and are removed with this launch's folder
                 shutil.rmtree(own / folder.name, ignore_errors=True)

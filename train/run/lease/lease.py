@@ -18,21 +18,21 @@ from train.run.lease.owner import Pace, describe, has_ended, now, this_process
 
 
 class RunInUse(RequestError):
-    """A different launch holds the run."""
+    """Another launch holds the run."""
 
 
 class LeaseLost(RequestError):
-    """A different launch has taken the run over from this one."""
+    """Another launch has taken the run over from this one."""
 
 
 def wait_until_free(backend: Backend, ttl: float, dead: Heartbeat | None = None) -> Heartbeat:
     """Wait until the newest launch has ended, or has sent no heartbeat for `ttl` seconds.
 
     Args:
-        dead: what an earlier call returned.
+        dead: result of an earlier call.
 
     Raises:
-        RunInUse: the launch is alive, or a different one began meanwhile.
+        RunInUse: the launch is alive, or another one has started in the meantime.
     """
     first, deadline = backend.newest(), time.monotonic() + ttl
     while True:
@@ -42,8 +42,8 @@ def wait_until_free(backend: Backend, ttl: float, dead: Heartbeat | None = None)
             return heartbeat
         if heartbeat != first:
             raise RunInUse(
-                f"{backend.place} is in use: {describe(heartbeat.number, record)} trains in it, and a run has one "
-                f"launch at a time. Wait until it ends, stop it, or choose a different run_dir."
+                f"{backend.place} is in use: {describe(heartbeat.number, record)} is training in it, and only "
+                f"one launch may use a run at a time. Wait until it ends, stop it, or choose a different run_dir."
             )
         if time.monotonic() > deadline:
             return heartbeat
@@ -59,12 +59,12 @@ class Lease:
     def __init__(self, backend: Backend, number: int, token: str, pace: Pace | None = None):
         self.backend, self.number = backend, number
         self.token = token
-        """Random, so that it differs from the token of any launch, also of a deleted run in the same place."""
+        """Random, so that it differs from every other launch's token, even in a deleted run at the same location."""
         self.pace = pace
-        """Pace of this launch, or of the one before until this one has written a checkpoint; None: unknown."""
+        """Pace of this launch, or of the previous one until this one has written a checkpoint; None: unknown."""
         self.notes: dict[str, Any] = {}
         self.superseded = False
-        """Whether the last heartbeat found that a different launch has taken over."""
+        """Whether the last heartbeat found that another launch has taken over."""
 
     @classmethod
     def acquire(cls, backend: Backend, ttl: float, seen: Seen = Seen()) -> "Lease":  # noqa: B008 (immutable)
@@ -75,7 +75,7 @@ class Lease:
             seen: the state of the run that this launch prepared for.
 
         Raises:
-            RunInUse: a different launch holds the run.
+            RunInUse: another launch holds the run.
             WorkError: the checkpoints changed since `seen`.
         """
         token = uuid.uuid4().hex
@@ -109,7 +109,7 @@ class Lease:
         """Check that no other launch has taken over.
 
         Raises:
-            LeaseLost: a different launch has.
+            LeaseLost: another launch has taken over.
         """
         if self.backend.newest().number != self.number:
             raise self.taken_over()
@@ -118,18 +118,18 @@ class Lease:
         """Send a heartbeat.
 
         Raises:
-            LeaseLost: a different launch has taken over.
+            LeaseLost: another launch has taken over.
         """
         self.check()
         self.backend.beat(self.number, self.notes)
 
     def taken_over(self) -> LeaseLost:
-        """Build the error of a launch that was superseded."""
+        """Build the error for a launch that has been superseded."""
         newest = self.backend.newest().number
         return LeaseLost(
             f"{self.backend.place} is in use: {describe(newest, self.backend.read(newest))} took it over from this "
             f"launch, {self.number}, which sent no heartbeat for longer than takeover_after. Nothing that this launch "
-            f"wrote since then is part of the run."
+            f"has written since then is part of the run."
         )
 
     def note(self, pace: Pace) -> None:
@@ -155,7 +155,7 @@ class Lease:
             self.release()
         except LeaseLost as lost:
             self.superseded = True
-            if error is not None:  # which a lost staging folder causes, too
+            if error is not None:  # also raised when the staging folder is gone
                 raise lost from error
         except (OSError, Outage) as failure:  # the next launch waits for takeover_after
             say(failure)

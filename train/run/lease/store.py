@@ -20,7 +20,7 @@ ACCEPTED = ".accepted.json"
 
 
 class Accepted(NamedTuple):
-    """The checkpoints that make up a run: those that its newest launch accepted, and those that it wrote."""
+    """The checkpoints that make up a run: those that its newest launch accepted or wrote."""
 
     token: str
     checkpoints: Mapping[str, str]
@@ -49,7 +49,7 @@ class StoreBackend(Backend):
     interval = 5.0
 
     def __init__(self, store: Store, copies: Path, checkpoints: Callable[[], Mapping[str, str]]):
-        """`copies`: local folder of the launches' folders."""
+        """`copies`: local parent of the launches' folders."""
         super().__init__(store, checkpoints)
         self.copies = copies
 

@@ -15,13 +15,13 @@ class LogConfig(Config):
     tracker: str = "tensorboard"
     """none, or any tracker that accelerate supports: tensorboard, wandb, mlflow, comet_ml, aim, clearml, dvclive, …"""
     project: str = "latentmill"
-    """Project or experiment of the tracker. tensorboard has none."""
+    """Project or experiment in the tracker. tensorboard has none."""
     name: str | None = None
     """Name of the run in the tracker. null: name of the run folder."""
     tags: tuple[str, ...] = ()
     """Tags of the run in the tracker."""
     keep_output: int = Field(20, ge=0)
-    """Number of launches whose output RUN/logs keeps, in a file per process. 0: none."""
+    """Number of launches whose output is kept in RUN/logs, with one file per process. 0: none."""
     metrics_at: str | None = Field(None, pattern=r"^[^\s:]+:\d+$")
     """HOST:PORT where the main process serves metrics to Prometheus (0.0.0.0:9400), without a password. null: they are
     not served."""

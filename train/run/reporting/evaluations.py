@@ -1,10 +1,10 @@
 """Logging of checkpoint evaluations to the run's tracker.
 
-Only one process may write to a run in a tracker: with two, wandb loses rows (its issues 10349 and 12269). Therefore
-`evaluation watch` stores the results of each checkpoint in a file of the run, and the trainer logs one results file
-with each line of metrics.jsonl. `python -m train tell RUN` logs the files that are created after training has ended.
+Only one process may write to a run in a tracker: with two, wandb loses rows (wandb issues 10349 and 12269). Therefore
+`evaluation watch` stores each checkpoint's results in a file in the run, and the trainer logs one results file with
+each line of metrics.jsonl. `python -m train tell RUN` logs the files that are created after training has ended.
 
-    RUN/tracker/evaluations/0000001000.3f2a9c1d.zip          results file: values.json, with the step, and PNG pictures
+    RUN/tracker/evaluations/0000001000.3f2a9c1d.zip          results file: values.json, with the step, and PNG images
     RUN/tracker/evaluations/0000001000.3f2a9c1d.told.json    marker: the tracker has these results
 """
 
@@ -27,7 +27,7 @@ RESULTS_SUFFIX, MARKER_SUFFIX = ".zip", ".told.json"
 POLL_SECONDS = 30.0
 """Interval between checks for new results files."""
 PNG_SIGNATURE, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
-"""First bytes of a PNG file, and its last ones: type and checksum of the IEND chunk."""
+"""First and last bytes of a PNG file. The last ones are the type and checksum of the IEND chunk."""
 
 
 class EvaluationResults(NamedTuple):
@@ -38,9 +38,9 @@ class EvaluationResults(NamedTuple):
     step: int
     """Step of the checkpoint."""
     values: dict[str, float]
-    """Name of a curve → its value."""
+    """Curve name → value."""
     pictures: dict[str, bytes]
-    """Name → PNG file, as `evaluation watch` encoded it. The trainer does not decode pictures."""
+    """Name → PNG file, as encoded by `evaluation watch`. The trainer does not decode images."""
 
 
 def is_logged_by_trainer(tracker: str) -> bool:
@@ -52,7 +52,7 @@ def is_logged_by_trainer(tracker: str) -> bool:
 
 
 def list_unlogged(store: Store) -> list[str]:
-    """Return the names of a run's results files that its tracker does not have yet, ordered by step."""
+    """Return the names of a run's results files that have not been logged to its tracker, ordered by step."""
     files = store.files(FOLDER)
     logged = {name.removesuffix(MARKER_SUFFIX) for name in files if name.endswith(MARKER_SUFFIX)}
     found = [name.removesuffix(RESULTS_SUFFIX) for name in files if name.endswith(RESULTS_SUFFIX)]
@@ -60,7 +60,7 @@ def list_unlogged(store: Store) -> list[str]:
 
 
 def read_results(store: Store, name: str) -> EvaluationResults | None:
-    """Read a results file. Damaged pictures are reported and left out; if the values are damaged, return None.
+    """Read a results file. Damaged images are reported and omitted; if the values are damaged, return None.
 
     Raises:
         OSError, Outage: the file cannot be read now. Damaged content never raises either of them.
@@ -75,9 +75,9 @@ def read_results(store: Store, name: str) -> EvaluationResults | None:
                 if member.endswith(".png"):
                     try:
                         pictures[member.removesuffix(".png")] = check_png(archive.read(member))
-                    except Exception as error:  # as below
+                    except Exception as error:  # see the comment below
                         print(f"{member} in {where} is damaged and will not be logged: {error}", flush=True)
-    except Exception as error:  # the file was read, so any error of the parsers means that its content is damaged
+    except Exception as error:  # the file could be read, so any parser error means that its content is damaged
         print(f"{where} is damaged, so these results will not be logged: {error!r}", flush=True)
         return None
     return EvaluationResults(name, step, values, pictures)
@@ -109,7 +109,7 @@ def check_png(content: bytes) -> bytes:
 def log_results(trackers: list[Any], results: EvaluationResults, wandb_step: int) -> None:
     """Log the results of a checkpoint to accelerate's trackers.
 
-    A picture that a tracker rejects is reported and skipped, so that training and the other results are unaffected.
+    An image that a tracker rejects is reported and skipped, so that training and the other results are unaffected.
 
     Args:
         wandb_step: current step of the run in wandb. It may only increase, so the checkpoint's step cannot be used.
@@ -120,7 +120,7 @@ def log_results(trackers: list[Any], results: EvaluationResults, wandb_step: int
         for name, png in results.pictures.items():
             try:
                 log_picture(tracker, name, png, step)
-            except Exception as error:  # each tracker's client raises exceptions of its own
+            except Exception as error:  # each tracker's client raises its own exceptions
                 print(f"{tracker.name} rejected {name} of step {results.step}: {error!r}", flush=True)
 
 
@@ -151,11 +151,11 @@ class EvaluationQueue:
     def __init__(self, run: Place):
         self.store = open_store(run)
         self.seen: set[str] = set()
-        """Names of the files that were read."""
+        """Names of the files that have been read."""
         self.pending: deque[EvaluationResults] = deque()
         """Results to log."""
         self.logged: deque[str] = deque()
-        """Names of logged results whose marker is not written yet."""
+        """Names of logged results whose marker has not been written yet."""
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._poll, name="evaluations", daemon=True)
 
@@ -179,12 +179,12 @@ class EvaluationQueue:
 
     def _poll(self) -> None:
         while True:
-            is_last = self.closing.is_set()  # read before the markers are written, so that none is left out
+            is_last = self.closing.is_set()  # read before the markers are written, so that none is missed
             try:
                 self._write_markers()
                 if not is_last:
                     self._read_new()
-            except (OSError, Outage) as error:  # retried at the next check, or else by the next launch
+            except (OSError, Outage) as error:  # retried at the next check, or by the next launch
                 print(f"Evaluations of {self.store.where()} could not be logged yet: {error}", flush=True)
             if is_last:
                 return
@@ -196,7 +196,7 @@ class EvaluationQueue:
             self.logged.popleft()
 
     def _read_new(self) -> None:
-        """Read new results files. A file that cannot be read delays none of the others, and is retried later."""
+        """Read new results files. A file that cannot be read is retried later, without delaying the others."""
         failure: OSError | None = None
         for name in list_unlogged(self.store):
             if name not in self.seen:

@@ -11,12 +11,12 @@ from train.run.lease.folder import publish
 
 
 class JsonLines:
-    """An append-only file with one JSON object per line, each of which has a `step`."""
+    """An append-only file with one JSON object per line, each with a `step`."""
 
     def __init__(self, path: Path, step: int, folder: Path):
-        """Open `path` for appending after `step`, without the later and incomplete lines of an interrupted launch.
+        """Open `path` for appending after `step`, dropping later or incomplete lines from an interrupted launch.
 
-        The file is replaced rather than truncated, so a superseded launch that still has the old one open cannot
+        The file is replaced rather than truncated, so a superseded launch that still has the old file open cannot
         append to the new one.
 
         Args:
@@ -29,7 +29,7 @@ class JsonLines:
         self.file = path.open("a", buffering=1)
 
     def sync(self) -> int:
-        """Flush the file to disk, so that it survives a power cut, and return its size in bytes."""
+        """Flush the file to disk, so that it survives a power failure, and return its size in bytes."""
         os.fsync(self.file.fileno())
         return os.fstat(self.file.fileno()).st_size
 
@@ -47,7 +47,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def replace_non_finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON cannot represent, by None, also inside dicts."""
+    """Replace NaN and infinity, which JSON cannot represent, with None, including inside dicts."""
     if isinstance(value, dict):
         return {key: replace_non_finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

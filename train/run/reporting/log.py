@@ -66,7 +66,7 @@ class Log:
             self.evaluations.__exit__()
         if self.progress:
             self.progress.__exit__()
-        if isinstance(error, Preempted):  # complete the tracker's files, because the next launch resumes its run
+        if isinstance(error, Preempted):  # flush the tracker, because the next launch resumes the same tracker run
             self.accelerator.end_training()
 
     def advance(self) -> None:
@@ -92,7 +92,7 @@ class Log:
         return step % self.config.every == 0 or step == self.max_steps
 
     def write_metrics(self, step: int, fields: dict[str, Any]) -> None:
-        """Write a line of metrics.jsonl, log it to the tracker, and show progress if that is due."""
+        """Write a line of metrics.jsonl, log it to the tracker, and show progress if due."""
         self.last_fields = replace_non_finite(fields)
         if self.metrics:
             self.metrics.write(step=step, **fields)

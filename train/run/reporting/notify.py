@@ -1,6 +1,6 @@
-"""Log evaluations to a finished run's tracker that were made after training had ended.
+"""Log evaluations made after training had ended to the run's tracker.
 
-During training, the trainer logs them itself.
+During training, the trainer itself logs evaluations.
 
 examples:
   python -m train tell runs/phase2
@@ -52,7 +52,7 @@ def log_remaining(arguments: list[str]) -> str:
         start_tracker(config, accelerator, settings, lease.folder)
         trackers = accelerator.trackers
         readable = [results for name in list_unlogged(store) if (results := read_results(store, name)) is not None]
-        # in wandb, each evaluation gets a row of its own, after all existing rows
+        # in wandb, each evaluation gets its own row, after all existing rows
         wandb_step = max((tracker.tracker.step for tracker in trackers if tracker.name == "wandb"), default=0)
         for step, results in enumerate(readable, max(wandb_step, last_step + 1)):
             log_results(trackers, results, step)
@@ -85,15 +85,15 @@ def hold(place: Place, store: Store, last: int, ttl: float) -> Iterator[Lease]:
         ttl: seconds without a heartbeat after which the holder counts as dead.
 
     Raises:
-        RequestError: a different launch holds the run, or the run has steps left, so that the launch that resumes it
+        RequestError: another launch holds the run, or the run has steps left, so that the launch that resumes it
             will log the evaluations.
     """
     names = [path.name for path in list_checkpoints(place)] if isinstance(place, Path) else find_checkpoints(store)
     step = max((step_of(Path(name)) for name in names), default=0)
     if step < last:
         raise RequestError(
-            f"{place} has completed {step} of its {last} steps. The launch that resumes it logs the evaluations, so "
-            f"there is nothing to do."
+            f"{place} has completed {step} of its {last} steps. The launch that resumes it will log the evaluations, "
+            f"so there is nothing to do."
         )
     with (
         tempfile.TemporaryDirectory(prefix="latentmill-") as scratch,

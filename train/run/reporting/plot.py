@@ -10,7 +10,7 @@ QUARTER_COLORS = ("#1b9e77", "#7570b3", "#d95f02", "#e7298a")
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Plot metrics.jsonl of a run to its loss.png, and return the path of the picture.
+    """Plot a run's metrics.jsonl to its loss.png, and return the path of the image.
 
     Raises:
         RequestError: there are no metrics yet.

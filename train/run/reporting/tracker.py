@@ -1,4 +1,4 @@
-"""The run in its tracker, which the first launch starts and later launches resume."""
+"""The run's counterpart in its tracker, which the first launch starts and later launches resume."""
 
 import json
 import subprocess
@@ -44,7 +44,7 @@ def start_tracker(config: LogConfig, accelerator: Accelerator, settings: dict[st
         },
     }
     init_kwargs = {key: value for key, value in options.items() if key == config.tracker}
-    resumes_mlflow = config.tracker == "mlflow" and "mlflow" in ids  # mlflow does not let settings change
+    resumes_mlflow = config.tracker == "mlflow" and "mlflow" in ids  # mlflow does not allow settings to change
     accelerator.init_trackers(config.project, config=None if resumes_mlflow else settings, init_kwargs=init_kwargs)
     if is_main and config.tracker == "mlflow" and not resumes_mlflow:
         run_id = accelerator.get_tracker("mlflow", unwrap=True).info.run_id

@@ -223,7 +223,7 @@ def test_a_vote_survives_a_lost_network(tmp_path: Path) -> None:
 
 
 def test_pictures_appear_together(tmp_path: Path) -> None:
-    """Raters cannot see which picture loads slowly."""
+    """Raters cannot see which image loads slowly."""
 
     async def main(serving: Serving) -> None:
         (link,) = serving.links(1)
@@ -366,7 +366,7 @@ def test_everything_is_visible_without_scrolling_and_has_a_name(tmp_path: Path, 
                 "[...document.querySelectorAll('img, label, button, q')].filter(e => e.offsetParent)"
                 ".map(e => e.getBoundingClientRect()).map(b => [b.left, b.top, b.right, b.bottom])"
             )
-            assert len(boxes) == 10  # a prompt, two pictures, six answers, a button
+            assert len(boxes) == 10  # a prompt, two images, six answers, a button
             assert all(0 <= x0 < x1 <= width and 0 <= y0 < y1 <= height for x0, y0, x1, y1 in boxes)
             tall = await page.run("[...document.querySelectorAll('label, #send')].map(e => e.offsetHeight)")
             assert min(tall) >= 44  # large enough for a finger

@@ -434,7 +434,7 @@ def test_server_errors_are_reported_to_the_operator(
     play(scene)
     said = " ".join(capsys.readouterr().err.split())
     assert ".png is missing. Restore it from a backup" in said
-    assert "votes.sqlite cannot be written: attempt to write a readonly database. Votes cast earlier are kept" in said
+    assert "votes.sqlite cannot be written: attempt to write a readonly database. Earlier votes are kept" in said
 
 
 # --- rate limits ---

@@ -220,7 +220,7 @@ def test_weights_of_another_architecture_of_equal_shapes_are_refused(
     other = UNet2DConditionModel.from_config({**read_unet_config(UNET), **field})
     assert all(a.shape == b.shape for a, b in zip(unet.parameters(), other.parameters(), strict=True))
     (name,) = field
-    with pytest.raises(RequestError, match=f"has a different architecture than `backbone.config`: {name}"):
+    with pytest.raises(RequestError, match=f"has a different architecture from `backbone.config`: {name}"):
         load_weights(other, step_folder(tmp_path, 1) / "unet")
 
 
@@ -246,7 +246,7 @@ def test_a_warning_says_that_saving_takes_longer_than_the_grace_period(monkeypat
     assert warn_if_slow_to_stop(Pace(29.0, 1.0), config) is None
     warning = warn_if_slow_to_stop(Pace(29.1, 1.0), config)
     assert warning is not None and "stopping may take 60 s, because a step takes 1.0 s and each of up to" in warning
-    assert "two checkpoints 29 s, but the kill comes after 60 s" in warning
+    assert "two checkpoints 29 s, but the run is killed after 60 s" in warning
     assert warn_if_slow_to_stop(Pace(26.0, 7.0), config) is None and warn_if_slow_to_stop(Pace(27.0, 7.0), config)
     monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "20")
     assert warn_if_slow_to_stop(Pace(10.0, 0.0), config) is not None
@@ -257,7 +257,7 @@ def test_a_launch_warns_at_its_start_if_the_previous_one_saved_too_slowly(latent
     assert "warning" not in ranks.run(tmp_path / "log", ["--config", str(write_config(tmp_path, fields))])
     fields |= {"max_steps": 4, "checkpoint": {"every": 2, "grace": 1.0}}
     said = ranks.run(tmp_path / "log-2", ["--config", str(write_config(tmp_path, fields))])
-    assert said.count("but the kill comes after 1 s") == 1
+    assert said.count("but the run is killed after 1 s") == 1
 
 
 def test_the_young_stay_too() -> None:

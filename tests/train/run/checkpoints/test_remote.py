@@ -124,7 +124,7 @@ def test_a_deleted_and_restarted_run_is_not_mixed_with_the_earlier_one(store: Lo
     assert found is None and not (run.lease.run_dir / TRACKER_ID).exists() and run.lease.number == 1
     late = checkpoint(earlier, 2, "earlier")
     run.upload(checkpoint(run, 2))
-    with pytest.raises(WorkError, match="was written by a launch with this one's number, 1"):
+    with pytest.raises(WorkError, match="was written by another launch with the number 1"):
         earlier.upload(late)
 
 
@@ -135,7 +135,7 @@ def test_damaged_checkpoints_are_skipped(store: LocalStore, tmp_path: Path, caps
     store.write("checkpoints/step-00000002.0001/unet/weights", b"flipped")
     _, found = start(store, tmp_path / "other")
     assert found is not None and found.folder.name == "step-00000001"
-    assert "step-00000002 is damaged and passed over" in capsys.readouterr().out
+    assert "step-00000002 is damaged and skipped" in capsys.readouterr().out
     store.remove(["checkpoints/step-00000001.0001/unet/weights"])
     with pytest.raises(RequestError, match=r"Every checkpoint of .* is damaged \(step-00000001, step-00000002\)"):
         start(store, tmp_path / "third")
@@ -259,7 +259,7 @@ def test_a_missing_share_is_named(store: LocalStore, tmp_path: Path) -> None:
     run = acquire(store, tmp_path / "copies")
     exchange, target = UrlExchange(tmp_path, WriterGroup(0, 2, timeout=0.1), run), step_folder(tmp_path, 2)
     store.write("checkpoints/step-00000002.0001/part-00001-of-an-earlier-launch.json", b"{}")
-    with pytest.raises(WorkError, match=r"process 1 has not written its share of it in 0.1 s .* can reach its URL"):
+    with pytest.raises(WorkError, match=r"process 1 has not written its share within 0.1 s .* can reach its URL"):
         exchange.wait_for(exchange.private(target), target, 1)
 
 

@@ -82,7 +82,7 @@ def test_one_of_several_launches_proceeds_and_the_others_say_which(tmp_path: Pat
             message = " ".join(process.communicate()[1].split())
             assert process.returncode == 2
             assert f"{tmp_path} is in use: launch 1 (host " in message
-            assert f"process {alive.pid}, since" in message and "a run has one launch at a time" in message
+            assert f"process {alive.pid}, since" in message and "only one launch may use a run at a time" in message
     alive.kill()
     alive.communicate()
     # a process of this machine that died of SIGKILL is known to be dead at once
@@ -156,7 +156,7 @@ def test_a_silent_launch_is_superseded_and_a_live_one_is_not(backend: Backend, f
     thread.start()
     try:
         for seen in (Seen(), Seen(free)):  # also if it was silent earlier
-            with pytest.raises(RunInUse, match=r"is in use: launch 1 \(host .*\) trains in it"):
+            with pytest.raises(RunInUse, match=r"is in use: launch 1 \(host .*\) is training in it"):
                 Lease.acquire(backend, 60, seen)
     finally:
         stopped.set()
@@ -204,6 +204,6 @@ def test_a_refused_request_creates_no_run(latents: Path, tmp_path: Path) -> None
     from train.__main__ import run
 
     fields = train_fields(latents, tmp_path / "run", num_processes=2)
-    with pytest.raises(RequestError, match="num_processes is 2, but 1 were started"):
+    with pytest.raises(RequestError, match="num_processes is 2, but 1 process was started"):
         run(["--config", str(write_config(tmp_path, fields))])
     assert not (tmp_path / "run").exists()

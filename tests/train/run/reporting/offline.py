@@ -73,12 +73,12 @@ def png_of_step(step: int) -> bytes:
 
 
 def write_results(run: Store, step: int, **values: float) -> None:
-    """Write a results file with a valid picture."""
+    """Write a results file with a valid image."""
     write_results_with_picture(run, step, png_of_step(step), values)
 
 
 def write_results_with_picture(run: Store, step: int, picture: bytes, values: dict[str, float]) -> None:
-    """Write a results file with one picture, which need not be a valid PNG."""
+    """Write a results file with one image, which need not be a valid PNG."""
     content = BytesIO()
     with ZipFile(content, "w") as archive:
         archive.writestr("values.json", json.dumps({"step": step, "values": values}))

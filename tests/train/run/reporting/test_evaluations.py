@@ -157,7 +157,9 @@ def test_tell_refuses_a_run_that_a_launch_holds_and_a_folder_without_a_run(
     monkeypatch.setattr("train.run.lease.owner.machine", lambda: "a different machine")
     with acquire(tmp_path):
         monkeypatch.undo()
-        with pytest.raises(RequestError, match=r"is in use: launch 1 .* trains in it, and a run has one launch at a"):
+        with pytest.raises(
+            RequestError, match=r"is in use: launch 1 .* is training in it, and a run has one launch at a"
+        ):
             command(["tell", str(tmp_path)])
     with pytest.raises(RequestError, match=r"nothing is not a run: it has no config\.yaml\. Give the folder or URL"):
         command(["tell", str(tmp_path / "nothing")])
@@ -238,7 +240,7 @@ def damaged_archive(name: str, content: bytes, change: tuple[bytes, bytes]) -> b
 def test_damaged_results_and_pictures_hold_back_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The numbers beside a damaged picture are logged, and a file that cannot be read is tried again."""
+    """The numbers beside a damaged image are logged, and a file that cannot be read is tried again."""
     monkeypatch.setattr(evaluations, "POLL_SECONDS", 0.01)
     run, folder = open_store(tmp_path), "tracker/evaluations"
     for step, picture in {1: b"not a png", 2: png_of_step(2)[:-20], 3: FORGED, 4: png_of_step(4)}.items():
@@ -282,7 +284,7 @@ def test_damaged_results_and_pictures_hold_back_nothing_else(
 def test_tell_logs_the_numbers_beside_a_damaged_picture(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With wandb's own client, which decodes pictures with PIL."""
+    """With wandb's own client, which decodes images with PIL."""
     use_offline_wandb(monkeypatch)
     run_dir = tmp_path / "run"
     command(["--config", str(write_config(tmp_path, train_fields(latents, run_dir, log=log_settings("wandb"))))])
