@@ -35,8 +35,8 @@ from train.model.config import AdamWConfig, EmaConfig, OptimizerConfig, Schedule
 from train.model.ema import make_averages
 from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
+from train.model.network import build_network, compile_network
 from train.model.optimizer import Optimizer, build_optimizer
-from train.model.unet import build_unet, compile_network
 from train.objective.config import ObjectiveConfig
 from train.objective.loss import DiffusionLoss
 from train.run.health.meter import peak_memory
@@ -82,7 +82,7 @@ def main() -> None:
     accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[options.precision], cpu=device.type == "cpu")
     if device.type == "cpu":
         configure_malloc()  # like `train`
-    unet = build_unet(options.unet, seed=0)
+    unet = build_network(options.unet, seed=0)
     matrix_rate = matmul_tflops(device, DTYPES[options.precision])
     parts = []
     if options.rounds:

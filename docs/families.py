@@ -24,7 +24,7 @@ def row(name: str) -> str:
     from plan.report import make_report
     from shards.base.config import load_config
     from train.config import TrainConfig
-    from train.model.unet import class_name, read_unet_config
+    from train.model.network import class_name, read_unet_config
 
     folder = ROOT / "configs" / name
     plan = load_config(Plan, folder / "plan.yaml", ["--gpus", str(GPUS)], "plan")

@@ -24,8 +24,8 @@ from train.early import no_checkpoint
 from train.export.pipeline import check_pipeline
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
+from train.model.network import build_network, load_pretrained
 from train.model.optimizer import freeze_except
-from train.model.unet import build_unet, load_pretrained
 from train.objective.alignment import Aligned, find_features, layer_shape, make_head
 from train.objective.validation import FoundValidation, Validation, find_validation, open_validation
 from train.run.checkpoints import local_copy
@@ -110,10 +110,10 @@ def prepare(
     spec = open_data(config.data, config.global_batch_size, found)
     encoding = found.streams[0].encoding
     backbone = config.backbone.resolved(spec.texts)
-    without_weights = build_unet(config.network, None)
+    without_weights = build_network(config.network, None)
     check_fit(without_weights, spec, backbone)
     check_precision(without_weights, config.precision)
-    network = build_unet(config.network, config.seed)
+    network = build_network(config.network, config.seed)
     freeze_except(network, config.train_only)
     aligned = make_aligned(config, spec, network, backbone, sorted(encoding.features))
 

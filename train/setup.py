@@ -15,9 +15,9 @@ from train.metrics import Metrics
 from train.model.ema import make_averages
 from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
+from train.model.network import compile_network
 from train.model.optimizer import Optimizer, build_optimizer
 from train.model.sharding import shard_weights
-from train.model.unet import compile_network
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.checkpoints.checkpoint import SNAPSHOTS, drop_later, restore, trained

@@ -8,8 +8,8 @@ import torch
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup, seconds_of
 from bench.train_step import TEXT_LENGTH, latent_hw
+from train.model.network import build_network
 from train.model.norms import use_low_precision_norms
-from train.model.unet import build_unet
 
 
 def choices(setup: Setup, found: Findings) -> None:
@@ -35,7 +35,7 @@ def passes(setup: Setup, how: dict[str, Any], lowered: bool) -> Callable[[], Non
         how: options of torch.compile.
     """
     torch.compiler.reset()
-    unet = build_unet(setup.unet, 0)
+    unet = build_network(setup.unet, 0)
     use_low_precision_norms(unet)
     dtype = torch.bfloat16 if lowered else torch.float32
     unet.to(setup.device, dtype=dtype, memory_format=torch.channels_last)

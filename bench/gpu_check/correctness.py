@@ -14,8 +14,8 @@ from bench.gpu_check.setup import Setup
 from bench.train_step import DTYPES, StepSetting, make_batch
 from train.data.draws import Draws, Purpose
 from train.model.config import AdamWConfig, ScheduleConfig
+from train.model.network import build_network
 from train.model.sharding import shard_weights
-from train.model.unet import build_unet
 from train.step import TrainStep
 
 BUCKET, BATCH, MICROBATCH = "64x64", 16, 8
@@ -90,7 +90,7 @@ def plain_losses(setup: Setup, precision: Any, split: bool) -> list[float]:
 
 def plain_steps(setup: Setup, train_step: TrainStep, precision: Any, split: bool) -> list[float]:
     """Train a new network with the step's loss, and return its losses."""
-    unet = build_unet(setup.curve_unet, 0).to(setup.device)
+    unet = build_network(setup.curve_unet, 0).to(setup.device)
     batch = make_batch(BUCKET, BATCH, unet).to(setup.device)
     if split:
         shard_weights(unet, "full", precision)

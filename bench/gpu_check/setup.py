@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from bench.encode import EncoderSizes, sizes_for
 from bench.kit.common import synchronize
 from bench.train_step import StepSetting, training
-from train.model.unet import build_unet
+from train.model.network import build_network
 from train.start import ACCELERATE_PRECISION
 from train.step import TrainStep
 
@@ -87,7 +87,7 @@ class Setup:
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[precision], cpu=self.device.type == "cpu")
         options = Namespace(batch=batch, unet=unet, precision=precision)
-        with training(setting, options, accelerator, build_unet(unet, 0), **fields) as running:
+        with training(setting, options, accelerator, build_network(unet, 0), **fields) as running:
             yield running
 
 

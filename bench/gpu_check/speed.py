@@ -28,7 +28,7 @@ from bench.train_step import TEXT_LENGTH, StepSetting, latent_hw, measure
 from train.model.backbone import BackboneConfig
 from train.model.fit import on_meta
 from train.model.flops import TRAIN_OVER_FORWARD
-from train.model.unet import build_unet
+from train.model.network import build_network
 from train.run.health.meter import peak_memory
 
 PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate", "numpy")
@@ -78,7 +78,7 @@ def training(setup: Setup, found: Findings, which: int) -> None:
             continue
         start = time.perf_counter()
         with found.tried("steps", **cells):
-            result = measure(setting, options, accelerator, build_unet(setup.unet, 0))
+            result = measure(setting, options, accelerator, build_network(setup.unet, 0))
             took = f"{time.perf_counter() - start:.0f} s in total"
             rates = {"per_second": result.images_per_second, "tflops": result.tflops, "memory_gib": result.memory_gb}
             found.row("steps", **cells, **rates, note="out of memory" if result.images_per_second is None else took)
@@ -160,7 +160,7 @@ def describe_step(setup: Setup, found: Findings, events: Iterable[FunctionEvent]
 
 def step_flops(setup: Setup, batch: int) -> dict[str, float]:
     """Count the FLOPs of a step by class on the meta device, as three times those of the forward pass."""
-    unet = build_unet(setup.unet, None)
+    unet = build_network(setup.unet, None)
     record = encoding_record(TEXT_LENGTH, unet.config.cross_attention_dim)
     backbone = BackboneConfig().resolved(record.texts)
     _, call = on_meta(unet, backbone, record, latent_hw(setup.buckets[1]))

@@ -22,8 +22,8 @@ from precompute.encode.networks import lowered as with_weights_in
 from shards.format.buckets import Bucket
 from shards.format.towers import ONLY_TEXT
 from train.model.channels_last import keep_channels_last
+from train.model.network import build_network
 from train.model.norms import use_low_precision_norms
-from train.model.unet import build_unet
 
 TEXT_LENGTH, DOWNSAMPLING, ENCODED = 77, 8, 64
 
@@ -50,13 +50,13 @@ class TrainingStep:
 
 @cache
 def _unet(path: Path) -> Any:
-    return build_unet(path, None)
+    return build_network(path, None)
 
 
 @cache
 def training_work(path: Path, step: TrainingStep) -> DeviceWork:
     """Compute the work of a U-Net's training step in bfloat16 autocast."""
-    unet = build_unet(path, None)
+    unet = build_network(path, None)
     keep_channels_last(unet)
     if step.low_precision_norms:
         use_low_precision_norms(unet)

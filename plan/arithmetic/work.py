@@ -114,7 +114,7 @@ def network_calls(
 
     from train.data.spec import DataSpec  # imports diffusers, which cached plans do not need
     from train.model.fit import check_fit, on_meta
-    from train.model.unet import class_of
+    from train.model.network import class_of
 
     backbone, path = _backbone(networks)
     fields, data = _read_json(path), DataSpec(image, texts, {}, {}, (), 1)

@@ -9,7 +9,7 @@ import torch
 import bench.train_step as bench
 from plan.measured import read_rates
 from tests.runs import UNET
-from train.model.unet import build_unet
+from train.model.network import build_network
 
 
 def options(*more: str) -> Namespace:
@@ -40,7 +40,7 @@ def test_a_setting_that_runs_out_of_memory_is_listed(
 
     monkeypatch.setattr(bench, "training", run_out)
     accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
-    out = bench.measure(bench.StepSetting("64x64", 16), options(), accelerator, build_unet(UNET, 0))
+    out = bench.measure(bench.StepSetting("64x64", 16), options(), accelerator, build_network(UNET, 0))
     good = [
         bench.Result(bench.StepSetting("64x64", size, True), rate, 1.0, 0.5) for size, rate in ((4, 10.0), (8, 12.5))
     ]
@@ -61,4 +61,4 @@ def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "training", fail)
     accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        bench.measure(bench.StepSetting("64x64", 16), options(), accelerator, build_unet(UNET, 0))
+        bench.measure(bench.StepSetting("64x64", 16), options(), accelerator, build_network(UNET, 0))

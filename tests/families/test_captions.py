@@ -11,7 +11,7 @@ from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from tests.families.online import EMBEDS
 from tests.families.small import FAMILIES, Small
-from train.model.unet import build_unet
+from train.model.network import build_network
 
 CAPTIONS = ["A RED Barn", "Two dogs, and a CAT", "10 Blobs of CLAY"]
 
@@ -34,7 +34,7 @@ class Listening:
 def test_towers_get_the_text_that_the_pipeline_gives_them(name: str, small: Callable[[str], Small]) -> None:
     """The pipeline uses its defaults. Case matters, because most tokenizers map it to different tokens."""
     made = small(name)
-    pipeline = made.pipeline(build_unet(made.folder / "backbone.json", 0), DDPMScheduler())
+    pipeline = made.pipeline(build_network(made.folder / "backbone.json", 0), DDPMScheduler())
     names = sorted(component for component in pipeline.components if component.startswith("tokenizer"))
     listening = [Listening(getattr(pipeline, component)) for component in names]
     for component, tokenizer in zip(names, listening, strict=True):

@@ -16,7 +16,7 @@ from shards.base.config import load_config
 from tests.families.small import CONFIGS, FAMILIES
 from tests.rooms import modules
 from train.config import TrainConfig
-from train.model.unet import CLASSES, class_name, class_of, read_unet_config
+from train.model.network import CLASSES, class_name, class_of, read_unet_config
 
 PARAMETERS = {
     "sd2": 865_910_724,

@@ -15,7 +15,7 @@ from tests.families import calls
 from tests.families.small import CONFIGS, PIXART, TOKENS, Family, make_small
 from tests.families.steps import check_loss, check_steps, make_case
 from train.config import TrainConfig
-from train.model.unet import class_of
+from train.model.network import class_of
 
 NAME = "pixart-alpha"
 # its size embeddings take a third of the width each, and its pipeline needs them at a sample_size of 128

@@ -19,8 +19,8 @@ from tests.runs import UNET, curve, train_fields, write_config
 from train.__main__ import run as command
 from train.model.blocks import BlockHook, add_hook, find_blocks
 from train.model.config import OPTIMIZERS, OptimizerConfig, optimizer_class
+from train.model.network import build_network, class_of
 from train.model.tensors import load_tensors
-from train.model.unet import build_unet, class_of
 from train.run.checkpoints.checkpoint import OPTIMIZER_NAME, WEIGHTS_NAME, newest_checkpoint, step_folder
 
 
@@ -163,7 +163,7 @@ def test_train_only_trains_a_subset_of_the_parameters(latents: Path, tmp_path: P
     run = train(tmp_path, latents, "run", train_only=["*.attn2.*", "conv_out.bias"], optimizer={"lr": 0.01})
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
-    network = build_unet(UNET, seed=0)
+    network = build_network(UNET, seed=0)
     first, last = network.state_dict(), load_tensors(checkpoint.weights("raw") / WEIGHTS_NAME)
     trained = {name for name in first if ".attn2." in name or name == "conv_out.bias"}
     assert trained and first.keys() == last.keys() == load_tensors(checkpoint.weights("ema") / WEIGHTS_NAME).keys()

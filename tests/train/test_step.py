@@ -33,8 +33,8 @@ from train.data.streams import open_data
 from train.model.config import AdamWConfig, DdpConfig, EmaConfig, ScheduleConfig
 from train.model.ema import Ema
 from train.model.inputs import Conditioning
+from train.model.network import build_network, compile_network
 from train.model.optimizer import Optimizer, build_optimizer
-from train.model.unet import build_unet, compile_network
 from train.objective.config import ObjectiveConfig
 from train.objective.latents import StoredLatents
 from train.objective.loss import DiffusionLoss
@@ -186,7 +186,7 @@ def test_a_step_outside_a_run_trains_as_a_run_does(latents: Path, tmp_path: Path
     config = DataConfig.model_validate({"streams": streams, "num_workers": 0, "num_canonical_nodes": 4})
     root = open_data(config, global_batch_size=8)
     loader = Loader(config, root, 8, seed=0, step=0, slots=torch.arange(8))
-    accelerator, network = Accelerator(cpu=True), build_unet(UNET, seed=0)
+    accelerator, network = Accelerator(cpu=True), build_network(UNET, seed=0)
     place_network(network, accelerator.device)
     adamw = build_optimizer(dict(network.named_parameters()), AdamWConfig())
     optimizer = Optimizer(adamw, accelerator, AdamWConfig(), schedule, max_steps=3)
@@ -247,7 +247,7 @@ def test_a_whole_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
     draws."""
     optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim hides this module's name
     monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["meta"])
-    unet = build_unet(UNET, None)
+    unet = build_network(UNET, None)
     width, tokens = unet.config.cross_attention_dim, 5
     adamw = build_optimizer(dict(unet.named_parameters()), AdamWConfig())
     optimizer = Optimizer(adamw, FakeAccelerator(), AdamWConfig(), ScheduleConfig(), 10)
@@ -306,7 +306,7 @@ def test_weights_are_cast_once_per_step(accelerator: Accelerator) -> None:
     width, tokens = 12, 5
     gradients, counts = [], []
     for casts_per_microbatch in (True, False):
-        unet = build_unet(UNET, 0)
+        unet = build_network(UNET, 0)
         width = unet.config.cross_attention_dim
         loss = DiffusionLoss(ObjectiveConfig(), spec(torch.ones(tokens, width).half()), cpu)
         model = accelerator.prepare_model(unet, device_placement=False)
@@ -324,7 +324,7 @@ def test_weights_are_cast_once_per_step(accelerator: Accelerator) -> None:
 def test_each_latent_shape_compiles_one_graph(graphs: list[torch.fx.GraphModule], accelerator: Accelerator) -> None:
     """All microbatches of a step share a graph, including the smaller last one, and validation with other batch sizes
     uses it, too. A second latent shape compiles a second graph. Captions are trimmed."""
-    unet = build_unet(UNET, 0)
+    unet = build_network(UNET, 0)
     compile_network(unet, num_shapes=2)
     model = accelerator.prepare_model(unet, device_placement=False)
     width, tokens, cpu = unet.config.cross_attention_dim, 5, torch.device("cpu")
@@ -345,7 +345,7 @@ def test_ddp_splits_stable_diffusion_2_into_at_most_eight_graphs(monkeypatch: py
     assert handler["gradient_as_bucket_view"] and 250 <= handler["bucket_cap_mb"] <= 500
     splitter = DDPOptimizer(handler["bucket_cap_mb"] * 2**20, lambda graph, inputs: graph.forward)
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=splitter.compile_fn))
-    unet = build_unet(Path("configs/unet/sd2-base.json"), None)
+    unet = build_network(Path("configs/unet/sd2-base.json"), None)
     compile_network(unet, num_shapes=1)
     latents, text = torch.empty(2, 4, 32, 32, device=META), torch.empty(2, 77, 1024, device=META)
     unet(latents, timestep=torch.empty(2, device=META), encoder_hidden_states=text, return_dict=False)

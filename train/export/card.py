@@ -14,7 +14,7 @@ from train.data.selection import FilterConfig
 from train.export.components import default_size, trained_sizes
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
-from train.model.unet import class_name
+from train.model.network import class_name
 from train.objective.config import ObjectiveConfig
 
 CARD = Path(__file__).with_name("card.md")

@@ -18,7 +18,7 @@ from shards.format.towers import ImageTower, TextTower, Weights
 from train.config import TrainConfig
 from train.data.spec import keep_towers
 from train.model.backbone import PipelineConfig
-from train.model.unet import UNET
+from train.model.network import UNET
 
 ZEROS = "force_zeros_for_empty_prompt"
 """Constructor argument of pipelines that replace a missing negative prompt with zeros."""

@@ -40,7 +40,7 @@ from train.export.components import (
 )
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
-from train.model.unet import class_name
+from train.model.network import class_name
 from train.objective.config import ObjectiveConfig
 from train.objective.paths import noise_scheduler
 from train.run.checkpoints.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint

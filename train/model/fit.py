@@ -12,7 +12,7 @@ from shards.format.towers import ImageTower, TextTower
 from train.data.spec import DataSpec
 from train.model.backbone import BackboneConfig
 from train.model.inputs import Pooled, example
-from train.model.unet import BUILD_ERRORS, CLASSES, class_name, class_of, same
+from train.model.network import BUILD_ERRORS, CLASSES, class_name, class_of, same
 
 EXTRA_INPUTS: dict[str, tuple[str | None, ...]] = {
     "class_embed_type": (None,),

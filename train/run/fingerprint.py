@@ -14,7 +14,7 @@ from shards.base.errors import RequestError
 from train.data import order
 from train.data.spec import DataConfig, DataSpec, OpenStream
 from train.model.backbone import BackboneConfig
-from train.model.unet import class_name
+from train.model.network import class_name
 from train.objective.config import ObjectiveConfig
 
 INDEX_FIELDS = ("samples", "selection_sha256", "index_sha256", "exclusions")

@@ -61,7 +61,7 @@ from train.config import TrainConfig
 from train.data.draws import global_slots
 from train.data.loader import Loader
 from train.data.streams import open_data
-from train.model.unet import build_unet
+from train.model.network import build_network
 from train.objective.config import ObjectiveConfig
 from train.prepare import prepare
 from train.run.fingerprint import check_resume, make_fingerprint
@@ -536,7 +536,7 @@ def test_a_run_resumes_only_with_the_tower_that_it_began_with(root: Path, tmp_pa
     found = []
     for tower in ("texts.clip", "texts.t5"):
         spec = open_data(data.model_copy(update={"towers": [tower]}), 8)
-        unet = build_unet(Path(train_fields(root, tmp_path / "run")["backbone"]["config"]), 0)
+        unet = build_network(Path(train_fields(root, tmp_path / "run")["backbone"]["config"]), 0)
         found.append(make_fingerprint(0, 8, data, spec, ObjectiveConfig(), unet))
     with pytest.raises(RequestError, match=r"towers: clip ≠ t5"):
         check_resume(tmp_path, found[0], found[1])

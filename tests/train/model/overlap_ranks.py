@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.runs import UNET
-from train.model.unet import build_unet
+from train.model.network import build_network
 
 BUCKET_MB = 0.05
 
@@ -17,7 +17,7 @@ BUCKET_MB = 0.05
 def record(arguments: list[str]) -> None:
     """Run two steps of two microbatches each, and print the events of the second step as JSON."""
     dist.init_process_group("gloo")
-    unet, events = build_unet(UNET, 0), list[tuple[str, float]]()
+    unet, events = build_network(UNET, 0), list[tuple[str, float]]()
     for parameter in unet.parameters():
         size = parameter.numel() * parameter.element_size()
         parameter.register_post_accumulate_grad_hook(lambda _, size=size: events.append(("ready", size)))

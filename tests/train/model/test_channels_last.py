@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.runs import UNET
 from train.model.channels_last import ChannelsLastTransformer, ChannelsLastUpsample, keep_channels_last
-from train.model.unet import build_unet
+from train.model.network import build_network
 
 SIDE, CHANNELS = 8, 32
 
@@ -65,7 +65,7 @@ def test_each_module_is_bit_equal_and_stays(make: Callable[[], Any]) -> None:
 
 
 def test_a_unet_keeps_its_names_and_its_answer() -> None:
-    plain, kept = build_unet(UNET, 3), build_unet(UNET, 3)
+    plain, kept = build_network(UNET, 3), build_network(UNET, 3)
     keep_channels_last(kept)
     kinds = {type(module) for module in kept.modules()}
     assert {ChannelsLastTransformer, ChannelsLastUpsample} <= kinds and not {Transformer2DModel, Upsample2D} & kinds
@@ -83,7 +83,7 @@ def test_a_stride_of_diffusers_own_is_seen() -> None:
 
 
 def test_the_configs_unet_is_one_whose_copies_are_known() -> None:
-    unet = build_unet(Path("configs/unet/sd2-base.json"), None)
+    unet = build_network(Path("configs/unet/sd2-base.json"), None)
     keep_channels_last(unet)
     left = [type(module).__name__ for module in unet.modules() if type(module) in (Transformer2DModel, Upsample2D)]
     assert not left and not any(module.training for module in unet.modules() if isinstance(module, ResnetBlock2D))

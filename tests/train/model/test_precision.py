@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.train.specs import make_batch, spec
 from train.config import ObjectiveConfig
 from train.data.draws import Draws
+from train.model.network import build_network
 from train.model.norms import LowPrecisionGroupNorm, LowPrecisionLayerNorm, use_low_precision_norms
-from train.model.unet import build_unet
 from train.objective.loss import DiffusionLoss
 
 UNET = Path(__file__).parents[2] / "tiny_unet.json"
@@ -23,7 +23,7 @@ BFLOAT16_EPS = 2.0**-8
 
 @pytest.fixture
 def unet() -> UNet2DConditionModel:
-    return build_unet(UNET, seed=3)
+    return build_network(UNET, seed=3)
 
 
 def loss_and_gradients(unet: UNet2DConditionModel, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from tests.train.specs import CHANNELS, TOKENS, WIDTH, Answer, make_batch, spec
 from train.__main__ import run as command
 from train.config import TrainConfig
 from train.data.draws import Draws
-from train.model.unet import build_unet
+from train.model.network import build_network
 from train.objective.alignment import (
     Aligned,
     StoredFeatures,
@@ -305,7 +305,7 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
         fields = fields_of(root, tmp_path / name, repa={"layer": layer, "hidden": 24})
         config = TrainConfig.model_validate(fields)
         torch.manual_seed(0)
-        unet = build_unet(UNET, seed=3)
+        unet = build_network(UNET, seed=3)
         prepared = prepare(config)
         assert prepared.aligned is not None
         aligned = Aligned(unet, prepared.aligned.head, config.repa, prepared.aligned.features)

@@ -16,7 +16,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from tests.train.specs import make_batch, spec
 from train.data.draws import Draws
 from train.export.pipeline import sampler
-from train.model.unet import build_unet
+from train.model.network import build_network
 from train.objective.config import ObjectiveConfig
 from train.objective.loss import DiffusionLoss
 
@@ -32,7 +32,7 @@ NUM_SAMPLES = 4
 @pytest.fixture(scope="module")
 def trained() -> UNet2DConditionModel:
     """A U-Net trained on one image's latents 400 × 16 times."""
-    unet = build_unet(UNET, seed=0)
+    unet = build_network(UNET, seed=0)
     loss = DiffusionLoss(OBJECTIVE, spec(posterior="mean", scaling_factor=1.0, uncond=TEXT), torch.device("cpu"))
     optimizer = torch.optim.AdamW(unet.parameters(), lr=3e-3)
     slots = torch.arange(16)

@@ -195,7 +195,7 @@ def load_weights(unet: Any, folder: Path) -> None:
     Raises:
         RequestError: they belong to a different architecture.
     """
-    from train.model.unet import load_matching
+    from train.model.network import load_matching
 
     load_matching(unet, folder / WEIGHTS_NAME, json.loads((folder / "config.json").read_text()))
 

@@ -62,7 +62,7 @@ class CheckpointWriter:
         self,
         run_dir: Path,
         lease: Lease,
-        unet_json: str,
+        network_json: str,
         fingerprint: dict[str, Any],
         config: CheckpointConfig,
         group: WriterGroup = SINGLE,
@@ -72,11 +72,11 @@ class CheckpointWriter:
 
         Args:
             run_dir: local run folder, or a folder in it with the same layout, for snapshots of averages.
-            unet_json: diffusers config of the backbone.
+            network_json: diffusers config of the backbone.
             remote: uploads to the run's URL, if it has one.
         """
         self.lease, self.group, self.main = lease, group, group.rank == 0
-        self.run_dir, self.unet_json, self.config, self.remote = run_dir, unet_json, config, remote
+        self.run_dir, self.network_json, self.config, self.remote = run_dir, network_json, config, remote
         self.content: dict[str, Any] = {
             "version": VERSION,
             "tag": config.tag or run_dir.name,
@@ -206,7 +206,7 @@ class CheckpointWriter:
             path = folder / name
             if path.parent != folder:
                 written.append(path.with_name("config.json"))
-                written[-1].write_text(self.unet_json)
+                written[-1].write_text(self.network_json)
             shares = {key: self._share(path, names, rank).name for key, rank in names.items()}
             if set(shares.values()) - {path.name}:
                 written.append(write_index(path, shares))

@@ -16,7 +16,7 @@ from tests import ranks
 from tests.runs import UNET, acquire, curve, train_fields, write_config
 from train.model.config import EmaConfig
 from train.model.ema import make_averages
-from train.model.unet import build_unet, read_unet_config
+from train.model.network import build_network, read_unet_config
 from train.run.checkpoints import writer as checkpoint
 from train.run.checkpoints.checkpoint import (
     list_checkpoints,
@@ -36,7 +36,7 @@ from train.run.state import TrainState
 
 @pytest.fixture
 def unet() -> UNet2DConditionModel:
-    return build_unet(UNET, seed=0)
+    return build_network(UNET, seed=0)
 
 
 def writer(folder: Path, unet: UNet2DConditionModel, **fields: Any) -> CheckpointWriter:

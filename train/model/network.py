@@ -33,7 +33,7 @@ BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, Type
 """Exceptions that diffusers' classes raise for inconsistent sizes."""
 
 
-def build_unet(path: Path, seed: int | None) -> Any:
+def build_network(path: Path, seed: int | None) -> Any:
     """Build a network from a diffusers config.json, with random weights that depend only on `seed`.
 
     Args:

@@ -12,7 +12,7 @@ from shards.base.errors import RequestError
 from tests.runs import UNET
 from train.config import TrainConfig
 from train.model.config import AdamWConfig
-from train.model.unet import build_unet, load_pretrained
+from train.model.network import build_network, load_pretrained
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -54,10 +54,10 @@ def test_the_phases_are_as_designed() -> None:
 def test_weights_depend_on_the_seed_alone() -> None:
     path = Path(__file__).parents[2] / "tiny_unet.json"
     torch.manual_seed(1)
-    one = build_unet(path, 7).state_dict()
+    one = build_network(path, 7).state_dict()
     torch.manual_seed(2)
-    two = build_unet(path, 7).state_dict()
-    other = build_unet(path, 8).state_dict()
+    two = build_network(path, 7).state_dict()
+    other = build_network(path, 8).state_dict()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
@@ -66,7 +66,7 @@ def test_dropout_is_refused(tmp_path: Path) -> None:
     fields = json.loads((Path(__file__).parents[2] / "tiny_unet.json").read_text()) | {"dropout": 0.1}
     (tmp_path / "unet.json").write_text(json.dumps(fields))
     with pytest.raises(RequestError, match=r"sets dropout 0\.1"):
-        build_unet(tmp_path / "unet.json", 0)
+        build_network(tmp_path / "unet.json", 0)
 
 
 TINY = Path(__file__).parents[2] / "tiny_unet.json"
@@ -74,12 +74,12 @@ TINY = Path(__file__).parents[2] / "tiny_unet.json"
 
 @pytest.mark.parametrize(("variant", "most"), [(None, "10GB"), ("fp16", "10GB"), (None, "200KB")])
 def test_a_pretrained_folder_is_loaded_as_float32(tmp_path: Path, variant: str | None, most: str) -> None:
-    theirs = build_unet(TINY, 1)
+    theirs = build_network(TINY, 1)
     if variant:
         theirs.half()
     theirs.save_pretrained(tmp_path, variant=variant, max_shard_size=most)
     assert most == "10GB" or len(list(tmp_path.glob("*.safetensors"))) > 1
-    ours = build_unet(TINY, 2)
+    ours = build_network(TINY, 2)
     load_pretrained(ours, str(tmp_path))
     expected = theirs.float().state_dict()
     assert all(
@@ -92,10 +92,10 @@ def test_float32_weights_are_preferred_to_half_precision_ones(
     tmp_path: Path, most: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Float32 weights are loaded from one file or several; weights in half precision only with a message."""
-    theirs = build_unet(TINY, 1)
+    theirs = build_network(TINY, 1)
     theirs.save_pretrained(tmp_path, max_shard_size=most)
-    build_unet(TINY, 1).half().save_pretrained(tmp_path, variant="fp16")
-    ours = build_unet(TINY, 2)
+    build_network(TINY, 1).half().save_pretrained(tmp_path, variant="fp16")
+    ours = build_network(TINY, 2)
     load_pretrained(ours, str(tmp_path))
     expected = theirs.state_dict()
     assert all(value.equal(expected[name]) for name, value in ours.state_dict().items())
@@ -122,36 +122,36 @@ def test_a_transformer_for_another_sample_size_is_refused(tmp_path: Path) -> Non
     }
     path = tmp_path / "backbone.json"
     path.write_text(json.dumps(fields))
-    build_unet(path, 1).save_pretrained(tmp_path / "theirs")
-    load_pretrained(build_unet(path, 2), str(tmp_path / "theirs"))
+    build_network(path, 1).save_pretrained(tmp_path / "theirs")
+    load_pretrained(build_network(path, 2), str(tmp_path / "theirs"))
     path.write_text(json.dumps(fields | {"sample_size": 64}))
     with pytest.raises(RequestError, match=r"sample_size: 32 ≠ 64 \(pretrained ≠ config\)"):
-        load_pretrained(build_unet(path, 2), str(tmp_path / "theirs"))
+        load_pretrained(build_network(path, 2), str(tmp_path / "theirs"))
 
 
 def test_another_architecture_is_refused_by_its_fields(tmp_path: Path) -> None:
-    build_unet(TINY, 1).save_pretrained(tmp_path)
+    build_network(TINY, 1).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     fields = json.loads(path.read_text())
     # one number equals a list that repeats it, and a U-Net's sample_size does not change its output
     path.write_text(json.dumps(fields | {"attention_head_dim": [4, 4], "sample_size": 99}))
-    load_pretrained(build_unet(TINY, 2), str(tmp_path))
+    load_pretrained(build_network(TINY, 2), str(tmp_path))
     path.write_text(json.dumps(fields | {"cross_attention_dim": 32, "in_channels": 9}))
     with pytest.raises(
         RequestError, match=r"in_channels: 9 ≠ 4; .*cross_attention_dim: 32 ≠ 16 \(pretrained ≠ config\)"
     ):
-        load_pretrained(build_unet(TINY, 2), str(tmp_path))
+        load_pretrained(build_network(TINY, 2), str(tmp_path))
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(TINY.read_text())
     with pytest.raises(RequestError, match=r"has no diffusion_pytorch_model\.safetensors or .*Other formats are not"):
-        load_pretrained(build_unet(TINY, 2), str(tmp_path))
+        load_pretrained(build_network(TINY, 2), str(tmp_path))
 
 
 @pytest.mark.parametrize("length", [0, 1000])
 def test_pretrained_weights_cut_short_are_named(tmp_path: Path, length: int) -> None:
-    unet = build_unet(UNET, seed=0)
+    unet = build_network(UNET, seed=0)
     unet.save_pretrained(tmp_path)
     path = tmp_path / "diffusion_pytorch_model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
