@@ -128,7 +128,7 @@ def read_sealed(store: Store, name: str) -> dict[str, Any] | None:
 def write_once(
     store: Store, name: str, content: dict[str, Any], refusal: Callable[[dict[str, Any]], Exception]
 ) -> None:
-    """Create a sealed JSON, or check that the existing one has the same content.
+    """Create a sealed JSON file, or check that the existing one has the same content.
 
     Raises:
         Exception: the existing content differs. `refusal` builds the exception from it.

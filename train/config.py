@@ -124,12 +124,14 @@ class TrainConfig(Config):
         if self.init_from is not None and self.init_unet is not None:
             raise ValueError("init_from and init_unet both provide the initial weights; set only one of them")
         if self.init_from is not None and work_folder(self.init_from).resolve() == self.work.resolve():
-            raise ValueError("init_from is the run's own run_dir; remove it, because a run resumes without init_from")
+            raise ValueError(
+                "init_from is the run's own run_dir; remove the init_from setting, because a run resumes by itself"
+            )
         return self
 
     @property
     def start_timeout(self) -> float:
-        """Timeout of collectives in the first steps, in seconds, which allows for `data.first_timeout`."""
+        """Timeout for collectives in the first steps, in seconds, long enough for `data.first_timeout`."""
         return max(self.collective_timeout, self.data.first_timeout + self.data.timeout)
 
     def patience(self, seconds: float, num_processes: int) -> float:

@@ -181,7 +181,7 @@ def load_first_weights(
         load_weights(network, weights)
         shown = weights
         if isinstance(config.init_from, str) and weights.is_relative_to(start.folder):
-            shown = weights.relative_to(start.folder.parents[1])  # without the temporary folder of the download
+            shown = weights.relative_to(start.folder.parents[1])  # omits the temporary download folder
         return f"{start.tag} after step {start.state.step} ({shown})"
     elif config.init_unet is not None:
         load_pretrained(network, config.init_unet)
@@ -262,7 +262,7 @@ def find_all(
     seen = Seen(free, checkpoints)
     start = find_start(config, downloads) if own is None else None
     found = find_data(config.data, own.fingerprint["streams"] if own else ())
-    check_pipeline(config, found.streams[0].encoding)  # reject now what could not be exported after training
+    check_pipeline(config, found.streams[0].encoding)  # fail now if the trained model could not be exported
     held_out = None
     if config.validation.root is not None:
         pinned = own is not None and config.data.index == "pinned"

@@ -165,7 +165,7 @@ def read_set(place: Path | str) -> SampleSet:
     store = open_store(place)
     if (content := read_sealed(store, RECORD)) is None:
         raise RequestError(
-            f"{store.where()} is not a sample set: it has no {RECORD}. Give the folder of one setting, such as "
+            f"{store.where()} is not a sample set: it has no {RECORD}. Pass the folder of a single setting, such as "
             f"RUN/evaluations/step-00001000-auto/g8-s50-own."
         )
     count, size = content["drawing"]["num_samples"], content["part_size"]

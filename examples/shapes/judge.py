@@ -53,7 +53,7 @@ def _background(pixels: Array) -> tuple[Array, bool]:
 
 
 def _coverage(pixels: Array, background: Array, foreground: Array) -> Array:
-    """Return (height, width) the position of each pixel between background (0) and foreground (1)."""
+    """Return the foreground coverage of each pixel, from 0 (background) to 1 (foreground); shape (height, width)."""
     direction = foreground - background
     coverage = (pixels - background) @ direction / (direction @ direction)
     return np.where(coverage > 0.15, np.clip(coverage, 0, 1), 0)

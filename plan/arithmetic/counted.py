@@ -37,7 +37,7 @@ def cached_work(networks: Networks, buckets: Collection[str]) -> Work:
     with suppress(OSError, ValidationError):  # missing or truncated: count again
         return WORK.validate_json(path.read_bytes())
     work = count_work(networks, buckets)
-    with suppress(OSError):  # read-only home: the next plan counts again
+    with suppress(OSError):  # if the home folder is read-only, nothing is cached and the next plan counts again
         write_atomically(path, WORK.dump_json(work))
     return work
 

@@ -53,7 +53,7 @@ def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) ->
         formats[format_of(sample.image or b"")] += 1
     if missing:
         raise WorkError(
-            f"{name}.tar lacks {len(missing)} samples that the parquet file lists, the first of them {min(missing)}"
+            f"{name}.tar lacks {len(missing)} samples that the parquet file lists, starting with {min(missing)}"
         )
     return {"tar_bytes": tar.bytes, "tar_sha256": tar.sha256, "formats": dict(sorted(formats.items()))}
 

@@ -67,7 +67,9 @@ def threads(number: int, seconds: float | None = None) -> Iterator[Pool]:
         raise
     except BaseException as error:
         if not pool.close_within(seconds):
-            raise Stuck(f"a call took more than {seconds} s, after {type(error).__name__}: {error}") from error
+            raise Stuck(
+                f"a call timed out after {seconds} s; an earlier call failed with {type(error).__name__}: {error}"
+            ) from error
         raise
     pool.shutdown()
 
@@ -92,7 +94,7 @@ class CallSequence(Generic[Item, Result]):
                 self.future.exception(seconds)
             except TimeoutError:
                 if len(self.finished) == num_finished:
-                    raise Stuck(f"a call took more than {seconds} s and cannot be interrupted") from None
+                    raise Stuck(f"a call timed out after {seconds} s and cannot be interrupted") from None
             else:
                 self.future.result()
                 return self.finished

@@ -124,7 +124,7 @@ def start_batches(
     held: deque[StartedBatch] = deque()
     with turns.at_device(batches) as at_device:
         yield from start(at_device, towers, clock, held)
-    # everything is started, so the next tar may use the device
+    # all work of this tar is queued on the device, so the next tar may use it
     yield from held
 
 
@@ -152,7 +152,7 @@ def start_side_by_side(
 def start_tower_by_tower(
     batches: Iterable[PixelBatch], towers: Towers, clock: Timer, held: deque[StartedBatch]
 ) -> Iterator[StartedBatch]:
-    """Encode all images first, then all captions by one text tower after another, so that each tower is moved to the
+    """Encode all images first, then all captions with each text tower in turn, so that each tower is moved to the
     device once per tar. Batches and `held` are the same as in `start_side_by_side`.
     """
     captions = CaptionBatcher(towers.caption_batch)

@@ -52,7 +52,7 @@ def encode_on_worker(
     num_cpus: float,
     source: str,
 ) -> TarReceipts:
-    """Make one attempt at a tar, or at its parts in another root, and commit it to the root at `output`.
+    """Try once to encode a tar, or to re-encode its parts from another root, and commit the result at `output`.
 
     Args:
         report: called with the number of samples processed so far.

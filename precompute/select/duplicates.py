@@ -103,7 +103,9 @@ def read_partition(folder: Path, partition: int) -> np.ndarray:
 def find_drops(
     target: Path, partition: int, filtered: Sequence[Path], opt_out: Path | None, drop_duplicates: bool
 ) -> Path:
-    """Write a partition's rows to drop to `target` as sorted int64 (position × 2 + reason), unless `target` exists.
+    """Find the rows to drop from a partition, and write them to `target` as sorted int64 (position × 2 + reason).
+
+    Nothing is done if `target` exists.
 
     Args:
         filtered: folders of the filtered files, in input order. Each holds the hashes of its URLs, and with `opt_out`

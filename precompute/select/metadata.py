@@ -33,7 +33,7 @@ OUTPUT_SCHEMA = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
 DICTIONARY_COLUMNS = ["LANGUAGE"]  # URLs and captions rarely repeat, so dictionary encoding would only cost time
 BATCH_ROWS = 131_072
 WORK_NAME = ".work"  # subfolder of the output folder, removed when the selection is finished
-BUFFER_BYTES = 2**22  # read per column at a time, because a whole row group may be gigabytes
+BUFFER_BYTES = 2**22  # bytes read at a time from each column, because a whole row group may take gigabytes
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def _rename(batch: pa.RecordBatch, wanted: dict[str, str]) -> pa.RecordBatch:
     for name, spelling in wanted.items():
         column, field = batch.column(spelling), OUTPUT_SCHEMA.field(name)
         if pa.types.is_string(field.type) or pa.types.is_null(column.type):
-            column = column.cast(field.type)  # from dictionaries, large strings, numeric keys and null columns
+            column = column.cast(field.type)  # the column may have dictionary, large string, numeric or null type
         columns.append(column)
     return pa.RecordBatch.from_arrays(columns, names=list(wanted))
 

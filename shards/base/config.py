@@ -96,7 +96,8 @@ def load_for_run(model: type[ConfigT], arguments: list[str], command: str, about
         if set(arguments) & {"-h", "--help"}:
             load_config(model, None, ["--help"], f"{command} RUN", about)
         raise RequestError(
-            f"{command}: the run is missing. Pass it first: `python -m {command} RUN …`. --help lists the options."
+            f"{command}: the RUN argument is missing. Pass it first: `python -m {command} RUN …`. --help lists the "
+            f"options."
         )
     return parse_place(arguments[0]), load_config(model, None, arguments[1:], f"{command} RUN")
 

@@ -49,7 +49,7 @@ class MdsFile(Config):
 
 
 def mds_file(entry: Mapping[str, Any]) -> MdsFile:
-    """Convert an entry of an index.json."""
+    """Convert an entry of index.json into the record that a receipt stores."""
     raw = entry["raw_data"]
     (digest,) = raw["hashes"].values()
     return MdsFile(basename=raw["basename"], bytes=raw["bytes"], samples=entry["samples"], hash=digest)

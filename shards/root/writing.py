@@ -74,7 +74,7 @@ class WrittenPart:
     rejects: dict[str, list[str]]
     """Reason → keys of the samples that were refused for a reason other than their size or aspect ratio."""
     captions: dict[str, int]
-    """Number of `stored` captions, and how many of them had each of CAPTION_CHANGES."""
+    """Number of `stored` captions, and for each entry of CAPTION_CHANGES, the number of captions with that change."""
     mds: tuple[MdsFile, ...]
     records: dict[str, FileRecord]
     """Size and SHA-256 of the MDS files, computed while they were written."""

@@ -74,7 +74,11 @@ class Ema:
 
     @torch.no_grad()
     def update(self, parameters: Iterable[tuple[str, Tensor]], step: int) -> None:
-        """Update the average after optimizer step `step` (the first is 1), given the named parameters it began with."""
+        """Update the average after an optimizer step (the first is 1).
+
+        Args:
+            parameters: the same named parameters with which the average was created.
+        """
         if not self.has_begun(step):
             return
         if self.average is None:

@@ -126,7 +126,7 @@ class Sizes(Config):
     All are 0 if the size of the original is unknown (0 × 0)."""
 
     def arguments(self, name: str, context: InputContext) -> dict[str, Tensor | None]:
-        """Return the numbers, concatenated."""
+        """Return the numeric inputs, concatenated into one tensor."""
         import torch
 
         known = context.conditioning.sizes[:, 0] > 0

@@ -95,7 +95,7 @@ class Optimizer:
         grad_norm = gather(self.accelerator.clip_grad_norm_(model.parameters(), self.max_grad_norm))
         skipped = (~torch.isfinite(grad_norm)).float()
         if self.is_fused:
-            # the kernel decides on the device, so the host does not wait for it
+            # the fused kernel checks on the device whether to skip the step, so the host does not wait
             self.torch_optimizer.found_inf = skipped  # type: ignore[attr-defined]
             self.prepared.step()
         elif self.accelerator.scaler is not None or not skipped:  # the loss scaler skips such steps itself

@@ -79,5 +79,5 @@ class LossSums:
 
     @classmethod
     def from_json(cls, values: Any) -> "LossSums":
-        """Restore the result of `to_json`."""
+        """Restore sums from the output of `to_json`."""
         return cls(*torch.tensor(values, dtype=torch.float64).reshape(2, NUM_QUARTERS))

@@ -258,7 +258,7 @@ def test_a_run_in_an_object_store(trained: Path, words: list[str], s3: str, tmp_
     )
     assert hash_pipeline(there) == hash_pipeline(here)
     with pytest.raises(
-        RequestError, match=r"is a URL, but a pipeline is written to a local folder\. Set a folder with --o"
+        RequestError, match=r"is a URL, but a pipeline is written to a local folder\. Choose one with --o"
     ):
         export([f"{s3}/run"])
     with pytest.raises(RequestError, match=r"has no checkpoint step-00000005. It has step-00000002, step-"):

@@ -92,7 +92,7 @@ def rename(table: pa.Table, old: str, new: str) -> pa.Table:
 
 
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
-    (lambda folder: change_tar(folder, jpg=None, txt=None, json=None), "lacks 1 samples .* the first of them 0000001"),
+    (lambda folder: change_tar(folder, jpg=None, txt=None, json=None), "lacks 1 samples .* starting with 0000001"),
     (lambda folder: change_tar(folder, jpg=None), "sample 0000001 has no image"),
     (lambda folder: change_tar(folder, txt=None), "sample 0000001 has no caption"),
     (lambda folder: change_tar(folder, json=None), "the JSON of sample 0000001 is missing or has no key"),

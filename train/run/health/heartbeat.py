@@ -107,7 +107,7 @@ def find_missing_ranks(statuses: Sequence[RankStatus | None], silent: Collection
 
 
 class HeartbeatReporter:
-    """Publisher of this rank's status, every HEARTBEAT_SECONDS from `start` to `close`, and reader of all ranks'."""
+    """Publishes this rank's status every HEARTBEAT_SECONDS from `start` to `close`, and reads all ranks' statuses."""
 
     def __init__(self, rank: int = 0, world_size: int = 1, store: dist.Store | None = None, timeout: float = 600.0):
         """

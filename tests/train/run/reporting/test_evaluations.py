@@ -157,9 +157,7 @@ def test_tell_refuses_a_run_that_a_launch_holds_and_a_folder_without_a_run(
     monkeypatch.setattr("train.run.lease.owner.machine", lambda: "a different machine")
     with acquire(tmp_path):
         monkeypatch.undo()
-        with pytest.raises(
-            RequestError, match=r"is in use: launch 1 .* is training in it, and a run has one launch at a"
-        ):
+        with pytest.raises(RequestError, match=r"is in use: launch 1 .* is using it, and a run has one launch at a"):
             command(["tell", str(tmp_path)])
     with pytest.raises(RequestError, match=r"nothing is not a run: it has no config\.yaml\. Give the folder or URL"):
         command(["tell", str(tmp_path / "nothing")])
