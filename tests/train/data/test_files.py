@@ -238,7 +238,7 @@ def test_a_remote_root_needs_a_cache(root: Path, tmp_path: Path) -> None:
         spec = open_data(config, 8)
         shutil.rmtree(tmp_path / "cache")
         files.pipe_file(f"/mill/{one_of(root).relative_to(root)}", bytes(100))
-        with pytest.raises(WorkError, match=r"memory://mill/64x64/00001\.\w+/shard\.00000\.mds has 100 bytes, but"):
+        with pytest.raises(WorkError, match=r"memory://mill/64x64/00001\.\w+/shard\.00000\.mds is 100 bytes long, but"):
             keys_per_step(config, spec, 0, 30)
     finally:
         files.rm("/mill", recursive=True)
