@@ -171,4 +171,4 @@ def test_training_on_several_shapes(aspect_root: Path, tmp_path: Path) -> None:
     assert len(lines) == 5 and all(np.isfinite(line["loss"]) for line in lines)
     fields["data"]["streams"].append({"root": str(aspect_root), "bucket": "96x48"})
     result = run_module("train", "--config", str(write_config(tmp_path, fields)))
-    assert result.returncode == 2 and "96x48 holds 0 samples" in result.stderr.replace("\n", " ")
+    assert result.returncode == 2 and "96x48 has 0 samples" in result.stderr.replace("\n", " ")

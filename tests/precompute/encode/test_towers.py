@@ -496,7 +496,9 @@ def test_a_run_names_the_tower_that_it_trains_on(root: Path, tmp_path: Path) -> 
         path.write_text(yaml.safe_dump(fields | {"data": fields["data"] | data}))
         train(["--config", str(path)])
 
-    with pytest.raises(RequestError, match=r"names no text tower, .* data\.towers reads clip and t5\. Name one in"):
+    with pytest.raises(
+        RequestError, match=r"names no text tower, so data\.towers must .* selects clip and t5\. Name one in"
+    ):
         run()
     with pytest.raises(RequestError, match=r"asks for texts\.gemma, which .* does not have; it has texts\.clip, texts"):
         run(towers=["texts.gemma"])
