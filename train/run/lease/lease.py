@@ -42,7 +42,7 @@ def wait_until_free(backend: Backend, ttl: float, dead: Heartbeat | None = None)
             return heartbeat
         if heartbeat != first:
             raise RunInUse(
-                f"{backend.place} is in use: {describe(heartbeat.number, record)} is using it, and only "
+                f"{backend.place} is in use: {describe(heartbeat.number, record)} is training in it, and only "
                 f"one launch may use a run at a time. Wait until it ends, stop it, or choose a different run_dir."
             )
         if time.monotonic() > deadline:

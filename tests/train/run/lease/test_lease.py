@@ -156,7 +156,7 @@ def test_a_silent_launch_is_superseded_and_a_live_one_is_not(backend: Backend, f
     thread.start()
     try:
         for seen in (Seen(), Seen(free)):  # also if it was silent earlier
-            with pytest.raises(RunInUse, match=r"is in use: launch 1 \(host .*\) is using it"):
+            with pytest.raises(RunInUse, match=r"is in use: launch 1 \(host .*\) is training in it"):
                 Lease.acquire(backend, 60, seen)
     finally:
         stopped.set()

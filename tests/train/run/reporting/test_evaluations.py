@@ -65,7 +65,7 @@ def test_wandb_gets_evaluations_in_the_training_run(
     for step in (1, 2):
         write_results(run, step, **{NAME: step / 10})
     with pytest.raises(
-        RequestError, match=r"has completed 2 of its 6 steps\. The launch that resumes it logs the eval"
+        RequestError, match=r"has completed 2 of its 6 steps\. The launch that resumes it will log the eval"
     ):
         command(["tell", str(run_dir)])
     with monkeypatch.context() as patch:
@@ -157,7 +157,7 @@ def test_tell_refuses_a_run_that_a_launch_holds_and_a_folder_without_a_run(
     monkeypatch.setattr("train.run.lease.owner.machine", lambda: "a different machine")
     with acquire(tmp_path):
         monkeypatch.undo()
-        with pytest.raises(RequestError, match=r"is in use: launch 1 .* is using it, and a run has one launch at a"):
+        with pytest.raises(RequestError, match=r"is in use: launch 1 .* is training in it, and only one launch may"):
             command(["tell", str(tmp_path)])
     with pytest.raises(RequestError, match=r"nothing is not a run: it has no config\.yaml\. Give the folder or URL"):
         command(["tell", str(tmp_path / "nothing")])
