@@ -110,7 +110,7 @@ def test_srun_without_the_launcher_is_refused(
 
 def test_the_batch_sizes_of_cluster_md_suit_15_and_16_machines() -> None:
     page = " ".join((Path(__file__).parents[2] / "docs" / "how-to" / "cluster.md").read_text().split())
-    (numbers,) = re.findall(r"`--global_batch_size (\d+)`, which 128, 120 and 64 divide, not (\d+)", page)
+    (numbers,) = re.findall(r"`--global_batch_size (\d+)` \(divisible by 128, 120 and 64\), not (\d+)", page)
     good, bad = map(int, numbers)
     for machines in (16, 15):
         World(8 * machines, 8).check(None, good)
@@ -418,7 +418,7 @@ def test_processes_that_do_not_exit_in_time_are_killed(tmp_path: Path, num_proce
     assert process.wait(120) == 75
     errors = " ".join((tmp_path / "errors").read_text().split())
     assert len(list(tmp_path.glob("sigterm-*"))) == num_processes
-    assert "did not exit within 1 s (PET_SHUTDOWN_TIMEOUT, or LEAVE of make) and was killed" in errors
+    assert "did not exit within 1 s (PET_SHUTDOWN_TIMEOUT; with make: LEAVE) and was killed" in errors
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -432,7 +432,7 @@ def test_a_signal_before_the_first_step_saves_nothing(
     signal_group(process, number)
     assert process.wait(120) == code
     errors = " ".join((tmp_path / "errors").read_text().split())
-    assert f"received {number.name} before the first step, so this launch saved nothing. The same command" in errors
+    assert f"received {number.name} before the first step, so this launch saved nothing. Run the same" in errors
     assert "Traceback" not in errors
 
 
