@@ -131,7 +131,7 @@ lint: setup
 
 # only packages whose tests need no other process, and of those only tests that take a few seconds at most
 QUICK = tests/shards tests/plan tests/precompute/select tests/precompute/input tests/precompute/pixels tests/cluster \
-  tests/train/data tests/train/model tests/train/objective tests/train/run/lease tests/train/run/test_alarm.py \
+  tests/train/data tests/train/model tests/train/objective tests/train/run/lease \
   tests/train/test_config.py tests/train/test_step.py tests/evaluation/metrics tests/test_rooms.py
 ## make quick                     | run lint, types and the quick tests, in 90 s on two cores
 quick: lint

@@ -15,6 +15,8 @@ from shards.root.committed import load_tars
 from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module
 
+pytestmark = pytest.mark.heavy
+
 RAY = str(Path(sys.executable).with_name("ray"))
 REPOSITORY = Path(__file__).parents[3]
 

@@ -24,6 +24,8 @@ from tests.conftest import SIZES, encode_all, folder_of, precompute_config
 from tests.roots import tree
 from tests.tiny import make_samples, make_tar
 
+pytestmark = pytest.mark.heavy
+
 HALF = {"num_gpus": 0.5, "num_cpus": 1, "decode_threads": 1, "batch_size": 8, "tars_at_once": 1, "attempts": 1}
 
 

@@ -18,6 +18,8 @@ from cluster.pool import Function
 from cluster.start import start_ray
 from shards.base.errors import WorkError
 
+pytestmark = pytest.mark.heavy
+
 AT_ONCE = 3
 CONFIG = FleetConfig(num_gpus=0, num_cpus=1, backoff=0)
 

@@ -41,6 +41,8 @@ from train.objective.loss import DiffusionLoss
 from train.objective.validation import Validation
 from train.step import TrainStep, place_network
 
+pytestmark = pytest.mark.heavy
+
 META = torch.device("meta")
 MICROBATCHES, SIZE, SIDE = 4, 2, 8
 MOST_LAUNCHES = 40

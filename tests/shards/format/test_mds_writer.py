@@ -21,6 +21,8 @@ from shards.format.mds_writer import PartMDSWriter
 from shards.open import open_store
 from shards.root.reading import read_part
 
+pytestmark = pytest.mark.heavy
+
 
 def record(latents: Path, **text: Any) -> EncodingRecord:
     """Make an encoding record with the given text fields."""

@@ -27,6 +27,8 @@ from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
 from tests.random_roots import HOSTS, random_root
 
+pytestmark = pytest.mark.heavy
+
 TARS, BUCKETS = 400, ("256x256", "512x512")
 MOST_ALIVE = 8
 """Limit on receipts in memory: those of two or three tars."""

@@ -21,6 +21,8 @@ from train.run.checkpoints.checkpoint import list_checkpoints, newest_checkpoint
 from train.run.checkpoints.retention import before_alarms
 from train.run.reporting.json_lines import read_json_lines
 
+pytestmark = pytest.mark.heavy
+
 SPIKE = 11
 STEPS = 600
 

@@ -25,6 +25,8 @@ from train.run.lease.owner import Pace
 from train.run.lease.store import StoreBackend
 from train.run.reporting.json_lines import JsonLines, read_json_lines
 
+pytestmark = pytest.mark.heavy
+
 HOLDER = """
 import sys, time
 from pathlib import Path

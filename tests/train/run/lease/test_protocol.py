@@ -35,6 +35,7 @@ def _simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_run_has_one_lineage(machine: type[LeaseMachine]) -> None:
     run_state_machine_as_test(machine, settings=FEW)
