@@ -131,8 +131,8 @@ lint: setup
 
 # only packages whose tests need no other process, and of those only tests that take a few seconds at most
 QUICK = tests/shards tests/plan tests/precompute/select tests/precompute/input tests/precompute/pixels tests/cluster \
-  tests/train/data tests/train/model tests/train/objective tests/train/run/lease \
-  tests/train/test_config.py tests/train/test_step.py tests/evaluation/metrics tests/test_rooms.py
+  tests/train/data tests/train/model tests/train/objective tests/train/run/lease tests/train/test_config.py \
+  tests/evaluation/metrics tests/test_rooms.py
 ## make quick                     | run lint, types and the quick tests, in 90 s on two cores
 quick: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not (slow or faults or heavy)" $(QUICK) $(ARGS)
