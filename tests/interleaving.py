@@ -14,6 +14,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -23,6 +24,8 @@ Call = tuple[str, Any]
 Program = Generator[Call, Any, Any]
 
 
+REPRODUCIBLE = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+"""Settings of a search that gives the same result on every machine."""
 _thread = threading.local()
 
 

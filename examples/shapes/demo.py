@@ -32,7 +32,7 @@ ROWS_PER_TAR = 500
 SIDES = {"phase1": 64, "phase2": 128}
 SEED = 0
 MAX_PROCESSES = 8
-"""With more processes, each would get fewer than four images of a batch in phase 2."""
+"""Limit of training processes, so that each gets at least four images of a batch in phase 2."""
 PHASE2_BATCH = 32
 """Phase 2's global batch size, which the training processes share evenly."""
 STEP_RATIO, LATER_SECONDS_RATIO = 1.55, 0.53

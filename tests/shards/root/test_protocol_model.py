@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from bench.kit.receipts import synthetic_receipt
@@ -22,19 +22,12 @@ from shards.root import commit
 from shards.root.commit import recall
 from shards.root.committed import load_receipts
 from shards.tools import clean
-from tests.interleaving import InThread, Program
+from tests.interleaving import REPRODUCIBLE, InThread, Program
 from tests.shards.root.protocol import AGE, BUCKET, FILES, TAR, ProtocolMachine, Scratch
 
 pytestmark = pytest.mark.heavy
 
-FEW = settings(
-    max_examples=100,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    database=None,
-)
+FEW = settings(REPRODUCIBLE, max_examples=100, stateful_step_count=30)
 MANY = settings(FEW, max_examples=3000, stateful_step_count=80, derandomize=False)
 
 

@@ -107,7 +107,7 @@ def test_the_warning_compares_the_loss_with_the_window() -> None:
         ([2, 4, 6], [7], {4}),  # the loss of step 7 is that of the weights after step 6, which may be the cause
         ([2, 4, 6], [8], {6}),
         ([2, 4, 6], [5, 8], {2, 6}),
-        ([6], [7], {6}),  # there is no earlier one
+        ([6], [7], {6}),  # no earlier checkpoint exists
         ([6], [3], set()),
     ],
 )

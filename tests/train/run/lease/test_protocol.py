@@ -4,21 +4,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.interleaving import REPRODUCIBLE
 from tests.train.run.lease import mutants, scenarios
 from tests.train.run.lease.machines import FolderMachine, LeaseMachine, StoreMachine, patch_modules
 from tests.train.run.lease.mutants import folder_mutant, store_mutant
 
-FEW = settings(
-    max_examples=60,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    database=None,
-)
+FEW = settings(REPRODUCIBLE, max_examples=60, stateful_step_count=30)
 MANY = settings(FEW, max_examples=500, stateful_step_count=60, derandomize=False)
 MACHINES = [StoreMachine, FolderMachine]
 Scenario = Callable[[Any], None]
