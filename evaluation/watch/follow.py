@@ -33,7 +33,7 @@ MAX_ATTEMPTS = 3
 
 
 class FollowConfig(Config):
-    """Interval between evaluated checkpoints, and the last step of the run."""
+    """Interval between evaluated checkpoints, and the last step to evaluate."""
 
     every: int | None = Field(None, ge=1)
     """Evaluate checkpoints whose step is a multiple of this, and the run's last checkpoint. null: `evaluate.every` in

@@ -282,7 +282,7 @@ def test_damaged_results_and_pictures_hold_back_nothing_else(
 def test_tell_logs_the_numbers_beside_a_damaged_picture(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """wandb's own client decodes the images with PIL, and one of them is damaged."""
+    """wandb's own client decodes the images with PIL, and two of them are damaged."""
     use_offline_wandb(monkeypatch)
     run_dir = tmp_path / "run"
     command(["--config", str(write_config(tmp_path, train_fields(latents, run_dir, log=log_settings("wandb"))))])
