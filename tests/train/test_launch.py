@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -337,6 +338,7 @@ def start_launcher(folder: Path, num_processes: int, *arguments: str, **variable
             stderr=errors,
             text=True,
             start_new_session=True,
+            preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # ignored if the tests run under nohup
         )
 
 
