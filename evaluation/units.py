@@ -41,7 +41,8 @@ def run_units(
                 case Done():
                     done += 1
                 case Failed(key=key, which=which, failure=failure, again=again):
-                    progress.say(f"{what} {key}: {which}: {failure.text}")
+                    is_final = "" if again else ", giving up on it"
+                    progress.say(f"{what} {key}: {which}{is_final}: {failure.text}")
                     if not again:
                         failed[key] = failure.line
                 case News(text=text):

@@ -59,7 +59,8 @@ def clip_score(inputs: MetricInputs) -> Estimate:
     """Estimate the CLIP score: max(0, 100·cos) between image and prompt (Hessel et al., 2021, with weight 100)."""
     assert inputs.texts is not None
     scores = np.maximum(100 * cosines(inputs.features, inputs.texts), 0)
-    return mean_interval(scores, inputs.clusters, "mean over prompts like these, and over draws")
+    estimand = "mean over prompts like these, and over draws"
+    return mean_interval(scores, inputs.clusters, estimand, lowest=0, highest=100)
 
 
 def cosines(x: np.ndarray, y: np.ndarray) -> np.ndarray:
