@@ -8,6 +8,7 @@ unfinished step. Once the demo has finished, running it again starts over.
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -101,13 +102,15 @@ class Demo:
         run_dir = self.folder / f"phase{phase}"
         start = ["--init_from", str(self.folder / "phase1")] if phase == 2 else []
         config = CONFIGS / f"phase{phase}.yaml"
-        processes = str(training_processes(available_cores()))  # the loss curve does not depend on it
+        cores = available_cores()
+        processes = str(training_processes(cores))  # the loss curve does not depend on it
+        threads = str(cores // int(processes))
         launch = ["train.launch", "--num_machines", "1", "--num_processes", processes]
         launch += ["--multi_gpu", "--main_process_port", "0"] if processes != "1" else []
         launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--quiet"]
         arguments = ["--config", str(config), "--run_dir", str(run_dir), "--data.root", self.latents, *start]
         with self.estimate(run_dir / "metrics.jsonl") if phase == 1 else nullcontext():
-            call(*launch, "-m", "train", *arguments, "--num_processes", processes)
+            call(*launch, "-m", "train", *arguments, "--num_processes", processes, OMP_NUM_THREADS=threads)
         call("train", "export", str(run_dir))
 
     @contextmanager
@@ -182,9 +185,9 @@ def seconds_left(images_per_second: float) -> float:
     return phase_1 * (1 + STEP_RATIO + LATER_SECONDS_RATIO)
 
 
-def call(*arguments: str) -> None:
-    """Run `python -m …` with its output shown, and exit if it fails."""
-    completed = subprocess.run([sys.executable, "-m", *arguments])
+def call(*arguments: str, **variables: str) -> None:
+    """Run `python -m …` with its output shown and additional environment variables, and exit if it fails."""
+    completed = subprocess.run([sys.executable, "-m", *arguments], env=os.environ | variables)
     if completed.returncode:
         sys.exit(
             f"error: `python -m {' '.join(arguments[:3])} …` failed with exit code {completed.returncode}. See its "
