@@ -60,9 +60,21 @@ class Demo:
         self.seconds: dict[str, float] = found["seconds"]
         self.done: list[str] = found["done"]
 
-    def step(self, name: str, title: str, work: Callable[[], None]) -> None:
+    def run(self) -> None:
+        """Run all steps."""
+        steps: dict[str, tuple[str, Callable[[], None]]] = {
+            "world": (f"Draw {self.num_pictures:,} captioned images", self.make_world),
+            "download": ("Serve the images over HTTP and download them with img2dataset", self.download),
+            "precompute": ("Stage 1: encode images and captions into latents", self.precompute),
+            "phase1": ("Stage 2, phase 1: train at 64 px", lambda: self.train(1)),
+            "phase2": ("Stage 2, phase 2: train at 128 px", lambda: self.train(2)),
+            "evaluate": ("Evaluate the checkpoints of both phases", self.evaluate),
+        }
+        for number, (name, (title, work)) in enumerate(steps.items(), start=1):
+            self.step(f"[{number}/{len(steps)}]", name, title, work)
+
+    def step(self, number: str, name: str, title: str, work: Callable[[], None]) -> None:
         """Run a step, unless it was finished before an interruption, and print its duration."""
-        number = f"[{STEPS.index(name) + 1}/{len(STEPS)}]"
         if name in self.done:
             print(f"{number} {title}: finished earlier", flush=True)
             return
@@ -161,13 +173,6 @@ class Demo:
             )
         judge_phases(self.folder)
 
-    def report(self) -> None:
-        """Write the report and print a summary."""
-        write_report(self.folder, self.seconds)
-
-
-STEPS = ("world", "download", "precompute", "phase1", "phase2", "evaluate")
-
 
 def training_processes(cores: int) -> int:
     """Return the largest number of processes for `cores` CPU cores that divides phase 2's batch evenly."""
@@ -203,13 +208,8 @@ def main() -> None:
     arguments = parser.parse_args()
     demo = Demo(arguments.folder, arguments.num_pictures)
     print(EXPECTED, flush=True)
-    demo.step("world", f"Draw {arguments.num_pictures:,} captioned images", demo.make_world)
-    demo.step("download", "Serve the images over HTTP and download them with img2dataset", demo.download)
-    demo.step("precompute", "Stage 1: encode images and captions into latents", demo.precompute)
-    demo.step("phase1", "Stage 2, phase 1: train at 64 px", lambda: demo.train(1))
-    demo.step("phase2", "Stage 2, phase 2: train at 128 px", lambda: demo.train(2))
-    demo.step("evaluate", "Evaluate the checkpoints of both phases", demo.evaluate)
-    demo.report()
+    demo.run()
+    write_report(demo.folder, demo.seconds)
     if arguments.num_pictures >= NUM_PICTURES:
         check_adherence(arguments.folder)
 

@@ -12,7 +12,6 @@ from scipy.stats import binomtest
 from scipy.stats import t as student
 
 from evaluation.metrics.frechet import GroupSums, Moments, frechet_at_n, frechet_distance, frechet_infinity
-from evaluation.metrics.identity import check_comparable, metric_id
 from evaluation.metrics.intervals import (
     GROUPS,
     MIN_DEVIATIONS,
@@ -25,7 +24,7 @@ from evaluation.metrics.intervals import (
 )
 from evaluation.metrics.kernels import cmmd, kid
 from evaluation.metrics.manifold import precision, recall
-from evaluation.metrics.table import METRICS, MetricInputs, clip_score
+from evaluation.metrics.table import METRICS, MetricInputs, check_comparable, clip_score, metric_id
 from shards.base.errors import RequestError
 
 seeds = st.integers(0, 2**32 - 1)
