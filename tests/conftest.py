@@ -41,7 +41,7 @@ LONGEST_FIRST = (
     "test_alignment.py",
     "test_steps.py",
     "test_scoring.py",
-    "test_ray_access.py",
+    "test_ray.py",
     "test_sampling.py",
     "test_watch.py",
     "test_watch_elsewhere.py",
