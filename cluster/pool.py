@@ -16,6 +16,7 @@ from cluster.placement import Worker
 from cluster.reports import BOARD_SECONDS, ProgressBoard, ProgressReport, ProgressReporter
 from cluster.retry import Unit
 from cluster.start import forget_ranks
+from shards.base.device import choose_device
 from shards.base.durable import DamagedFile
 from shards.base.errors import DamagedInput, Outage, RequestError, WorkError, is_storage_error
 
@@ -95,6 +96,8 @@ class WorkerActor(Generic[Work, Result]):
 
         log("begins")
         try:
+            if ray.get_gpu_ids():
+                choose_device()  # raises an error if torch cannot use this node's GPU
             result = self.function(work, number, report)
         except BaseException as error:
             log(f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")

@@ -30,8 +30,15 @@ from shards.base.errors import exit_code_of
 SERVER = get_context("forkserver")
 COMMANDS = ("precompute.__main__", "evaluation.__main__", "train.__main__", "train.start", "train.export.pipeline")
 LAUNCHERS = ("train.launch", "accelerate.commands.launch", "torch.distributed.run")
-OTHERS = ("tests.evaluation.watch.watching", "torch.distributed.tensor", "torch._dynamo")
-SERVER.set_forkserver_preload(["tests.ranks", *COMMANDS, *LAUNCHERS, *OTHERS])
+IMPORTED_LATER = (
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "tests.evaluation.watch.watching",
+)
+"""Modules that the commands import only when they need them, which is in almost every test."""
+SERVER.set_forkserver_preload(["tests.ranks", *COMMANDS, *LAUNCHERS, *IMPORTED_LATER])
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -22,6 +22,8 @@ MAGIC = {
     re.compile(rb"\xfd7zXZ"): "xz",
     re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
 }
+REPLACE = "Download this tar again, or create it again if it is your own."
+"""Remedy for a damaged tar."""
 Item = TypeVar("Item")
 BLOCK = tarfile.BLOCKSIZE
 OCTAL = re.compile(rb"[0-7]+")
@@ -200,9 +202,7 @@ def limit_nesting(path: Path, headers: Iterator[Item]) -> Iterator[Item]:
     try:
         yield from headers
     except RecursionError:
-        raise DamagedInput(
-            f"{path} is damaged: its extended headers are nested too deeply. Download this tar again."
-        ) from None
+        raise DamagedInput(f"{path} is damaged: its extended headers are nested too deeply. {REPLACE}") from None
 
 
 def after_global_header(file: BinaryIO, offset: int) -> int:

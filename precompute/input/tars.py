@@ -22,7 +22,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.input.layout import IMAGE_SUFFIXES, Member, read_layout
+from precompute.input.layout import IMAGE_SUFFIXES, REPLACE, Member, read_layout
 from shards.base.config import Config
 from shards.base.durable import sha256_file
 from shards.base.errors import DamagedInput, Outage, RequestError
@@ -226,7 +226,7 @@ class Tar:
             elif "occurs twice" in layout.damage[0]:
                 remedy = "Create it again with a unique key for each sample."
             else:
-                remedy = "Download this tar again, or create it again if it is your own."
+                remedy = REPLACE
             raise DamagedInput(f"{path} {layout.damage[0]}. {remedy}")
         self.policy = policy
         self.damage = layout.damage
@@ -271,9 +271,7 @@ class Tar:
         num_known = len(self.members) + len(self.lost)
         self.num_unnamed = max([num_known, *counted.counts.values()]) - num_known
         if self.damage and not self.members:
-            raise DamagedInput(
-                f"{tar.address} {self.damage[0]}, and no intact sample is left. Download this tar again."
-            )
+            raise DamagedInput(f"{tar.address} {self.damage[0]}, and no intact sample is left. {REPLACE}")
 
     def samples(self) -> Iterator[RawSample]:
         """Yield the samples in the order of their first members, and then the lost ones, sorted by key."""
@@ -356,7 +354,7 @@ def damaged(name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, OSError, OverflowError, RecursionError, pa.ArrowException) as error:
-        raise DamagedInput(f"{name} is damaged ({type(error).__name__}: {error}). Download this tar again.") from error
+        raise DamagedInput(f"{name} is damaged ({type(error).__name__}: {error}). {REPLACE}") from error
 
 
 def successes(data: bytes) -> list[dict[str, Any]]:

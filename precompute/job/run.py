@@ -55,19 +55,21 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
 
 
 def lacks_captions(receipts: TarReceipts) -> bool:
-    """Return whether every sample of a tar was rejected because it has no caption."""
-    return receipts.samples_in > 0 and receipts.rejected.get("no_caption", 0) == receipts.samples_in
+    """Return whether no sample of a tar was accepted, and most of them have no caption."""
+    return receipts.encoded == 0 and receipts.rejected.get("no_caption", 0) > receipts.samples_in / 2
 
 
 def explain_lack(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> str:
-    """Return a warning about a tar without captions, with the fields that its first sample has instead."""
+    """Return a warning about a tar without captions, with the fields that one of its samples has instead."""
     part = receipts.parts[min(receipts.parts)]
     _, refused = read_tables(store, part.folder, part.files)
-    key, detail = refused["key"][0], refused["detail"][0]
+    first = refused["reason"].index("no_caption")
+    key, detail = refused["key"][first], refused["detail"][first]
     return (
-        f"warning: no sample of tar {receipts.tar} has a caption in {', '.join(fields)}, so all {receipts.samples_in} "
-        f"samples were rejected. Sample {key}: {detail}. If the other tars are similar, stop this job, set `captions` "
-        f"to one of these fields, and choose a new `output`."
+        f"warning: no sample of tar {receipts.tar} was accepted, and {receipts.rejected['no_caption']} of its "
+        f"{receipts.samples_in} samples have no caption in {', '.join(fields)}. Sample {key}: "
+        f"{detail}. If the other tars are similar, stop this job, set `captions` to one of these fields, and choose a "
+        f"new `output`."
     )
 
 

@@ -48,9 +48,15 @@ def test_on_a_cluster_a_worker_decides(monkeypatch: pytest.MonkeyPatch, capsys: 
         "ray.init", lambda *args, **options: init(*args, num_cpus=1, include_dashboard=False, **options)
     )
     monkeypatch.setenv("RAY_ADDRESS", "local")  # Ray starts a cluster, as if it had existed
-    monkeypatch.setattr(device, "cpu_slowdown", lambda precision: pytest.fail("a trial on the driver"))
     try:
-        assert precision_on_worker("auto", ResourcesConfig(num_gpus=0, num_cpus=1)) in ("float32", "bfloat16")
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "cpu_slowdown", lambda precision: pytest.fail("a trial on the driver"))
+            workers = ResourcesConfig(num_gpus=0, num_cpus=1)
+            assert precision_on_worker("auto", workers) in ("float32", "bfloat16")
+            assert precision_on_worker("float16", workers) == "float16"
     finally:
         ray.shutdown()
-    assert "precision: auto selects " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "precision: auto selects " in said
+    is_emulated = device.cpu_slowdown("float16") >= device.WARN_SLOWDOWN
+    assert ("warning: this CPU emulates float16" in said) == is_emulated

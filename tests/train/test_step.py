@@ -325,6 +325,13 @@ def test_weights_are_cast_once_per_step(accelerator: Accelerator) -> None:
     assert all(a is not None and b is not None and a.equal(b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.usefixtures("accelerator")
+def test_a_placed_network_uses_attention_kernels_that_are_safe_for_training() -> None:
+    torch.backends.cuda.enable_flash_sdp(True)
+    place_network(nn.Linear(2, 2), torch.device("cpu"))
+    assert not torch.backends.cuda.flash_sdp_enabled()
+
+
 def test_each_latent_shape_compiles_one_graph(
     graphs: list[torch.fx.GraphModule], accelerator: Accelerator, tmp_path: Path
 ) -> None:

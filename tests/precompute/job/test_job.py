@@ -153,7 +153,8 @@ def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(
     job = run_module("precompute", *arguments)
     said = job.stderr.replace("\n", " ")
     assert job.returncode == 1, said
-    assert said.count("warning: no sample of tar ") == 1 and "has a caption in json:kaption" in said
+    assert said.count("warning: no sample of tar ") == 1
+    assert "was accepted, and 23 of its 23 samples have no caption in json:kaption." in said
     assert "json:kaption is absent; the sample has txt, json:" in said
     assert "error: Nothing was accepted: all 46 samples of this job were rejected, 46 of them as no_caption" in said
     assert "Rejected: no_caption 46." in job.stdout
