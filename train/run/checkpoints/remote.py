@@ -15,11 +15,10 @@ A launch that was suspended and then superseded may upload when it wakes up. Thi
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shards.base.durable import canonical_json
 from shards.base.errors import Outage, RequestError, WorkError, say
 from shards.base.store import STAGING_FOLDER, Store
 from train.run.checkpoints.checkpoint import STATE_NAME, step_of
@@ -64,47 +63,21 @@ class RemoteRun:
         self._retry(name, upload)
         self._try_upload_logs()
 
-    def upload_share(self, step: str, folder: Path, receipt: str, hashes: Mapping[str, str]) -> None:
-        """Upload one process's share of the checkpoint `step`, and then its receipt.
-
-        Args:
-            hashes: content of the receipt, file → SHA-256.
-
-        Raises: as `upload`.
-        """
+    def upload_share(self, step: str, folder: Path) -> None:
+        """Upload one process's share of the checkpoint `step`. Raises: as `upload`."""
         name = remote_folder(step, self.lease.number)
 
         def upload() -> None:
             self.lease.check()
             self._upload_below(name, folder)
-            self.store.write(f"{name}/{receipt}", canonical_json(hashes))
 
         self._retry(name, upload)
 
-    def complete(self, step: str, files: Collection[str], state: bytes) -> None:
-        """Complete a checkpoint whose `files` several processes uploaded: remove other files, and add state.json.
-
-        Raises: as `upload`.
-        """
+    def complete(self, step: str, state: bytes) -> None:
+        """Add state.json to a checkpoint whose other files several processes uploaded. Raises: as `upload`."""
         name = remote_folder(step, self.lease.number)
-
-        def complete() -> None:
-            kept = {f"{name}/{file}" for file in (*files, STATE_NAME)}
-            if others := [file for file in self._list_files(name) if file not in kept]:
-                self.lease.check()
-                self.store.remove(others)
-            self._complete(name, state)
-
-        self._retry(name, complete)
+        self._retry(name, lambda: self._complete(name, state))
         self._try_upload_logs()
-
-    def read_receipt(self, step: str, receipt: str) -> bytes:
-        """Read another process's receipt for its share of the checkpoint `step`.
-
-        Raises:
-            FileNotFoundError: the receipt does not exist yet.
-        """
-        return self.store.read(f"{remote_folder(step, self.lease.number)}/{receipt}")
 
     def upload_logs(self) -> None:
         """Upload the current config, metrics, plot and tracker files.
