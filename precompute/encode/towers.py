@@ -193,7 +193,7 @@ class Towers(TextTowers):
         return self.image.device
 
     def warm_up(self, buckets: Iterable[Bucket] = ()) -> None:
-        """Run towers that have not run yet, including on an image of each of `buckets`."""
+        """Run each tower that has not run yet; the image tower runs on one image per bucket in `buckets`."""
         super().warm_up()
         for bucket in buckets:
             if bucket not in self.image.warm:

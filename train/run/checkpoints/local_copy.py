@@ -173,7 +173,7 @@ def find_orphan(store: Store, copies: Path, found: Mapping[str, str]) -> Checkpo
 
 
 def obtain(store: Store, stored: Stored, name: str, copies: Path, downloads: ExitStack) -> Checkpoint:
-    """Return the checkpoint `name`: from `copies` if an intact copy is there, otherwise downloaded, as in `find`.
+    """Return the checkpoint `name`: an intact copy from `copies`, or else a download, as `find` does it.
 
     Raises:
         DamagedFile: a file at the URL is missing or differs.
