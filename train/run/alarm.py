@@ -25,8 +25,8 @@ class AlarmConfig(Config):
 
 @dataclass
 class AlarmState:
-    """What the alarm remembers between steps. It is saved in checkpoints, so that a resumed run raises the same alarms as
-    an uninterrupted one."""
+    """What the alarm remembers between steps. It is saved in checkpoints, so that a resumed run raises the same alarms
+    as an uninterrupted one."""
 
     losses: list[float] = field(default_factory=list)
     """Mean losses of the last `window` steps with a finite loss."""

@@ -411,7 +411,10 @@ def of_t5(**changes: Any) -> Callable[[Path, Path], dict[str, Any]]:
         (of_t5(max_tokens=None), r"texts\.t5\.max_tokens: T5EncoderModel accepts captions of any length"),
         (of_t5(class_name="NoSuchModel"), r"needs the class 'NoSuchModel', which transformers"),
         (of_t5(class_name="T5ForConditionalGeneration"), r"texts\.t5: .* not return hidden states for a caption alone"),
-        (of_t5(layer=99), r"texts\.t5\.layer: T5EncoderModel .* has no hidden state at index 99\. Use an index from -3 to 2"),
+        (
+            of_t5(layer=99),
+            r"texts\.t5\.layer: T5EncoderModel .* no hidden state at index 99\. Use an index from -3 to 2",
+        ),
         (of_t5(keep=[[5, 3]]), r"texts\.t5\.keep: .* must select at least one of the 24 tokens"),
         (of_t5(keep=[[4, 9], [0, 5]]), r"in increasing order"),
         (of_t5(model="no/such/place", tokenizer="none"), r"no/such"),
