@@ -31,7 +31,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import active_receipts
 from shards.open import open_store
-from shards.root.committed import by_tar_and_bucket, iter_receipts, list_commits, read_receipts
+from shards.root.committed import iter_receipts, list_commits, read_receipts
 from shards.root.reading import captions, image_latents, read_parts
 
 OUTPUT = Path("runs/preview.png")
@@ -91,8 +91,7 @@ def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, lis
 
 def names_of_bucket(store: Store, bucket: str) -> list[str]:
     """Return the names of a bucket's active receipts, sorted by tar."""
-    names = by_tar_and_bucket(active_receipts(list_commits(store)))
-    return [name for name in names if name.split("/")[1] == bucket]
+    return [name for name in active_receipts(list_commits(store)) if name.split("/")[1] == bucket]
 
 
 def spread_out(names: list[str], count: int) -> list[str]:

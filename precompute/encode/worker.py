@@ -196,7 +196,7 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
         compile_now(towers)
     source = open_store(recipe.source.place)
     if not has_uncond(store):
-        write_uncond(store, kept_uncond(load_uncond(source).items(), conversion) | towers.empty_caption())
+        write_uncond(store, kept_uncond(load_uncond(source), conversion) | towers.empty_caption())
 
     def encode(captions: list[str], stopwatch: Stopwatch) -> Captions:
         clock = DeviceClock(on, stopwatch)

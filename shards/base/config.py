@@ -194,12 +194,10 @@ def _parse_overrides(
 
 
 def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Extract options such as `--texts.t5.max_tokens 77`, which set values in a field that holds named sections.
+    """Extract options such as `--texts.t5.max_tokens 77`, which set values in a field that holds named sections;
+    pydantic-settings offers no such options, because it cannot know the names.
 
-    pydantic-settings offers no such options, because it cannot know the sections' names.
-
-    Returns:
-        The remaining words, and the entries as nested dicts. Values stay text unless they are `null` or JSON.
+    Return the remaining words, and the entries as nested dicts. Values stay text unless they are `null` or JSON.
     """
     rest: list[str] = []
     entries: dict[str, Any] = {}

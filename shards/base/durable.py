@@ -146,12 +146,8 @@ def create_file(path: Path, temporary: Path) -> bool:
 
 
 def rename_if_absent(source: Path, target: Path) -> None:
-    """Rename without replacing (`renameat2` with RENAME_NOREPLACE), for file systems that lack hard links.
-
-    Raises:
-        FileExistsError: `target` exists.
-        RequestError: the kernel or the file system does not support the call.
-    """
+    """Rename without replacing (`renameat2` with RENAME_NOREPLACE), for file systems that lack hard links. Raises
+    FileExistsError if `target` exists, and RequestError if the kernel or the file system does not support the call."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     done = function and function(AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), RENAME_NOREPLACE)
     if done == 0:

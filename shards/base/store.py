@@ -100,10 +100,6 @@ class Store(ABC):
         """List the names of all files below `folder`, relative to it, in sorted order."""
         return sorted(self.listing(folder))
 
-    def etags(self, folder: str) -> dict[str, str]:
-        """Map the name of each file below `folder`, relative to the root, to its etag."""
-        return {f"{folder}/{name}": entry.etag for name, entry in self.listing(folder).items()}
-
     @abstractmethod
     def entries(self) -> list[str]:
         """List the names of the files and folders directly in the root."""

@@ -16,12 +16,13 @@ from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.derive.conversion import Changes, Conversion, apply_changes, plan_conversion
 from shards.derive.part import Derivation, counts_tokens, derive_tar, kept_uncond, load_tokenizer
-from shards.derive.source import SourceTar, list_contents, superseded
+from shards.derive.source import SourceTar, rules_of, source_tars, superseded
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
+from shards.format.receipts import active_parts
 from shards.open import open_store
 from shards.root.commit import recall
-from shards.root.committed import TarReceipts, committed_parts
+from shards.root.committed import TarReceipts, committed_parts, list_commits
 from shards.root.exclusions import add_exclusion, exclusion_ids, load_exclusion
 from shards.root.index import write_streaming
 from shards.root.manifest import Manifest
@@ -101,28 +102,26 @@ def prepare(
         stored = conversion.source.texts[name]
         if counts_tokens(stored, conversion.target.texts[name]):
             load_tokenizer(stored.tokenizer.name, stored.tokenizer.sha256)  # fails now rather than in the workers
-    contents = list_contents(source)
-    wanted = dict.fromkeys(contents.rules) if buckets is None else buckets
-    check_buckets(source, contents.rules, wanted)
+    parts = active_parts(list_commits(source))
+    rules = rules_of(source, parts)
+    wanted = dict.fromkeys(rules) if buckets is None else buckets
+    check_buckets(source, rules, wanted)
     empty = load_uncond(source)
     create_root(target, encoding)
     for id in exclusion_ids(source):  # they also apply to tars added to the target later, and to runs on the target
         add_exclusion(target, load_exclusion(source, id))
-    record_rules(target, {Bucket.parse(bucket): contents.rules[bucket] for bucket in wanted})
+    record_rules(target, {Bucket.parse(bucket): rules[bucket] for bucket in wanted})
     if not conversion.reencoded:
-        write_uncond(target, kept_uncond(empty.items(), conversion))
+        write_uncond(target, kept_uncond(empty, conversion))
     if old := superseded(source, target):
-        recall(target, old, f"{source.where()} has recalled the part it was derived from")
+        why = f"{source.where()} has recalled the part it was derived from"
+        recall(target, {receipt.name: receipt.token for receipt in old}, why)
         print(f"Recalled {len(old)} parts of {target.where()}, because their source parts were recalled.")
-    return conversion, contents.tars(wanted)
+    return conversion, source_tars(parts, wanted)
 
 
 def check_buckets(source: Store, rules: Mapping[str, str], wanted: Mapping[str, str | None]) -> None:
-    """Check that the source has the wanted buckets, and that they were filled by the wanted rules.
-
-    Raises:
-        RequestError: a bucket is missing or was filled by a different rule.
-    """
+    """Raise RequestError if the source lacks a wanted bucket, or filled it by a different rule than the wanted one."""
     if missing := wanted.keys() - rules.keys():
         raise RequestError(
             f"{source.where()} has no samples in {', '.join(sorted(missing))}; its buckets are "
@@ -144,12 +143,8 @@ def missing(target: Store, tars: list[SourceTar]) -> list[SourceTar]:
 
 
 def _run(source: Store, target: Store, conversion: Conversion, tars: list[SourceTar], processes: int) -> list[str]:
-    """Derive each tar; return one message per failed tar.
-
-    Raises:
-        BrokenProcessPool: a worker process was killed.
-        Preempted: this process received a stop signal.
-    """
+    """Derive each tar; return one message per failed tar. Raises BrokenProcessPool if a worker was killed, and
+    Preempted if this process received a stop signal."""
     failed: list[str] = []
     derive_one = functools.partial(_derive_in_process, str(source.where()), str(target.where()), conversion)
     with (

@@ -28,10 +28,8 @@ Columns = dict[str, list[Any]]
 
 
 def samples_schema(scores: Sequence[str]) -> pa.Schema:
-    """Return the schema of samples.parquet in a root with these scores.
-
-    Samples can later be excluded by `url` and by `sha256`, the hash of the image file.
-    """
+    """Return the schema of samples.parquet in a root with these scores. Samples can later be excluded by `url` and by
+    `sha256`, the hash of the image file."""
     return pa.schema(
         [("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
         + [(score, pa.float32()) for score in scores]
@@ -49,11 +47,7 @@ def write_rows(path: Path | BinaryIO, schema: pa.Schema, rows: list[tuple[Any, .
 
 
 def read_recorded(store: Store, folder: str, files: Mapping[str, FileRecord], names: Sequence[str]) -> dict[str, bytes]:
-    """Read some of a part's files and verify them against their records.
-
-    Raises:
-        DamagedFile: a file is missing, or its SHA-256 differs from the record.
-    """
+    """Read some of a part's files. Raises DamagedFile if one is missing or its SHA-256 differs from the record."""
     places = {name: f"{folder}/{name}" for name in names}
     found = store.read_many(list(places.values()))
     for name, place in places.items():

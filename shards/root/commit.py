@@ -17,11 +17,10 @@ A tombstone next to a receipt recalls it. The next attempt then creates the rece
 import hashlib
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -34,6 +33,7 @@ from shards.format.receipts import (
     MadeBy,
     Receipt,
     pack_bits,
+    parse_name,
     parse_receipt,
     receipt_name,
     tombstone_name,
@@ -104,11 +104,8 @@ def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
 
 
 def record_tar(store: Store, tar: str, source: dict[str, str | int | None], samples_in: int) -> None:
-    """Create tars/TAR.json, or check that the existing one describes the same tar.
-
-    Raises:
-        WorkError: the SHA-256 or the sample count differs.
-    """
+    """Create tars/TAR.json, or check that the existing one has the same SHA-256 and sample count; raises WorkError if
+    not."""
     name, ours = f"tars/{tar}.json", {"tar": source, "samples_in": samples_in}
     store.create(name, sealed_json(ours))
     theirs = parse_sealed_json(store.read(name), store.where(name))
@@ -164,11 +161,8 @@ def _compare(store: Store, folder: str, files: dict[str, FileRecord]) -> dict[st
 
 
 def create_receipt(store: Store, receipt: Receipt) -> Receipt:
-    """Create the receipt of a stored part.
-
-    Returns:
-        The active receipt: this one, or that of the attempt that committed the part first.
-    """
+    """Create the receipt of a stored part, and return the active receipt: this one, or that of the attempt that
+    committed the part first."""
     while True:
         generation, _ = current_generation(store, receipt.bucket, receipt.tar)
         receipt = receipt.model_copy(update={"generation": generation})
@@ -192,29 +186,16 @@ def current_generation(store: Store, bucket: str, tar: str) -> tuple[int, Receip
         generation += 1
 
 
-class Recallable(Protocol):
-    """The properties of a receipt that its tombstone records."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def token(self) -> str: ...
-    @property
-    def tar(self) -> str: ...
-    @property
-    def bucket(self) -> str: ...
-    @property
-    def generation(self) -> int: ...
-
-
-def recall(store: Store, receipts: Iterable[Recallable], why: str) -> None:
-    """Invalidate each receipt by creating a tombstone, so that the next job re-encodes the part.
+def recall(store: Store, receipts: Mapping[str, str], why: str) -> None:
+    """Invalidate each receipt (name → token) by creating a tombstone, so that the next job re-encodes the part.
 
     The part's files are kept, so that training runs that already read them can continue.
     """
-    for receipt in receipts:
-        stone = {"receipt": receipt.name, "token": receipt.token, "why": why, "at": datetime.now(UTC).isoformat()}
-        store.create(tombstone_name(receipt.bucket, receipt.tar, receipt.generation), sealed_json(stone))
+    for name, token in receipts.items():
+        parsed = parse_name(name)
+        assert parsed is not None
+        stone = {"receipt": name, "token": token, "why": why, "at": datetime.now(UTC).isoformat()}
+        store.create(tombstone_name(*parsed[:3]), sealed_json(stone))
 
 
 def make_receipt(
@@ -225,11 +206,8 @@ def make_receipt(
     shared: dict[str, FileRecord],
     times: dict[str, float],
 ) -> Receipt:
-    """Build the generation-0 receipt for an attempt's part in `bucket`.
-
-    Raises:
-        ValidationError: the sample counts are inconsistent.
-    """
+    """Build the generation-0 receipt for an attempt's part in `bucket`. Raises ValidationError if the sample counts are
+    inconsistent."""
     part = attempt.parts[bucket]
     return Receipt(
         tar=attempt.tar,

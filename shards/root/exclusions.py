@@ -67,12 +67,10 @@ class Exclusion:
 
 
 def make_exclusion(kind: str, values: Iterable[str]) -> Exclusion:
-    """Build an exclusion list from values; blank lines and duplicates are dropped.
+    """Build an exclusion list from values; blank lines and duplicates are dropped, and URLs are stored in canonical
+    form, so that different spellings of an image's URL match.
 
-    URLs are stored in canonical form, so that different spellings of an image's URL match.
-
-    Raises:
-        RequestError: there are no values, or a value of kind `sha256` is not a SHA-256.
+    Raises RequestError if there are no values, or if a value of kind `sha256` is not a SHA-256.
     """
     assert kind in KINDS
     lines = {value.strip() for value in values} - {""}

@@ -34,12 +34,10 @@ def read_part(folder: Path) -> Iterator[dict[str, Any]]:
         DamagedFile: an MDS file does not match the part's index.
     """
     index = folder / "index.json"
-    files = parse_index(index.read_bytes(), str(index))
-    decode = Decoder(files.columns)
-    for number in range(len(files)):
-        path = str(folder / files.name(number))
+    for name, num_samples, columns in parse_index(index.read_bytes(), str(index)):
+        path, decode = str(folder / name), Decoder(columns)
         with open(path, "rb", buffering=0) as file:
-            offsets = read_offsets(file.fileno(), int(files.samples[number]), path)
+            offsets = read_offsets(file.fileno(), num_samples, path)
             for row in range(len(offsets) - 1):
                 yield decode(read_sample(file.fileno(), offsets, row, path))
 

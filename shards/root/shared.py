@@ -19,7 +19,7 @@ from shards.format.buckets import NEAREST, Bucket
 from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.receipts import active_receipts
 from shards.format.text import TextLatents
-from shards.root.committed import list_commits, load_commits
+from shards.root.committed import list_commits, read_receipts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,11 +109,7 @@ def record_rules(store: Store, rules: dict[Bucket, str]) -> None:
 
 
 def check_create_if_absent(store: Store) -> None:
-    """Check that the store supports create-if-absent, which the commit protocol needs.
-
-    Raises:
-        RequestError: a second create request overwrote the first object.
-    """
+    """Raise RequestError if the store ignores create-if-absent, which the commit protocol needs."""
     name, first, second = f"{STAGING_FOLDER}/{uuid.uuid4().hex}", b"first", b"second"
     store.create(name, first)
     again = store.create(name, second)
@@ -169,12 +165,12 @@ def load_uncond(store: Store) -> dict[str, TextLatents]:
             f"{store.where(UNCOND_NAME)} is missing: no shard has been encoded into this root. "
             f"Run `make precompute` first."
         ) from None
-    names = active_receipts(etags := list_commits(store))[:1]  # every receipt records the file's hash
-    for name, _, receipt in load_commits(store, {name: etags[name] for name in names})[:1]:
+    names = active_receipts(list_commits(store))[:1]  # every receipt records the file's hash
+    for receipt in read_receipts(store, names):
         if receipt.shared_files[UNCOND_NAME].sha256 != hashlib.sha256(data).hexdigest():
             raise DamagedFile(
-                f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 does not match {store.where(name)}. Restore it "
-                f"from a backup."
+                f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 does not match {store.where(receipt.name)}. "
+                f"Restore it from a backup."
             )
     tensors = load(data)
     names = sorted(name.removeprefix("num_tokens.") for name in tensors if name.startswith("num_tokens."))

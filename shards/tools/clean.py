@@ -23,11 +23,8 @@ WRITTEN_BY_JOBS = re.compile(r"(\d+x\d+/[^/]+|\.attempts|\.unfinished|tars)/.+|c
 
 
 def parse_age(text: str) -> float:
-    """Convert an age such as `7d`, `36h` or `90m` to seconds.
-
-    Raises:
-        RequestError: the age is malformed, or less than one hour.
-    """
+    """Convert an age such as `7d`, `36h` or `90m` to seconds. Raises RequestError if it is malformed or under an
+    hour."""
     match = re.fullmatch(r"(\d+)([dhms])", text)
     seconds = int(match[1]) * UNITS[match[2]] if match else -1.0
     if seconds < LEAST_AGE:
@@ -72,10 +69,8 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
 
 
 def folder_of(name: str) -> str:
-    """Return the folder of the part or attempt that a file belongs to.
-
-    For an unfinished file, return its own name. For any other file, which is never deleted, return an empty string.
-    """
+    """Return the folder of the part or attempt that a file belongs to, the name of an unfinished file itself, or an
+    empty string for any other file, which is never deleted."""
     match = PART.fullmatch(name)
     return match[1] if match else name if name.startswith(f"{STAGING_FOLDER}/") else ""
 

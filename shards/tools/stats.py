@@ -20,10 +20,7 @@ from shards.root.reading import captions, image_latents, read_parts
 
 def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
     """Compute counts from receipts, and latent and caption statistics from each bucket's first `max_samples` samples.
-
-    Raises:
-        RequestError: `store` is not a latents root, or nothing has been committed to it.
-    """
+    Raises RequestError if `store` is not a latents root or nothing has been committed to it."""
     encoding, totals, captions = EncodingRecord.load(store), RootTotals(), caption_counts()
     first_parts: dict[str, list[str]] = {}
     for tar_receipts in iter_committed_tars(store):
@@ -125,10 +122,8 @@ def _area(bucket: str) -> tuple[int, str]:
 
 
 def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) -> dict[str, Any]:
-    """Compute the scaled latents' mean and standard deviation per channel, and percentiles of caption lengths.
-
-    Return an empty dict if there are no samples.
-    """
+    """Compute the scaled latents' mean and standard deviation per channel, and percentiles of caption lengths; an empty
+    dict if there are no samples."""
     moments, lengths, image = [], [], encoding.image
     scale, shift = (np.array(values)[:, None, None] for values in (image.scale, image.shift))
     for sample in samples:

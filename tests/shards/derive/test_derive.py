@@ -1,5 +1,6 @@
 """A derived root equals the root that stage 1 would have written, or the derivation is refused."""
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -16,9 +17,10 @@ from shards.base.errors import Preempted, RequestError, WorkError
 from shards.base.store import LocalStore
 from shards.derive import job
 from shards.derive.job import missing, prepare
-from shards.derive.source import list_contents
+from shards.derive.source import rules_of
 from shards.format.encoding import EncodingRecord
-from shards.root.committed import load_receipts
+from shards.format.receipts import active_parts
+from shards.root.committed import list_commits, load_receipts
 from shards.root.exclusions import exclusion_ids
 from shards.root.index import write_indexes
 from shards.root.provenance import source_sha256
@@ -26,6 +28,7 @@ from shards.root.reading import read_part, text_latents
 from shards.root.shared import load_uncond
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
+from tests.ranks import SERVER
 from tests.tiny_towers import config_of, make_towers, texts
 
 pytestmark = pytest.mark.heavy
@@ -38,7 +41,9 @@ WIDER = (("--text.storage", "float16"), ("--text.trim", "false"), ("--image.stor
 
 def derive(source: Path, out: Path, *options: str, in_processes: bool = False) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        if not in_processes:  # each process imports torch first
+        if in_processes:  # forked from a server that has imported torch
+            patch.setattr("shards.base.pool.multiprocessing.get_context", lambda method: SERVER)
+        else:
             patch.setattr("shards.base.pool.start_pool", lambda most, *_: ThreadPoolExecutor(most))
         shards(["derive", str(source), str(out), *options])
     return out
@@ -320,11 +325,9 @@ def test_receipts_are_not_all_read_to_find_the_tars(latents: Path, monkeypatch: 
         return read_many(self, names)
 
     monkeypatch.setattr(LocalStore, "read_many", counting)
-    held = list_contents(store)
-    assert {(tar, bucket) for tar, buckets in held.parts.items() for bucket in buckets} == {
-        (tar, bucket) for tar in ("00000", "00001") for bucket in ("64x64", "128x128")
-    }
-    assert set(held.rules.values()) == {"covers"} and len(read) == 2  # of four
+    found = active_parts(list_commits(store))
+    assert set(found) == {(tar, bucket) for tar in ("00000", "00001") for bucket in ("64x64", "128x128")}
+    assert rules_of(store, found) == {"64x64": "covers", "128x128": "covers"} and len(read) == 2  # of four
 
 
 def test_a_process_that_is_killed_ends_the_command(
@@ -345,7 +348,9 @@ def test_a_signal_to_all_processes_is_one_to_leave(
 
 
 def signal_both(*arguments: object) -> None:
-    for process in (os.getppid(), os.getpid()):
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    for process in (parent.pid, os.getpid()):
         os.kill(process, signal.SIGTERM)
 
 
