@@ -27,8 +27,7 @@ from shards.base.errors import RequestError, UnfitNode
 from shards.base.pool import configure_malloc
 from shards.base.scratch import use_scratch
 from shards.base.store import Store
-from shards.derive.part import Captions, Derivation, Settings, derive_tar, kept_uncond
-from shards.derive.source import SourceTar
+from shards.derive.part import Captions, Derivation, Settings, SourceTar, derive_tar, kept_uncond
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.models import recorded_folder

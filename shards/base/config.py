@@ -70,13 +70,8 @@ def load_from_args(model: type[ConfigT], arguments: list[str], prog: str, about:
 
 
 def parse_subcommand(known: Iterable[str], arguments: list[str], prog: str, about: str | None) -> tuple[str, list[str]]:
-    """Split the arguments into a subcommand and the arguments for it.
-
-    Without arguments, or with `--help`, print `about` and exit with code 0.
-
-    Raises:
-        RequestError: the subcommand is unknown.
-    """
+    """Split the arguments into a subcommand and the arguments for it. Without arguments, or with `--help`, print
+    `about` and exit with code 0. Raises RequestError if the subcommand is unknown."""
     word, *rest = arguments or ["--help"]
     if word in ("-h", "--help"):
         raw = argparse.RawDescriptionHelpFormatter
@@ -87,11 +82,8 @@ def parse_subcommand(known: Iterable[str], arguments: list[str], prog: str, abou
 
 
 def load_for_run(model: type[ConfigT], arguments: list[str], command: str, about: str | None) -> tuple[Place, ConfigT]:
-    """Parse the arguments of `python -m COMMAND RUN --a.b VALUE` into the run's location and the config.
-
-    Raises:
-        RequestError: the first argument is an option instead of a run, or `load_config` fails.
-    """
+    """Parse the arguments of `python -m COMMAND RUN --a.b VALUE` into the run's location and the config. Raises
+    RequestError if RUN is missing or `load_config` fails."""
     if not arguments or arguments[0].startswith("-"):
         if set(arguments) & {"-h", "--help"}:
             load_config(model, None, ["--help"], f"{command} RUN", about)

@@ -104,11 +104,8 @@ def choose_attention(device: "torch.device") -> None:
 
 
 def choose_device(requested: DeviceOption = "auto", devices: Path = Path("/dev")) -> str:
-    """Return the requested device; for `auto`, the accelerator if torch can use one and `cpu` otherwise.
-
-    Raises:
-        RequestError: torch cannot use a GPU although one was requested or the machine has an NVIDIA GPU.
-    """
+    """Return the requested device; for `auto`, the accelerator if torch can use one and `cpu` otherwise. Raises
+    RequestError if torch cannot use a GPU although one was requested or the machine has an NVIDIA GPU."""
     if requested == "cpu":
         return "cpu"
     if has_accelerator():

@@ -52,19 +52,11 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """Read a whole file.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-        """
+        """Read a whole file. Raises FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Read the bytes [start, end) of a file, or fewer if the file is shorter.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-        """
+        """Read the bytes [start, end) of a file, or fewer if it is shorter. Raises FileNotFoundError."""
 
     def read_many(self, names: list[str]) -> dict[str, bytes]:
         """Read many small files at once. Missing files are left out of the result."""
@@ -78,11 +70,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, name: str, target: Path) -> None:
-        """Copy a file to a local path.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-        """
+        """Copy a file to a local path. Raises FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:

@@ -2,7 +2,7 @@
 
 import functools
 import signal
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 
@@ -15,14 +15,13 @@ from shards.base.scratch import sweep_attempts, sweep_scratch, use_scratch
 from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.derive.conversion import Changes, Conversion, apply_changes, plan_conversion
-from shards.derive.part import Derivation, counts_tokens, derive_tar, kept_uncond, load_tokenizer
-from shards.derive.source import SourceTar, rules_of, source_tars, superseded
+from shards.derive.part import ORIGIN, Derivation, SourceTar, counts_tokens, derive_tar, kept_uncond, load_tokenizer
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import active_parts
+from shards.format.receipts import Receipt, active_parts, generations
 from shards.open import open_store
 from shards.root.commit import recall
-from shards.root.committed import TarReceipts, committed_parts, list_commits
+from shards.root.committed import TarReceipts, committed_parts, list_commits, read_receipts
 from shards.root.exclusions import add_exclusion, exclusion_ids, load_exclusion
 from shards.root.index import write_streaming
 from shards.root.manifest import Manifest
@@ -79,17 +78,11 @@ def prepare(
     """Check that the source can be converted as requested, and create the target's shared files.
 
     The empty caption's text latents are written only if no text tower is re-encoded. Target parts whose source part has
-    since been recalled are recalled as well.
+    since been recalled are recalled as well. `buckets` maps each bucket to derive to the rule that must have filled it
+    (None accepts any rule); None derives all of the source's buckets.
 
-    Args:
-        buckets: buckets to derive, each with the rule that must have filled it (None accepts any rule); None derives
-            all of the source's buckets.
-
-    Returns:
-        The conversion, and the tars of the source with parts in these buckets.
-
-    Raises:
-        RequestError: the source cannot be converted as requested, or the target is another root or the source itself.
+    Return the conversion, and the tars of the source with parts in these buckets. Raises RequestError if the source
+    cannot be converted as requested, or if the target is another root or the source itself.
     """
     if source.where() == target.where():
         raise RequestError(
@@ -118,6 +111,42 @@ def prepare(
         recall(target, {receipt.name: receipt.token for receipt in old}, why)
         print(f"Recalled {len(old)} parts of {target.where()}, because their source parts were recalled.")
     return conversion, source_tars(parts, wanted)
+
+
+def source_tars(parts: Mapping[tuple[str, str], str], buckets: Container[str]) -> list[SourceTar]:
+    """Return the tars with parts in these buckets, ordered by name, from the result of `active_parts`."""
+    found: dict[str, dict[str, str]] = {}
+    for (tar, bucket), name in parts.items():
+        if bucket in buckets:
+            found.setdefault(tar, {})[bucket] = name
+    return [SourceTar(tar, tuple(names.values()), tuple(names)) for tar, names in found.items()]
+
+
+def rules_of(source: Store, parts: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """Return the rule of each bucket, read from one receipt, because all receipts of a bucket have the same rule."""
+    one_per_bucket = {bucket: name for (_, bucket), name in parts.items()}
+    return {receipt.bucket: receipt.rule for receipt in read_receipts(source, list(one_per_bucket.values()))}
+
+
+def superseded(source: Store, target: Store) -> list[Receipt]:
+    """Return the target's active receipts whose source part was recalled.
+
+    Parts whose source was re-encoded with identical content are not returned.
+    """
+    targets, sources = list_commits(target), list_commits(source)
+    recalled = {part for part, (_, tombstones) in generations(sources).items() if tombstones}
+
+    def active(store: Store, listed: Iterable[str]) -> Iterator[Receipt]:
+        return read_receipts(store, [name for part, name in active_parts(listed).items() if part in recalled])
+
+    current = {(receipt.tar, receipt.bucket): receipt.folder for receipt in active(source, sources)}
+    id = EncodingRecord.load(source).id
+    return [
+        receipt
+        for receipt in active(target, targets)
+        if (origin := str(receipt.settings.get(ORIGIN, ""))).startswith(f"{id}/")
+        and origin != f"{id}/{current.get((receipt.tar, receipt.bucket))}"
+    ]
 
 
 def check_buckets(source: Store, rules: Mapping[str, str], wanted: Mapping[str, str | None]) -> None:

@@ -18,7 +18,6 @@ from shards.base.errors import UnfitNode
 from shards.base.scratch import attempt_folder
 from shards.base.store import LocalStore, Store
 from shards.derive.conversion import Conversion
-from shards.derive.source import ORIGIN, SourceTar
 from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.models import hash_weights, model_folder
@@ -33,6 +32,9 @@ from shards.root.provenance import Stopwatch, made_by, versions
 from shards.root.reading import captions, decoded, image_latents, read_part
 from shards.root.writing import PartWriter
 
+ORIGIN = "derived_from"
+"""Receipt setting of a derived part: the encoding id and folder of its source part. `derived_from.host`, `.gpu` and
+`.gpu_uuid` record where the source part was encoded."""
 EXCLUDED, NON_FINITE = "excluded", "non_finite"
 CPU = torch.device("cpu")
 AT_ONCE = 256
@@ -51,6 +53,17 @@ def encode_nothing(captions: list[str], stopwatch: Stopwatch) -> Captions:
 
 
 @dataclass(frozen=True)
+class SourceTar:
+    """A source tar to derive."""
+
+    name: str
+    receipts: tuple[str, ...]
+    """Names of its receipts in the source root."""
+    buckets: tuple[str, ...]
+    """Buckets to derive."""
+
+
+@dataclass(frozen=True)
 class Derivation:
     """Everything that one process needs to derive tars: roots, conversion, encoder and device."""
 
@@ -65,17 +78,11 @@ class Derivation:
 def derive_tar(
     tar: SourceTar, how: Derivation, attempt: int = 1, report: Callable[[int], None] = lambda samples: None
 ) -> TarReceipts:
-    """Derive and commit the parts of one tar that the target lacks.
+    """Derive and commit the parts of one tar that the target lacks, and return the target's active receipts afterwards.
+    Raises DamagedFile if a source part does not match its receipt.
 
-    Args:
-        attempt: number of this attempt, for the receipts.
-        report: called with the number of samples processed so far. It may raise an exception to stop.
-
-    Returns:
-        The target's active receipts afterwards.
-
-    Raises:
-        DamagedFile: a source part does not match its receipt.
+    Receipts record `attempt`. `report` is called with the number of samples processed so far, and may raise an
+    exception to stop.
     """
     receipts = list(read_receipts(how.source, tar.receipts))
     in_force = {receipt.bucket: current_generation(how.target, receipt.bucket, tar.name)[1] for receipt in receipts}
@@ -207,12 +214,8 @@ def _places(part: Path, receipt: Receipt) -> dict[str, int]:
 def converted(
     sample: dict[str, Any], texts: list[str], encoded: Sequence[dict[str, TextLatents]], how: Conversion
 ) -> dict[str, Any]:
-    """Convert the tower columns of a stored sample to those of the target.
-
-    Args:
-        texts: the sample's captions.
-        encoded: the latents of each re-encoded text tower, for each caption.
-    """
+    """Convert the tower columns of a stored sample, which has the captions `texts`, to those of the target. `encoded`
+    holds, for each caption, the latents of the re-encoded text towers."""
     columns, rows = image_columns(sample, how), unpack(sample)
     for name, wanted in how.target.texts.items():
         if name in how.reencoded:

@@ -114,14 +114,8 @@ def mapped(folder: Path, name: str) -> NDArray[Any]:
 
 
 def parse_index(data: bytes, where: str) -> list[tuple[str, int, list[Column]]]:
-    """Parse a part's index.json; return the name, number of samples and columns of each file, in order.
-
-    Args:
-        where: the path or URL of the index, for error messages.
-
-    Raises:
-        RequestError: the index is malformed, was not written by stage 1, or names a file outside its folder.
-    """
+    """Parse the index.json of a part at the path or URL `where`; return each file's name, number of samples and
+    columns. Raises RequestError if it is malformed, was not written by stage 1, or names a file outside its folder."""
     files = []
     try:
         for entry in json.loads(data)["shards"]:
@@ -151,11 +145,8 @@ def hash_file(path: str) -> int:
 
 
 def read_offsets(descriptor: int, num_samples: int, path: str) -> NDArray[np.uint32]:
-    """Read the (samples + 1,) offsets of a file: the start of each sample, and the end of the last.
-
-    Raises:
-        DamagedFile: the header does not list `num_samples` samples.
-    """
+    """Read the (samples + 1,) offsets of a file: the start of each sample, and the end of the last. Raises DamagedFile
+    if the header does not list `num_samples` samples."""
     return parse_offsets(os.pread(descriptor, header_size(num_samples), 0), num_samples, path)
 
 
@@ -174,11 +165,7 @@ def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32
 
 
 def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: str) -> bytes:
-    """Read the bytes of one sample, given the file's offsets.
-
-    Raises:
-        DamagedFile: the file ends before the sample does.
-    """
+    """Read the bytes of one sample, given the file's offsets. Raises DamagedFile if the file is shorter."""
     begin, end = offsets[row : row + 2].tolist()
     data = os.pread(descriptor, end - begin, begin)
     if len(data) != end - begin:

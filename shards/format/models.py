@@ -45,15 +45,11 @@ TRAINED_GUIDANCE = "_trained_guidance"
 
 
 def model_folder(name: str, files: Sequence[str] = DOWNLOAD_PATTERNS) -> Path:
-    """Return the local folder of a model, downloading the model if necessary.
+    """Return the local folder of a model, downloading the model if necessary; only one process per machine downloads.
 
-    `name` is a local folder, a URL such as s3://bucket/vae, or a hub name, `org/repo[@revision][/sub/folder]`. Only one
-    process per machine downloads.
-
-    Raises:
-        Outage: the object store cannot be reached.
-        RequestError: the model does not exist, or the hub cannot provide it and it is not in the local cache.
-        OSError: writing to the disk failed.
+    `name` is a local folder, a URL such as s3://bucket/vae, or a hub name, `org/repo[@revision][/sub/folder]`. Raises
+    Outage if the object store cannot be reached, RequestError if neither the hub nor the local cache has the model, and
+    OSError if writing to the disk failed.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -64,12 +60,8 @@ def model_folder(name: str, files: Sequence[str] = DOWNLOAD_PATTERNS) -> Path:
 def recorded_folder(weights: Weights) -> Path:
     """Return the local folder of a model whose content matches its record in encoding.json.
 
-    The cached copy is used if it matches. Otherwise, one process per machine downloads the model.
-
-    Raises:
-        Outage: the object store cannot be reached.
-        RequestError: the model cannot be found, or its content differs from the record.
-        OSError: writing to the disk failed.
+    The cached copy is used if it matches. Otherwise, one process per machine downloads the model, with the errors of
+    `model_folder`; RequestError also means that its content differs from the record.
     """
     cached = _cached(weights.name)
     if cached and _matches(cached, weights):
@@ -194,11 +186,7 @@ def _fetch_folder(address: str, patterns: Sequence[str]) -> Path:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Read a model's config.json.
-
-    Raises:
-        RequestError: the file is missing or not JSON.
-    """
+    """Read a model's config.json. Raises RequestError if the file is missing or not JSON."""
     try:
         return json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -208,13 +196,8 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def hash_weights(name: str, folder: Path) -> Weights:
-    """Hash the content of a model or tokenizer folder.
-
-    The hash covers weights, vocabulary, and the config entries that affect the computation.
-
-    Raises:
-        RequestError: a model has no safetensors weights; pickled weights are never loaded.
-    """
+    """Hash the content of a model or tokenizer folder: weights, vocabulary, and the config entries that affect the
+    computation. Raises RequestError if a model has no safetensors weights; pickled weights are never loaded."""
     files = [file for file in FILES if (folder / file).is_file()]
     shards = sorted({shard for file in INDEX_FILES for shard in _weight_shards(folder / file)})
     if "config.json" in files and not (set(WEIGHT_FILES) & set(files) or shards):

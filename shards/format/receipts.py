@@ -46,13 +46,6 @@ class MdsFile(Config):
     """xxh3_64, 16 hex digits."""
 
 
-def mds_file(entry: Mapping[str, Any]) -> MdsFile:
-    """Convert an entry of index.json into the record that a receipt stores."""
-    raw = entry["raw_data"]
-    (digest,) = raw["hashes"].values()
-    return MdsFile(basename=raw["basename"], bytes=raw["bytes"], samples=entry["samples"], hash=digest)
-
-
 class MadeBy(Config):
     """Machine and software that produced a part, recorded so that a faulty machine's parts can be found later."""
 
@@ -167,11 +160,8 @@ def unpack_bits(text: str, count: int) -> NDArray[np.bool_]:
 
 
 def receipt_name(bucket: str, tar: str, generation: int = 0) -> str:
-    """Return the name of a receipt relative to the root.
-
-    Raises:
-        RequestError: the tar's name ends in a generation suffix.
-    """
+    """Return the name of a receipt relative to the root. Raises RequestError if the tar's name ends in a generation
+    suffix."""
     if re.search(r"\.g\d+$", tar):
         raise RequestError(
             f"The tar name {tar} ends in .gN, a suffix reserved for receipt generations. Rename the tar."
@@ -219,12 +209,8 @@ def active_receipts(names: Iterable[str]) -> list[str]:
 
 
 def parse_receipt(data: bytes, where: str) -> Receipt:
-    """Parse the bytes of a receipt.
-
-    Raises:
-        DamagedFile: the receipt was modified after it was written, or its counts are inconsistent.
-        RequestError: the receipt has a different format version.
-    """
+    """Parse the bytes of a receipt. Raises DamagedFile if it was modified after it was written or its counts are
+    inconsistent, and RequestError if it has a different format version."""
     fields: Mapping[str, Any] = parse_sealed_json(data, where)
     check_version(fields.get("version"), VERSION, where)
     try:

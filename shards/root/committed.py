@@ -29,23 +29,17 @@ def committed_parts(store: Store) -> set[tuple[str, str]]:
 
 
 def read_receipts(store: Store, names: Sequence[str]) -> Iterator[Receipt]:
-    """Yield these receipts in the order of `names`, parsing one at a time. Names that do not exist are skipped.
-
-    Raises:
-        DamagedFile, RequestError: see `parse_receipt`.
-    """
+    """Yield these receipts in the order of `names`, parsing one at a time. Names that do not exist are skipped. Raises
+    the errors of `parse_receipt`."""
     for name, data in read_each(store, names):
         yield parse_receipt(data, store.where(name))
 
 
 def iter_receipts(store: Store) -> Iterator[Receipt]:
-    """Yield the active receipts, ordered by tar and bucket.
+    """Yield the active receipts, ordered by tar and bucket. Raises the errors of `parse_receipt`.
 
     A large root has 158,000 receipts, which take 6 GB as Python objects, so keep the fields you need rather than the
     receipts.
-
-    Raises:
-        DamagedFile, RequestError: see `parse_receipt`.
     """
     yield from read_receipts(store, active_receipts(list_commits(store)))
 

@@ -53,11 +53,7 @@ class Publisher:
 
     def publish(self) -> Manifest:
         """Publish all committed parts, unless the newest manifest already lists them; return the current manifest.
-
-        Raises:
-            DamagedFile: a receipt or a segment is damaged.
-            PublishStopped: `stop` returned True.
-        """
+        Raises DamagedFile if a receipt or a segment is damaged, and PublishStopped if `stop` returned True."""
         while True:
             newest, listed = newest_manifest(self.store), list_commits(self.store)
             wanted, recalled = in_force(listed)
@@ -171,11 +167,8 @@ class PeriodicPublisher:
         self.thread.join(JOIN_TIMEOUT_SECONDS)
 
     def finish(self) -> Manifest:
-        """Stop the thread and publish all committed parts; return the manifest.
-
-        Raises:
-            DamagedFile, RequestError: see `Publisher.publish`.
-        """
+        """Stop the thread and publish all committed parts; return the manifest. Raises the errors of
+        `Publisher.publish`."""
         self.over.set()
         self.thread.join()
         self.publisher.stop = lambda: False

@@ -18,21 +18,16 @@ from shards.format.towers import TextTower
 
 
 def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a bucket's parts in order, at most `each` per part.
-
-    If the root is remote, each part is downloaded when it is reached.
-    """
+    """Yield the samples of a bucket's parts in order, at most `each` per part. Remote parts are downloaded when
+    reached."""
     for shard in shards:
         with store.local(f"{bucket}/{shard}") as folder:
             yield from islice(read_part(folder), each)
 
 
 def read_part(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the samples in a part's folder in order, each as a dict of columns.
-
-    Raises:
-        DamagedFile: an MDS file does not match the part's index.
-    """
+    """Yield the samples in a part's folder in order, each as a dict of columns. Raises DamagedFile if an MDS file does
+    not match the part's index."""
     index = folder / "index.json"
     for name, num_samples, columns in parse_index(index.read_bytes(), str(index)):
         path, decode = str(folder / name), Decoder(columns)
@@ -56,10 +51,8 @@ def image_latents(sample: dict[str, Any]) -> np.ndarray:
 
 
 def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> list[dict[str, np.ndarray]]:
-    """Return, for each of a sample's captions, a dict from text tower to hidden states, (tokens, width) float32.
-
-    If the root stores trimmed states, padding tokens are left out.
-    """
+    """Return, for each of a sample's captions, a dict from text tower to hidden states, (tokens, width) float32;
+    trimmed states come without padding tokens."""
     states = {name: tower for name, tower in encoding.texts.items() if tower.states}
     return [{name: _states(row, name, tower) for name, tower in states.items()} for row in unpack(sample)]
 

@@ -29,11 +29,8 @@ RULES = "rules"
 
 
 def check_root(store: Store, encoding: EncodingRecord) -> None:
-    """Check that a root has this encoding, or does not exist yet.
-
-    Raises:
-        RequestError: the root's encoding differs (the message names the fields), or the folder is not a latents root.
-    """
+    """Check that a root has this encoding, or does not exist yet. Raises RequestError if its encoding differs (the
+    message names the fields), or if the folder is not a latents root."""
     # listed before looking for encoding.json, because another job may create the root in between
     existing = [name for name in store.entries() if not name.startswith(".")]
     if store.size(FILE_NAME) is None:
@@ -58,13 +55,8 @@ def check_root(store: Store, encoding: EncodingRecord) -> None:
 
 
 def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
-    """Check that the root's buckets were filled by the same rules.
-
-    Otherwise, the assignment of images to buckets would differ from tar to tar.
-
-    Raises:
-        RequestError: a bucket, or an aspect table of the same base, has a different rule; the message names both.
-    """
+    """Check that the root's buckets were filled by the same rules, so that images are assigned alike in all tars.
+    Raises RequestError if a bucket, or an aspect table of the same base, has a different rule."""
     ours = rule_files(rules)
     for name, data in store.read_many(list(ours)).items():
         theirs = parse_sealed_json(data, store.where(name))["rule"]
@@ -86,11 +78,8 @@ def rule_files(rules: dict[Bucket, str]) -> dict[str, str]:
 
 
 def create_root(store: Store, encoding: EncodingRecord) -> None:
-    """Write encoding.json, or check the existing one. Several jobs may call this concurrently.
-
-    Raises:
-        RequestError: the existing encoding differs, or the store does not support create-if-absent.
-    """
+    """Write encoding.json, or check the existing one; several jobs may call this concurrently. Raises RequestError if
+    the existing encoding differs, or if the store does not support create-if-absent."""
     check_root(store, encoding)
     check_create_if_absent(store)
     store.create(FILE_NAME, encoding.sealed())
@@ -98,11 +87,7 @@ def create_root(store: Store, encoding: EncodingRecord) -> None:
 
 
 def record_rules(store: Store, rules: dict[Bucket, str]) -> None:
-    """Write the rules of these buckets, or check the existing ones.
-
-    Raises:
-        RequestError: an existing rule differs.
-    """
+    """Write the rules of these buckets, or check the existing ones. Raises RequestError if an existing rule differs."""
     for name, rule in rule_files(rules).items():
         store.create(name, sealed_json({"rule": rule}))
     check_rules(store, rules)
@@ -150,12 +135,8 @@ def _uncond_tensors(empty: dict[str, TextLatents]) -> Iterator[tuple[str, Tensor
 
 
 def load_uncond(store: Store) -> dict[str, TextLatents]:
-    """Load the empty caption's float16 text latents, keyed by text tower.
-
-    Raises:
-        RequestError: the file is missing, so no shard has ever been encoded into this root.
-        DamagedFile: the file does not match the SHA-256 that the receipts record.
-    """
+    """Load the empty caption's float16 text latents, keyed by text tower. Raises RequestError if no shard has ever been
+    encoded into this root, and DamagedFile if the file does not match the SHA-256 that the receipts record."""
     from safetensors.torch import load
 
     try:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.base.table import format_table
-from shards.derive.source import ORIGIN
+from shards.derive.part import ORIGIN
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt
 from shards.root.committed import iter_receipts, iter_tars, rejected_once

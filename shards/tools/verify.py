@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from shards.format.tables import OTHER_BUCKET, read_tables
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
 from shards.root.committed import TarReceipts, list_commits
-from shards.root.exclusions import damaged_exclusions
+from shards.root.exclusions import exclusion_ids, load_exclusion
 from shards.root.index import bucket_index
-from shards.root.manifest import damaged_indexes
+from shards.root.manifest import FOLDER as MANIFESTS
+from shards.root.manifest import INDEXES, load_rows, parse_manifest, read_index
 from shards.root.publish import read_rows
 from shards.root.reading import captions, features, read_part, text_latents
-from shards.root.segments import merge
+from shards.root.segments import FOLDER as SEGMENTS
+from shards.root.segments import load_segment, merge
 from shards.root.shared import RULES
 
 
@@ -65,25 +67,31 @@ def verify_root(store: Store) -> Iterator[str]:
                 rules.setdefault(receipt.bucket, set()).add(receipt.rule)
         if parts:
             yield from verify_tar(store, TarReceipts(tar, parts))
-    yield from verify_records(store, [name for name in listed if name not in tars])
+    records = [name for name in listed if name not in tars]
+    records += [f"{folder}/{name}" for folder in ("tars", RULES) for name in store.files(folder)]
+    for name, data in read_each(store, sorted(records)):
+        yield from errors_of(parse_sealed_json, data, store.where(name))
     for bucket, found in sorted(rules.items()):
         if len(found) > 1:
             yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(found))}"
-    yield from damaged_indexes(store)
-    yield from damaged_exclusions(store)
+    for name in store.files(MANIFESTS):
+        yield from errors_of(parse_manifest, store, f"{MANIFESTS}/{name}")
+    for id in (name.removesuffix(".json") for name in store.files(INDEXES)):
+        yield from errors_of(lambda id: load_rows(store, id, read_index(store, "", id)), id)
+    for name in store.files(SEGMENTS):
+        yield from errors_of(load_segment, store, name.partition(".")[0])
+    for id in exclusion_ids(store):
+        yield from errors_of(load_exclusion, store, id)
     if all_readable:
         yield from verify_indexes(store, encoding, in_force)
 
 
-def verify_records(store: Store, names: list[str]) -> Iterator[str]:
-    """Check the checksums of the sealed records `names` and of everything in tars/ and rules/."""
-    for folder in ("tars", RULES):
-        names = names + [f"{folder}/{name}" for name in store.files(folder)]
-    for name, data in read_each(store, sorted(names)):
-        try:
-            parse_sealed_json(data, store.where(name))
-        except DamagedFile as error:
-            yield str(error)
+def errors_of(check: Callable[..., object], *arguments: object) -> Iterator[str]:
+    """Yield the message of the error, if any, that a check raises for damaged or inconsistent data."""
+    try:
+        check(*arguments)
+    except (DamagedFile, RequestError) as error:
+        yield str(error)
 
 
 def verify_receipt(store: Store, name: str, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:
