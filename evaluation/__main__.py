@@ -24,10 +24,9 @@ from pathlib import Path
 
 from evaluation.config import EvaluateConfig, WatchConfig
 from evaluation.metrics.table import MetricName
-from evaluation.report.compare import compare
 from evaluation.report.page import ReportConfig, render
 from evaluation.report.records import step_place
-from evaluation.report.runs import read_runs
+from evaluation.report.runs import compare, read_runs
 from evaluation.sampling.job import draw_sets, read_set
 from evaluation.sampling.model import choose_step, is_run, prepare_model
 from evaluation.sampling.prompts import prompts_sha256, read_prompts
@@ -150,20 +149,13 @@ def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[P
 
 
 def base_place(config: EvaluateConfig) -> Path | str:
-    """Return the parent of evaluations/: `output` if it is set, otherwise the run.
-
-    A local path is made absolute, because workers have different working directories.
-    """
+    """Return the parent of evaluations/: `output` if it is set, otherwise the run."""
     place = config.output or parse_place(config.model)
-    return place.absolute() if isinstance(place, Path) else place
+    return place.absolute() if isinstance(place, Path) else place  # workers have different working directories
 
 
 def output_place(config: EvaluateConfig) -> Path | str:
-    """Return the folder or URL for the sample sets of the config's model.
-
-    Raises:
-        RequestError: the model is not a run and no output is set, or the run lacks the requested checkpoint.
-    """
+    """Return the folder or URL for the sample sets of the config's model."""
     if config.output is not None:
         return base_place(config)
     if not is_run(config.model):

@@ -26,22 +26,13 @@ the part's writer added."""
 FOLDER = "receipts"
 
 
-def read_receipt(store: Store, folder: str, name: str) -> PartReceipt | None:
-    """Return the receipt of part `name` in `folder`, or None if the part is not committed.
-
-    Raises:
-        DamagedFile: the receipt is damaged.
-    """
-    return read_sealed(store, _receipt_name(folder, name))
-
-
 def read_receipts(store: Store, folder: str, names: Sequence[str]) -> dict[str, PartReceipt]:
     """Read the receipts of parts `names` in `folder` in one batch. Uncommitted parts are omitted.
 
     Raises:
         DamagedFile: a receipt is damaged.
     """
-    paths = {name: _receipt_name(folder, name) for name in names}
+    paths = {name: f"{FOLDER}/{folder}/{name}.json" for name in names}
     found = store.read_many(list(paths.values()))
     return {name: parse_sealed_json(found[path], store.where(path)) for name, path in paths.items() if path in found}
 
@@ -55,20 +46,19 @@ def commit_part(store: Store, folder: str, name: str, write: Callable[[Path], Pa
     Args:
         write: writes the part's files into the given empty folder, and returns the fields to add to the receipt.
     """
-    return create_once(store, _receipt_name(folder, name), lambda: _store_part(store, folder, name, write))
 
+    def store_files() -> PartReceipt:
+        with attempt_folder(store, f"{folder}-{name}".replace("/", "-")) as private:
+            part = private / "part"
+            part.mkdir()
+            started = time.monotonic()
+            fields = write(part) | {"seconds": round(time.monotonic() - started, 3)}
+            files = record_files(part, {})
+            target = f"{folder}/{name}.{content_hash(files)}"
+            store_part(store, part, target, files)
+            return {**fields, "part": target, "files": {file: record.sha256 for file, record in files.items()}}
 
-def _store_part(store: Store, folder: str, name: str, write: Callable[[Path], PartReceipt]) -> PartReceipt:
-    """Write a part's files in a private folder, move them to `folder`, and return the receipt to create."""
-    with attempt_folder(store, f"{folder}-{name}".replace("/", "-")) as private:
-        part = private / "part"
-        part.mkdir()
-        started = time.monotonic()
-        fields = write(part) | {"seconds": round(time.monotonic() - started, 3)}
-        files = record_files(part, {})
-        target = f"{folder}/{name}.{content_hash(files)}"
-        store_part(store, part, target, files)
-        return {**fields, "part": target, "files": {file: record.sha256 for file, record in files.items()}}
+    return create_once(store, f"{FOLDER}/{folder}/{name}.json", store_files)
 
 
 def seconds_of_parts(store: Store) -> float:
@@ -83,19 +73,16 @@ def read_part(store: Store, receipt: PartReceipt) -> dict[str, bytes]:
     Raises:
         DamagedInput: a file is missing, or its SHA-256 does not match the receipt.
     """
-    folder = receipt["part"]
-    found = store.read_many([f"{folder}/{file}" for file in receipt["files"]])
-    files = {}
-    for file, sha256 in receipt["files"].items():
-        data = found.get(f"{folder}/{file}")
-        if data is None or hashlib.sha256(data).hexdigest() != sha256:
+    paths = {file: f"{receipt['part']}/{file}" for file in receipt["files"]}
+    found = store.read_many(list(paths.values()))
+    for file, path in paths.items():
+        if path not in found or hashlib.sha256(found[path]).hexdigest() != receipt["files"][file]:
             raise DamagedInput(
-                f"{store.where(f'{folder}/{file}')} is {'missing' if data is None else 'damaged'}. Restore it from a "
-                f"backup; or delete the folder that contains it and that folder's receipt in {store.where(FOLDER)}, "
-                f"and run the same command again to recreate them."
+                f"{store.where(path)} is {'damaged' if path in found else 'missing'}. Restore it from a backup; or "
+                f"delete the folder that contains it and that folder's receipt in {store.where(FOLDER)}, and run the "
+                f"same command again to recreate them."
             )
-        files[file] = data
-    return files
+    return {file: found[path] for file, path in paths.items()}
 
 
 def create_once(store: Store, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -138,7 +125,3 @@ def write_once(
     found = parse_sealed_json(store.read(name), store.where(name))
     if canonical_json(found) != canonical_json(content):
         raise refusal(found)
-
-
-def _receipt_name(folder: str, name: str) -> str:
-    return f"{FOLDER}/{folder}/{name}.json"

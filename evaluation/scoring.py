@@ -9,12 +9,11 @@ import numpy as np
 
 from cluster.fleet import FleetConfig
 from evaluation.features.extractors import ExtractorsConfig, describe_extractor
-from evaluation.features.job import NO_REFERENCE, Features, extract, read_moments, reference_features, reference_moments
+from evaluation.features.job import NO_REFERENCE, extract, read_moments, reference_features, reference_moments
 from evaluation.features.sources import ReferenceConfig, sample_units
 from evaluation.metrics.frechet import Moments
-from evaluation.metrics.identity import metric_id
 from evaluation.metrics.intervals import MIN_CLUSTERS
-from evaluation.metrics.table import METRICS, ExtractorName, MetricInputs, MetricName
+from evaluation.metrics.table import METRICS, ExtractorName, MetricInputs, MetricName, metric_id
 from evaluation.parts import create_once
 from evaluation.sampling.job import SampleSet
 from shards.base.durable import sealed_json
@@ -103,16 +102,18 @@ def score(
     for name in names:
         by_extractor.setdefault(METRICS[name].extractor, []).append(name)
     rows, store = list[Row](), open_store(samples.place)
+    prompt_ids = [prompt_id for receipt in samples.parts.values() for prompt_id, _ in receipt["samples"]]
+    _, clusters = np.unique(prompt_ids, return_inverse=True)
     for kind, metrics in by_extractor.items():
         features = extract(sample_units(samples), kind, extractors, samples.place, workers)
-        reference_found, reference_id, moments = None, None, None
+        values, reference_id, moments = None, None, None
         if any(METRICS[name].compared_with != "nothing" for name in metrics):
-            reference_found, reference_id, moments = _read_reference(reference, kind, extractors, workers)
+            values, reference_id, moments = _read_reference(reference, kind, extractors, workers)
+        inputs = MetricInputs(features.values, clusters, values, features.texts, moments)
         for name in metrics:
             used_reference = None if METRICS[name].compared_with == "nothing" else reference_id
             id = metric_id(name, features.extractor, samples.drawing, used_reference)
-            make = partial(_row, name, id, samples, features, reference_found, moments)
-            rows.append(create_once(store, f"{RECORDS}/{name}-{id}.json", make))
+            rows.append(create_once(store, f"{RECORDS}/{name}-{id}.json", partial(_row, name, id, samples, inputs)))
     rows.sort(key=lambda row: list(METRICS).index(row["metric"]))
     store.write(RESULT, sealed_json({"metrics": rows}))
     return rows
@@ -120,33 +121,23 @@ def score(
 
 def _read_reference(
     config: ReferenceConfig, kind: ExtractorName, extractors: ExtractorsConfig, workers: FleetConfig
-) -> tuple[Features | None, str, Callable[[], Moments]]:
+) -> tuple[np.ndarray | None, str, Callable[[], Moments]]:
     """Return the reference's features (None if only moments were given), its id, and a function for its moments."""
     if config.moments is not None:
         moments, id = read_moments(config.moments)
         return None, id, lambda: moments
     features, id = reference_features(config, kind, extractors, workers)
-    return features, id, partial(reference_moments, config, features, id)
+    return features.values, id, partial(reference_moments, config, features, id)
 
 
-def _row(
-    name: MetricName,
-    id: str,
-    samples: SampleSet,
-    features: Features,
-    reference: Features | None,
-    moments: Callable[[], Moments] | None,
-) -> Row:
+def _row(name: MetricName, id: str, samples: SampleSet, inputs: MetricInputs) -> Row:
     metric = METRICS[name]
-    reference_values = reference.values if reference is not None and metric.compared_with != "nothing" else None
-    prompt_ids = [prompt_id for receipt in samples.parts.values() for prompt_id, _ in receipt["samples"]]
-    _, clusters = np.unique(prompt_ids, return_inverse=True)
-    estimate = metric.compute(MetricInputs(features.values, clusters, reference_values, features.texts, moments))
+    reference = None if metric.compared_with == "nothing" else inputs.reference
     return {
         "metric": name,
-        **asdict(estimate),
-        "n": len(features.values),
-        "reference_n": len(reference_values) if reference_values is not None else None,
+        **asdict(metric.compute(inputs)),
+        "n": len(inputs.features),
+        "reference_n": None if reference is None else len(reference),
         "id": id,
         "better": metric.better,
         "model": samples.model.name,

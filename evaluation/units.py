@@ -3,16 +3,18 @@
 import os
 import random
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
+from cluster.actor import Function
 from cluster.failure_log import summarize
 from cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
-from cluster.pool import Function
 from cluster.start import start_ray
 from precompute.encode.overlap import Stuck
-from shards.base.device import is_device_error
+from shards.base.device import is_accelerator, is_device_error, worker_device
 from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress
 
@@ -32,45 +34,48 @@ def run_units(
         return
     start_ray(workers)
     failed: dict[str, str] = {}
-    done = 0
+    done, total = 0, len(units)
     # random order, so that two jobs on the same parts share the work except for units in flight
-    order = random.sample(units, len(units))
-    with Progress(what, "parts", len(units)) as progress:
-        for event in Fleet(workers, function, iter(order)):
+    order = random.sample(units, total)
+    with Progress(what, "parts", total) as progress:
+        for event in Fleet(workers, partial(run_on_worker, function, workers), iter(order)):
             match event:
                 case Done():
                     done += 1
                 case Failed(key=key, which=which, failure=failure, again=again):
-                    progress.say(f"{what} {key}: {which}: {failure.text}")
+                    is_final = "" if again else ", giving up on it"
+                    progress.say(f"{what} {key}: {which}{is_final}: {failure.text}")
                     if not again:
                         failed[key] = failure.line
                 case News(text=text):
                     progress.say(text)
                 case UnderWay(attempts=attempts, reported=reported):
                     if progress.is_due:
-                        figures = {"done": done, "parts": len(units), "under_way": attempts, "pictures": reported}
+                        figures = {"done": done, "parts": total, "under_way": attempts, "pictures": reported}
                         progress.show(done + len(failed), f"{reported} images in progress", figures)
     if failed:
         reasons = summarize(list(failed.items()), most=len(failed))
         raise WorkError(
-            f"{what}: {len(failed)} of {len(units)} parts failed ({reasons}). The others are committed. Run the "
+            f"{what}: {len(failed)} of {total} parts failed ({reasons}). The others are committed. Run the "
             f"same command again to retry only the failed ones."
         )
-    if done < len(units):
+    if done < total:
         raise Preempted(
-            f"{what}: stopped by a signal with {len(units) - done} parts remaining. Run the same command again to "
-            f"continue."
+            f"{what}: stopped by a signal with {total - done} parts remaining. Run the same command again to continue."
         )
 
 
-@contextmanager
-def ending_broken_processes() -> Iterator[None]:
-    """End the process after an error that it cannot recover from, so that the fleet starts a new worker.
+def run_on_worker(
+    function: Function[Work, Any], config: FleetConfig, work: Work, attempt: int, report: Callable[[int], None]
+) -> Any:
+    """Make one attempt at a unit, and end the process after an error that it cannot recover from.
 
-    After a device error the process cannot use its GPU again, and after `Stuck` it has a thread that never ends.
+    After a device error the process cannot use its GPU again, and after `Stuck` it has a thread that never ends. The
+    fleet then starts a new worker.
     """
+    torch.set_num_threads(1 if is_accelerator(worker_device(config.num_gpus)) else max(1, int(config.num_cpus)))
     try:
-        yield
+        return function(work, attempt, report)
     except RuntimeError as error:
         if not is_device_error(error) and not isinstance(error, Stuck):
             raise

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from plan.config import Plan
-from plan.output.comparison import render_comparison
-from plan.output.text import render
 from plan.report import Report, make_report
+from plan.text import render, render_comparison
 from shards.base.config import load_config
 from shards.base.durable import canonical_json, write_atomically
 from shards.base.errors import console
@@ -48,7 +47,7 @@ def run(arguments: list[str]) -> None:
 
 def write(folder: Path, text: str, reports: list[Report]) -> None:
     """Write plan.txt, plan.json and plan.png, each atomically."""
-    from plan.output.figure import draw
+    from plan.figure import draw
 
     write_atomically(folder / "plan.txt", text.encode())
     write_atomically(folder / "plan.json", canonical_json({"plans": [as_json(report) for report in reports]}))

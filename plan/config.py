@@ -1,16 +1,72 @@
-"""Config of `python -m plan`. The defaults describe Stable Diffusion 2 base on A100s."""
+"""Config of `python -m plan`. The defaults describe Stable Diffusion 2 base on A100s.
 
-from typing import Annotated, Literal
+Every numeric input is a `Fact`: it has a unit, and either a source or the mark `assumed`.
+"""
 
-from pydantic import Field, field_validator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from plan.facts import GPU_KINDS, Fact, fact, list_facts
-from plan.machines import Checkpoints, Gpu, Links, Regions, Storage
+import yaml
+from pydantic import BaseModel, Field, field_validator, model_validator
+
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
 from shards.format.towers import ONLY_TEXT, ImageStorage, TextStorage
 from train.model.config import optimizer_class
+
+ASSUMED = "assumed"
+
+GPU_KINDS: dict[str, dict[str, tuple[float, str]]] = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())
+"""Default (value, source) of each field in the plan's `gpu` section, by GPU kind."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A numeric input of a plan, with its unit and source."""
+
+    field: str
+    value: float
+    unit: str
+    source: str
+
+    @property
+    def assumed(self) -> bool:
+        """Whether the value has no source."""
+        return self.source == ASSUMED
+
+
+def fact(unit: str, default: float | None = None, source: str = ASSUMED, **limits: Any) -> Any:
+    """Define a config field for a numeric input of the plan. `source` applies only to the default value."""
+    extra: Any = {"unit": unit, "sourced_value": default, "source": source}
+    start: Any = ... if default is None else default
+    return Field(start, json_schema_extra=extra, **limits)
+
+
+def list_facts(plan: BaseModel, sources: Mapping[str, tuple[float, str]]) -> list[Fact]:
+    """Return every numeric input of `plan` with the source of its current value.
+
+    Args:
+        sources: (value, source) by field, in addition to the fields' default sources. A field whose value is neither
+            the sourced one nor the default is marked as assumed, because neither source applies to it.
+    """
+    facts = []
+    for field, value, extra in _fact_fields(plan):
+        candidates = (sources.get(field, (None, ASSUMED)), (extra["sourced_value"], extra["source"]))
+        source = next((source for sourced, source in candidates if sourced == value), ASSUMED)
+        facts.append(Fact(field, value, extra["unit"], source))
+    return facts
+
+
+def _fact_fields(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, float, dict[str, Any]]]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _fact_fields(value, f"{prefix}{name}.")
+        elif isinstance(field.json_schema_extra, dict) and "unit" in field.json_schema_extra:
+            yield f"{prefix}{name}", value, field.json_schema_extra
 
 
 class TextNetwork(Config):
@@ -105,6 +161,11 @@ class Phase(Config):
     ema: bool = False
     """Maintain an exponential moving average of the weights, which makes checkpoints larger."""
 
+    @property
+    def num_images(self) -> int:
+        """Images trained on, counting repetitions."""
+        return self.steps * self.global_batch_size
+
 
 class SecondPhase(Phase):
     """The second training phase, by default at twice the resolution of the first."""
@@ -117,6 +178,99 @@ class SecondPhase(Phase):
     """Images per GPU in one forward and backward pass."""
     ema: bool = True
     """Maintain an exponential moving average of the weights."""
+
+
+class Gpu(Config):
+    """The GPU and its node. Unset numbers default to those of the GPU kind in plan/gpus.yaml."""
+
+    kind: str = "A100"
+    """A100, H100 or H200. For any other kind, set every number in this section."""
+    gpus_per_node: int = Field(8, gt=0)
+    """GPUs per node."""
+    price_per_hour: float = fact("$ per GPU-hour", ge=0)
+    """Price of one GPU for one hour."""
+    peak_tflops: float = fact("TFLOP/s", gt=0)
+    """Peak dense bf16 throughput from the datasheet."""
+    memory_gb_per_s: float = fact("GB/s", gt=0)
+    """Bandwidth of the GPU's memory."""
+    link_gb_per_s: float = fact("GB/s per GPU, one way", gt=0)
+    """Bandwidth between GPUs of the same node, such as NVLink."""
+    network_gbit_per_s: float = fact("Gbit/s per node, one way", gt=0)
+    """Bandwidth between nodes, used by the gradient all-reduce."""
+    train_utilisation: float = fact("of peak", gt=0, le=1)
+    """Training FLOP/s as a share of the peak, used for buckets without a measured rate."""
+    encode_utilisation: float = fact("of peak", gt=0, le=1)
+    """Encoding FLOP/s as a share of the peak, used for stages without a measured rate."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_kind(cls, values: Any) -> Any:
+        kind = values.get("kind", cls.model_fields["kind"].default)
+        given = {name: value for name, value in values.items() if value is not None}
+        missing = [name for name, field in cls.model_fields.items() if field.is_required() and name not in given]
+        if kind not in GPU_KINDS and missing:
+            known = ", ".join(GPU_KINDS)
+            raise ValueError(f"the GPU kind {kind} is not one of {known}; set its {', '.join(missing)} as well")
+        return {name: value for name, (value, _) in GPU_KINDS.get(kind, {}).items()} | given
+
+
+class Links(Config):
+    """Bandwidths of the interconnect and the stores, and the settings of the gradient all-reduce."""
+
+    gradient_bytes: Literal[2, 4] = 4
+    """Bytes per gradient element in the all-reduce; 4 is float32."""
+    bucket_mb: float = Field(25, gt=0)
+    """Size of a DDP gradient bucket in MB. The all-reduce of the last bucket does not overlap with computation."""
+    efficiency: float = fact("of link and network bandwidth", 0.8, gt=0, le=1)
+    """Share of the nominal bandwidth that an all-reduce achieves."""
+    data_gbit_per_node: float = fact("Gbit/s per node", 20, gt=0)
+    """Bandwidth at which one node reads from the store of the latents."""
+    data_gbit_total: float = fact("Gbit/s", 400, gt=0)
+    """Total read bandwidth of the store of the latents."""
+    checkpoint_gbit: float = fact("Gbit/s", 10, gt=0)
+    """Write bandwidth for checkpoints. Training waits while a checkpoint is written."""
+
+
+class Storage(Config):
+    """Price and duration of storing the latents."""
+
+    price_per_tb_month: float = fact("$ per TB and month", 23, ge=0)
+    """Storage price; 1 TB is 10^12 bytes."""
+    months: float = Field(1, ge=0)
+    """Number of months the latents are stored."""
+
+
+class Regions(Config):
+    """Regions of the latents and the GPUs."""
+
+    data: dict[str, float] = Field({"here": 1.0}, min_length=1)
+    """Share of the samples stored in each region; the shares must sum to 1."""
+    gpus: str = "here"
+    """Region of the GPUs."""
+    egress_per_gb: float = fact("$ per GB", 0.02, ge=0)
+    """Price of reading data from a different region."""
+
+    @field_validator("data")
+    @classmethod
+    def _shares_add_up(cls, shares: dict[str, float]) -> dict[str, float]:
+        if abs(sum(shares.values()) - 1) > 1e-6 or min(shares.values(), default=0) < 0:
+            raise ValueError(f"regions.data is {shares}; its shares must not be negative and must sum to 1")
+        return shares
+
+
+class Checkpoints(Config):
+    """Checkpoints and failures."""
+
+    every_steps: int | None = Field(None, gt=0)
+    """Steps between checkpoints; null: the interval that minimizes the expected training time."""
+    keep: int = Field(3, gt=0)
+    """Number of checkpoints kept per phase."""
+    gpu_hours_per_failure: float = fact(
+        "GPU-hours", 10_000, "follows from MosaicML's two hardware failures in 20,051 A100-hours", gt=0
+    )
+    """Mean time between failures, multiplied by the number of GPUs."""
+    restart_seconds: float = fact("s", 600, ge=0)
+    """Time from a failure to the first step after the restart."""
 
 
 class SourcedValue(Config):

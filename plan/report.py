@@ -1,23 +1,298 @@
-"""The report on a plan: time and cost per GPU count, storage, online encoding, inputs and notes."""
+"""The report on a plan: time and cost per GPU count, storage, online encoding, inputs and notes.
 
+Speeds come from the nearest measurement or from an assumed utilisation.
+"""
+
+import math
 from dataclasses import dataclass
+from typing import Literal
 
-from plan.arithmetic.costs import GIGA, SECONDS_PER_HOUR, TERA, checkpoint_bytes, gpu_hours, speedup_per_doubling
+from plan.arithmetic.costs import (
+    GIGA,
+    SECONDS_PER_DAY,
+    SECONDS_PER_HOUR,
+    TERA,
+    checkpoint_bytes,
+    sample_bytes,
+    text_bytes,
+)
 from plan.arithmetic.counted import cached_work
+from plan.arithmetic.restarts import daly_interval, expected_time
+from plan.arithmetic.scaling import Machine, Step, StepTime, calibrate, step_time
 from plan.arithmetic.work import Work
-from plan.config import Plan
-from plan.facts import Fact
-from plan.latents import BucketReport, Traffic, bucket_report, precompute_hours, training_traffic
-from plan.measured import Rate, read_rates
-from plan.rows import Inputs, PhaseRow, phase_row
+from plan.config import Fact, Phase, Plan
+from plan.measured import Rate, Rates, read_rates
+from shards.base.errors import RequestError
+from shards.format.towers import TextTower
 from train.model.config import optimizer_class
 
+BITS, MEGA = 8, 1e6
+Basis = Literal["measured", "predicted", "assumed"]
+"""Origin of a throughput: `measured` on this GPU count, `predicted` from a different one, or `assumed`."""
 MAX_UNEXPLAINED_GAP = 0.1
 """Relative shortfall of a measurement against its prediction above which the report adds a note."""
 MIN_SHARDING_SPEEDUP = 1.05
 """Speedup from sharding (HSDP) above which the report adds a note."""
 MIN_IMAGES_PER_GPU = 8
 """Images per GPU and step below which kernels are too small to keep a GPU busy."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A plan with its counted FLOPs and measured rates."""
+
+    plan: Plan
+    work: Work
+    rates: Rates
+
+    @property
+    def machine(self) -> Machine:
+        """Effective bandwidths of the plan's hardware, in B/s."""
+        gpu, links = self.plan.gpu, self.plan.links
+        return Machine(
+            gpus_per_node=gpu.gpus_per_node,
+            link=gpu.link_gb_per_s * GIGA * links.efficiency,
+            network=gpu.network_gbit_per_s * GIGA / BITS * links.efficiency,
+            memory=gpu.memory_gb_per_s * GIGA,
+            data_per_node=links.data_gbit_per_node * GIGA / BITS,
+            data_total=links.data_gbit_total * GIGA / BITS,
+        )
+
+    @property
+    def texts(self) -> list[TextTower]:
+        """Text encoders, with the plan's default `storage` and `trim` where an encoder does not override them."""
+        towers = []
+        for name, tower in self.work.texts.items():
+            override, default = self.plan.networks.texts.get(name), self.plan.text
+            storage = (override and override.storage) or default.storage
+            trim = default.trim if override is None or override.trim is None else override.trim
+            towers.append(tower.model_copy(update={"storage": storage, "trim": trim and tower.states}))
+        return towers
+
+    def sample_bytes(self, bucket: str) -> float:
+        """Return the size of one stored sample of `bucket` in bytes."""
+        data, work = self.plan.data, self.work
+        moments = data.posterior == "moments" and work.has_posterior
+        return sample_bytes(
+            work.latent_channels * (2 if moments else 1),
+            work.latent_hw[bucket],
+            sum(text_bytes(tower, self.plan.text.tokens) for tower in self.texts),
+            data.string_bytes,
+            self.plan.image.storage,
+            work.latent_channels,
+        )
+
+    def rates_of(self, stage: Literal["train", "encode", "text"], bucket: str | None) -> list[Rate]:
+        """Return the measured rates of a stage, sorted by GPU count, or one rate from the assumed utilisation."""
+        gpu, work = self.plan.gpu, self.work
+        flops = work.caption if bucket is None else (work.train if stage == "train" else work.encode)[bucket]
+        utilisation = gpu.train_utilisation if stage == "train" else gpu.encode_utilisation
+        source = f"{utilisation:.3g} of {gpu.peak_tflops:.0f} TFLOP/s ÷ {flops / GIGA:.1f} GFLOP"
+        modelled = Rate(gpu.peak_tflops * 1e12 * utilisation / flops, gpu.gpus_per_node, source, assumed=True)
+        return self.rates.of(stage, bucket) or [modelled]
+
+    def checkpoint_bytes(self, phase: Phase) -> int:
+        """Return the size of one checkpoint of `phase`."""
+        state_bytes = optimizer_class(self.plan.optimizer).state_bytes
+        return checkpoint_bytes(self.work.num_parameters, phase.ema, state_bytes)
+
+    def encode_seconds(self, bucket: str) -> float:
+        """Return the GPU-seconds needed to encode one image in `bucket` and its caption."""
+        rates = self.rates_of("encode", bucket)[0], self.rates_of("text", None)[0]
+        return sum(1 / rate.images_per_second_per_gpu for rate in rates)
+
+    def step(self, phase: Phase, rate: Rate | None = None, online: bool = False) -> Step:
+        """Describe a step of `phase`. The batch sizes recorded with `rate` override those of the phase."""
+        data = self.plan.data
+        return Step(
+            (rate and rate.global_batch_size) or phase.global_batch_size,
+            (rate and rate.microbatch_size) or phase.microbatch_size,
+            self.work.num_parameters,
+            self.plan.links.gradient_bytes,
+            data.picture_bytes + data.string_bytes if online else self.sample_bytes(phase.bucket),
+            self.plan.links.bucket_mb * MEGA,
+            self.work.backward[phase.bucket],
+            optimizer_class(self.plan.optimizer).step_bytes(),
+        )
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """Estimates for one phase on one GPU count. Times are in seconds unless a field says otherwise."""
+
+    bucket: str
+    images_per_gpu: float
+    """Images per GPU and step."""
+    images_per_second: float
+    basis: Basis
+    source: str
+    predicted_images_per_second: float
+    """Prediction from a measurement on another GPU count, even if this count was measured."""
+    step: StepTime
+    split_speedup: float
+    """Speedup from sharding weights within each node (HSDP), which the trainer does not support."""
+    bottleneck: str
+    days: float
+    read_per_node: float
+    """Read rate of one node, in B/s."""
+    read_total: float
+    """Total read rate from the store, in B/s."""
+    save_every_steps: int
+    best_interval: float
+    """Optimal training time between checkpoints by Daly's formula."""
+    num_checkpoints: int
+    expected_days: float
+    """Days including checkpoints and failures."""
+
+
+def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow:
+    """Estimate `phase` on `gpus` GPUs, encoding online or reading precomputed latents.
+
+    Raises:
+        RequestError: a measured rate is impossible at the given bandwidths, or failures are so frequent that training
+            never finishes.
+    """
+    rates = inputs.rates_of("train", phase.bucket)
+    rate = _basis_for(rates, gpus)
+    time = _predict(inputs, phase, rate, gpus, online)
+    other_rate = _basis_for([other for other in rates if other.gpus != gpus] or rates, gpus)
+    step = inputs.step(phase, online=online)
+    matches_benchmark = rate.gpus == gpus and not online and inputs.step(phase, rate) == step
+    exact = matches_benchmark and time.bottleneck != "data rate"
+    images_per_second = phase.global_batch_size / time.total
+    days = phase.num_images / images_per_second / SECONDS_PER_DAY
+    read = images_per_second * step.sample_bytes
+    every, best, expected = _restarts(inputs, phase, time.total, gpus)
+    return PhaseRow(
+        bucket=phase.bucket,
+        images_per_gpu=phase.global_batch_size / gpus,
+        images_per_second=images_per_second,
+        basis="assumed" if rate.assumed else "measured" if exact else "predicted",
+        source=rate.source,
+        predicted_images_per_second=phase.global_batch_size / _predict(inputs, phase, other_rate, gpus, online).total,
+        step=time,
+        split_speedup=time.total / _predict(inputs, phase, rate, gpus, online, sharded=True).total,
+        bottleneck=time.bottleneck,
+        days=days,
+        read_per_node=read * min(gpus, inputs.plan.gpu.gpus_per_node) / gpus,
+        read_total=read,
+        save_every_steps=every,
+        best_interval=best,
+        num_checkpoints=phase.steps // every,
+        expected_days=days * expected,
+    )
+
+
+def _basis_for(rates: list[Rate], gpus: int) -> Rate:
+    """Return the rate with the most GPUs up to `gpus`, or else the fewest. `rates` must be sorted by GPU count."""
+    return next((rate for rate in reversed(rates) if rate.gpus <= gpus), rates[0])
+
+
+def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, sharded: bool = False) -> StepTime:
+    machine = inputs.machine
+    try:
+        seconds = calibrate(rate.images_per_second_per_gpu, inputs.step(phase, rate), rate.gpus, machine)
+    except ValueError as error:
+        raise RequestError(
+            f"{phase.bucket}: {error}. Either the bandwidths in `links` and `gpu` or the benchmark ({rate.source}) "
+            f"must be wrong. Correct one of them."
+        ) from None
+    encode_seconds = inputs.encode_seconds(phase.bucket) if online else 0.0
+    return step_time(seconds, inputs.step(phase, online=online), gpus, machine, encode_seconds, sharded=sharded)
+
+
+def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> tuple[int, float, float]:
+    """Return the steps between checkpoints, the optimal interval in seconds, and expected ÷ uninterrupted time."""
+    saving = inputs.plan.checkpoints
+    seconds = inputs.checkpoint_bytes(phase) / (inputs.plan.links.checkpoint_gbit * GIGA / BITS)
+    between_failures = saving.gpu_hours_per_failure * SECONDS_PER_HOUR / gpus
+    best = daly_interval(seconds, between_failures)
+    every = min(phase.steps, saving.every_steps or max(1, round(best / step_seconds)))
+    expected = expected_time(1.0, every * step_seconds, seconds, saving.restart_seconds, between_failures)
+    if math.isinf(expected):
+        raise RequestError(
+            f"On {gpus} GPUs, a failure occurs every {between_failures:.3g} s on average, but {phase.bucket} saves "
+            f"only every {every * step_seconds:.3g} s, so the training would never finish. Lower "
+            f"checkpoints.every_steps, or correct checkpoints.gpu_hours_per_failure."
+        )
+    return every, best, expected
+
+
+@dataclass(frozen=True)
+class BucketReport:
+    """Size and cost of one bucket's latents. Costs are in $."""
+
+    bucket: str
+    samples: int
+    passes: float
+    """Planned training passes over the samples."""
+    sample_bytes: float
+    stored_tb: float
+    price_per_month: float
+    encode_cost: float
+    """Cost of precomputing the bucket, including captions."""
+    storage_cost: float
+    """Cost of storing the bucket for `storage.months`."""
+    pays_from: float
+    """Number of passes from which precomputing costs no more than encoding online."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Data read during training, and the cost of reading it across regions. Costs are in $."""
+
+    read_tb: float
+    """Amount of data read during training without a cache."""
+    foreign_tb: float
+    """Portion of `read_tb` that comes from other regions."""
+    cost: float
+    """Cost of reading `foreign_tb` across regions."""
+    copy_cost: float
+    """Cost of copying the foreign data to the GPUs' region once instead, excluding the storage of the copy."""
+
+
+def precompute_hours(inputs: Inputs) -> float:
+    """Return the GPU-hours needed to encode every caption once, and every image once for each of its buckets."""
+    data = inputs.plan.data
+    seconds = data.pictures / inputs.rates_of("text", None)[0].images_per_second_per_gpu
+    for bucket, samples in data.samples.items():
+        encoded = data.pictures if inputs.plan.every_size else samples
+        seconds += encoded / inputs.rates_of("encode", bucket)[0].images_per_second_per_gpu
+    return seconds / SECONDS_PER_HOUR
+
+
+def bucket_report(inputs: Inputs, bucket: str) -> BucketReport:
+    """Compute the size and cost of a bucket's latents, and the break-even with online encoding."""
+    plan = inputs.plan
+    samples = plan.data.samples[bucket]
+    stored = samples * inputs.sample_bytes(bucket) / TERA
+    pass_cost = samples * inputs.encode_seconds(bucket) / SECONDS_PER_HOUR * plan.gpu.price_per_hour
+    encode_cost = pass_cost * (plan.data.pictures / samples if plan.every_size else 1)
+    storage_cost = stored * plan.storage.price_per_tb_month * plan.storage.months
+    images = sum(phase.num_images for phase in plan.phases if phase.bucket == bucket)
+    return BucketReport(
+        bucket=bucket,
+        samples=samples,
+        passes=images / samples,
+        sample_bytes=inputs.sample_bytes(bucket),
+        stored_tb=stored,
+        price_per_month=stored * plan.storage.price_per_tb_month,
+        encode_cost=encode_cost,
+        storage_cost=storage_cost,
+        pays_from=(encode_cost + storage_cost) / pass_cost,
+    )
+
+
+def training_traffic(inputs: Inputs) -> Traffic:
+    """Compute the data read during training and the cost of the portion from other regions."""
+    plan = inputs.plan
+    online = plan.encoding == "online"
+    read = sum(phase.num_images * inputs.step(phase, online=online).sample_bytes for phase in plan.phases)
+    kept = sum(count * inputs.sample_bytes(bucket) for bucket, count in plan.data.samples.items())
+    kept = plan.data.pictures * plan.data.picture_bytes if online else kept
+    foreign = sum(share for region, share in plan.regions.data.items() if region != plan.regions.gpus)
+    price = plan.regions.egress_per_gb / GIGA
+    return Traffic(read / TERA, foreign * read / TERA, foreign * read * price, foreign * kept * price)
 
 
 @dataclass(frozen=True)
@@ -88,8 +363,7 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
     for gpus in plan.counts:
         rows.append(_row(inputs, gpus, rows[-1] if rows else None))
     buckets = [bucket_report(inputs, bucket) for bucket in plan.data.samples]
-    state_bytes = optimizer_class(plan.optimizer).state_bytes
-    sizes = [checkpoint_bytes(work.num_parameters, phase.ema, state_bytes) for phase in plan.phases]
+    sizes = [inputs.checkpoint_bytes(phase) for phase in plan.phases]
     return Report(
         title=plan.title,
         gpu=plan.gpu.kind,
@@ -112,12 +386,13 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
 
 def _row(inputs: Inputs, gpus: int, previous: Row | None) -> Row:
     plan, price = inputs.plan, inputs.plan.gpu.price_per_hour
-    latents, online = ([phase_row(inputs, phase, gpus, online) for phase in plan.phases] for online in (False, True))
-    chosen = online if plan.encoding == "online" else latents
+    is_online = plan.encoding == "online"
+    latents, online = ([phase_row(inputs, phase, gpus, on) for phase in plan.phases] for on in (False, True))
+    chosen = online if is_online else latents
     days, latent_days, online_days = (sum(phase.days for phase in phases) for phases in (chosen, latents, online))
     expected = sum(phase.expected_days for phase in chosen)
-    encode_hours = 0.0 if plan.encoding == "online" else precompute_hours(inputs)
-    hours = gpu_hours(days, gpus)
+    encode_hours = 0.0 if is_online else precompute_hours(inputs)
+    hours = days * 24 * gpus
     return Row(
         gpus=gpus,
         phases=chosen,
@@ -127,12 +402,12 @@ def _row(inputs: Inputs, gpus: int, previous: Row | None) -> Row:
         precompute_hours=encode_hours,
         cost=(hours + encode_hours) * price,
         expected_days=expected + encode_hours / gpus / 24,
-        expected_cost=(gpu_hours(expected, gpus) + encode_hours) * price,
+        expected_cost=(expected * 24 * gpus + encode_hours) * price,
         lost=expected / days - 1,
         online_days=online_days,
         online_ratio=online_days / latent_days,
-        online_cost=gpu_hours(online_days, gpus) * price,
-        speedup=speedup_per_doubling(previous.training_days, days, previous.gpus, gpus) if previous else None,
+        online_cost=online_days * 24 * gpus * price,
+        speedup=(previous.training_days / days) ** (1 / math.log2(gpus / previous.gpus)) if previous else None,
         bottleneck=_bottleneck(chosen),
     )
 

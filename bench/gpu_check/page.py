@@ -6,7 +6,7 @@ from typing import Any
 from bench.gpu_check.findings import Parts
 from bench.kit.common import table
 from bench.roofline.kernels import ASSUMED_EFFICIENCY
-from plan.facts import GPU_KINDS
+from plan.config import GPU_KINDS
 from plan.measured import BenchFile, Measurement, Rate, read_rates
 
 

@@ -10,7 +10,7 @@ from bench.kit.roots import encoding_record
 from plan.arithmetic.work import NO_WEIGHTS, count_work, network_calls
 from plan.config import Plan
 from plan.measured import Rates
-from plan.rows import Inputs, phase_row
+from plan.report import Inputs, phase_row
 from shards.base.config import load_config
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import ImageTower

@@ -72,15 +72,11 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
         return {"kind": kind, "resize": f"area {TOY_CELLS}"}
     given: ExtractorConfig = getattr(config, kind)
     option = f"extractors.{kind}.weights"
-    if given.weights is None:
+    if given.weights is None or not given.weights.exists():
+        state = "are not set" if given.weights is None else f"do not exist at {given.weights}"
         raise RequestError(
-            f"The weights of {kind} are not set. Set {option} to a local path; nothing is downloaded automatically "
+            f"The weights of {kind} {state}. Set {option} to a local path; nothing is downloaded automatically "
             f"(docs/evaluation.md lists where to download them)."
-        )
-    if not given.weights.exists():
-        raise RequestError(
-            f"The weights of {kind} do not exist at {given.weights}. Correct {option}; nothing is downloaded "
-            f"automatically (docs/evaluation.md lists where to download them)."
         )
     open_clip_weights = open_clip.weights_file(given.weights) if kind == "clip" else None
     _check_files(kind, given.weights, open_clip_weights, option)
@@ -97,11 +93,7 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
 
 
 def _check_files(kind: ExtractorName, weights: Path, open_clip_weights: Path | None, option: str) -> None:
-    """Check that existing weights are in a format from which `kind` can be loaded.
-
-    Raises:
-        RequestError: a file is missing, or the folder contains a different type of model.
-    """
+    """Check that existing weights are in a format from which `kind` can be loaded."""
     file = open_clip_weights or (weights if kind == "inception" else weights / WEIGHTS_NAME)
     if not file.is_file():
         expected = f"a transformers folder with config.json and {WEIGHTS_NAME}"

@@ -1,13 +1,12 @@
 """Extract features from a source's units on Ray, store them in parts, and read them back as one array."""
 
-import functools
 import hashlib
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 
 from cluster.fleet import FleetConfig
 from evaluation.features.extractors import (
-    Extractor,
     ExtractorsConfig,
     describe_extractor,
     extractor_id,
@@ -29,8 +27,8 @@ from evaluation.features.sources import InputRecord, ReferenceConfig, SampleUnit
 from evaluation.metrics.frechet import Moments
 from evaluation.metrics.table import ExtractorName
 from evaluation.parts import PartReceipt, commit_part, read_part, read_receipts, read_sealed, write_once
-from evaluation.units import ending_broken_processes, run_units
-from shards.base.device import is_accelerator, worker_device
+from evaluation.units import run_units
+from shards.base.device import worker_device
 from shards.base.durable import canonical_json
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
@@ -44,21 +42,8 @@ NO_REFERENCE = (
 ISOLATE_FROM = 2
 """First attempt that decodes images in a child process, because an image may have crashed the previous attempt."""
 FEATURES, TEXTS, MOMENTS = "features.npy", "texts.npy", "moments.npz"
-
-
-@dataclass(frozen=True)
-class ExtractionJob:
-    """Settings that all units of a job share."""
-
-    kind: ExtractorName
-    weights: Path | None
-    folder: str
-    """Folder of the features, relative to `place`."""
-    place: Path | str
-    """The sample set or the reference."""
-    batch_size: int
-    device: str
-    num_cpus: float
+cached_extractor, cached_text_encoder = lru_cache(maxsize=1)(load_extractor), lru_cache(maxsize=1)(load_text_features)
+"""Each is loaded once for all units of a worker."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +74,12 @@ def extract(
     description = describe_extractor(kind, config)
     folder, store = f"features/{extractor_id(description)}", open_store(place)
     weights = None if kind == "toy" else getattr(config, kind).weights.absolute()
-    device = worker_device(workers.num_gpus)
-    job = ExtractionJob(kind, weights, folder, place, config.batch_size, device, workers.num_cpus)
     names = [unit.name for unit in units]
     receipts = read_receipts(store, folder, names)
     missing = [(unit.name, unit) for unit in units if unit.name not in receipts]
-    run_units(missing, partial(extract_on_worker, job=job), workers, kind)
+    device = worker_device(workers.num_gpus)
+    function = partial(extract_on_worker, kind, weights, place, folder, config.batch_size, device)
+    run_units(missing, function, workers, kind)
     return read_features(store, folder, names, description, receipts)
 
 
@@ -105,12 +90,7 @@ def read_features(
     description: dict[str, Any],
     known: dict[str, PartReceipt] | None = None,
 ) -> Features:
-    """Read the committed parts `names` and join them. Receipts in `known` are not reread.
-
-    Raises:
-        WorkError: a part is missing, or no part contains any images.
-        DamagedInput: a file is missing or damaged.
-    """
+    """Read the committed parts `names` and join them. Receipts in `known` are not reread."""
     known = known or {}
     found = read_receipts(store, folder, [name for name in names if name not in known]) | known
     receipts = {name: found[name] for name in names if name in found}
@@ -135,53 +115,49 @@ def read_features(
     return Features(np.concatenate(values), joined_texts, description, inputs, rejected)
 
 
-def extract_on_worker(unit: Unit, attempt: int, report: Callable[[int], None], job: ExtractionJob) -> PartReceipt:
-    """Make one attempt at one unit, and report the number of images processed so far.
+def extract_on_worker(
+    kind: ExtractorName,
+    weights: Path | None,
+    place: Path | str,
+    folder: str,
+    batch_size: int,
+    device: str,
+    unit: Unit,
+    attempt: int,
+    report: Callable[[int], None],
+) -> PartReceipt:
+    """Make one attempt at one unit, store its features in `folder` of `place`, and report the number of images so far.
 
     On the first attempt, an image that crashes or hangs its decoder takes the worker down. Later attempts decode in a
     child process, where such an image is rejected and the others are kept.
     """
-    torch.set_num_threads(1 if is_accelerator(job.device) else max(1, int(job.num_cpus)))
-    with ending_broken_processes():
-        write = partial(extract_part, unit, job, report, attempt >= ISOLATE_FROM)
-        return commit_part(open_store(job.place), job.folder, unit.name, write)
 
+    def check_finite(features: torch.Tensor) -> np.ndarray:
+        values: np.ndarray = features.cpu().numpy()
+        if not np.isfinite(values).all():
+            raise WorkError(
+                f"{kind} returned non-finite features for {unit.name}, so its weights are damaged or do not match the "
+                f"model. Nothing was stored for this part. Use different weights (extractors.{kind}.weights)."
+            )
+        return values
 
-def extract_part(
-    unit: Unit, job: ExtractionJob, report: Callable[[int], None], isolate: bool, folder: Path
-) -> PartReceipt:
-    """Write the features of a unit's images to `folder`, and return the receipt's fields.
+    def write(private: Path) -> PartReceipt:
+        extractor = cached_extractor(kind, weights, device)
+        record, rows = InputRecord(), []
+        with closing(unit.pictures(record, isolate=attempt >= ISOLATE_FROM)) as pictures:
+            for batch in batches(pictures, batch_size):
+                rows.append(check_finite(extractor(batch)))
+                report(sum(map(len, rows)))
+        if rows:
+            np.save(private / FEATURES, np.concatenate(rows))
+        if kind == "clip" and isinstance(unit, SampleUnit) and weights is not None:
+            encode = cached_text_encoder(weights, device)
+            starts = range(0, len(unit.texts), batch_size)
+            texts = [check_finite(encode(list(unit.texts[start : start + batch_size]))) for start in starts]
+            np.save(private / TEXTS, np.concatenate(texts))
+        return {"count": sum(map(len, rows)), "rejected": dict(record.rejected), "input": record.input}
 
-    With `isolate`, a child process decodes the images.
-    """
-    extractor = cached_extractor(job.kind, job.weights, job.device)
-    record, rows = InputRecord(), []
-    with closing(unit.pictures(record, isolate)) as pictures:
-        for batch in batches(pictures, job.batch_size):
-            rows.append(check_finite(extractor(batch).cpu().numpy(), unit, job))
-            report(sum(map(len, rows)))
-    if rows:
-        np.save(folder / FEATURES, np.concatenate(rows))
-    if job.kind == "clip" and isinstance(unit, SampleUnit) and job.weights is not None:
-        encode = cached_text_encoder(job.weights, job.device)
-        starts = range(0, len(unit.texts), job.batch_size)
-        texts = [encode(list(unit.texts[start : start + job.batch_size])).cpu().numpy() for start in starts]
-        np.save(folder / TEXTS, check_finite(np.concatenate(texts), unit, job))
-    return {"count": sum(map(len, rows)), "rejected": dict(record.rejected), "input": record.input}
-
-
-def check_finite(values: np.ndarray, unit: Unit, job: ExtractionJob) -> np.ndarray:
-    """Return (N, D) features unchanged after checking that all are finite.
-
-    Raises:
-        WorkError: some are not finite, so metrics computed from them could be silently wrong.
-    """
-    if not np.isfinite(values).all():
-        raise WorkError(
-            f"{job.kind} returned non-finite features for {unit.name}, so its weights are damaged or do not match the "
-            f"model. Nothing was stored for this part. Use different weights (extractors.{job.kind}.weights)."
-        )
-    return values
+    return commit_part(open_store(place), folder, unit.name, write)
 
 
 def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
@@ -189,18 +165,6 @@ def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndar
     pictures = iter(pictures)
     while batch := list(islice(pictures, batch_size)):
         yield np.stack(batch)
-
-
-@functools.lru_cache(maxsize=1)
-def cached_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Extractor:
-    """Load an extractor, and cache it for the worker's next unit."""
-    return load_extractor(kind, weights, device)
-
-
-@functools.lru_cache(maxsize=1)
-def cached_text_encoder(weights: Path, device: str) -> Callable[[list[str]], torch.Tensor]:
-    """Load CLIP's text encoder, and cache it for the worker's next unit."""
-    return load_text_features(weights, device)
 
 
 def reference_features(

@@ -6,9 +6,10 @@ that were cropped and resized like its training data.
 
 import hashlib
 import io
+import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -59,7 +60,7 @@ class ReferenceConfig(Config):
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
         # the record at `place` contains this path, so it must not depend on the working directory
-        return value if value is None or "://" in value else str(Path(value).absolute())
+        return value if value is None or "://" in value else os.path.abspath(value)
 
     @model_validator(mode="after")
     def _pictures_or_moments(self) -> Self:
@@ -71,7 +72,7 @@ class ReferenceConfig(Config):
         """Return the settings that determine which images belong to the reference, and their pixels."""
         pixels = self.pixels
         own = {"size": self.size, "decoder": pixels.decoder, "resampling": pixels.resampling, "crop": pixels.crop}
-        return own | {"limits": self.limits.model_dump(mode="json", include=SELECTING_LIMITS)}
+        return {**own, "limits": self.limits.model_dump(mode="json", include=SELECTING_LIMITS)}
 
 
 @dataclass
@@ -110,16 +111,16 @@ class SampleUnit:
 
 
 @dataclass(frozen=True)
-class TarUnit:
-    """A tar of reference images."""
+class ReferenceUnit:
+    """A tar of reference images, or a group of image files."""
 
     name: str
-    tar: InputTar
+    source: InputTar | tuple[Path, ...]
     config: ReferenceConfig
     decode: Decode = decode
 
     def pictures(self, record: InputRecord, isolate: bool = False) -> Generator[np.ndarray, None, None]:
-        """Yield the valid images that are large enough, (height, width, 3) uint8, in the tar's order.
+        """Yield the valid images that are large enough, (height, width, 3) uint8, in the source's order.
 
         With `isolate`, a child process decodes them, and an image that crashes or hangs it is rejected as
         `decoder_crash`.
@@ -127,39 +128,35 @@ class TarUnit:
         Raises:
             Stuck: a decoding thread hangs, so the process must be ended.
         """
-        limits = self.config.limits
-        with local_copy(self.tar.address, ".tar") as path, _decoder(self.decode, limits, isolate) as decode:
-            tar = Tar(path, limits.max_bytes)
-            tar.check(self.tar, counted_samples(self.tar))
-            record.input = tar.sha256
-            for sample in tar.samples():
-                yield from _decode_and_crop(sample.image, self.config, record, decode)
+        bucket, config = Bucket.parse(self.config.size), self.config
+        with closing(self._encoded(record)) as images, _decoder(self.decode, config.limits, isolate) as decode:
+            for data in images:
+                try:
+                    if data is None:
+                        raise Reject("no_image", "the sample has no image")
+                    yield decode(data, [bucket], config.pixels, config.limits).pixels[bucket]
+                except Reject as reject:
+                    record.rejected[reject.reason] += 1
 
-
-@dataclass(frozen=True)
-class FilesUnit:
-    """A group of image files in a folder of reference images."""
-
-    name: str
-    paths: tuple[Path, ...]
-    config: ReferenceConfig
-    decode: Decode = decode
-
-    def pictures(self, record: InputRecord, isolate: bool = False) -> Generator[np.ndarray, None, None]:
-        """Yield the valid images that are large enough, (height, width, 3) uint8, in the order of `paths`.
-
-        For `isolate` and errors, see `TarUnit.pictures`.
-        """
-        digest = hashlib.sha256()
-        with _decoder(self.decode, self.config.limits, isolate) as decode:
-            for path in self.paths:
+    def _encoded(self, record: InputRecord) -> Generator[bytes | None, None, None]:
+        """Yield the content of each image file, or None for a sample without an image."""
+        if isinstance(self.source, InputTar):
+            with local_copy(self.source.address, ".tar") as path:
+                tar = Tar(path, self.config.limits.max_bytes)
+                tar.check(self.source, counted_samples(self.source))
+                record.input = tar.sha256
+                for sample in tar.samples():
+                    yield sample.image
+        else:
+            digest = hashlib.sha256()
+            for path in self.source:
                 data = path.read_bytes()
                 digest.update(hashlib.sha256(data).digest())
-                yield from _decode_and_crop(data, self.config, record, decode)
-        record.input = digest.hexdigest()
+                yield data
+            record.input = digest.hexdigest()
 
 
-Unit = SampleUnit | TarUnit | FilesUnit
+Unit = SampleUnit | ReferenceUnit
 
 
 def sample_units(samples: SampleSet) -> list[SampleUnit]:
@@ -171,27 +168,24 @@ def sample_units(samples: SampleSet) -> list[SampleUnit]:
     ]
 
 
-def reference_units(config: ReferenceConfig) -> list[TarUnit] | list[FilesUnit]:
+def reference_units(config: ReferenceConfig) -> list[ReferenceUnit]:
     """Return the tars of a reference, or its image files in units of `FILES_PER_UNIT`.
 
     Raises:
         RequestError: the folder contains neither tars nor image files.
     """
     assert config.pictures is not None
-    folder = Path(config.pictures).absolute()
+    folder = Path(config.pictures)
     if "://" in config.pictures or any(folder.glob("*.tar")):
-        return [TarUnit(tar.name, tar, config) for tar in list_tars(config.pictures)]
+        return [ReferenceUnit(tar.name, tar, config) for tar in list_tars(config.pictures)]
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower().lstrip(".") in IMAGE_SUFFIXES)
     if not paths:
         raise RequestError(
             f"{folder} contains neither tars nor image files. Set reference.pictures to a folder with tars or "
             f"image files."
         )
-    starts = range(0, len(paths), FILES_PER_UNIT)
-    return [
-        FilesUnit(f"{number:05d}", tuple(paths[start : start + FILES_PER_UNIT]), config)
-        for number, start in enumerate(starts)
-    ]
+    groups = [tuple(paths[start : start + FILES_PER_UNIT]) for start in range(0, len(paths), FILES_PER_UNIT)]
+    return [ReferenceUnit(f"{number:05d}", group, config) for number, group in enumerate(groups)]
 
 
 @contextmanager
@@ -213,16 +207,3 @@ def _decoder(decode: Decode, limits: LimitsConfig, isolate: bool) -> Iterator[De
             return future.result()
 
         yield decode_in_time
-
-
-def _decode_and_crop(
-    data: bytes | None, config: ReferenceConfig, record: InputRecord, decode: Decode
-) -> Iterator[np.ndarray]:
-    """Yield the image at the reference's size, or count it as rejected."""
-    bucket = Bucket.parse(config.size)
-    try:
-        if data is None:
-            raise Reject("no_image", "the sample has no image")
-        yield decode(data, [bucket], config.pixels, config.limits).pixels[bucket]
-    except Reject as reject:
-        record.rejected[reject.reason] += 1

@@ -1,8 +1,12 @@
-"""All metrics by name: the extractor whose features they use, the computation, and which direction is better."""
+"""All metrics by name, and metric ids.
 
+An id is a hash of everything except the model that affects a value. Only values with equal ids are comparable.
+"""
+
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -10,6 +14,7 @@ from evaluation.metrics.frechet import Moments, check_enough, frechet_at_n, frec
 from evaluation.metrics.intervals import MIN_CLUSTERS, Estimate, mean_interval
 from evaluation.metrics.kernels import cmmd, kid
 from evaluation.metrics.manifold import precision, recall
+from shards.base.durable import canonical_json
 from shards.base.errors import RequestError
 
 MetricName = Literal[
@@ -26,6 +31,8 @@ MetricName = Literal[
     "toy_kid",
 ]
 ExtractorName = Literal["inception", "clip", "dinov2", "toy"]
+NOT_IN_ID = ("seed",)
+"""Drawing fields excluded from the id: another seed gives another draw of the same metric."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +65,11 @@ class Metric:
 def clip_score(inputs: MetricInputs) -> Estimate:
     """Estimate the CLIP score: max(0, 100·cos) between image and prompt (Hessel et al., 2021, with weight 100)."""
     assert inputs.texts is not None
-    scores = np.maximum(100 * cosines(inputs.features, inputs.texts), 0)
-    return mean_interval(scores, inputs.clusters, "mean over prompts like these, and over draws")
-
-
-def cosines(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return (N,) cosines between the rows of two (N, D) arrays."""
-    x, y = x.astype(np.float64), y.astype(np.float64)
-    values: np.ndarray = (x * y).sum(1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))
-    return values
+    x, y = inputs.features.astype(np.float64), inputs.texts.astype(np.float64)
+    cosines = (x * y).sum(1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))
+    scores = np.maximum(100 * cosines, 0)
+    estimand = "mean over prompts like these, and over draws"
+    return mean_interval(scores, inputs.clusters, estimand, lowest=0, highest=100)
 
 
 def _fid(inputs: MetricInputs) -> Estimate:
@@ -113,3 +116,35 @@ METRICS: dict[MetricName, Metric] = {
     "toy_fid": Metric("toy", _fid, "lower", "moments"),
     "toy_kid": Metric("toy", _with_reference(kid), "lower"),
 }
+
+
+def metric_id(name: str, extractor: dict[str, Any], drawing: dict[str, Any], reference: str | None) -> str:
+    """Return 16 hex digits that identify a metric.
+
+    Args:
+        name: name of the metric.
+        extractor: the extractor's description, including the hash of its weights and its resizing.
+        drawing: how images are drawn and stored, including their number and the hash of the prompts.
+        reference: id of the reference, or None for metrics without one.
+    """
+    kept = {key: value for key, value in drawing.items() if key not in NOT_IN_ID}
+    content = {"metric": name, "extractor": extractor, "drawing": kept, "reference": reference}
+    return hashlib.sha256(canonical_json(content)).hexdigest()[:16]
+
+
+def check_comparable(rows: list[dict[str, Any]]) -> None:
+    """Check that all values of a metric, from any runs, have the same metric id.
+
+    Raises:
+        RequestError: two values of the same metric have different ids.
+    """
+    first: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        before = first.setdefault(row["metric"], row)
+        if row["id"] != before["id"]:
+            raise RequestError(
+                f"{row['metric']} {row['id']} ({row['model']}) and {before['metric']} {before['id']} "
+                f"({before['model']}) are different metrics: they differ in the extractor, the number of images, the "
+                f"prompts, the reference or the sampler, so their values cannot be compared. Evaluate both models with "
+                f"the same config."
+            )

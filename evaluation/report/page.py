@@ -8,22 +8,12 @@ from markupsafe import Markup
 from PIL.Image import Image
 from pydantic import Field
 
-from evaluation.metrics.identity import check_comparable
+from evaluation.metrics.table import check_comparable
 from evaluation.report.charts import Series, line_chart
-from evaluation.report.markup import (
-    Section,
-    columns,
-    figure,
-    heading,
-    image_row,
-    paragraph,
-    render_page,
-    section,
-    table,
-)
+from evaluation.report.markup import Section, macros, render_page, section
 from evaluation.report.pictures import first_pictures, spread
 from evaluation.report.records import Evaluation
-from evaluation.report.runs import LoggedRun, binned, step_offsets
+from evaluation.report.runs import MAX_POINTS, LoggedRun, binned, step_offsets
 from evaluation.sampling.prompts import Prompt
 from evaluation.scoring import Row
 from shards.base.config import Config
@@ -81,23 +71,19 @@ def summary(runs: Sequence[LoggedRun]) -> Section:
     return section(
         "summary",
         "At a glance",
-        table("Runs", ["run", "steps done", "of", "mean loss, last 10 lines", "folder"], rows),
-        table("Newest metrics", header, newest)
+        macros.table("Runs", ["run", "steps done", "of", "mean loss, last 10 lines", "folder"], rows),
+        macros.table("Newest metrics", header, newest)
         if newest
-        else paragraph("No metrics yet. `python -m evaluation watch RUN` computes them."),
+        else macros.paragraph("No metrics yet. `python -m evaluation watch RUN` computes them."),
     )
 
 
 def losses(runs: Sequence[LoggedRun]) -> Section:
     """Plot the training and validation losses. A run initialised from another run is drawn after it."""
-    offsets = step_offsets(list(runs))
-    lines = []
-    for field, suffix, style in (("loss", "", 0), ("val_loss", " held out", len(runs))):
-        for number, run in enumerate(runs):
-            if curve := run.curve(field, offsets[run.name]):
-                lines.append(Series(run.name + suffix, binned(curve), style=style + number))
+    offsets = step_offsets(runs)
+    lines = _curves(runs, "loss") + _curves(runs, "val_loss", " held out", len(runs))
     if not lines:
-        return section("losses", "Loss", paragraph("Nothing has been logged yet."))
+        return section("losses", "Loss", macros.paragraph("Nothing has been logged yet."))
     note = "Each point is the mean of consecutive log lines."
     if chained := [run.name for run in runs if offsets[run.name]]:
         note += f" Initialised from another of these runs and drawn after it: {', '.join(chained)}."
@@ -137,7 +123,7 @@ def metrics(runs: Sequence[LoggedRun]) -> Section | None:
     explanation = (
         "A metric's id identifies its extractor, N, prompts, reference and sampler. Each chart shows a single id."
     )
-    return section("metrics", "Metrics", paragraph(explanation), columns(charts))
+    return section("metrics", "Metrics", macros.paragraph(explanation), macros.columns(charts))
 
 
 def strips(runs: Sequence[LoggedRun], config: ReportConfig) -> Section | None:
@@ -147,11 +133,11 @@ def strips(runs: Sequence[LoggedRun], config: ReportConfig) -> Section | None:
         for setting, its in _by_setting(run).items():
             rows: dict[Prompt, dict[str, Image]] = {}
             for evaluation in spread(its, config.checkpoints):
-                for shown in first_pictures(evaluation.place, config.prompts, config.side):
-                    rows.setdefault(shown.prompt, {})[f"step {evaluation.step}"] = shown.picture
+                for prompt, picture in first_pictures(evaluation.place, config.prompts, config.side).items():
+                    rows.setdefault(prompt, {})[f"step {evaluation.step}"] = picture
             if rows:
-                parts.append(heading(f"{run.name}, {setting}"))
-                parts.append(columns([image_row(prompt.text, row) for prompt, row in rows.items()]))
+                parts.append(macros.heading(f"{run.name}, {setting}"))
+                parts.append(macros.columns([macros.image_row(prompt.text, row) for prompt, row in rows.items()]))
     return section("pictures", "Fixed prompts over the course of training", *parts) if parts else None
 
 
@@ -163,11 +149,11 @@ def same_prompts(runs: Sequence[LoggedRun], config: ReportConfig) -> Section | N
         newest = _newest(run)
         for setting, evaluation in newest.items():
             label = f"{run.name}, step {evaluation.step}" + (f", {setting}" if len(newest) > 1 else "")
-            for shown in first_pictures(evaluation.place, config.prompts, config.side):
-                rows.setdefault(shown.prompt, {})[label] = shown.picture
-                sharing.setdefault(shown.prompt, set()).add(run.name)
-    shared = [image_row(prompt.text, row) for prompt, row in rows.items() if len(sharing[prompt]) > 1]
-    return section("same-prompts", "Runs side by side", columns(shared)) if shared else None
+            for prompt, picture in first_pictures(evaluation.place, config.prompts, config.side).items():
+                rows.setdefault(prompt, {})[label] = picture
+                sharing.setdefault(prompt, set()).add(run.name)
+    shared = [macros.image_row(prompt.text, row) for prompt, row in rows.items() if len(sharing[prompt]) > 1]
+    return section("same-prompts", "Runs side by side", macros.columns(shared)) if shared else None
 
 
 def speed(runs: Sequence[LoggedRun]) -> Section:
@@ -175,21 +161,16 @@ def speed(runs: Sequence[LoggedRun]) -> Section:
     fields = ("images_per_second", "images_per_second_per_gpu", "mfu", "data_wait", "memory_gb")
     header = ["run", "images/s", "images/s per process", "MFU", "share of time waiting for data", "peak memory, GiB"]
     rows = [[run.name, *(run.median(field) for field in fields)] for run in runs]
-    parts = [table("Medians over the log", header, rows)]
+    parts = [macros.table("Medians over the log", header, rows)]
     if not any(run.curve("mfu") for run in runs):
-        parts.append(paragraph("MFU is unknown: the device's peak is not listed, and `log.peak_tflops` is not set."))
-    offsets, charts = step_offsets(list(runs)), []
-    for field, title, name in (
-        ("images_per_second", "Images per second", "images per second"),
-        ("mfu", "MFU", "MFU"),
-    ):
-        lines = []
-        for number, run in enumerate(runs):
-            if curve := run.curve(field, offsets[run.name]):
-                lines.append(Series(run.name, binned(curve, 40), style=number))
-        if lines:
+        unknown = "MFU is unknown: the device's peak is not listed, and `log.peak_tflops` is not set."
+        parts.append(macros.paragraph(unknown))
+    charts = []
+    series = (("images_per_second", "Images per second", "images per second"), ("mfu", "MFU", "MFU"))
+    for field, title, name in series:
+        if lines := _curves(runs, field, max_points=40):
             charts.append(chart(title, "optimizer steps", name, lines))
-    return section("speed", "Speed", *parts, columns(charts))
+    return section("speed", "Speed", *parts, macros.columns(charts))
 
 
 def costs(runs: Sequence[LoggedRun], price: float | None) -> Section:
@@ -210,7 +191,7 @@ def costs(runs: Sequence[LoggedRun], price: float | None) -> Section:
         "loading models. "
     )
     note += "No price is set (`--price_per_hour`)." if price is None else f"One GPU hour costs ${price:,.2f}."
-    return section("cost", "Cost", table("Training and evaluation", header, rows), paragraph(note))
+    return section("cost", "Cost", macros.table("Training and evaluation", header, rows), macros.paragraph(note))
 
 
 def data(runs: Sequence[LoggedRun]) -> Section:
@@ -232,25 +213,38 @@ def chart(title: str, x_name: str, y_name: str, series: Sequence[Series], note: 
             if x in listed or len(line.points) <= TABLE_ROWS:
                 rows.append([line.name, round(x), y, *(line.intervals[i] if line.intervals else ())])
     ends = ["95 % from", "to"] if any(line.intervals for line in series) else []
-    values = table(f"{title}: values", ["line", x_name, y_name, *ends], rows)
-    return figure(title, line_chart(title, x_name, y_name, series, log), note, values)
+    values = macros.table(f"{title}: values", ["line", x_name, y_name, *ends], rows)
+    return macros.figure(title, line_chart(title, x_name, y_name, series, log), note, values)
 
 
 def _root(root: str, users: list[str]) -> list[Markup]:
-    parts = [heading(root), paragraph("; ".join(dict.fromkeys(users)) + ".")]
+    parts = [macros.heading(root), macros.paragraph("; ".join(dict.fromkeys(users)) + ".")]
     try:
         store = open_store(parse_place(root))
         encoding, totals = EncodingRecord.load(store), root_totals(store)
     except (RequestError, WorkError, OSError) as error:
-        return [*parts, paragraph(f"The root cannot be read from here, so its samples are not listed: {error}")]
+        return [*parts, macros.paragraph(f"The root cannot be read from here, so its samples are not listed: {error}")]
     samples, encoded = totals.samples_in, totals.encoded
     counts = [["in the tars", samples], ["encoded", encoded], ["rejected", samples - encoded], ["tars", totals.shards]]
-    parts.append(paragraph(f"Encoding {encoding.id}: {encoding.image.weights.name}, {encoding.image.posterior}."))
-    parts.append(table("Samples", ["", "number"], counts))
+    parts.append(
+        macros.paragraph(f"Encoding {encoding.id}: {encoding.image.weights.name}, {encoding.image.posterior}.")
+    )
+    parts.append(macros.table("Samples", ["", "number"], counts))
     if rejected := [list(row) for row in totals.rejected.most_common()]:
-        parts.append(table("Rejected samples", ["reason", "samples"], rejected))
+        parts.append(macros.table("Rejected samples", ["reason", "samples"], rejected))
     buckets = [[name, size["samples"], size["bytes_per_sample"]] for name, size in totals.buckets.items()]
-    return [*parts, table("Stored samples", ["bucket", "samples", "bytes per sample on disk"], buckets)]
+    return [*parts, macros.table("Stored samples", ["bucket", "samples", "bytes per sample on disk"], buckets)]
+
+
+def _curves(
+    runs: Sequence[LoggedRun], field: str, suffix: str = "", first_style: int = 0, max_points: int = MAX_POINTS
+) -> list[Series]:
+    """Return the curve of a logged field for each run that has it."""
+    offsets, lines = step_offsets(runs), []
+    for style, run in enumerate(runs, start=first_style):
+        if curve := run.curve(field, offsets[run.name]):
+            lines.append(Series(run.name + suffix, binned(curve, max_points), style=style))
+    return lines
 
 
 def _by_setting(run: LoggedRun) -> dict[str, list[Evaluation]]:

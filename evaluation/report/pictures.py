@@ -2,16 +2,14 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from PIL import Image, ImageDraw, ImageFont
 
-from evaluation.parts import read_part, read_receipt, read_sealed
-from evaluation.sampling.job import RECORD
+from evaluation.parts import read_part, read_receipts, read_sealed
+from evaluation.sampling.job import PICTURES, RECORD, file_name
 from evaluation.sampling.prompts import Prompt
-from evaluation.sampling.worker import PICTURES, file_name
 from shards.base.errors import DamagedInput
 from shards.open import open_store
 
@@ -20,15 +18,7 @@ LABEL_HEIGHT, GAP = 20, 4
 """Height of a label and distance between images, in pixels."""
 
 
-@dataclass(frozen=True)
-class PromptPicture:
-    """A prompt and the first image drawn for it."""
-
-    prompt: Prompt
-    picture: Image.Image
-
-
-def first_pictures(place: Path | str, count: int, side: int) -> list[PromptPicture]:
+def first_pictures(place: Path | str, count: int, side: int) -> dict[Prompt, Image.Image]:
     """Read the first image for each of a sample set's first `count` prompts, scaled down to at most `side` pixels.
 
     Images in missing parts are skipped. Damaged images are skipped with a message.
@@ -36,14 +26,12 @@ def first_pictures(place: Path | str, count: int, side: int) -> list[PromptPictu
     store = open_store(place)
     content = read_sealed(store, RECORD)
     if content is None:
-        return []
-    per_prompt, codec = content["drawing"]["images_per_prompt"], content["drawing"]["codec"]
-    found = []
+        return {}
+    codec, shown = content["drawing"]["codec"], {}
     for number, prompt in enumerate(content["prompts"][:count]):
-        sample = number * per_prompt
-        receipt = read_receipt(store, PICTURES, f"{sample // content['part_size']:05d}")
-        if receipt is not None:
-            name = file_name(sample, codec)
+        sample = number * content["drawing"]["images_per_prompt"]
+        part, name = f"{sample // content['part_size']:05d}", file_name(sample, codec)
+        for receipt in read_receipts(store, PICTURES, [part]).values():
             try:
                 data = read_part(store, receipt | {"files": {name: receipt["files"][name]}})[name]
             except DamagedInput as error:
@@ -51,8 +39,8 @@ def first_pictures(place: Path | str, count: int, side: int) -> list[PromptPictu
                 continue
             picture = Image.open(io.BytesIO(data), formats=["PNG", "WEBP"])
             picture.thumbnail((side, side), Image.Resampling.LANCZOS)
-            found.append(PromptPicture(Prompt(**prompt), picture.convert("RGB")))
-    return found
+            shown[Prompt(**prompt)] = picture.convert("RGB")
+    return shown
 
 
 def side_by_side(pictures: Mapping[str, Image.Image]) -> Image.Image:

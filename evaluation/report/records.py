@@ -49,23 +49,15 @@ class Evaluation:
     """A sample set drawn from a run's checkpoint, and its metrics."""
 
     step: int
-    name: str
-    """Folder below evaluations/, such as `step-00001000-auto/g8-s50-own`."""
+    weights: str
+    """Weights of the checkpoint that were used: `auto`, `raw` or `ema`."""
+    setting: str
+    """Sampling settings as a short name, such as `g8-s50-own`."""
     place: Path | str
     rows: tuple[Row, ...]
     """Metrics of the sample set; every metric id occurs once."""
     seconds: float
     """Time spent on sampling and feature extraction, summed over all workers."""
-
-    @property
-    def weights(self) -> str:
-        """Weights of the checkpoint that were used: `auto`, `raw` or `ema`."""
-        return self.name.partition("/")[0].rpartition("-")[2]
-
-    @property
-    def setting(self) -> str:
-        """Sampling settings as a short name, such as `g8-s50-own`."""
-        return self.name.rpartition("/")[2]
 
 
 def step_place(place: Path | str, step: int, weights: str) -> Path | str:
@@ -84,15 +76,16 @@ def evaluations(place: Path | str) -> list[Evaluation]:
         if match := STEP_FOLDER.fullmatch(folder):
             step_folder = below(place, f"{FOLDER}/{folder}")
             for name in filter(SET_FOLDER.fullmatch, open_store(step_folder).entries()):
-                set_place = below(step_folder, name)
-                seconds = seconds_of_parts(open_store(set_place))
-                found.append(Evaluation(int(match[1]), f"{folder}/{name}", set_place, _rows(set_place), seconds))
-    return sorted(found, key=lambda evaluation: (evaluation.step, evaluation.name))
+                place_of_set = below(step_folder, name)
+                seconds = seconds_of_parts(open_store(place_of_set))
+                found.append(Evaluation(int(match[1]), match[2], name, place_of_set, _rows(place_of_set), seconds))
+    return sorted(found, key=lambda evaluation: (evaluation.step, evaluation.weights, evaluation.setting))
 
 
 def lines(found: list[Evaluation]) -> list[dict[str, Any]]:
     """Return the lines of evaluations.jsonl: one per step, sample set and metric id."""
-    return [{"step": evaluation.step, "set": evaluation.name, **row} for evaluation in found for row in evaluation.rows]
+    names = [f"step-{each.step:08d}-{each.weights}/{each.setting}" for each in found]
+    return [{"step": e.step, "set": name, **row} for e, name in zip(found, names, strict=True) for row in e.rows]
 
 
 def write_lines(place: Path | str) -> list[Evaluation]:

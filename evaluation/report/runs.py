@@ -1,11 +1,13 @@
-"""A training run as recorded in its folder: config, log, evaluations, and quantities derived from them."""
+"""Training runs as recorded in their folders: config, log, evaluations, and quantities derived from them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from evaluation.metrics.table import check_comparable
 from evaluation.report.records import Evaluation, evaluations, run_config
 from shards.base.durable import parse_json_lines
 from shards.base.errors import RequestError
@@ -90,7 +92,7 @@ def short_names(names: list[str]) -> list[str]:
     return names
 
 
-def step_offsets(runs: list[LoggedRun]) -> dict[str, int]:
+def step_offsets(runs: Sequence[LoggedRun]) -> dict[str, int]:
     """Return a dict from run name to the total steps of the run's predecessors, from which it was initialised."""
     by_place = {str(run.place): run for run in runs}
     offsets: dict[str, int] = {}
@@ -102,6 +104,36 @@ def step_offsets(runs: list[LoggedRun]) -> dict[str, int]:
             seen.add(str(predecessor.place))
             predecessor = by_place.get(str(predecessor.config.get("init_from")))
     return offsets
+
+
+def compare(first: LoggedRun, second: LoggedRun) -> str:
+    """Format each metric that both runs have, as a heading and one line per run.
+
+    Raises:
+        RequestError: a metric has different ids in the two runs, or the runs have no metric in common.
+    """
+    # metric id → the metric at the latest step that has it
+    ours, theirs = ({row["id"]: row for each in run.evaluations for row in each.rows} for run in (first, second))
+    lines = []
+    for name in dict.fromkeys(row["metric"] for row in ours.values()):
+        shared = [number for number, row in ours.items() if row["metric"] == name and number in theirs]
+        others = [row for row in theirs.values() if row["metric"] == name]
+        if others and not shared:
+            check_comparable([next(row for row in ours.values() if row["metric"] == name), others[0]])
+        for number in shared:
+            lines.append(f"{name} {number} ({ours[number]['better']} is better), N {ours[number]['n']}")
+            for run, rows in ((first, ours), (second, theirs)):
+                lines.append(
+                    "  {:<20} step {step:>8}  {value:10.4f}  [{low:.4f}, {high:.4f}]".format(run.name, **rows[number])
+                )
+    if not lines:
+        without = [run.name for run, rows in ((first, ours), (second, theirs)) if not rows]
+        reason = f": {' and '.join(without)} {'has' if len(without) == 1 else 'have'} none" if without else ""
+        raise RequestError(
+            f"{first.name} and {second.name} have no metric in common{reason}. "
+            f"Evaluate both with the same config (`python -m evaluation watch RUN`)."
+        )
+    return "\n".join(lines)
 
 
 def binned(points: list[Point], count: int = MAX_POINTS) -> list[Point]:

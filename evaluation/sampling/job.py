@@ -1,18 +1,33 @@
 """Draw a sample set for every sampling setting: find the missing parts, and draw them on Ray."""
 
+import functools
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from cluster.fleet import FleetConfig
 from cluster.start import precision_on_worker
-from evaluation.parts import PartReceipt, read_receipts, read_sealed, write_once
+from evaluation.parts import PartReceipt, commit_part, read_receipts, read_sealed, write_once
 from evaluation.sampling.model import Model, open_pipeline
-from evaluation.sampling.pipeline import Sample, describe_scheduler, has_guidance_input, load_scheduler, sampler_of
+from evaluation.sampling.pipeline import (
+    Sample,
+    describe_scheduler,
+    draw,
+    has_guidance_input,
+    load_pipeline,
+    load_scheduler,
+    sampler_of,
+    to_bytes,
+)
 from evaluation.sampling.prompts import Prompt, prompts_sha256
-from evaluation.sampling.settings import Drawing, SamplingConfig, Setting
-from evaluation.sampling.worker import PICTURES, SamplePart, SamplingJob, draw_on_worker
+from evaluation.sampling.settings import Codec, Drawing, SamplingConfig, Setting
 from evaluation.units import run_units
 from shards.base.config import flatten
 from shards.base.device import Precision, worker_device
@@ -20,7 +35,8 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
 from shards.open import open_store
 
-RECORD = "sampling.json"
+RECORD, PICTURES = "sampling.json", "pictures"
+ENCODING_THREADS = 4
 COMPARED_FIELDS = ("model", "drawing", "part_size")
 """Fields of RECORD that are compared one by one to explain why a sample set cannot be continued."""
 
@@ -36,6 +52,17 @@ class SampleSet:
     prompts: list[Prompt]
     parts: dict[str, PartReceipt]
     """Name → receipt, in the order of the samples."""
+
+
+@dataclass(frozen=True)
+class SamplePart:
+    """A unit of work: some samples of one sample set."""
+
+    name: str
+    output: Path | str
+    """Folder or URL of the sample set."""
+    drawing: Drawing
+    samples: tuple[Sample, ...]
 
 
 def below(place: Path | str, name: str) -> Path | str:
@@ -68,8 +95,8 @@ def draw_sets(
         places.append(place)
         units += begin_set(place, drawing, model, prompts, config)
     device = worker_device(workers.num_gpus)
-    job = SamplingJob(model, output, config.batch_size, device, workers.num_cpus, trust_remote_code)
-    run_units(units, partial(draw_on_worker, job=job), workers, "sample")
+    function = functools.partial(draw_on_worker, model, output, config.batch_size, device, trust_remote_code)
+    run_units(units, function, workers, "sample")
     return places
 
 
@@ -83,11 +110,7 @@ def resolve_precision(config: SamplingConfig, output: Path | str, workers: Fleet
 
 
 def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig, setting: Setting) -> Drawing:
-    """Describe everything that a setting's images depend on, except for the model.
-
-    Raises:
-        RequestError: the model in `folder` does not support the setting.
-    """
+    """Describe everything that a setting's images depend on, except for the model."""
     own_scheduler = load_scheduler(folder)
     assert config.precision != "auto", "resolve_precision comes first"
     if config.guidance_input is not None and not has_guidance_input(folder):
@@ -114,11 +137,7 @@ def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig
 def begin_set(
     place: Path | str, drawing: Drawing, model: Model, prompts: list[Prompt], config: SamplingConfig
 ) -> list[tuple[str, SamplePart]]:
-    """Record the settings of a new sample set, or check those of an existing one, and return the missing parts.
-
-    Raises:
-        RequestError: the existing sample set has different settings.
-    """
+    """Record the settings of a new sample set, or check those of an existing one, and return the missing parts."""
     store = open_store(place)
     content = {
         "drawing": drawing.as_json(),
@@ -128,8 +147,8 @@ def begin_set(
         "prompts": [asdict(prompt) for prompt in prompts],
     }
     write_once(store, RECORD, content, lambda found: _different_settings(store, found, content))
-    samples = list_samples(prompts, config.images_per_prompt)
-    parts = [SamplePart(name, place, drawing, tuple(chunk)) for name, chunk in split(samples, config.part_size)]
+    chunks = split(list_samples(prompts, config.images_per_prompt), config.part_size)
+    parts = [SamplePart(name, place, drawing, tuple(chunk)) for name, chunk in chunks]
     committed = read_receipts(store, PICTURES, [part.name for part in parts])
     return [(f"{drawing.setting} {part.name}", part) for part in parts if part.name not in committed]
 
@@ -179,3 +198,73 @@ def read_set(place: Path | str) -> SampleSet:
         )
     prompts = [Prompt(**prompt) for prompt in content["prompts"]]
     return SampleSet(place, content["drawing"], content["drawing_id"], Model(**content["model"]), prompts, parts)
+
+
+def draw_on_worker(
+    model: Model,
+    output: Path | str,
+    batch_size: int,
+    device: str,
+    trust_remote_code: bool,
+    part: SamplePart,
+    attempt: int,
+    report: Callable[[int], None],
+) -> PartReceipt:
+    """Make one attempt at one part, and report the number of images drawn so far.
+
+    Args:
+        output: folder or URL that contains a run's exported model.
+    """
+    pipeline, own_scheduler = cached_pipeline(model, output, device, part.drawing.precision, trust_remote_code)
+    pipeline.scheduler = sampler_of(own_scheduler, part.drawing.setting.sampler)
+    write = functools.partial(draw_part, part, pipeline, batch_size, report)
+    return commit_part(open_store(part.output), PICTURES, part.name, write)
+
+
+@functools.lru_cache(maxsize=1)
+def cached_pipeline(
+    model: Model, output: Path | str, device: str, precision: Any, trust_remote_code: bool
+) -> tuple[Any, Any]:
+    """Load the pipeline, and return it with its own scheduler. Both are cached for the worker's next part."""
+    with open_pipeline(model, open_store(output)) as folder:
+        pipeline = load_pipeline(folder, device, precision, trust_remote_code)
+    return pipeline, pipeline.scheduler
+
+
+def draw_part(
+    part: SamplePart, pipeline: Any, batch_size: int, report: Callable[[int], None], folder: Path
+) -> PartReceipt:
+    """Draw the images of a part, write them to `folder`, and return the receipt's fields.
+
+    Threads encode the files of one batch while the next one is drawn.
+    """
+    with ThreadPoolExecutor(ENCODING_THREADS) as threads:
+        pending = []
+        for start in range(0, len(part.samples), batch_size):
+            batch = part.samples[start : start + batch_size]
+            pictures = to_bytes(draw(pipeline, pad_batch(batch, batch_size), part.drawing)).numpy()
+            for sample, pixels in zip(batch, pictures, strict=False):
+                path = folder / file_name(sample.number, part.drawing.codec)
+                pending.append(threads.submit(write_picture, path, pixels, part.drawing.codec))
+            report(start + len(batch))
+        for future in pending:
+            future.result()
+    ids = [[sample.prompt.id, sample.index] for sample in part.samples]
+    made_by = {"host": socket.gethostname(), "pid": os.getpid(), "batch_size": batch_size}
+    return {"drawing": part.drawing.id, "samples": ids, "made_by": made_by}
+
+
+def pad_batch(batch: Sequence[Sample], batch_size: int) -> list[Sample]:
+    """Repeat the last sample until the batch is full, because devices choose kernels by shape."""
+    return [*batch, *[batch[-1]] * (batch_size - len(batch))]
+
+
+def file_name(number: int, codec: Codec) -> str:
+    """Return the file name of a sample."""
+    return f"{number:07d}.{codec}"
+
+
+def write_picture(path: Path, pixels: np.ndarray, codec: Codec) -> None:
+    """Write an image, (height, width, 3) uint8, losslessly and without metadata."""
+    options: dict[str, Any] = {"lossless": True, "exact": True} if codec == "webp" else {}
+    Image.fromarray(pixels).save(path, **options)

@@ -5,19 +5,19 @@ read afterwards, so the trainer may prune the checkpoint. Exports and hub pipeli
 """
 
 import hashlib
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from evaluation.parts import read_sealed
-from evaluation.sampling.code import check_code, code_files
 from shards.base.durable import canonical_json, sealed_json, sha256_file
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
@@ -34,6 +34,8 @@ STATE = "state.json"
 HUB_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model", "*.py", "*/*.py")
 CLASS = "_class_name"
 HASHED_SUFFIXES = (".json", ".safetensors", ".txt", ".model")
+OWN_CODE = "train.export.trimmed_pipeline"
+"""Module that `train export` copies into the pipeline if the network was trained on trimmed captions."""
 Weights = Literal["auto", "raw", "ema"]
 
 
@@ -155,28 +157,17 @@ def open_pipeline(model: Model, output: Store) -> Iterator[Path]:
     Raises:
         WorkError: the model's files on this machine are missing or different.
     """
-    if model.step is not None:
-        with output.local(EXPORTED) as folder:
-            yield _check_content(folder, model)
-    else:
-        yield _check_content(pipeline_folder(model.name), model)
-
-
-def _check_content(folder: Path, model: Model) -> Path:
-    if not (folder / INDEX).is_file() or hash_pipeline(folder) != model.content:
-        raise WorkError(
-            f"{folder} on this machine does not contain the model to sample (content {model.content[:12]}…). Put the "
-            f"model on shared storage, or copy the same files to this path on every node."
-        )
-    return folder
+    with nullcontext(pipeline_folder(model.name)) if model.step is None else output.local(EXPORTED) as folder:
+        if not (folder / INDEX).is_file() or hash_pipeline(folder) != model.content:
+            raise WorkError(
+                f"{folder} on this machine does not contain the model to sample (content {model.content[:12]}…). Put "
+                f"the model on shared storage, or copy the same files to this path on every node."
+            )
+        yield folder
 
 
 def pipeline_folder(name: str) -> Path:
-    """Return the folder of a pipeline, given its path or its name on the hub.
-
-    Raises:
-        RequestError: the pipeline does not exist.
-    """
+    """Return the folder of a pipeline, given its path or its name on the hub."""
     folder = model_folder(name, HUB_FILES)
     if not (folder / INDEX).is_file():
         raise RequestError(
@@ -199,3 +190,37 @@ def hash_pipeline(folder: Path) -> str:
     for path in sorted([*files, *code_files(folder)]):
         digest.update(f"{path.relative_to(folder).as_posix()} {sha256_file(path)}\n".encode())
     return digest.hexdigest()
+
+
+def code_files(folder: Path) -> list[Path]:
+    """List the files that diffusers executes to load the pipeline, and all Python files that they may import.
+
+    model_index.json names them. If `_class_name` is [module, class], the pipeline's class is defined in module.py. If a
+    component is [module, class] and its folder contains module.py, the component's class is defined there. Python files
+    in other folders are never executed.
+    """
+    index = json.loads((folder / INDEX).read_text())
+    found = list(folder.glob("*.py")) if isinstance(index.get("_class_name"), list) else []
+    for name, value in index.items():
+        if isinstance(value, list) and not name.startswith("_") and (folder / name / f"{value[0]}.py").is_file():
+            found += folder.joinpath(name).glob("*.py")
+    return sorted(found)
+
+
+def check_code(folder: Path, allowed: bool) -> None:
+    """Check that the pipeline contains no code except the file that `train export` writes, unless the user allowed it.
+
+    Raises:
+        RequestError: loading the pipeline would execute such code, and `trust_remote_code` is not set.
+    """
+    files = code_files(folder)
+    if allowed or not files:
+        return
+    spec = importlib.util.find_spec(OWN_CODE)
+    assert spec is not None and spec.origin is not None
+    if len(files) > 1 or files[0].parent != folder or sha256_file(files[0]) != sha256_file(Path(spec.origin)):
+        names = ", ".join(path.relative_to(folder).as_posix() for path in files)
+        raise RequestError(
+            f"The pipeline in {folder} contains Python code ({names}), which every worker would execute. Read the "
+            f"code, and if you trust it, add --trust_remote_code true."
+        )

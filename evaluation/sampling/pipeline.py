@@ -13,7 +13,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from evaluation.sampling.code import check_code, code_files
+from evaluation.sampling.model import check_code, code_files
 from evaluation.sampling.noise import initial_noise, step_generator
 from evaluation.sampling.prompts import Prompt
 from evaluation.sampling.settings import Drawing, SamplerName

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,12 +97,8 @@ def prompts_sha256(prompts: list[Prompt]) -> str:
 
 
 def _make_prompts(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
-    """Validate the rows of a prompt file, and give each prompt an id.
-
-    Raises:
-        RequestError: a prompt is empty, is not text, or appears twice.
-    """
-    not_text = [row.place for row in rows if row.text is not None and not is_text(row.text)]
+    """Validate the rows of a prompt file, and give each prompt an id."""
+    not_text = [row.place for row in rows if row.text is not None and not _is_text(row.text)]
     if not_text:
         raise RequestError(
             f"{config.file} contains prompts that are not valid text, at {_join(not_text)}. Replace them with "
@@ -136,8 +133,8 @@ def _make_prompts(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
     return prompts
 
 
-def is_text(value: Any) -> bool:
-    """Return whether a value is a string without lone surrogates, which UTF-8 cannot encode."""
+def _is_text(value: Any) -> bool:
+    # UTF-8 cannot encode lone surrogates
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -158,10 +155,6 @@ def _read_csv(path: Path, column: str | None, delimiter: str = ",") -> Iterator[
         # PartiPrompts' TSV contains unpaired quotation marks
         table = csv.DictReader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE if delimiter == "\t" else 0)
         yield from _read_table(list(table.fieldnames or []), table, column, lambda _: f"line {table.line_num}")
-
-
-def _read_tsv(path: Path, column: str | None) -> Iterator[_Row]:
-    return _read_csv(path, column, "\t")
 
 
 def _read_parquet(path: Path, column: str | None) -> Iterator[_Row]:
@@ -196,17 +189,18 @@ def _read_json(path: Path, column: str | None) -> Iterator[_Row]:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} appears twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name} appears twice")
+        found[name] = value
     return found
 
 
 READERS: dict[str, Callable[[Path, str | None], Iterator[_Row]]] = {
     ".txt": _read_lines,
     ".csv": _read_csv,
-    ".tsv": _read_tsv,
+    ".tsv": partial(_read_csv, delimiter="\t"),
     ".json": _read_json,
     ".parquet": _read_parquet,
 }

@@ -118,7 +118,7 @@ def serve(config: StudyConfig, options: argparse.Namespace) -> None:
       python -m evaluation.study serve --output runs/study
       python -m evaluation.study serve --output runs/study --serve.port 8770 --serve.origin https://study.example
     """
-    from evaluation.study.serving.server import serve as serve_page
+    from evaluation.study.server import serve as serve_page
 
     study = read_study(config.output)
     check_pictures(study)

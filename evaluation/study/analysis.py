@@ -1,7 +1,7 @@
 """Count votes by the protocol's rules: which model is preferred, by how much, and with what uncertainty."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -31,24 +31,6 @@ class Answer:
     shown."""
 
 
-@dataclass(frozen=True)
-class RaterReport:
-    """A rater's progress and consistency."""
-
-    number: int
-    done: int
-    showings: int
-    gold_right: int
-    gold_answers: int
-    repeats_same: int
-    repeats_answers: int
-    ties: int
-    answers: int
-    median_seconds: float | None
-    excluded: bool
-    """Whether the protocol's exclusion rule excludes the rater."""
-
-
 def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[str, Any]:
     """Compute the content of results.json.
 
@@ -67,7 +49,7 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
             f"partial."
         )
     raters = [_report_rater(number, schedule[number], answers, protocol) for number in range(protocol.raters)]
-    excluded = {rater.number - 1 for rater in raters if rater.excluded}
+    excluded = {rater["number"] - 1 for rater in raters if rater["excluded"]}
     counted = [a for a in answers if a.showing.kind == "first" and a.vote.rater not in excluded]
     if not counted:
         raise RequestError(
@@ -91,7 +73,7 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
         if any(item.category for item in protocol.items)
         else [],
         "strengths": list(_strengths(counted, protocol)) if len(protocol.models) > 2 else [],
-        "raters": [asdict(rater) for rater in raters],
+        "raters": raters,
     }
 
 
@@ -101,26 +83,27 @@ def _make_answer(vote: Vote, schedule: list[list[Showing]]) -> Answer:
     return Answer(vote, showing, 1 - score if showing.swapped else score)
 
 
-def _report_rater(rater: int, showings: list[Showing], answers: Sequence[Answer], protocol: Protocol) -> RaterReport:
+def _report_rater(rater: int, showings: list[Showing], answers: Sequence[Answer], protocol: Protocol) -> dict[str, Any]:
+    """Return a rater's progress and consistency, and whether the protocol's rule excludes the rater."""
     own = [answer for answer in answers if answer.vote.rater == rater]
     golds = [answer.score == 1 for answer in own if answer.showing.kind == "gold"]
     first = {(a.showing.item.id, a.vote.question): a.score for a in own if a.showing.kind == "first"}
     repeats = [a.score == first[a.showing.item.id, a.vote.question] for a in own if a.showing.kind == "repeat"]
     seconds = {answer.vote.showing: answer.vote.seconds for answer in own}
     threshold = protocol.exclude_below
-    return RaterReport(
-        number=rater + 1,
-        done=len(seconds),
-        showings=len(showings),
-        gold_right=sum(golds),
-        gold_answers=len(golds),
-        repeats_same=sum(repeats),
-        repeats_answers=len(repeats),
-        ties=sum(answer.score == 0.5 for answer in own),
-        answers=len(own),
-        median_seconds=median(seconds.values()) if seconds else None,
-        excluded=bool(golds) and threshold is not None and sum(golds) < threshold * len(golds),
-    )
+    return {
+        "number": rater + 1,
+        "done": len(seconds),
+        "showings": len(showings),
+        "gold_right": sum(golds),
+        "gold_answers": len(golds),
+        "repeats_same": sum(repeats),
+        "repeats_answers": len(repeats),
+        "ties": sum(answer.score == 0.5 for answer in own),
+        "answers": len(own),
+        "median_seconds": median(seconds.values()) if seconds else None,
+        "excluded": bool(golds) and threshold is not None and sum(golds) < threshold * len(golds),
+    }
 
 
 def _preferences(

@@ -13,9 +13,7 @@ from typing import Any
 from PIL import Image
 
 from evaluation.parts import read_part
-from evaluation.sampling.job import SampleSet, list_samples, read_set
-from evaluation.sampling.pipeline import Sample
-from evaluation.sampling.worker import file_name
+from evaluation.sampling.job import SampleSet, file_name, list_samples, read_set
 from evaluation.study.protocol import PICTURES, RECORD, Item, Protocol, ProtocolConfig, make_secret, picture_name
 from evaluation.study.schedule import KeyedDraws, at_least_one
 from shards.base.durable import create_file, sealed_json, write_atomically, write_file
@@ -74,12 +72,7 @@ def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Prot
 
 
 def check_comparable_sets(sets: Sequence[SampleSet], config: ProtocolConfig) -> None:
-    """Check that the images of these sets can be compared side by side.
-
-    Raises:
-        RequestError: there are fewer than two sets, a set is given twice, the sets differ in a setting that they must
-            share, or there are too few raters.
-    """
+    """Check that the images of these sets can be compared side by side, and that there are enough raters."""
     if len(sets) < 2 or len({str(one.place) for one in sets}) < len(sets):
         raise RequestError(
             "A study needs at least two different sample sets. Name them with --sets SAMPLES,SAMPLES (with make study: "
@@ -102,15 +95,13 @@ def check_comparable_sets(sets: Sequence[SampleSet], config: ProtocolConfig) -> 
 
 def copy_pictures(found: SampleSet, folder: Path, secret: bytes) -> Pictures:
     """Copy a sample set's images into the study's folder."""
-    samples = iter(list_samples(found.prompts, found.drawing["images_per_prompt"]))
+    samples = list_samples(found.prompts, found.drawing["images_per_prompt"])
+    by_file = {file_name(sample.number, found.drawing["codec"]): sample for sample in samples}
     names = {}
     for receipt in found.parts.values():
-        files = read_part(open_store(found.place), receipt)
-        for _ in receipt["samples"]:
-            sample: Sample = next(samples)
-            name = file_name(sample.number, found.drawing["codec"])
-            stored = add_picture(files[name], f"{name} of {found.place}", folder, secret)
-            names[sample.prompt.id, sample.index] = stored
+        for name, data in read_part(open_store(found.place), receipt).items():
+            key = (by_file[name].prompt.id, by_file[name].index)
+            names[key] = add_picture(data, f"{name} of {found.place}", folder, secret)
     return names
 
 
@@ -119,9 +110,6 @@ def add_picture(data: bytes, source: object, folder: Path, secret: bytes, pixela
 
     Args:
         source: where the image comes from, for error messages.
-
-    Raises:
-        RequestError: the image is not a valid PNG, WebP or JPEG.
     """
     try:
         with Image.open(io.BytesIO(data), formats=["PNG", "WEBP", "JPEG"]) as picture:
@@ -129,9 +117,8 @@ def add_picture(data: bytes, source: object, folder: Path, secret: bytes, pixela
     except OSError:
         raise RequestError(f"{source} cannot be decoded as PNG, WebP or JPEG. Replace the file.") from None
     if pixelated:
-        small = pixels.resize(
-            (max(1, pixels.width // PIXEL_SIZE), max(1, pixels.height // PIXEL_SIZE)), Image.Resampling.BOX
-        )
+        width, height = (max(1, side // PIXEL_SIZE) for side in pixels.size)
+        small = pixels.resize((width, height), Image.Resampling.BOX)
         pixels = small.resize(pixels.size, Image.Resampling.NEAREST)
     encoded = io.BytesIO()
     bare = Image.frombytes("RGB", pixels.size, pixels.tobytes())  # `pixels` still carries the metadata
@@ -161,9 +148,6 @@ def make_gold(
     """Make gold items, which pair a prompt's image with a worse one: a pixelated image of another prompt.
 
     The models take turns supplying the images.
-
-    Raises:
-        RequestError: there is only one prompt.
     """
     if len(found.prompts) < 2:
         raise RequestError(
@@ -173,7 +157,10 @@ def make_gold(
     draws = KeyedDraws(secret, config.seed)
     prompts = draws.shuffled(found.prompts, "gold prompts")
     gold = []
-    for number in range(min(len(prompts), num_gold(config, len(found.prompts), len(pictures)))):
+    num_items = len(prompts) * len(pictures) * (len(pictures) - 1) // 2 * config.votes_per_item / config.raters
+    # twice as many as each rater sees, so that raters who compare notes do not know all of them
+    num_gold = min(MAX_GOLD, 2 * at_least_one(config.gold.share, round(num_items)))
+    for number in range(min(len(prompts), num_gold)):
         prompt, other = prompts[number], prompts[(number + 1) % len(prompts)]
         its = pictures[number % len(pictures)]
         path = folder / PICTURES / its[other.id, 0]
@@ -182,30 +169,16 @@ def make_gold(
     return gold
 
 
-def num_gold(config: ProtocolConfig, num_prompts: int, num_models: int) -> int:
-    """Return the number of gold items: twice as many as each rater sees, so that raters who compare notes do not know
-    all of them."""
-    items = num_prompts * num_models * (num_models - 1) // 2 * config.votes_per_item / config.raters
-    return min(MAX_GOLD, 2 * at_least_one(config.gold.share, round(items)))
-
-
 def read_gold(path: Path, folder: Path, secret: bytes) -> list[Item]:
-    """Read the user's own gold items from a CSV file.
-
-    Raises:
-        RequestError: the file cannot be read, lacks a column, has no rows, or names an image that does not exist.
-    """
+    """Read the user's own gold items from a CSV file."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows: list[dict[str, Any]] = list(csv.DictReader(file))
         gold = []
         for number, row in enumerate(rows):
-            better, worse = (path.parent / row[name] for name in ("better", "worse"))
-            shown = (
-                add_picture(better.read_bytes(), better, folder, secret),
-                add_picture(worse.read_bytes(), worse, folder, secret),
-            )
-            gold.append(Item(f"gold/{number}", f"gold/{number}", row["prompt"], None, None, shown))
+            files = [path.parent / row[name] for name in ("better", "worse")]
+            better, worse = (add_picture(file.read_bytes(), file, folder, secret) for file in files)
+            gold.append(Item(f"gold/{number}", f"gold/{number}", row["prompt"], None, None, (better, worse)))
     except (OSError, KeyError, TypeError, csv.Error, UnicodeDecodeError) as error:
         raise RequestError(
             f"The gold file {path} cannot be used: {type(error).__name__}: {error}. It must be a CSV with the columns "

@@ -9,7 +9,6 @@ STUDY/votes.sqlite      invitations and votes
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -135,10 +134,7 @@ class Study:
             WorkError: the image is missing, or differs from the prepared one.
         """
         path = self.folder / PICTURES / name
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            data = b""
+        data = path.read_bytes() if path.exists() else b""
         if picture_name(self.secret, data) != name:
             raise WorkError(
                 f"{path} is {'missing' if not data else 'damaged'}. Restore it from a backup, or run the same "
@@ -169,7 +165,10 @@ def read_study(folder: Path) -> Study:
         ) from None
     check_version(content.pop("version"), VERSION, str(folder / RECORD))
     for name in ("items", "gold"):
-        content[name] = [_item(item) for item in content[name]]
+        content[name] = [
+            Item(**item | {"models": item["models"] and tuple(item["models"]), "pictures": tuple(item["pictures"])})
+            for item in content[name]
+        ]
     protocol = Protocol(**content | {"questions": dict(content["questions"])})
     path = folder / SECRET
     secret = path.read_bytes() if path.is_file() else b""
@@ -187,13 +186,8 @@ def check_pictures(study: Study) -> None:
     Raises:
         WorkError: an image is missing or damaged.
     """
-    for name in sorted(pictures_of([*study.protocol.items, *study.protocol.gold])):
+    for name in sorted({name for item in (*study.protocol.items, *study.protocol.gold) for name in item.pictures}):
         study.picture(name)
-
-
-def pictures_of(items: Iterable[Item]) -> set[str]:
-    """Return the file names of the items' images."""
-    return {name for item in items for name in item.pictures}
 
 
 def make_secret(folder: Path) -> bytes:
@@ -205,8 +199,3 @@ def make_secret(folder: Path) -> bytes:
         temporary.touch(mode=0o600)
         create_file(path, write_file(temporary, secrets.token_bytes(32)))
     return path.read_bytes()
-
-
-def _item(fields: dict[str, Any]) -> Item:
-    models, pictures = fields.pop("models"), fields.pop("pictures")
-    return Item(**fields, models=tuple(models) if models else None, pictures=tuple(pictures))

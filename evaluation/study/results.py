@@ -1,34 +1,46 @@
 """Write a study's results: results.json, results.html, results.png, and a summary for the terminal."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from evaluation.report.markup import render_page
+from markupsafe import Markup
+
+from evaluation.report.markup import macros, render_page
 from evaluation.study.figure import draw, model_shares
 from shards.base.durable import sealed_json, write_atomically
 
-PREFERENCE_HEADER = (
-    "question",
-    "category",
-    "models",
-    "first preferred",
-    "95 % interval",
-    "won, tied, lost",
-    "raters",
-    "prompts",
-    "result",
-)
-STRENGTH_HEADER = (
-    "question",
-    "model",
-    "preferred to each other model",
-    "95 % interval",
-    "strength (log odds)",
-    "95 % interval",
-)
-RATER_HEADER = ("rater", "done", "gold correct", "repeats consistent", "ties", "median seconds", "counted")
+Columns = list[tuple[str, Callable[[dict[str, Any]], Any]]]
+"""Columns of a table: each has a heading and a function that returns a row's cell."""
+PREFERENCES: Columns = [
+    ("question", lambda row: row["question"]),
+    ("category", lambda row: row["category"] or "all"),
+    ("models", lambda row: " over ".join(row["models"])),
+    ("first preferred", lambda row: f"{row['preference']:.1%}"),
+    ("95 % interval", lambda row: f"{row['low']:.1%} to {row['high']:.1%}"),
+    ("won, tied, lost", lambda row: f"{row['won']}, {row['tied']}, {row['lost']}"),
+    ("raters", lambda row: row["raters"]),
+    ("prompts", lambda row: row["prompts"]),
+    ("result", lambda row: row["verdict"]),
+]
+STRENGTHS: Columns = [
+    ("question", lambda row: row["question"]),
+    ("model", lambda row: row["model"]),
+    ("preferred to each other model", lambda row: f"{row['share']:.1%}"),
+    ("95 % interval", lambda row: f"{row['share_low']:.1%} to {row['share_high']:.1%}"),
+    ("strength (log odds)", lambda row: f"{row['value']:+.3f}"),
+    ("95 % interval", lambda row: f"{row['low']:+.3f} to {row['high']:+.3f}"),
+]
+RATERS: Columns = [
+    ("rater", lambda rater: rater["number"]),
+    ("done", lambda rater: f"{rater['done']} of {rater['showings']}"),
+    ("gold correct", lambda rater: f"{rater['gold_right']} of {rater['gold_answers']}"),
+    ("repeats consistent", lambda rater: f"{rater['repeats_same']} of {rater['repeats_answers']}"),
+    ("ties", lambda rater: f"{rater['ties']} of {rater['answers']}"),
+    ("median seconds", lambda rater: "" if (s := rater["median_seconds"]) is None else f"{s:.1f}"),
+    ("counted", lambda rater: "no" if rater["excluded"] else "yes"),
+]
 
 
 def write_results(results: dict[str, Any], folder: Path) -> None:
@@ -85,81 +97,29 @@ def partial_warning(results: dict[str, Any]) -> str:
 
 
 def page(results: dict[str, Any], chart: bytes) -> str:
-    """Render results.html with the chart embedded in it.
-
-    Args:
-        chart: PNG of the chart.
-    """
+    """Render results.html with the chart, a PNG, embedded in it."""
     shares = []
     for question, text in results["questions"].items():
-        by_model = [f"{letter} {_share(*ends)}" for letter, ends in model_shares(results, question).items()]
+        ends = model_shares(results, question).items()
+        by_model = [f"{letter} {value:.1%} ({low:.1%} to {high:.1%})" for letter, (value, low, high) in ends]
         shares.append(f"{text} {'; '.join(by_model)}")
+    tables = {
+        "preferences": _table("Preferences", PREFERENCES, results["preferences"]),
+        "categories": _table("By category", PREFERENCES, results["by_category"]),
+        "strengths": _table("Strengths", STRENGTHS, results["strengths"]),
+        "raters": _table("Raters", RATERS, results["raters"]),
+    }
     return render_page(
         "study/results.html",
-        name=results["name"],
+        results=results,
         partial=partial_warning(results) if results["partial"] else None,
-        models=[f"{model['letter']}: {model['place']}" for model in results["models"]],
         chart=base64.b64encode(chart).decode(),
         description="Share of votes for each model. " + " ".join(shares),
-        estimand=results["estimand"],
-        margin=f"{results['margin']:g}",
-        preference_header=PREFERENCE_HEADER,
-        preferences=_preference_rows(results["preferences"]),
-        categories=_preference_rows(results["by_category"]),
-        strength_header=STRENGTH_HEADER,
-        strengths=_strength_rows(results["strengths"]),
-        rater_header=RATER_HEADER,
-        raters=_rater_rows(results["raters"]),
         rater_summary=summarise_raters(results),
-        protocol=results["protocol_sha256"],
+        **tables,
     )
 
 
-def _preference_rows(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    return [
-        [
-            row["question"],
-            row["category"] or "all",
-            " over ".join(row["models"]),
-            f"{row['preference']:.1%}",
-            f"{row['low']:.1%} to {row['high']:.1%}",
-            f"{row['won']}, {row['tied']}, {row['lost']}",
-            row["raters"],
-            row["prompts"],
-            row["verdict"],
-        ]
-        for row in rows
-    ]
-
-
-def _strength_rows(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    return [
-        [
-            row["question"],
-            row["model"],
-            f"{row['share']:.1%}",
-            f"{row['share_low']:.1%} to {row['share_high']:.1%}",
-            f"{row['value']:+.3f}",
-            f"{row['low']:+.3f} to {row['high']:+.3f}",
-        ]
-        for row in rows
-    ]
-
-
-def _rater_rows(raters: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    return [
-        [
-            rater["number"],
-            f"{rater['done']} of {rater['showings']}",
-            f"{rater['gold_right']} of {rater['gold_answers']}",
-            f"{rater['repeats_same']} of {rater['repeats_answers']}",
-            f"{rater['ties']} of {rater['answers']}",
-            "" if rater["median_seconds"] is None else f"{rater['median_seconds']:.1f}",
-            "no" if rater["excluded"] else "yes",
-        ]
-        for rater in raters
-    ]
-
-
-def _share(value: float, low: float, high: float) -> str:
-    return f"{value:.1%} ({low:.1%} to {high:.1%})"
+def _table(caption: str, columns: Columns, rows: list[dict[str, Any]]) -> Markup | None:
+    cells = [[cell(row) for _, cell in columns] for row in rows]
+    return macros.table(caption, [heading for heading, _ in columns], cells) if rows else None

@@ -74,10 +74,9 @@ class Votes:
 
     def rater_of(self, token: str) -> int | None:
         """Return the rater a token belongs to, or None if it is unknown or has been replaced."""
-        newest = (
-            "SELECT rater, token_sha256 FROM invitations WHERE id IN (SELECT MAX(id) FROM invitations GROUP BY rater)"
-        )
-        found = self._db.execute(f"SELECT rater FROM ({newest}) WHERE token_sha256 = ?", (_sha256(token),)).fetchone()
+        newest = "SELECT MAX(id) FROM invitations GROUP BY rater"
+        query = f"SELECT rater FROM invitations WHERE id IN ({newest}) AND token_sha256 = ?"
+        found = self._db.execute(query, (_sha256(token),)).fetchone()
         return None if found is None else int(found[0])
 
     def cast(self, rater: int, showing: int, answers: Mapping[str, str], vote: str, seconds: float) -> dict[str, str]:
@@ -87,11 +86,9 @@ class Votes:
             Question → the answer that counts, which may be an earlier one.
         """
         rows = [(rater, showing, question, answer, vote, seconds, _now()) for question, answer in answers.items()]
+        names = "rater, showing, question, answer, vote, seconds, at"
         with self._transaction():
-            self._db.executemany(
-                "INSERT INTO votes (rater, showing, question, answer, vote, seconds, at) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                rows,
-            )
+            self._db.executemany(f"INSERT INTO votes ({names}) VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
         kept = "SELECT question, answer FROM votes WHERE rater = ? AND showing = ?"
         return dict(self._db.execute(kept, (rater, showing)).fetchall())
 

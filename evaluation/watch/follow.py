@@ -48,16 +48,6 @@ class FollowConfig(Config):
     """Keep the exported pipeline of each checkpoint after its evaluation."""
 
 
-@dataclass(frozen=True)
-class CheckpointSchedule:
-    """Checkpoints to evaluate according to the run's config."""
-
-    every: int
-    """Evaluate the checkpoints whose step is a multiple of this."""
-    last: int
-    """Last step of the run, whose checkpoint is always evaluated."""
-
-
 @dataclass
 class WatchedCheckpoint:
     """A watcher's state for one checkpoint."""
@@ -65,8 +55,6 @@ class WatchedCheckpoint:
     step: int
     place: Path | str
     """Folder or URL of the checkpoint's evaluation: sample sets, the exported model and the receipt."""
-    receipt: str
-    """Name of the receipt in `place`, which exists once the step has been evaluated with the current config."""
     version: str = ""
     """Identifier of the checkpoint's files, which changes if they are rewritten."""
     attempts: int = 0
@@ -77,11 +65,6 @@ class WatchedCheckpoint:
     """Whether the step has been evaluated and its metrics are in evaluations.jsonl."""
     is_reported_incomplete: bool = False
 
-    def update(self, version: str) -> None:
-        """Record the version of the checkpoint's files, and allow new attempts if it changed."""
-        if version != self.version:
-            self.version, self.attempts = version, 0
-
     @property
     def is_pending(self) -> bool:
         """Whether the checkpoint still needs to be evaluated and has attempts left."""
@@ -90,10 +73,6 @@ class WatchedCheckpoint:
     def is_exported(self) -> bool:
         """Return whether the checkpoint's model has been exported, so the checkpoint itself is no longer needed."""
         return is_exported(open_store(self.place))
-
-    def has_receipt(self) -> bool:
-        """Return whether this or any other watcher has evaluated the step with the current config."""
-        return read_sealed(open_store(self.place), self.receipt) is not None
 
 
 @dataclass
@@ -153,30 +132,29 @@ class Follower:
         Raises:
             Preempted, RequestError: see `follow`.
         """
-        schedule = read_schedule(self.run)
-        every = self.config.every or schedule.every
-        last = schedule.last if self.config.until is None else self.config.until
+        every, final = read_schedule(self.run)
+        every = self.config.every or every
+        last = final if self.config.until is None else self.config.until
         entries = self.run.listing("checkpoints")
         files = checkpoints_in(list(entries))
         if not files and not self.is_reported_empty:
             self.is_reported_empty = True
             print(f"{self.run.where()} has no checkpoint yet; waiting for the first one.", flush=True)
 
-        # the trainer may have pruned a checkpoint after it was exported
-        versions = dict.fromkeys(self._exported_steps(), EXPORTED)
+        versions = self._exported()  # the trainer may have pruned a checkpoint after it was exported
         for step, names in files.items():
             versions[step] = json.dumps(sorted((name, entries[name].etag) for name in names))
         due = []
         for step, version in sorted(versions.items()):
-            if step <= last and (step % every == 0 or step == schedule.last):
-                checkpoint = self._checkpoint(step)
-                checkpoint.update(version)
-                due.append(checkpoint)
+            if step <= last and (step % every == 0 or step == final):
+                due.append(checkpoint := self._checkpoint(step))
+                if checkpoint.version != version:
+                    checkpoint.version, checkpoint.attempts = version, 0
 
-        already_evaluated = [checkpoint for checkpoint in due if not checkpoint.is_done and checkpoint.has_receipt()]
-        if already_evaluated:
+        evaluated = [checkpoint for checkpoint in due if not checkpoint.is_done and self._has_receipt(checkpoint)]
+        if evaluated:
             write_lines(self.output)
-        for checkpoint in already_evaluated:
+        for checkpoint in evaluated:
             self._finish(checkpoint)
         for checkpoint in due:
             if checkpoint.is_pending and not stop.received and self._evaluate(checkpoint):
@@ -185,21 +163,18 @@ class Follower:
         return self.config.once or (is_complete_run and not any(checkpoint.is_pending for checkpoint in due))
 
     def _checkpoint(self, step: int) -> WatchedCheckpoint:
-        if step not in self.checkpoints:
-            place = step_place(self.output, step, self.weights)
-            self.checkpoints[step] = WatchedCheckpoint(step, place, self._receipt)
-        return self.checkpoints[step]
+        place = step_place(self.output, step, self.weights)
+        return self.checkpoints.setdefault(step, WatchedCheckpoint(step, place))
 
-    def _exported_steps(self) -> list[int]:
-        """List the unfinished steps whose model has been exported by any watcher."""
-        steps = []
-        for name in open_store(below(self.output, FOLDER)).entries():
-            match = STEP_FOLDER.fullmatch(name)
-            if match and match[2] == self.weights:
-                checkpoint = self._checkpoint(int(match[1]))
-                if not checkpoint.is_done and checkpoint.is_exported():
-                    steps.append(checkpoint.step)
-        return steps
+    def _has_receipt(self, checkpoint: WatchedCheckpoint) -> bool:
+        """Return whether this or any other watcher has evaluated the step with the current config."""
+        return read_sealed(open_store(checkpoint.place), self._receipt) is not None
+
+    def _exported(self) -> dict[int, str]:
+        """Return the version of each unfinished step whose model has been exported by any watcher."""
+        matches = map(STEP_FOLDER.fullmatch, open_store(below(self.output, FOLDER)).entries())
+        exported = [self._checkpoint(int(match[1])) for match in matches if match and match[2] == self.weights]
+        return {each.step: EXPORTED for each in exported if not each.is_done and each.is_exported()}
 
     def _evaluate(self, checkpoint: WatchedCheckpoint) -> bool:
         """Attempt to evaluate a checkpoint, and return whether it has been evaluated."""
@@ -223,12 +198,8 @@ class Follower:
         return True
 
     def _is_evaluated_despite(self, error: Exception, checkpoint: WatchedCheckpoint) -> bool:
-        """Handle an attempt's error, and return whether another watcher has evaluated the checkpoint.
-
-        Raises:
-            RequestError: `error`, unless another watcher or pruning caused it.
-        """
-        if checkpoint.has_receipt():  # another watcher finished first, and deleted the exported model in use here
+        """Return whether another watcher has evaluated it. Raise a RequestError that pruning did not cause."""
+        if self._has_receipt(checkpoint):  # another watcher finished first, and deleted the exported model in use here
             write_lines(self.output)
             return True
         step = checkpoint.step
@@ -252,10 +223,10 @@ class Follower:
         If the watcher dies in between, its next run repeats all three.
         """
         found = write_lines(self.output)
-        if not checkpoint.has_receipt():
+        if not self._has_receipt(checkpoint):
             self.log_step(checkpoint.step, [each for each in found if each.weights == self.weights])
             content = {"step": checkpoint.step, "settings": self.settings}
-            create_once(open_store(checkpoint.place), checkpoint.receipt, lambda: content)
+            create_once(open_store(checkpoint.place), self._receipt, lambda: content)
 
     def _finish(self, checkpoint: WatchedCheckpoint) -> None:
         """Delete the exported model of an evaluated checkpoint, and mark the checkpoint as done."""
@@ -268,14 +239,14 @@ class Follower:
         return f"evaluated-{hashlib.sha256(canonical_json(self.settings)).hexdigest()[:12]}.json"
 
 
-def read_schedule(run: Store) -> CheckpointSchedule:
-    """Read the schedule of evaluations from a run's config.yaml.
+def read_schedule(run: Store) -> tuple[int, int]:
+    """Return the interval between evaluated checkpoints and the last step, according to a run's config.yaml.
 
     Raises:
         RequestError: the run has no config.yaml, or it cannot be parsed.
     """
     content = run_config(run)
-    return CheckpointSchedule((content.get("evaluate") or {}).get("every") or 1, content["max_steps"])
+    return (content.get("evaluate") or {}).get("every") or 1, content["max_steps"]
 
 
 def is_complete(run: Store, step: int) -> bool:

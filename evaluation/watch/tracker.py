@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -55,18 +56,18 @@ def open_tracker(run: Store, output: Path | str) -> LogStep:
         RequestError: the run has no config.yaml, or it cannot be parsed.
     """
     name = run_config(run).get("log", {}).get("tracker", "none")
-    store = open_store(output)
-    if name == "none":
-        return lambda step, found: None
+    store, reason = open_store(output), ""
     if name == "tensorboard":
-        if find_spec(name) is None:
-            print("Evaluations are not logged to tensorboard: it is not installed here. The report contains them.")
-            return lambda step, found: None
-        return lambda step, found: write_events(store, step, found)
-    if store.where() != run.where():
-        print(f"Evaluations are not logged to {name}, because --output is outside the run. The report contains them.")
-        return lambda step, found: None
-    return lambda step, found: write_results(run, step, found)
+        if find_spec(name) is not None:
+            return partial(write_events, store)
+        reason = "it is not installed here"
+    elif name != "none":
+        if store.where() == run.where():
+            return partial(write_results, run)
+        reason = "--output is outside the run"
+    if reason:
+        print(f"Evaluations are not logged to {name}, because {reason}. The report contains them.")
+    return lambda step, found: None
 
 
 def scalars(step: int, found: list[Evaluation]) -> dict[str, float]:
@@ -75,9 +76,7 @@ def scalars(step: int, found: list[Evaluation]) -> dict[str, float]:
     Names contain the start of the metric's id, so values with different ids never share a curve.
     """
     values: dict[str, float] = {}
-    for evaluation in found:
-        if evaluation.step != step:
-            continue
+    for evaluation in (each for each in found if each.step == step):
         for row in evaluation.rows:
             name = f"evaluation/{row['metric']}/{evaluation.setting} {row['id'][:8]}"
             values |= {name: row["value"], f"{name} low": row["low"], f"{name} high": row["high"]}
@@ -87,14 +86,12 @@ def scalars(step: int, found: list[Evaluation]) -> dict[str, float]:
 def images(step: int, found: list[Evaluation]) -> dict[str, Image.Image]:
     """Return a dict from name to image: for each of a step's sample sets, a grid, and strips for the first prompts."""
     drawn = {}
-    for evaluation in found:
-        if evaluation.step != step:
-            continue
+    for evaluation in (each for each in found if each.step == step):
         shown = first_pictures(evaluation.place, GRID_PICTURES, SIDE)
-        drawn[f"evaluation/samples/{evaluation.setting}"] = grid([one.picture for one in shown], GRID_COLUMNS)
+        drawn[f"evaluation/samples/{evaluation.setting}"] = grid(list(shown.values()), GRID_COLUMNS)
         earlier = [other for other in found if other.setting == evaluation.setting and other.step <= step]
-        for prompt, strip in strips(earlier, STRIP_PROMPTS).items():
-            drawn[f"evaluation/strips/{evaluation.setting}/{prompt}"] = strip
+        for prompt_id, strip in strips(earlier, STRIP_PROMPTS).items():
+            drawn[f"evaluation/strips/{evaluation.setting}/{prompt_id}"] = strip
     return drawn
 
 
@@ -106,9 +103,9 @@ def strips(found: list[Evaluation], count: int) -> dict[str, Image.Image]:
     by_step = {evaluation.step: evaluation for evaluation in found}
     pictures: dict[str, dict[str, Image.Image]] = {}
     for step in spread(sorted(by_step), MAX_STRIP_STEPS):
-        for one in first_pictures(by_step[step].place, count, SIDE):
-            pictures.setdefault(one.prompt.id, {})[f"step {step}"] = one.picture
-    return {prompt: side_by_side(by_label) for prompt, by_label in pictures.items()}
+        for prompt, picture in first_pictures(by_step[step].place, count, SIDE).items():
+            pictures.setdefault(prompt.id, {})[f"step {step}"] = picture
+    return {prompt_id: side_by_side(by_label) for prompt_id, by_label in pictures.items()}
 
 
 def write_events(store: Store, step: int, found: list[Evaluation]) -> None:

@@ -1,25 +1,45 @@
-"""The demo's fixed prompts, and the share of samples that show the requested colour and shape."""
+"""The demo's fixed prompts, each with its scene, and the share of samples that show the requested colour and shape."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from evaluation.report.pictures import first_pictures
 from evaluation.report.records import evaluations
+from examples.shapes.captions import write_caption
 from examples.shapes.judge import judge
-from examples.shapes.prompts import PROMPT_SEED, ScenePrompt, held_out_prompts, seen_prompts
+from examples.shapes.scenes import HELD_OUT, SEEN, Scene, sample_scene
 
 PHASES = ("phase1", "phase2")
+PROMPT_SEED = 7
 MIN_SHARES = {"colour": 0.9, "shape": 0.8}
 """Minimum shares of correct samples for seen combinations after phase 2, in a full-size demo."""
 MAX_SIDE = 1024
 """Larger than any image in the demo, so that all are judged at their original size."""
 
 
+@dataclass(frozen=True)
+class ScenePrompt:
+    """A prompt and the scene that it asks for."""
+
+    text: str
+    scene: Scene
+
+
 def prompt_lists() -> dict[str, list[ScenePrompt]]:
-    """Return the two fixed lists: combinations that occur in the training data, and held-out ones."""
-    return {"seen": seen_prompts(), "held_out": held_out_prompts()}
+    """Return the two fixed lists, each of which cycles through its (colour, shape) pairs.
+
+    The pairs of `seen` occur in the training data; those of `held_out` occur in no training image or caption.
+    """
+    return {"seen": _prompts(SEEN, 78, stream=0), "held_out": _prompts(tuple(sorted(HELD_OUT)), 48, stream=1)}
+
+
+def _prompts(combinations: tuple[tuple[str, str], ...], num_prompts: int, stream: int) -> list[ScenePrompt]:
+    rng = np.random.default_rng([PROMPT_SEED, stream])
+    scenes = [sample_scene(rng, (combinations[i % len(combinations)],)) for i in range(num_prompts)]
+    return [ScenePrompt(write_caption(scene, rng), scene) for scene in scenes]
 
 
 def write_prompts(path: Path) -> None:
@@ -42,7 +62,7 @@ def newest_pictures(run_dir: Path) -> dict[str, np.ndarray]:
     place = evaluations(run_dir)[-1].place
     lists = prompt_lists()
     shown = first_pictures(place, sum(map(len, lists.values())), MAX_SIDE)
-    by_id = {each.prompt.id: np.asarray(each.picture) for each in shown}
+    by_id = {prompt.id: np.asarray(picture) for prompt, picture in shown.items()}
     return {name: np.stack([by_id[f"{name}-{i:02d}"] for i in range(len(its))]) for name, its in lists.items()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from evaluation.report.markup import Section, headline, paragraph, section, table
+from evaluation.report.markup import Section, macros, section
 from evaluation.report.page import ReportConfig, render
 from evaluation.report.runs import LoggedRun, read_runs
 from examples.shapes.adherence import PHASES, newest_pictures, prompt_lists
@@ -88,21 +88,22 @@ def demo_section(metrics: dict[str, Any]) -> Section:
         "phase 2, seen combinations": adherence,
         "phase 2, held-out combinations": adherence["held_out"],
     }
+    header = ["samples", "colour", "shape", "images"]
     scores = [[name, f"{s['colour']:.1%}", f"{s['shape']:.1%}", s["samples"]] for name, s in judged.items()]
     speeds = {"precompute": metrics["precompute_images_per_second"], **metrics["train_images_per_second"]}
     steps = [[title, f"{seconds[name]:.0f} s", speeds.get(name)] for name, title in STEPS.items()]
     return section(
         "demo",
         "What the demo did",
-        paragraph(
+        macros.paragraph(
             "`make demo` drew captioned images, downloaded them over HTTP, encoded them once, and trained a U-Net on "
             "the latents in two phases without reading a pixel again. Held-out combinations of colour and shape occur "
             "in no training image or caption. The metrics below use a toy feature extractor, the mean colours of 4 × 4 "
             "cells. They show how evaluation works and cannot be compared with published values."
         ),
-        headline(figures),
-        table("Images that follow their prompt, judged by geometry", ["samples", "colour", "shape", "images"], scores),
-        table("Duration", ["step", "duration", "images/s"], steps),
+        macros.headline(figures),
+        macros.table("Images that follow their prompt, judged by geometry", header, scores),
+        macros.table("Duration", ["step", "duration", "images/s"], steps),
     )
 
 

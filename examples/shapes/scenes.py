@@ -93,12 +93,8 @@ class Scene:
 def sample_scene(rng: np.random.Generator, combinations: tuple[tuple[str, str], ...] = SEEN) -> Scene:
     """Draw a scene, each fact uniformly, from the allowed (colour, shape) pairs."""
     colour, shape = combinations[rng.integers(len(combinations))]
-    background, size, place = (_pick(rng, table) for table in (BACKGROUNDS, SIZES, PLACES))
-    return Scene(colour, shape, background, size, place)
-
-
-def _pick(rng: np.random.Generator, table: dict) -> str:
-    return list(table)[rng.integers(len(table))]
+    names = [list(BACKGROUNDS), list(SIZES), list(PLACES)]
+    return Scene(colour, shape, *(each[rng.integers(len(each))] for each in names))
 
 
 def draw_scene(scene: Scene, width: int, height: int, rng: np.random.Generator) -> Image.Image:

@@ -34,6 +34,7 @@ KINDS: dict[str, float] = {
 LOW_RESOLUTION_FRACTION = 0.12  # shortest side from 64 to 127 pixels: large enough for the 64x64 bucket only
 ORIENTATIONS = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
 EXIF_ORIENTATION = 0x0112
+FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
 
 
 @dataclass(frozen=True)
@@ -101,54 +102,27 @@ def encode_picture(picture: PlannedPicture, rng: np.random.Generator) -> bytes:
     if picture.kind == "empty":
         return b""
     image = draw_scene(picture.scene, picture.width, picture.height, rng)
-    extension = picture.path.rsplit(".")[-1]
-    encoded = _ENCODERS.get(picture.kind, _encode_plain)(image, extension, rng)
+    match picture.kind:
+        case "rotated":
+            orientation = list(ORIENTATIONS)[rng.integers(len(ORIENTATIONS))]
+            exif = Image.Exif()
+            exif[EXIF_ORIENTATION] = orientation
+            return _save(image.transpose(ORIENTATIONS[orientation]), "JPEG", quality=90, exif=exif)
+        case "alpha":  # a transparent background, with black as its hidden colour
+            pixels = np.asarray(image)
+            is_shape = np.abs(pixels.astype(int) - BACKGROUNDS["white"]).max(-1, keepdims=True) > 30
+            rgba = np.concatenate([pixels * is_shape, is_shape * np.uint8(255)], axis=-1)
+            return _save(Image.fromarray(rgba), "PNG")
+        case "palette":
+            return _save(image.quantize(32), "PNG")
+        case "cmyk":
+            return _save(image.convert("CMYK"), "JPEG", quality=90)
+        case "animated":  # the first frame shows the scene, and the second is black
+            frames = [Image.new("RGB", image.size)]
+            return _save(image, "WEBP", save_all=True, append_images=frames, duration=500, quality=90)
+    format, quality = FORMATS[picture.path.rpartition(".")[-1]], int(rng.integers(80, 96))
+    encoded = _save(image, format) if format == "PNG" else _save(image, format, quality=quality)
     return encoded[: len(encoded) // 2] if picture.kind == "truncated" else encoded
-
-
-def _encode_plain(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
-    quality = int(rng.integers(80, 96))
-    return {
-        "jpg": lambda: _save(image, "JPEG", quality=quality),
-        "png": lambda: _save(image, "PNG"),
-        "webp": lambda: _save(image, "WEBP", quality=quality),
-    }[extension]()
-
-
-def _encode_rotated(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
-    orientation = list(ORIENTATIONS)[rng.integers(len(ORIENTATIONS))]
-    exif = Image.Exif()
-    exif[EXIF_ORIENTATION] = orientation
-    return _save(image.transpose(ORIENTATIONS[orientation]), "JPEG", quality=90, exif=exif)
-
-
-def _encode_alpha(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
-    """Make the background transparent, with black as its hidden colour."""
-    pixels = np.asarray(image)
-    is_shape = np.abs(pixels.astype(int) - BACKGROUNDS["white"]).max(-1, keepdims=True) > 30
-    return _save(Image.fromarray(np.concatenate([pixels * is_shape, is_shape * np.uint8(255)], axis=-1)), "PNG")
-
-
-def _encode_palette(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
-    return _save(image.quantize(32), "PNG")
-
-
-def _encode_cmyk(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
-    return _save(image.convert("CMYK"), "JPEG", quality=90)
-
-
-def _encode_animated(image: Image.Image, extension: str, rng: np.random.Generator) -> bytes:
-    """Encode an animation whose first frame shows the scene and whose second is black."""
-    return _save(image, "WEBP", save_all=True, append_images=[Image.new("RGB", image.size)], duration=500, quality=90)
-
-
-_ENCODERS = {
-    "rotated": _encode_rotated,
-    "alpha": _encode_alpha,
-    "palette": _encode_palette,
-    "cmyk": _encode_cmyk,
-    "animated": _encode_animated,
-}
 
 
 def _save(image: Image.Image, format: str, **options: object) -> bytes:

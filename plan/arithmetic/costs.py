@@ -1,6 +1,4 @@
-"""Conversions between images, days, GPU-hours, dollars and bytes. 1 TB is 10^12 bytes."""
-
-import math
+"""Bytes of samples and checkpoints, and units. 1 TB is 10^12 bytes."""
 
 from shards.format.towers import ImageStorage, TextTower
 from train.model.config import AdamWConfig
@@ -18,16 +16,6 @@ _MDS_SIZE = 4  # size prefix of every variable-length column
 _SIZE_AND_SCORES = 32
 _NUM_TOKENS = 4
 _SCALE = 4
-
-
-def days_for(num_images: float, images_per_second: float) -> float:
-    """Return the days needed to process `num_images`."""
-    return num_images / images_per_second / SECONDS_PER_DAY
-
-
-def gpu_hours(days: float, gpus: int) -> float:
-    """Convert days on `gpus` GPUs to GPU-hours."""
-    return days * 24 * gpus
 
 
 def text_bytes(tower: TextTower, real_tokens: float) -> float:
@@ -78,28 +66,3 @@ def checkpoint_bytes(num_parameters: int, ema: bool, state_bytes: int = AdamWCon
         state_bytes: bytes of optimizer state per parameter (`state_bytes` of train/model/config.py).
     """
     return num_parameters * (WEIGHT_BYTES + state_bytes + (EMA_BYTES if ema else 0))
-
-
-def egress_bytes(read: float, shares: dict[str, float], region: str) -> float:
-    """Return how many of the `read` bytes come from outside `region`.
-
-    Args:
-        shares: share of the data in each region.
-    """
-    return read * sum(share for name, share in shares.items() if name != region)
-
-
-def break_even_passes(encode_once: float, store: float, encode_per_pass: float) -> float:
-    """Return the number of passes from which precomputing costs no more than encoding online. All costs are in $.
-
-    Args:
-        encode_once: cost of precomputing all samples, including encodings that training never uses.
-        store: cost of storing the latents during training.
-        encode_per_pass: cost of encoding every sample once during training.
-    """
-    return (encode_once + store) / encode_per_pass
-
-
-def speedup_per_doubling(before: float, after: float, gpus_before: int, gpus_after: int) -> float:
-    """Return the speedup per doubling of the GPUs; 2 is linear scaling. Both times must have the same unit."""
-    return math.pow(before / after, 1 / math.log2(gpus_after / gpus_before))

@@ -126,11 +126,8 @@ def _read_yaml(model: type[BaseModel], path: str | Path, derived: tuple[Path, ..
     try:
         values = yaml.load(Path(path).read_text(), _UniqueKeyLoader)
     except FileNotFoundError:
-        remedy = (
-            f"{derived[-1]} names it as its `base`: correct it"
-            if derived
-            else "Pass an existing file with --config PATH"
-        )
+        named = f"{derived[-1]} names it as its `base`: correct it" if derived else ""
+        remedy = named or "Pass an existing file with --config PATH"
         nearest = _nearest_file(Path(path), derived)
         raise RequestError(f"There is no config file {path}{nearest}. {remedy}.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -176,12 +173,8 @@ def _parse_overrides(
     except SettingsError as error:
         known = _field_paths(model)
         hints = [f"--{name}{_nearest(name, known)}" for name, _ in _options(overrides) if name not in known]
-        if hints:
-            reason = f"unknown option {', '.join(hints)}"
-        else:
-            reason = (
-                _json_hint(overrides) or f"{str(error).removeprefix('error parsing CLI: ')}, in {' '.join(overrides)}"
-            )
+        reason = f"unknown option {', '.join(hints)}" if hints else _json_hint(overrides)
+        reason = reason or f"{str(error).removeprefix('error parsing CLI: ')}, in {' '.join(overrides)}"
         raise RequestError(f"{prog}: {reason}. `{prog} --help` lists every option.") from None
 
 

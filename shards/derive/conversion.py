@@ -31,13 +31,10 @@ class Conversion:
 
 
 def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: bool = False) -> Conversion:
-    """Plan the conversion from one encoding to another.
+    """Plan the conversion from one encoding to another. Raises RequestError, whose message lists every reason, if it is
+    impossible.
 
-    Args:
-        may_encode: re-encode the stored captions with each text tower whose latents cannot be converted.
-
-    Raises:
-        RequestError: the conversion is impossible; the message lists every reason.
+    With `may_encode`, the stored captions are re-encoded with each text tower whose latents cannot be converted.
     """
     problems = [
         f"{field}: {stored!r} in the source, {wanted!r} requested"

@@ -32,15 +32,12 @@ PUBLISH_SECONDS = 300.0
 
 
 def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | None, processes: int) -> Manifest:
-    """Derive `target` from `source`. The target is a new root, or one from an interrupted run with the same changes.
+    """Derive `target` from `source`, and return the target's manifest. The target is a new root, or one from an
+    interrupted run with the same changes.
 
-    Returns:
-        The target's manifest.
-
-    Raises:
-        RequestError: the source cannot be converted as requested, or the target is an unrelated root.
-        WorkError: parts of the source are damaged (all others were derived), or a process was killed.
-        Preempted: the process received a stop signal.
+    Raises RequestError if the source cannot be converted as requested or the target is an unrelated root, WorkError if
+    parts of the source are damaged (all others were derived) or a process was killed, and Preempted after a stop
+    signal.
     """
     requested = None if buckets is None else dict.fromkeys(buckets)
     conversion, tars = prepare(source, target, apply_changes(EncodingRecord.load(source), changes), requested)

@@ -227,9 +227,7 @@ def _content_hash(path: Path) -> str:
     if path.name not in ("config.json", "tokenizer_config.json"):
         return sha256_file(path)
     fields = json.loads(path.read_text())
-    content = {key: value for key, value in fields.items() if _is_content(key, value)}
+    ignored = {key for key in fields if key in NOT_CONTENT or key.startswith("_")}
+    ignored |= {key for key in NORMALISATION if fields.get(key) is not None}
+    content = {key: value for key, value in fields.items() if key not in ignored}
     return hashlib.sha256(canonical_json(content)).hexdigest()
-
-
-def _is_content(key: str, value: Any) -> bool:
-    return not (key in NOT_CONTENT or key.startswith("_") or (key in NORMALISATION and value is not None))

@@ -4,7 +4,7 @@ A receipt is active if no tombstone recalls it and it has the latest generation.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -83,16 +83,6 @@ class TarReceipts:
             unexplained = unexplained & ~explained
         counts[TOO_SMALL] += int(unexplained.sum())
         return {reason: count for reason, count in sorted(counts.items()) if count}
-
-
-def rejected_once(parts: Iterable[Receipt]) -> dict[str, int]:
-    """Return, for each reason, how many of a tar's samples at least one of `parts` rejects for that reason."""
-    rows: dict[str, NDArray[np.bool_]] = {}
-    for part in parts:
-        for reason in part.rejects:
-            bits = part.rejected_samples(reason)
-            rows[reason] = rows[reason] | bits if reason in rows else bits
-    return {reason: int(bits.sum()) for reason, bits in rows.items()}
 
 
 def iter_tars(store: Store) -> Iterator[TarReceipts]:

@@ -82,7 +82,20 @@ class Publisher:
         if known and not loose and not fresh:
             return known
         rows = merge([*loose, *read_rows(self.store, fresh, self._check)])
-        return self._store(bucket, kept, rows, repair=tables is None)
+        kept.sort(key=lambda segment: len(segment[1]), reverse=True)
+        while kept and len(kept[-1][1]) < MERGE_BELOW * len(rows):
+            sha256, smaller = kept.pop()
+            rows = merge([smaller, rows])
+            del self.tables[sha256]
+        self._check()
+        segments = dict(kept)
+        if len(rows) or not kept:
+            segments[save_segment(self.store, rows)] = rows
+        id = content_id(merge(list(segments.values()), ["tar", "generation", "digest"]))
+        # an index that lost a segment is replaced, because it is stored under the same id
+        BucketIndex(bucket=bucket, segments=tuple(segments)).save(self.store, id, replace=tables is None)
+        self.tables |= segments
+        return BucketSize(id=id, **sizes(segments.values()))
 
     def _load(self, bucket: str, id: str) -> dict[str, pa.Table] | None:
         """Load an index's segments by SHA-256. Return None if a file is missing; it can be rebuilt from receipts."""
@@ -95,25 +108,6 @@ class Publisher:
         except (RequestError, FileNotFoundError):
             return None
         return {sha256: self.tables[sha256] for sha256 in index.segments}
-
-    def _store(self, bucket: str, kept: list[tuple[str, pa.Table]], rows: pa.Table, repair: bool) -> BucketSize:
-        """Store an index of the `kept` segments and the new `rows`, after merging small segments into `rows`.
-
-        With `repair`, replace an index stored under the same id, because it may refer to a missing segment.
-        """
-        kept.sort(key=lambda segment: len(segment[1]), reverse=True)
-        while kept and len(kept[-1][1]) < MERGE_BELOW * len(rows):
-            sha256, smaller = kept.pop()
-            rows = merge([smaller, rows])
-            del self.tables[sha256]
-        self._check()
-        segments = dict(kept)
-        if len(rows) or not kept:
-            segments[save_segment(self.store, rows)] = rows
-        id = content_id(merge(list(segments.values()), ["tar", "generation", "digest"]))
-        BucketIndex(bucket=bucket, segments=tuple(segments)).save(self.store, id, repair)
-        self.tables |= segments
-        return BucketSize(id=id, **sizes(segments.values()))
 
     def _check(self) -> None:
         if self.stop():

@@ -14,7 +14,6 @@ from shards.format import image
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import Decoder, parse_index, read_offsets, read_sample
 from shards.format.text import dequantise, unpack
-from shards.format.towers import TextTower
 
 
 def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | None = None) -> Iterator[dict[str, Any]]:
@@ -53,13 +52,14 @@ def image_latents(sample: dict[str, Any]) -> np.ndarray:
 def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> list[dict[str, np.ndarray]]:
     """Return, for each of a sample's captions, a dict from text tower to hidden states, (tokens, width) float32;
     trimmed states come without padding tokens."""
-    states = {name: tower for name, tower in encoding.texts.items() if tower.states}
-    return [{name: _states(row, name, tower) for name, tower in states.items()} for row in unpack(sample)]
-
-
-def _states(row: dict[str, np.ndarray], name: str, tower: TextTower) -> np.ndarray:
-    num_tokens = int(row[f"num_tokens.{name}"]) if tower.trim else None
-    return decoded(row, f"text_latents.{name}", f"text_scales.{name}", slice(num_tokens))
+    found: list[dict[str, np.ndarray]] = []
+    for row in unpack(sample):
+        found.append({})
+        for name, tower in encoding.texts.items():
+            if tower.states:
+                kept = slice(int(row[f"num_tokens.{name}"]) if tower.trim else None)
+                found[-1][name] = decoded(row, f"text_latents.{name}", f"text_scales.{name}", kept)
+    return found
 
 
 def features(sample: dict[str, Any], encoding: EncodingRecord) -> dict[str, np.ndarray]:

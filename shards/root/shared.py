@@ -4,13 +4,9 @@ The first job creates them, and every later job must match them. torch is import
 that reading a config or a root does not require this slow import.
 """
 
-from __future__ import annotations
-
 import hashlib
 import uuid
-from collections.abc import Iterator
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
@@ -20,9 +16,6 @@ from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.receipts import active_receipts
 from shards.format.text import TextLatents
 from shards.root.committed import list_commits, read_receipts
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 UNCOND_NAME = "uncond.safetensors"
 RULES = "rules"
@@ -118,20 +111,16 @@ def write_uncond(store: Store, empty: dict[str, TextLatents]) -> None:
 
     Existing latents are kept; even if another GPU model computed them, they differ only by rounding.
     """
+    import torch
     from safetensors.torch import save
 
-    store.create(UNCOND_NAME, save(dict(_uncond_tensors(empty))))
-
-
-def _uncond_tensors(empty: dict[str, TextLatents]) -> Iterator[tuple[str, Tensor]]:
-    import torch
-
+    tensors = {}
     for name, caption in empty.items():
-        yield f"num_tokens.{name}", torch.tensor(caption.num_tokens)
-        if caption.states is not None:
-            yield f"text_latents.{name}", caption.states.half().contiguous()
-        if caption.pooled is not None:
-            yield f"pooled.{name}", caption.pooled.half().contiguous()
+        tensors[f"num_tokens.{name}"] = torch.tensor(caption.num_tokens)
+        for kind, tensor in (("text_latents", caption.states), ("pooled", caption.pooled)):
+            if tensor is not None:
+                tensors[f"{kind}.{name}"] = tensor.half().contiguous()
+    store.create(UNCOND_NAME, save(tensors))
 
 
 def load_uncond(store: Store) -> dict[str, TextLatents]:

@@ -57,7 +57,9 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
         if (folder := folder_of(name)) and folder not in young:
             old.setdefault(folder, []).append(name)
     named = named_parts(store)  # read after the listing, so that receipts created in between count
-    orphans = sorted(folder for folder in old if folder not in named and not _is_alive(store, folder))
+    top = ".attempts/"  # of these, the ones of attempts that are running on this machine are kept
+    alive = {f for f in old if f.startswith(top) and has_live_owner(store.attempts() / f.removeprefix(top))}
+    orphans = sorted(old.keys() - named - alive)
     for folder in orphans:
         store.remove(old[folder])
     return orphans + [f"{name} (unfinished upload)" for name in store.abort_uploads(now - older_than)]
@@ -68,11 +70,6 @@ def folder_of(name: str) -> str:
     empty string for any other file, which is never deleted."""
     match = PART.fullmatch(name)
     return match[1] if match else name if name.startswith(f"{STAGING_FOLDER}/") else ""
-
-
-def _is_alive(store: Store, folder: str) -> bool:
-    """Return whether `folder` is the private folder of an attempt that is running on this machine."""
-    return folder.startswith(".attempts/") and has_live_owner(store.attempts() / folder.removeprefix(".attempts/"))
 
 
 def named_parts(store: Store) -> set[str]:

@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.base.table import format_table
 from shards.derive.part import ORIGIN
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import Receipt
-from shards.root.committed import iter_receipts, iter_tars, rejected_once
+from shards.root.committed import iter_receipts, iter_tars
 
 
 def node_totals(store: Store) -> list[dict[str, Any]]:
@@ -40,7 +42,6 @@ class NodeTotals:
     parts: int = 0
     samples_in: int = 0
     samples: int = 0
-    total_seconds: float = 0.0
     rejects: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     """Stage → seconds."""
@@ -52,11 +53,13 @@ class NodeTotals:
         self.parts += len(parts)
         self.samples_in += parts[0].samples_in
         self.samples += sum(part.samples for part in parts)
-        self.rejects.update(rejected_once(parts))
+        # a sample that several buckets reject for the same reason counts once
+        for reason in dict.fromkeys(reason for part in parts for reason in part.rejects):
+            rows = [part.rejected_samples(reason) for part in parts if reason in part.rejects]
+            self.rejects[reason] += int(np.logical_or.reduce(rows).sum())
         self.sources |= {part.made_by.source_sha256[:12] for part in parts}
         # every part records its attempt's times, so count the times once per attempt
         for seconds in {part.token: part.seconds for part in parts}.values():
-            self.total_seconds += seconds["total"]
             self.seconds.update(seconds)
 
     def described(self, host: str, gpu: str, uuid: str) -> dict[str, Any]:
@@ -70,7 +73,7 @@ class NodeTotals:
             "samples_in": self.samples_in,
             "samples": self.samples,
             "rejects": dict(self.rejects.most_common()),
-            "samples_per_second": round(self.samples_in / max(self.total_seconds, 1e-9), 2),
+            "samples_per_second": round(self.samples_in / max(self.seconds["total"], 1e-9), 2),
             "seconds": {stage: round(value, 1) for stage, value in sorted(self.seconds.items())},
         }
 

@@ -1,14 +1,13 @@
-"""Small sample sets for tests."""
+"""Small sample sets for tests, and units of work without Ray."""
 
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluation.sampling.job import begin_set, describe_drawing
+from evaluation.sampling.job import begin_set, describe_drawing, draw_on_worker
 from evaluation.sampling.model import pipeline_folder, prepare_model
 from evaluation.sampling.prompts import Prompt
 from evaluation.sampling.settings import SamplingConfig
-from evaluation.sampling.worker import SamplingJob, draw_on_worker
 from shards.open import open_store
 
 PROMPTS = [Prompt(f"p{i}", f"picture {i} of {i} blobs") for i in range(5)]
@@ -25,11 +24,15 @@ def draw_here(pipeline: Path, place: Path, config: SamplingConfig, prompts: list
     (setting,) = config.grid
     model = prepare_model(str(pipeline), None, "auto", open_store(place))
     drawing = describe_drawing(pipeline_folder(str(pipeline)), prompts, config, setting)
-    job = SamplingJob(model, place, config.batch_size, "cpu", num_cpus=1)
-    draw = partial(draw_on_worker, attempt=1, report=lambda count: None, job=job)
     for _, part in begin_set(place / "set", drawing, model, prompts, config):
-        draw(part)
+        draw_on_worker(model, place, config.batch_size, "cpu", False, part, 1, lambda count: None)
     return place / "set"
+
+
+def run_here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *rest: object, attempt: int = 1) -> None:
+    """Make one attempt at each unit in this process, in place of `run_units`."""
+    for _, unit in units:
+        function(unit, attempt, lambda count: None)
 
 
 def pictures(place: Path) -> dict[str, bytes]:

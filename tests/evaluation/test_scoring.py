@@ -1,7 +1,6 @@
 """Features and metrics of sample sets, with references that go through stage 1's pixel path."""
 
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from evaluation.sampling.prompts import Prompt
 from evaluation.scoring import choose_metrics, format_metrics, score
 from shards.base.durable import read_sealed_json
 from shards.base.errors import DamagedInput, RequestError, WorkError, exit_code_of
-from tests.evaluation.sets import draw_here, sampling
-from tests.runs import run_module, train_fields, write_config
+from tests.evaluation.sets import draw_here, run_here, sampling
+from tests.evaluation.watch.watching import stay_here
 from tests.tiny import make_samples, make_tar
 
 TOY = ExtractorsConfig(toy=True, batch_size=16)
@@ -33,11 +32,7 @@ MANY = [Prompt(f"p{i}", f"picture {i}") for i in range(30)]
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *rest: object) -> None:
-        for _, unit in units:
-            function(unit, 1, lambda count: None)
-
-    monkeypatch.setattr("evaluation.features.job.run_units", here)
+    monkeypatch.setattr("evaluation.features.job.run_units", run_here)
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +77,15 @@ def test_metrics_have_interval_n_and_id_and_features_are_extracted_once(
     cells = np.stack(pixels).reshape(60, 4, 16, 4, 16, 3).mean((2, 4)).transpose(0, 3, 1, 2).reshape(60, 48) / 255
     found = extract(sample_units(read_set(drawn)), "toy", TOY, drawn, WORKERS).values
     np.testing.assert_allclose(found, cells, atol=1e-5)
+    features, reference_id = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
+    distance = frechet_distance(Moments.of(found), Moments.of(features.values))
+    assert rows[0]["value"] == pytest.approx(distance)
 
-    monkeypatch.setattr("evaluation.features.job.load_extractor", None)
+    monkeypatch.setattr("evaluation.features.job.cached_extractor", None)
     again = score(read_set(drawn), ["toy_fid"], TOY, reference(tmp_path / "reference", None), WORKERS)
     assert again == rows[:1]
 
     (path,) = (tmp_path / "reference" / "moments").rglob("moments.npz")
-    features, reference_id = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
     assert path.parent.name.startswith(reference_id)
     np.testing.assert_array_equal(np.load(path)["mu"], features.values.astype(np.float64).mean(0))
     np.testing.assert_allclose(np.load(path)["sigma"], np.cov(features.values.T.astype(np.float64)))
@@ -188,15 +185,6 @@ def test_impossible_metrics_are_refused_before_anything_is_drawn(
     assert "sampling.steps.0" in error_of("many.txt", *place, "--sampling.steps", "[0]")
 
 
-def test_a_small_reference_is_refused(drawn: Path, tmp_path: Path) -> None:
-    make_tar(tmp_path / "tars", "00000", make_samples(0, 23, [(80, 64)]))
-    made = reference(tmp_path / "reference", tmp_path / "tars")
-    with pytest.raises(
-        RequestError, match="The reference has only 23 images, but a metric with an interval needs at least 24"
-    ):
-        score(read_set(drawn), ["toy_kid"], TOY, made, WORKERS)
-
-
 def test_files_and_tars_of_the_same_pictures_give_the_same_metrics(
     drawn: Path, references: Path, tmp_path: Path
 ) -> None:
@@ -211,25 +199,26 @@ def test_files_and_tars_of_the_same_pictures_give_the_same_metrics(
 
 
 def test_invalid_references_are_refused(drawn: Path, references: Path, tmp_path: Path) -> None:
-    def attempt(config: ReferenceConfig) -> None:
-        score(read_set(drawn), ["toy_kid"], TOY, config, WORKERS)
-
-    with pytest.raises(RequestError, match="samples have size 64x64, but the reference has size 128x128"):
-        attempt(ReferenceConfig(place=tmp_path, size="128x128"))
-    with pytest.raises(RequestError, match="No reference is set"):
-        attempt(ReferenceConfig(size="64x64"))
-    with pytest.raises(RequestError, match="is not a reference"):
-        attempt(reference(tmp_path / "absent", None))
-    with pytest.raises(RequestError, match="contains neither tars nor image files"):
-        attempt(reference(tmp_path / "absent", tmp_path))
-    attempt(reference(tmp_path / "made", references / "tars"))
-    with pytest.raises(
-        RequestError, match="a reference with different images or settings: resampling 'bicubic' ≠ 'lan"
-    ):
-        attempt(reference(tmp_path / "made", None, pixels={"resampling": "lanczos"}))
+    make_tar(tmp_path / "few", "00000", make_samples(0, 23, [(80, 64)]))
+    score(read_set(drawn), ["toy_kid"], TOY, reference(tmp_path / "made", references / "tars"), WORKERS)
     next((tmp_path / "made" / "receipts").rglob("00001.json")).unlink()
-    with pytest.raises(WorkError, match="features of only 1 of 2 parts"):
-        attempt(reference(tmp_path / "made", None))
+    for config, message in (
+        (
+            ReferenceConfig(place=tmp_path, size="128x128"),
+            "samples have size 64x64, but the reference has size 128x128",
+        ),
+        (ReferenceConfig(size="64x64"), "No reference is set"),
+        (reference(tmp_path / "absent", None), "is not a reference"),
+        (reference(tmp_path / "absent", tmp_path / "made"), "contains neither tars nor image files"),
+        (reference(tmp_path / "small", tmp_path / "few"), "has only 23 images, but a metric with an interval needs at"),
+        (
+            reference(tmp_path / "made", None, pixels={"resampling": "lanczos"}),
+            "a reference with different images or settings: resampling 'bicubic' ≠ 'lan",
+        ),
+        (reference(tmp_path / "made", None), "features of only 1 of 2 parts"),
+    ):
+        with pytest.raises((RequestError, WorkError), match=message):
+            score(read_set(drawn), ["toy_kid"], TOY, config, WORKERS)
 
 
 def test_a_damaged_picture_is_named(pipeline: Path, tmp_path: Path) -> None:
@@ -283,45 +272,27 @@ def test_clip_features_match_transformers(clip: Path, drawn: Path) -> None:
     assert row["reference_n"] is None and 0 <= row["low"] <= row["value"] <= row["high"]
 
 
-def test_toy_fid_is_the_frechet_distance_of_toy_features(drawn: Path, references: Path, tmp_path: Path) -> None:
-    made = reference(tmp_path, references / "tars")
-    (row,) = score(read_set(drawn), ["toy_fid"], TOY, made, WORKERS)
-    (extractor,) = (tmp_path / "features").iterdir()  # the reference has only toy features, the samples have others too
-    sides = []
-    for folder in (drawn, tmp_path):
-        parts = sorted((folder / "features" / extractor.name).rglob("features.npy"))
-        sides.append(Moments.of(np.concatenate([np.load(part) for part in parts])))
-    assert row["value"] == pytest.approx(frechet_distance(*sides))
-
-
 def test_score_evaluates_the_requested_checkpoint(
-    latents: Path, references: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Evaluate an older checkpoint, a missing one and a damaged one."""
-    run_dir = tmp_path / "run"
-    config = write_config(tmp_path, train_fields(latents, run_dir, max_steps=4))
-    trained = run_module("train", "--config", str(config))
-    assert trained.returncode == 0, trained.stderr
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"{prompt.text}\n" for prompt in MANY))
-    words = ["score", "--model", str(run_dir), "--step", "2", "--prompts.file", str(prompts)]
-    words += ["--sampling.size", "64x64", "--sampling.images_per_prompt", "2", "--sampling.steps", "1"]
-    words += ["--workers.num_gpus", "0", "--workers.num_cpus", "1", "--extractors.toy", "true"]
-    words += ["--reference.place", str(tmp_path / "reference"), "--reference.pictures", str(references / "tars")]
-    words += ["--reference.size", "64x64", "--weights", "raw"]
-    scored = run_module("evaluation", *words)
-    assert scored.returncode == 0, scored.stderr
-    place = run_dir / "evaluations" / "step-00000002-raw" / "g8-s1-own"
-    rows = read_sealed_json(place / "metrics.json")["metrics"]
+    stay_here(monkeypatch)
+
+    def score_step(step: int, code: int) -> str:
+        options = [*words[: words.index("--poll_seconds")], "--weights", "raw", "--step", str(step)]
+        assert exit_code_of(lambda: command(["score", "--model", str(run_dir), *options])) == code
+        printed = capsys.readouterr()
+        return (printed.out + printed.err).replace("\n", " ")
+
+    output = score_step(2, 0)
+    rows = read_sealed_json(run_dir / "evaluations" / "step-00000002-raw" / "g8-s1-own" / "metrics.json")["metrics"]
     assert [(row["metric"], row["step"], row["weights"]) for row in rows] == [
         ("toy_fid", 2, "raw"),
         ("toy_kid", 2, "raw"),
     ]
-    assert f"{rows[0]['value']:.4f}" in scored.stdout
-    assert exit_code_of(lambda: command([*words, "--step", "3"])) == 2
-    assert "has no checkpoint of step 3. Choose one of its steps: 2, 4." in capsys.readouterr().err.replace("\n", " ")
+    assert f"{rows[0]['value']:.4f}" in output
+    assert "has no checkpoint of step 3. Choose one of its steps: 2, 4, 6." in score_step(3, 2)
     weights = run_dir / "checkpoints" / "step-00000004" / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    assert exit_code_of(lambda: command([*words, "--step", "4"])) == 1
-    error = capsys.readouterr().err.replace("\n", " ")
+    error = score_step(4, 1)
     assert "The checkpoint of step 4 in" in error and "does not match its SHA-256" in error

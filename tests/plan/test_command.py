@@ -9,7 +9,7 @@ import pytest
 from plan import report as report_module
 from plan.__main__ import run
 from plan.arithmetic.work import Work
-from plan.output.text import render
+from plan.text import render
 from shards.base.errors import exit_code_of
 from tests.plan.conftest import MakeReport
 

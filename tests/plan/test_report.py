@@ -7,11 +7,10 @@ import pytest
 from pydantic import ValidationError
 
 from plan.arithmetic.work import Work
-from plan.config import Plan
-from plan.facts import GPU_KINDS
+from plan.config import GPU_KINDS, Plan
 from plan.measured import BenchFile
-from plan.output.text import render
 from plan.report import make_report
+from plan.text import render
 from shards.base.errors import RequestError
 from tests.plan.conftest import MakePlan, MakeReport
 from train.model.flops import PEAK_TFLOPS
@@ -127,6 +126,19 @@ def test_reading_across_regions_costs(report: MakeReport) -> None:
     assert traffic.foreign_tb == pytest.approx(0.75 * traffic.read_tb)
     assert traffic.cost == pytest.approx(traffic.foreign_tb * 1000 * 0.02)
     assert traffic.copy_cost < traffic.cost
+
+
+def test_free_storage_pays_from_the_first_pass(report: MakeReport) -> None:
+    free, paid = (report("--storage.price_per_tb_month", price).buckets for price in ("0", "23"))
+    assert [bucket.pays_from for bucket in free] == pytest.approx([1, 1])
+    assert all(bucket.pays_from > 1 for bucket in paid)
+
+
+def test_the_speedup_is_per_doubling(report: MakeReport) -> None:
+    by_two, by_four = (report("--gpu_counts", f"[{counts}]").rows[-1] for counts in ("8, 16, 32", "8, 32"))
+    first = report("--gpu_counts", "[8, 16]").rows[-1]
+    assert by_two.speedup and by_four.speedup and first.speedup
+    assert by_four.speedup**2 == pytest.approx(by_two.speedup * first.speedup)
 
 
 def test_planned_checkpoints_lose_more_than_the_best(report: MakeReport) -> None:

@@ -71,45 +71,17 @@ def labelled_captions(
     return captions, torch.tensor(labels)
 
 
-class FactHeads(nn.Module):
-    """Linear heads from token states to the logits of each fact, used in training only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, len(NAMES[fact])) for fact in FACTS)
-
-    def forward(self, states: torch.Tensor) -> list[torch.Tensor]:
-        """Map states (batch, tokens, WIDTH) to logits (batch, tokens, names) for each fact."""
-        return [head(states) for head in self.heads]
-
-
 def train_text_encoder(
     tokenizer: CLIPTokenizer, seed: int, num_steps: int, batch_size: int = 128, peak_lr: float = 2e-3
-) -> tuple[CLIPTextModel, FactHeads]:
-    """Train a text encoder on captions of seen combinations, and return it with its heads."""
+) -> tuple[CLIPTextModel, nn.ModuleList]:
+    """Train a text encoder on captions of seen combinations.
+
+    Returns:
+        The encoder, and a linear head for each fact, from token states to the logits of the fact's names.
+    """
     torch.manual_seed(seed)
     rng = np.random.default_rng([seed, NUM_TOKENS])
-    encoder, heads = CLIPTextModel(_config(tokenizer)), FactHeads()
-    parameters = [*encoder.parameters(), *heads.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=peak_lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=num_steps, pct_start=0.1)
-    for step in range(num_steps):
-        captions, labels = labelled_captions(batch_size, rng)
-        token_ids = tokenize(tokenizer, captions)
-        logits = heads(encoder(token_ids).last_hidden_state)
-        loss = _loss(logits, labels, ends=token_ids == tokenizer.eos_token_id)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 100 == 0:
-            print(f"text encoder step {step}: loss {loss.item():.4f}", flush=True)
-    return encoder.eval(), heads.eval()
-
-
-def _config(tokenizer: CLIPTokenizer) -> CLIPTextConfig:
-    return CLIPTextConfig(
+    config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
@@ -121,6 +93,24 @@ def _config(tokenizer: CLIPTokenizer) -> CLIPTextConfig:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    encoder = CLIPTextModel(config)
+    heads = nn.ModuleList(nn.Linear(WIDTH, len(NAMES[fact])) for fact in FACTS)
+    parameters = [*encoder.parameters(), *heads.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=peak_lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=num_steps, pct_start=0.1)
+    for step in range(num_steps):
+        captions, labels = labelled_captions(batch_size, rng)
+        token_ids = tokenize(tokenizer, captions)
+        states = encoder(token_ids).last_hidden_state
+        loss = _loss([head(states) for head in heads], labels, ends=token_ids == tokenizer.eos_token_id)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0:
+            print(f"text encoder step {step}: loss {loss.item():.4f}", flush=True)
+    return encoder.eval(), heads.eval()
 
 
 def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> torch.Tensor:
@@ -137,13 +127,13 @@ def _loss(logits: list[torch.Tensor], labels: torch.Tensor, ends: torch.Tensor) 
 
 @torch.no_grad()
 def accuracy(
-    tokenizer: CLIPTokenizer, encoder: CLIPTextModel, heads: FactHeads, captions: list[str], labels: torch.Tensor
+    tokenizer: CLIPTokenizer, encoder: CLIPTextModel, heads: nn.ModuleList, captions: list[str], labels: torch.Tensor
 ) -> dict[str, float]:
     """Return each head's accuracy at the first end-of-text token."""
     token_ids = tokenize(tokenizer, captions)
     first_end = (token_ids == tokenizer.eos_token_id).int().argmax(1)
     states = encoder(token_ids).last_hidden_state[torch.arange(len(captions)), first_end]
     return {
-        fact: float((logits.argmax(-1) == labels[:, i]).float().mean())
-        for i, (fact, logits) in enumerate(zip(FACTS, heads(states), strict=True))
+        fact: float((head(states).argmax(-1) == labels[:, i]).float().mean())
+        for i, (fact, head) in enumerate(zip(FACTS, heads, strict=True))
     }

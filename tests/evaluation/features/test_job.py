@@ -1,7 +1,8 @@
 """Feature extraction from images that crash their decoder, and the number of requests for receipts."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ import ray
 from cluster.fleet import FleetConfig
 from evaluation.features.extractors import ExtractorsConfig
 from evaluation.features.job import extract
-from evaluation.features.sources import FilesUnit, InputRecord, ReferenceConfig, TarUnit, reference_units
+from evaluation.features.sources import InputRecord, ReferenceConfig, ReferenceUnit, reference_units
+from evaluation.units import run_on_worker, run_units
 from precompute.encode.overlap import Stuck
 from precompute.input.tars import list_tars
 from precompute.pixels.decode import LimitsConfig
 from shards.base.remote import RemoteStore
+from tests.evaluation.sets import run_here
 from tests.faults.decoders import poisoned
+from tests.ranks import SERVER
 from tests.tiny import make_samples, make_tar
 
 TOY = ExtractorsConfig(toy=True, batch_size=4)
@@ -28,58 +32,84 @@ IMPATIENT = ReferenceConfig(size="64x64", limits=LimitsConfig(decode_seconds=1))
 VALID = [members["jpg"] for _, members in make_samples(0, 6, [(80, 64)])]
 
 
-def in_this_process(monkeypatch: pytest.MonkeyPatch, attempt: int) -> None:
-    """Run the given attempt at each unit in this process instead of on Ray."""
-
-    def here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *rest: object) -> None:
-        for _, unit in units:
-            function(unit, attempt, lambda count: None)
-
-    monkeypatch.setattr("evaluation.features.job.run_units", here)
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evaluation.features.job.run_units", run_here)
 
 
-def files_unit(folder: Path, pictures: Sequence[bytes], config: ReferenceConfig = CONFIG) -> FilesUnit:
+def files_unit(folder: Path, pictures: Sequence[bytes], config: ReferenceConfig = CONFIG) -> ReferenceUnit:
     folder.mkdir()
     paths = tuple(folder / f"{number:05d}.jpg" for number in range(len(pictures)))
     for path, data in zip(paths, pictures, strict=True):
         path.write_bytes(data)
-    return FilesUnit(folder.name, paths, config, poisoned)
+    return ReferenceUnit(folder.name, paths, config, poisoned)
 
 
-def tar_unit(folder: Path, pictures: Sequence[bytes]) -> TarUnit:
+def tar_unit(folder: Path, pictures: Sequence[bytes]) -> ReferenceUnit:
     samples = [(f"{key:09d}", {"jpg": data, "txt": b"x", "json": b"{}"}) for key, data in enumerate(pictures)]
     make_tar(folder, "00000", samples)
     (tar,) = list_tars(str(folder))
-    return TarUnit(tar.name, tar, CONFIG, poisoned)
+    return ReferenceUnit(tar.name, tar, CONFIG, poisoned)
 
 
-@pytest.mark.parametrize("unit_of", [files_unit, tar_unit])
-def test_the_second_attempt_rejects_pictures_that_crash_their_decoder_and_keeps_the_others(
-    unit_of: Callable[[Path, Sequence[bytes]], FilesUnit | TarUnit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_this_process(monkeypatch, attempt=1)
-    valid = extract([unit_of(tmp_path / "valid", VALID)], "toy", TOY, tmp_path / "one", WORKERS)
-    in_this_process(monkeypatch, attempt=2)
-    unit = unit_of(tmp_path / "poisoned", [*VALID[:3], b"ABORT", b"<html>", *VALID[3:], b"EXIT"])
+def ignore(count: int) -> None:
+    """Ignore a report of progress."""
+
+
+def test_only_pictures_that_kill_their_worker_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt is lost with its worker; the second one rejects the image and keeps the others."""
+
+    def twice(units: Sequence[tuple[str, Any]], function: Callable[..., Any], workers: FleetConfig, what: str) -> None:
+        for _, unit in units:
+            worker = SERVER.Process(target=run_on_worker, args=(function, workers, unit, 1, ignore))
+            worker.start()
+            worker.join(60)
+            assert worker.exitcode == -signal.SIGKILL
+        run_here(units, function, attempt=2)
+
+    valid = extract([tar_unit(tmp_path / "valid", VALID)], "toy", TOY, tmp_path / "one", WORKERS)
+    monkeypatch.setattr("evaluation.features.job.run_units", twice)
+    unit = tar_unit(tmp_path / "killed", [*VALID[:3], b"KILLED", b"<html>", *VALID[3:]])
     found = extract([unit], "toy", TOY, tmp_path / "two", WORKERS)
-    assert found.rejected == {"decoder_crash": 2, "not_an_image": 1} and valid.rejected == {}
+    assert found.rejected == {"decoder_crash": 1, "not_an_image": 1} and valid.rejected == {}
     assert len(found.values) == len(VALID) and np.array_equal(found.values, valid.values)
 
 
-@pytest.fixture
-def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def test_a_worker_ends_after_an_error_that_it_cannot_recover_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EndedError(Exception):
+        pass
+
+    def end(code: int) -> None:
+        raise EndedError(code)
+
+    def fail(error: Exception, attempt: int, report: object) -> None:
+        raise error
+
+    monkeypatch.setattr("os._exit", end)
+    for error, raised in ((Stuck("hangs"), EndedError), (RuntimeError("no device error"), RuntimeError)):
+        with pytest.raises(raised):
+            run_on_worker(fail, WORKERS, error, 1, ignore)
+
+
+@pytest.mark.slow
+def test_pictures_that_kill_their_worker_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evaluation.features.job.run_units", run_units)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray.init", partial(ray.init, num_cpus=1))
-    yield
-    ray.shutdown()
-
-
-def test_pictures_that_kill_their_worker_are_the_only_ones_lost(own_ray: None, tmp_path: Path) -> None:
-    """On Ray, the first attempt at each part is lost with its worker, and the next one rejects the image."""
     killed, loop = ([*VALID[:2], poison, *VALID[2:]] for poison in (b"KILLED", b"LOOP"))
     units = [files_unit(tmp_path / "killed", killed), files_unit(tmp_path / "loop", loop, IMPATIENT)]
-    found = extract(units, "toy", TOY, tmp_path / "place", WORKERS)
+    try:
+        found = extract(units, "toy", TOY, tmp_path / "place", WORKERS)
+    finally:
+        ray.shutdown()
     assert found.rejected == {"decoder_crash": 2} and len(found.values) == 2 * len(VALID)
+
+
+def test_relative_and_absolute_paths_name_the_same_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ReferenceConfig(pictures="tars") == ReferenceConfig(pictures=str(tmp_path / "tars"))
+    assert ReferenceConfig(pictures="../tars") == ReferenceConfig(pictures=str(tmp_path.parent / "tars"))
+    assert ReferenceConfig(pictures="s3://bucket/tars").pictures == "s3://bucket/tars"
 
 
 def test_decoding_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +120,6 @@ def test_decoding_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_each_receipt_is_read_once_in_a_single_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This matters on an object store, where each read takes a round trip."""
-    in_this_process(monkeypatch, attempt=1)
     monkeypatch.setattr("evaluation.features.sources.FILES_PER_UNIT", 2)
     files_unit(tmp_path / "files", VALID)
     units = reference_units(ReferenceConfig(pictures=str(tmp_path / "files"), size="64x64"))

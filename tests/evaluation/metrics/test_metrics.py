@@ -12,7 +12,6 @@ from scipy.stats import binomtest
 from scipy.stats import t as student
 
 from evaluation.metrics.frechet import GroupSums, Moments, frechet_at_n, frechet_distance, frechet_infinity
-from evaluation.metrics.identity import check_comparable, metric_id
 from evaluation.metrics.intervals import (
     GROUPS,
     MIN_DEVIATIONS,
@@ -25,7 +24,7 @@ from evaluation.metrics.intervals import (
 )
 from evaluation.metrics.kernels import cmmd, kid
 from evaluation.metrics.manifold import precision, recall
-from evaluation.metrics.table import METRICS, MetricInputs, clip_score
+from evaluation.metrics.table import METRICS, MetricInputs, check_comparable, clip_score, metric_id
 from shards.base.errors import RequestError
 
 seeds = st.integers(0, 2**32 - 1)
@@ -215,6 +214,13 @@ def test_intervals_of_distances_are_not_negative(value: float) -> None:
     assert 0 <= found.low < found.high
     zero = Jackknife(0.0, 0.0, 1e-4, 1e-5).interval("")
     assert found.high >= zero.high
+
+
+def test_the_interval_of_a_bounded_mean_stays_within_its_bounds() -> None:
+    features, texts = np.eye(4, 8), np.vstack([np.eye(3, 8, 5), np.eye(1, 8, 3)])  # one image fits its prompt
+    inputs = MetricInputs(features, np.arange(4), None, texts)
+    found = clip_score(inputs)
+    assert found.value == pytest.approx(25) and found.low == 0 and found.high <= 100
 
 
 def test_mean_interval_matches_the_textbook_over_prompts() -> None:

@@ -149,14 +149,15 @@ def test_first_pictures_of_a_sample_set(tmp_path: Path) -> None:
     add_evaluation(run, 10, "id", 1)
     place = run / "evaluations" / "step-00000010-auto" / "g8-s1-own"
     shown = first_pictures(place, 9, side=64)
-    assert [(one.prompt.id, one.picture.getpixel((0, 0))) for one in shown] == [
-        (f"p{i}", (10, 40 * i, 7)) for i in range(3)
-    ]
-    assert first_pictures(place, 1, side=16)[0].picture.size == (16, 8)
-    strip = side_by_side({f"step {i}": one.picture for i, one in enumerate(shown)})
+    assert {prompt.id: picture.getpixel((0, 0)) for prompt, picture in shown.items()} == {
+        f"p{i}": (10, 40 * i, 7) for i in range(3)
+    }
+    (small,) = first_pictures(place, 1, side=16).values()
+    assert small.size == (16, 8)
+    strip = side_by_side({f"step {i}": picture for i, picture in enumerate(shown.values())})
     assert strip.size == (3 * 68 - 4, 52) and strip.getpixel((68, 40)) == (10, 40, 7)
     (place / "receipts" / "pictures" / "00000.json").unlink()
-    assert [one.prompt.id for one in first_pictures(place, 9, side=64)] == ["p2"]
+    assert [prompt.id for prompt in first_pictures(place, 9, side=64)] == ["p2"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, PixArtSigmaPipeline, StableDiffusionPipeline
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
@@ -22,7 +22,7 @@ from evaluation.__main__ import run as command
 from evaluation.sampling.job import describe_drawing, list_samples, read_set, split
 from evaluation.sampling.model import hash_pipeline
 from evaluation.sampling.noise import initial_noise
-from evaluation.sampling.pipeline import Sample, draw, load_pipeline, sampler_of, to_bytes
+from evaluation.sampling.pipeline import draw, load_pipeline, sampler_of, to_bytes
 from evaluation.sampling.prompts import Prompt
 from evaluation.sampling.settings import SamplerName, SamplingConfig
 from shards.base.errors import RequestError, WorkError, exit_code_of
@@ -59,9 +59,7 @@ def drawn(pipeline: Path, batch_size: int, **changes: object) -> torch.Tensor:
 @pytest.mark.parametrize("sampler", ["own", "ddim", "ddpm", "dpm_solver", "euler", "euler_ancestral", "heun", "unipc"])
 def test_the_batch_size_does_not_change_the_pictures(pipeline: Path, sampler: SamplerName) -> None:
     """Up to a thousandth of a level before rounding, including samplers that add noise at each step."""
-    steps = (
-        6 if sampler == "heun" else 2
-    )  # with fewer steps, its second evaluations amplify rounding in an untrained network
+    steps = 6 if sampler == "heun" else 2  # with fewer, its second evaluations amplify rounding in an untrained network
     alone, together = (drawn(pipeline, size, sampler=[sampler], steps=[steps]) for size in (1, 4))
     assert (alone - together).abs().max() <= 1e-3 * LEVEL
     assert alone.std(0).mean() > 5 * LEVEL  # samples differ from each other
@@ -99,9 +97,8 @@ def test_prompts_reach_the_text_encoder_unchanged(pipeline: Path) -> None:
     cleaning.set_progress_bar_config(disable=True)
     plain = load_pipeline(pipeline, "cpu", "float32")
     assert torch.equal(draw(cleaning, samples, drawing), draw(plain, samples, drawing))
-    shorter = [
-        Sample(each.number, Prompt(each.prompt.id, each.prompt.text.replace("blobs", "")), 0) for each in samples
-    ]
+    prompts = [Prompt(prompt.id, prompt.text.replace("blobs", "")) for prompt in PROMPTS]
+    shorter = list_samples(prompts, 1)
     assert not torch.equal(draw(plain, shorter, drawing), draw(plain, samples, drawing))
 
 
@@ -125,23 +122,17 @@ def test_the_part_size_does_not_change_the_files(pipeline: Path, tmp_path: Path)
     assert first == second and len(first) == 10
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"guidance": [2.0]}, r"different settings \(drawing.setting.guidance"),
-        ({"seed": 4}, r"different settings \(drawing.seed"),
-        ({"part_size": 5}, r"different settings \(part_size"),
-    ],
-)
-def test_a_sample_set_continues_only_with_the_same_settings(
-    pipeline: Path, tmp_path: Path, change: dict[str, object], message: str
-) -> None:
+def test_a_sample_set_continues_only_with_the_same_settings(pipeline: Path, tmp_path: Path) -> None:
     place = draw_here(pipeline, tmp_path, sampling())
     assert draw_here(pipeline, tmp_path, sampling(batch_size=5)) == place
-    with pytest.raises(RequestError, match=message):
-        draw_here(pipeline, tmp_path, sampling(**change))
-    with pytest.raises(RequestError, match=r"different settings \((prompts|drawing\.num_samples)"):
-        draw_here(pipeline, tmp_path, sampling(), PROMPTS[:4])
+    for changes, prompts, message in (
+        ({"guidance": [2.0]}, PROMPTS, r"different settings \(drawing.setting.guidance"),
+        ({"seed": 4}, PROMPTS, r"different settings \(drawing.seed"),
+        ({"part_size": 5}, PROMPTS, r"different settings \(part_size"),
+        ({}, PROMPTS[:4], r"different settings \((prompts|drawing\.num_samples)"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            draw_here(pipeline, tmp_path, sampling(**changes), prompts)
 
 
 def test_an_incomplete_sample_set(pipeline: Path, tmp_path: Path) -> None:
@@ -156,14 +147,11 @@ def test_an_incomplete_sample_set(pipeline: Path, tmp_path: Path) -> None:
         read_set(tmp_path)
 
 
-def test_flow_matching_needs_its_own_sampler(pipeline: Path) -> None:
+def test_settings_that_the_model_does_not_support_are_refused(pipeline: Path) -> None:
     scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
     assert sampler_of(scheduler, "own") is scheduler
     with pytest.raises(RequestError, match="flow matching, which the sampler ddim does not support"):
         sampler_of(scheduler, "ddim")
-
-
-def test_a_guidance_input_is_refused_by_networks_without_one(pipeline: Path) -> None:
     config = sampling(guidance_input=3.5)
     with pytest.raises(RequestError, match=r"guidance_input is 3\.5, but the network in .* takes no"):
         describe_drawing(pipeline, PROMPTS, config, config.grid[0])
@@ -187,23 +175,20 @@ def arguments(pipeline: Path, output: Path, *more: str) -> list[str]:
     return [*words, "--workers.num_gpus", "0", "--workers.num_cpus", "1", *more]
 
 
-def test_killed_and_run_again_with_a_different_number_of_workers(pipeline: Path, tmp_path: Path) -> None:
-    """A job with four workers is killed after at least one part, then continued with one worker at a time."""
-    expected = pictures(draw_here(pipeline, tmp_path / "here", sampling(part_size=2, guidance=[1.0])))
-    words = arguments(pipeline, tmp_path / "out", "--sampling.guidance", "1,4")
-    receipts = tmp_path / "out" / "g1-s2-own" / "receipts" / "pictures"
-    (four,) = ranks.start(tmp_path / "log", [*words, "--workers.num_cpus", "0.5"], program="evaluation.__main__:run")
-    while four.exitcode is None and not list(receipts.glob("*.json")):
-        time.sleep(0.05)
-    assert four.pid is not None
-    os.killpg(four.pid, signal.SIGKILL)
-    four.join()
-    one = run_module("evaluation", *words, "--workers.max_in_flight", "1")
-    assert one.returncode == 0, one.stderr
-    assert pictures(tmp_path / "out" / "g1-s2-own") == expected
-    guided = pictures(tmp_path / "out" / "g4-s2-own")
-    assert guided.keys() == expected.keys() and guided != expected
-    assert "g4-s2-own: 10 images" in one.stdout
+def test_a_hub_pipeline_gives_the_same_pictures_as_its_folder(pipeline: Path, tmp_path: Path) -> None:
+    """The command downloads the pipeline, and Ray's workers load it by its name."""
+    words = arguments(pipeline, tmp_path / "out", "--model", "someone/a-pipeline", "--sampling.guidance", "1,4")
+    with fake_hub(pipeline) as hub:
+        printed = ask(COMMAND, hub, tmp_path / "cache", *words, "--workers.max_in_flight", "1")
+    assert "g1-s2-own: 10 images" in printed and "g4-s2-own: 10 images" in printed
+    found = read_set(tmp_path / "out" / "g1-s2-own")
+    assert (found.model.name, found.model.content) == ("someone/a-pipeline", hash_pipeline(pipeline))
+    drawn = [pictures(tmp_path / "out" / f"g{guidance}-s2-own") for guidance in (1, 4)]
+    here = [
+        pictures(draw_here(pipeline, tmp_path / str(guidance), sampling(part_size=2, guidance=[guidance])))
+        for guidance in (1.0, 4.0)
+    ]
+    assert drawn == here and drawn[0].keys() == drawn[1].keys() and drawn[0] != drawn[1]
 
 
 @pytest.mark.slow
@@ -260,6 +245,7 @@ def test_the_grid_has_each_combination_once() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 50))
+@example(30_000, 1, 256)  # MLPerf's prompts
 def test_each_sample_is_in_exactly_one_part(count: int, per_prompt: int, part_size: int) -> None:
     """For any part size, there is no padding and no duplicate."""
     prompts = [Prompt(str(i), "x") for i in range(count)]
@@ -269,28 +255,6 @@ def test_each_sample_is_in_exactly_one_part(count: int, per_prompt: int, part_si
     assert drawn == [(str(i), index) for i in range(count) for index in range(per_prompt)]
     assert [sample.number for part in parts for sample in part] == list(range(len(drawn)))
     assert max(map(len, parts)) <= part_size
-
-
-def test_each_of_mlperfs_30000_prompts_is_drawn_once() -> None:
-    """Workers take whole parts, of which the last is smaller and not padded."""
-    prompts = [Prompt(str(i), "x") for i in range(30_000)]
-    parts = [part for _, part in split(list_samples(prompts, 1), SamplingConfig().part_size)]
-    assert len(parts) == 118 and len(parts[-1]) == 48
-    for workers in (1, 2, 4, 8, 7):
-        drawn = [sample for worker in range(workers) for part in parts[worker::workers] for sample in part]
-        assert sorted(int(sample.prompt.id) for sample in drawn) == list(range(30_000))
-        assert sorted(sample.number for sample in drawn) == list(range(30_000))
-
-
-def test_a_hub_pipeline_gives_the_same_pictures_as_its_folder(pipeline: Path, tmp_path: Path) -> None:
-    """The command downloads the pipeline, and Ray's workers load it by its name."""
-    with fake_hub(pipeline) as hub:
-        words = arguments(pipeline, tmp_path / "out", "--model", "someone/a-pipeline", "--sampling.guidance", "3")
-        assert "g3-s2-own: 10 images" in ask(COMMAND, hub, tmp_path / "cache", *words)
-    found = read_set(tmp_path / "out" / "g3-s2-own")
-    assert (found.model.name, found.model.content) == ("someone/a-pipeline", hash_pipeline(pipeline))
-    here = draw_here(pipeline, tmp_path / "here", sampling(part_size=2))
-    assert len(pictures(here)) == 10 and pictures(tmp_path / "out" / "g3-s2-own") == pictures(here)
 
 
 def test_a_posthoc_average_gives_the_pictures_of_its_weights(latents: Path, tmp_path: Path) -> None:

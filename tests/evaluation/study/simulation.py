@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evaluation.study.schedule import assign_raters
-from evaluation.study.statistics.vote_model import VoteModel
+from evaluation.study.statistics.power import VoteModel
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,11 @@ def test_swapped_sides_are_undone(study: Study) -> None:
         assert row["verdict"] == "no difference shown" and row["high"] == pytest.approx(1)  # with three raters
     sided = [Vote(v.rater, v.showing, v.question, "first", 1.0) for v in votes_of(study, lambda r, s, q: 1.0)]
     about = analyse(study, sided)
-    left = [
-        showings for showings, rater in zip(schedule_of(study), about["raters"], strict=True) if not rater["excluded"]
-    ]
-    swapped = np.mean([showing.swapped for showings in left for showing in showings if showing.kind == "first"])
+    left = [own for own, rater in zip(schedule_of(study), about["raters"], strict=True) if not rater["excluded"]]
+    swapped = np.mean([showing.swapped for own in left for showing in own if showing.kind == "first"])
     assert about["preferences"][0]["preference"] == pytest.approx(1 - swapped)
-    assert all(
-        rater["repeats_same"] == 0 for rater in about["raters"]
-    )  # reveals raters who always click on the same side
+    # reveals raters who always click on the same side
+    assert all(rater["repeats_same"] == 0 for rater in about["raters"])
 
 
 def test_repeats_and_gold_items_do_not_count(study: Study) -> None:
@@ -96,9 +93,8 @@ def test_raters_who_fail_gold_items_are_excluded_if_the_protocol_says_so(
     assert results["preferences"][0]["votes"] == (16 if out[1] else 24)
     assert ("(less than 75% of gold answers correct): rater 2." in format_results(results)) == out[1]
     if out[1]:
-        with pytest.raises(
-            RequestError, match=r"has no votes to count: 72 answers, 3 raters excluded by the protocol's rule"
-        ):
+        message = r"has no votes to count: 72 answers, 3 raters excluded by the protocol's rule"
+        with pytest.raises(RequestError, match=message):
             analyse(study, votes_of(study, lambda r, s, q: 0.0))
 
 
@@ -174,9 +170,8 @@ def test_from_sample_sets_to_a_result(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"A: {sets[0]}" in text and "8 items, 3 raters; each rater sees 7 to 8 pairs" in text
     sha256 = re.search(r"Protocol (\w{64}): send this hash", text)
     links = said("invite", "2", "--serve.origin", "https://s.example").split()
-    assert links[::2] == ["1", "2"] and all(
-        re.fullmatch(r"https://s\.example/#[\w-]{32}", link) for link in links[1::2]
-    )
+    assert links[::2] == ["1", "2"]
+    assert all(re.fullmatch(r"https://s\.example/#[\w-]{32}", link) for link in links[1::2])
     assert "2 of the protocol's 3 raters have been invited" in said("invite", "2", code=2)
     assert "Give the number of raters to invite" in said("invite", code=2)
     assert said("invite", "1").startswith("3\thttp://127.0.0.1:8770/#")
@@ -192,11 +187,7 @@ def test_from_sample_sets_to_a_result(tmp_path: Path, capsys: pytest.CaptureFixt
             votes.cast(vote.rater, vote.showing, {vote.question: vote.answer}, "x", 1.0)
     text = said("analyse")
     assert "quality      A over B: 100.0% [" in text and "No rater was excluded." in text
-    assert {path.name for path in (tmp_path / "study").glob("results.*")} == {
-        "results.html",
-        "results.json",
-        "results.png",
-    }
+    assert {path.suffix for path in (tmp_path / "study").glob("results.*")} == {".html", ".json", ".png"}
     assert "contains a study with a different protocol" in said("prepare", "--sets", ",".join(sets), code=2)
     next((tmp_path / "study" / "pictures").iterdir()).unlink()
     assert "is missing. Restore it from a backup" in said("serve", code=1)

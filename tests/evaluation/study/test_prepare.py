@@ -6,6 +6,7 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from PIL.PngImagePlugin import PngInfo
 
 from evaluation.study.prepare import prepare
 from evaluation.study.protocol import ProtocolConfig, check_pictures, make_secret, read_study
-from evaluation.study.schedule import KeyedDraws, assign_raters, make_schedule
+from evaluation.study.schedule import KeyedDraws, Showing, assign_raters, make_schedule
 from shards.base.config import load_config
 from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError
+from shards.base.store import Place
 from tests.evaluation.sets import draw_here, pictures, sampling
 from tests.evaluation.study.studies import PROMPTS, make_set, make_study, maker, schedule_of
 
@@ -78,27 +80,22 @@ def test_prepare_completes_a_study_and_rejects_a_changed_protocol(tmp_path: Path
     assert (study.folder / "protocol.json").read_bytes() == before
 
 
-def test_an_edited_protocol_is_rejected(tmp_path: Path) -> None:
-    study = make_study(tmp_path)
-    path = study.folder / "protocol.json"
-    path.write_text(path.read_text().replace('"margin": 0.1', '"margin": 0.2'))
-    with pytest.raises(DamagedFile, match="does not match the SHA-256 stored in it"):
-        read_study(study.folder)
-
-
 def test_folders_that_are_not_a_readable_study(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"is not a study: it has no protocol\.json"):
-        read_study(tmp_path)
+    def refuse(error: type[Exception], message: str, folder: Path = tmp_path / "study") -> None:
+        with pytest.raises(error, match=message):
+            read_study(folder)
+
+    refuse(RequestError, r"is not a study: it has no protocol\.json", tmp_path)
     study = make_study(tmp_path)
     path = study.folder / "protocol.json"
-    content = read_sealed_json(path)
+    content, written = read_sealed_json(path), path.read_text()
     write_sealed_json(path, content | {"version": 2})
-    with pytest.raises(RequestError, match=r"protocol\.json has format version 2, but this version of"):
-        read_study(study.folder)
-    write_sealed_json(path, content)
+    refuse(RequestError, r"protocol\.json has format version 2, but this version of")
+    path.write_text(written.replace('"margin": 0.1', '"margin": 0.2'))
+    refuse(DamagedFile, "does not match the SHA-256 stored in it")
+    path.write_text(written)
     (study.folder / "secret").write_bytes(b"x" * 32)
-    with pytest.raises(WorkError, match="is missing, or is not the secret with which the study was prepared"):
-        read_study(study.folder)
+    refuse(WorkError, "is missing, or is not the secret with which the study was prepared")
 
 
 def test_pictures_of_sampled_sets_are_copied_exactly(pipeline: Path, tmp_path: Path) -> None:
@@ -117,40 +114,30 @@ def test_pictures_of_sampled_sets_are_copied_exactly(pipeline: Path, tmp_path: P
 # --- sets that cannot be compared ---
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"seed": 4}, "differ in seed: 3 and 4"),
-        ({"images_per_prompt": 2}, "differ in images_per_prompt: 1 and 2; num_samples: 8 and 16"),
-        ({"size": "48x48"}, "differ in size: 64x48 and 48x48"),
-        ({"prompts": PROMPTS[:7]}, "differ in prompts: "),
-    ],
-)
-def test_sets_with_different_settings_are_rejected(tmp_path: Path, changes: dict[str, object], said: str) -> None:
-    sets = [make_set(tmp_path / "a", 0), make_set(tmp_path / "b", 1, **changes)]  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match=f"cannot be compared: they {said}"):
-        prepare(sets, config(), tmp_path / "study")
+def test_sets_that_cannot_be_compared_are_rejected(tmp_path: Path) -> None:
+    a, b = make_set(tmp_path / "a", 0), make_set(tmp_path / "b", 1)
+    changes: dict[str, dict[str, Any]] = {
+        "differ in seed: 3 and 4": {"seed": 4},
+        "differ in images_per_prompt: 1 and 2; num_samples: 8 and 16": {"images_per_prompt": 2},
+        "differ in size: 64x48 and 48x48": {"size": "48x48"},
+        "differ in prompts: ": {"prompts": PROMPTS[:7]},
+    }
+    cases: list[tuple[list[Place], ProtocolConfig, str]] = [
+        ([a, make_set(tmp_path / f"other-{number}", 1, **change)], config(), f"cannot be compared: they {message}")
+        for number, (message, change) in enumerate(changes.items())
+    ]
+    cases += [([a], config(), "at least two different sample sets"), ([a, a], config(), "at least two different")]
+    cases.append(([a, b], config(votes_per_item=4), r"votes_per_item = 4 exceeds protocol\.raters = 3, but a rater"))
+    cases.append(([a, tmp_path / "none"], config(), "is not a sample set"))
+    for sets, protocol, message in cases:
+        with pytest.raises(RequestError, match=message):
+            prepare(sets, protocol, tmp_path / "study")
     assert not (tmp_path / "study").exists()
-
-
-def test_invalid_requests_are_rejected(tmp_path: Path) -> None:
-    a, b = make_set(tmp_path / "a", 0), make_set(tmp_path / "b", 1)
-    for sets in ([a], [a, a]):
-        with pytest.raises(RequestError, match="at least two different sample sets"):
-            prepare(sets, config(), tmp_path / "study")
-    with pytest.raises(RequestError, match=r"votes_per_item = 4 exceeds protocol\.raters = 3, but a rater votes"):
-        prepare([a, b], config(votes_per_item=4), tmp_path / "study")
-    with pytest.raises(RequestError, match="is not a sample set"):
-        prepare([a, tmp_path / "none"], config(), tmp_path / "study")
-    next(b.glob("receipts/pictures/*")).unlink()
-    with pytest.raises(WorkError, match=r"has only \d of 8 images"):
-        prepare([a, b], config(), tmp_path / "study")
-
-
-def test_a_set_with_a_missing_picture_is_rejected(tmp_path: Path) -> None:
-    a, b = make_set(tmp_path / "a", 0), make_set(tmp_path / "b", 1)
     next(b.rglob("*.png")).unlink()
     with pytest.raises(WorkError, match=r"\.png is missing"):
+        prepare([a, b], config(), tmp_path / "study")
+    next(b.glob("receipts/pictures/*")).unlink()
+    with pytest.raises(WorkError, match=r"has only \d of 8 images"):
         prepare([a, b], config(), tmp_path / "study")
     assert not (tmp_path / "study" / "protocol.json").exists()
 
@@ -256,27 +243,24 @@ def test_showings_of_each_rater(tmp_path: Path) -> None:
 
 def test_sides_are_balanced_and_unpredictable(tmp_path: Path) -> None:
     study = make_study(tmp_path, raters=60, votes_per_item=60)
-    sides = [
-        [showing.swapped for showing in sorted(showings, key=lambda s: s.item.id) if showing.kind == "first"]
-        for showings in schedule_of(study)
-    ]
-    table = np.array(sides)  # (raters, items)
+
+    def sides(schedule: list[list[Showing]]) -> np.ndarray:
+        """Return (raters, items) whether the sides are swapped."""
+        ordered = [sorted(showings, key=lambda showing: showing.item.id) for showings in schedule]
+        return np.array([[showing.swapped for showing in own if showing.kind == "first"] for own in ordered])
+
+    table = sides(schedule_of(study))
     assert abs(table.mean() - 0.5) < 4 * 0.5 / np.sqrt(table.size)
     assert np.abs(table.mean(0) - 0.5).max() < 4 * 0.5 / np.sqrt(60)
     other = make_schedule(study.protocol, KeyedDraws(b"another secret", study.protocol.seed))
-    again = [
-        [showing.swapped for showing in sorted(showings, key=lambda s: s.item.id) if showing.kind == "first"]
-        for showings in other
-    ]
-    assert abs((table == np.array(again)).mean() - 0.5) < 4 * 0.5 / np.sqrt(table.size)
+    assert abs((table == sides(other)).mean() - 0.5) < 4 * 0.5 / np.sqrt(table.size)
 
 
 def test_the_protocol_records_everything_that_is_fixed(tmp_path: Path) -> None:
     study = make_study(tmp_path)
     content = json.loads((study.folder / "protocol.json").read_text())
-    assert {"questions", "raters", "votes_per_item", "repeats", "gold_share", "exclude_below", "margin", "seed"} <= set(
-        content
-    )
+    fixed = {"questions", "raters", "votes_per_item", "repeats", "gold_share", "exclude_below", "margin", "seed"}
+    assert fixed <= set(content)
     assert content["models"][1]["name"] == "model 1" and content["models"][1]["guidance"] == 8.0
     assert study.secret.hex() not in json.dumps(content)
     assert content["sha256"] != study.protocol.sha256  # the hash covers the whole file

@@ -1,21 +1,19 @@
 """The database of votes, which never changes or loses a row."""
 
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from evaluation.study.protocol import Study
+from evaluation.study.protocol import Study, read_study
 from evaluation.study.votes import VERSION, open_votes
 from shards.base.errors import RequestError, WorkError
 from tests.evaluation.study.studies import make_study
-from tests.runs import environment
+from tests.ranks import SERVER
 
 BOTH = {"quality": "first", "alignment": "tie"}
 
@@ -42,39 +40,30 @@ def test_a_vote_is_stored_once_and_the_first_one_counts(study: Study) -> None:
             (rater, 1, question, answer) for rater in (1, 2) for question, answer in BOTH.items()
         ]
         assert votes.num_done(1) == 1 and votes.num_done(0) == 0
+        pragmas = [votes._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
+        assert pragmas == ["wal", 2]  # durable
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "UPDATE votes SET answer = 'second'",
-        "DELETE FROM votes",
-        "DELETE FROM invitations",
-        "UPDATE invitations SET rater = 9",
-        "UPDATE study SET protocol_sha256 = 'x'",
-        "INSERT INTO votes VALUES (9, 0, 2, 'q', 'left', 'x', 1, '')",
-    ],
-)
-def test_no_connection_can_change_or_delete_rows(study: Study, statement: str) -> None:
+def test_no_connection_can_change_or_delete_rows(study: Study) -> None:
     with open_votes(study) as votes:
         votes.cast(0, 1, BOTH, "a", 1.0)
         votes.invite(0)
         before = votes.all()
     with closing(sqlite3.connect(study.folder / "votes.sqlite")) as db:
-        with pytest.raises(sqlite3.IntegrityError, match=r"is append-only|CHECK"), db:
-            db.execute(statement)
-        replaced = "INSERT OR REPLACE INTO votes VALUES (1, 0, 1, 'quality', 'second', 'x', 1, '')"
+        for statement in (
+            "UPDATE votes SET answer = 'second'",
+            "DELETE FROM votes",
+            "DELETE FROM invitations",
+            "UPDATE invitations SET rater = 9",
+            "UPDATE study SET protocol_sha256 = 'x'",
+            "INSERT INTO votes VALUES (9, 0, 2, 'q', 'left', 'x', 1, '')",
+        ):
+            with pytest.raises(sqlite3.IntegrityError, match=r"is append-only|CHECK"), db:
+                db.execute(statement)
         with db:
-            db.execute(replaced)
+            db.execute("INSERT OR REPLACE INTO votes VALUES (1, 0, 1, 'quality', 'second', 'x', 1, '')")
     with open_votes(study) as votes:
         assert votes.all() == before
-
-
-def test_the_database_is_durable(study: Study) -> None:
-    with open_votes(study) as votes:
-        db = votes._db
-        assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-        assert db.execute("PRAGMA synchronous").fetchone() == (2,)
 
 
 def test_invitations_are_stored_as_hashes_and_a_new_one_replaces_the_old_one(study: Study) -> None:
@@ -89,58 +78,46 @@ def test_invitations_are_stored_as_hashes_and_a_new_one_replaces_the_old_one(stu
     assert not any(token.encode() in stored for token in (first, other, again))
 
 
-def test_votes_of_a_different_protocol_are_rejected(study: Study) -> None:
-    with open_votes(study):
-        pass
-    changed = replace(study, protocol=replace(study.protocol, margin=0.2))
-    with (
-        pytest.raises(RequestError, match=r"belongs to a different protocol .* Changing the protocol requires"),
-        open_votes(changed),
-    ):
+def refusal(study: Study, error: type[Exception], message: str) -> None:
+    """Check that the votes of a study cannot be opened."""
+    with pytest.raises(error, match=message), open_votes(study):
         pass
 
 
-def test_a_database_of_a_different_version_is_rejected(study: Study) -> None:
+def test_other_and_damaged_databases_are_rejected(study: Study) -> None:
     with open_votes(study) as votes:
         votes.cast(0, 1, BOTH, "a", 1.0)
+    changed = replace(study, protocol=replace(study.protocol, margin=0.2))
+    refusal(changed, RequestError, r"belongs to a different protocol .* Changing the protocol requires")
     path = study.folder / "votes.sqlite"
     with closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version = {VERSION + 1}")
-    with (
-        pytest.raises(RequestError, match=r"votes\.sqlite has format version 2, but this version of"),
-        open_votes(study),
-    ):
-        pass
+    refusal(study, RequestError, r"votes\.sqlite has format version 2, but this version of")
+    path.write_bytes(b"no database" * 100)
+    refusal(study, WorkError, "cannot be used: file is not a database")
 
 
-def test_a_damaged_database_is_reported(study: Study) -> None:
-    (study.folder / "votes.sqlite").write_bytes(b"no database" * 100)
-    with pytest.raises(WorkError, match="cannot be used: file is not a database"), open_votes(study):
-        pass
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from evaluation.study.protocol import read_study
-from evaluation.study.votes import open_votes
-with open_votes(read_study(Path(sys.argv[1]))) as votes:
-    for showing in range(1, 10**6):
-        votes.cast(0, showing, {"quality": "first", "alignment": "tie"}, str(showing), 1.0)
-        print(showing, flush=True)
-"""
+def cast_forever(folder: Path, acknowledge: Connection) -> None:
+    """Cast votes, and acknowledge each."""
+    with open_votes(read_study(folder)) as votes:
+        for showing in range(1, 10**6):
+            votes.cast(0, showing, BOTH, str(showing), 1.0)
+            acknowledge.send(showing)
 
 
 def test_acknowledged_votes_survive_a_kill(tmp_path: Path) -> None:
     study = make_study(tmp_path)
-    command = [sys.executable, "-c", WRITER, str(study.folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
-        assert process.stdout is not None
-        for _ in range(50):
-            process.stdout.readline()
-        os.kill(process.pid, signal.SIGKILL)
-        acknowledged = 50 + len(process.stdout.read().splitlines())
+    receiver, sender = Pipe(duplex=False)
+    process = SERVER.Process(target=cast_forever, args=(study.folder, sender))
+    process.start()
+    sender.close()
+    acknowledged = [receiver.recv() for _ in range(50)]
+    process.kill()
+    process.join()
+    with suppress(EOFError, OSError):
+        while True:
+            acknowledged.append(receiver.recv())
     with open_votes(study) as votes:
         kept = votes.all()
-    assert len({vote.showing for vote in kept}) >= acknowledged
+    assert {vote.showing for vote in kept} >= set(acknowledged)
     assert len(kept) == 2 * len({vote.showing for vote in kept})  # both answers or neither

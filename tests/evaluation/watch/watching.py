@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from multiprocessing.process import BaseProcess
@@ -14,15 +13,9 @@ import pytest
 
 from evaluation.__main__ import run as command
 from shards.base.errors import RequestError, WorkError, exit_code_of
+from tests.evaluation.sets import run_here
 from tests.ranks import SERVER
 from train.__main__ import run as train
-
-
-def run_here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *rest: object) -> None:
-    """Run all units in this process, in place of `run_units`."""
-    for _, unit in units:
-        function(unit, 1, lambda count: None)
-
 
 RUN_SUBPROCESS = subprocess.run
 

@@ -9,53 +9,44 @@ from pathlib import Path
 import pytest
 import yaml
 
+from plan.__main__ import run
 from plan.arithmetic import counted
 from plan.arithmetic.work import Work
 from plan.config import Networks
 from shards.base.errors import RequestError
 from tests.ranks import environment
 
-pytestmark = pytest.mark.heavy
-
 PROGRAM = """
-import sys
+import json, sys
 from shards.base.errors import exit_code_of
 from plan.__main__ import run
-code = exit_code_of(lambda: run(sys.argv[1:]))
-print("torch" in sys.modules, code)
+codes = [exit_code_of(lambda: run(words)) for words in json.loads(sys.argv[1])]
+print("torch" in sys.modules, codes)
 """
+REFUSED = {
+    "unknown option --gpu.prise_per_hour": ["--gpu.prise_per_hour", "2"],
+    "The network config nowhere.yaml does not exist": ["--networks.backbone", "nowhere.yaml"],
+    "There is no config file nowhere.yaml": ["--config", "nowhere.yaml"],
+    "nowhere.json": ["--measured", "nowhere.json"],
+}
 
 
-def plan(cache: Path, *arguments: str) -> tuple[str, str, str]:
-    """Run `python -m plan` in a new interpreter; return its output, whether it imported torch, its exit code, and
-    errors."""
-    command = [sys.executable, "-c", PROGRAM, *arguments]
-    variables = environment(XDG_CACHE_HOME=str(cache))
-    result = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
-    *printed, last = result.stdout.splitlines()
-    return "\n".join(printed), last, " ".join(result.stderr.split())
-
-
-def test_the_same_networks_are_counted_once(tmp_path: Path) -> None:
-    first, second = plan(tmp_path), plan(tmp_path, "--gpu.price_per_hour", "3")
-    assert (first[1], second[1]) == ("True 0", "False 0")
-    assert plan(tmp_path) == (first[0], "False 0", "")
-    assert first[0] != second[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpu.prise_per_hour", "2"], "unknown option --gpu.prise_per_hour"),
-        (["--networks.backbone", "nowhere.yaml"], "The network config nowhere.yaml does not exist"),
-        (["--config", "nowhere.yaml"], "There is no config file nowhere.yaml"),
-        (["--measured", "nowhere.json"], "nowhere.json"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_a_wrong_plan_is_refused_without_torch(tmp_path: Path, arguments: list[str], message: str) -> None:
-    _, last, errors = plan(tmp_path, *arguments)
-    assert last == "False 2" and message in errors
+@pytest.mark.heavy
+def test_counted_and_wrong_plans_need_no_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sd2: Work
+) -> None:
+    """The first plan counts the networks; later ones, in a new interpreter, print the same without importing torch."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(counted, "count_work", lambda *_: sd2)
+        run([])
+    plans: list[list[str]] = [[], ["--gpu.price_per_hour", "3"], *REFUSED.values()]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(plans)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
+    first, _, rest = result.stdout.partition(capsys.readouterr().out)
+    assert first == "" and rest.endswith("False [0, 0, 2, 2, 2, 2]\n")
+    errors = " ".join(result.stderr.split())
+    assert [message for message in REFUSED if message not in errors] == []
 
 
 def test_a_count_is_kept_for_exactly_what_it_depends_on(

@@ -1,9 +1,11 @@
 """A derived root equals the root that stage 1 would have written, or the derivation is refused."""
 
+import json
 import multiprocessing
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.heavy
 SMALL = ("--image.storage", "int8", "--text.storage", "float8", "--text.trim", "true", "--image.posterior", "mean")
 
 
-WIDER = (("--text.storage", "float16"), ("--text.trim", "false"), ("--image.storage", "float16"))
+WIDER = ("--text.storage", "float16", "--text.trim", "false", "--image.storage", "float16")
 
 
 def derive(source: Path, out: Path, *options: str, in_processes: bool = False) -> Path:
@@ -170,7 +172,7 @@ def test_a_damaged_part_gets_no_new_receipt(latents: Path, root: Path, tmp_path:
 def test_what_is_not_there_cannot_be_asked_for(latents: Path, tmp_path: Path, models: Path, towers: Path) -> None:
     small = derive(latents, tmp_path / "small", *SMALL)
     with pytest.raises(RequestError) as refusal:
-        derive(small, tmp_path / "out", *(word for option in WIDER for word in option))
+        derive(small, tmp_path / "out", *WIDER)
     for part in (
         "image.storage: int8 is stored, and the float16 precision cannot be restored",
         "texts.text.storage: float8 is stored, and the float16 precision cannot be restored",
@@ -238,18 +240,22 @@ def test_a_text_tower_is_added_without_a_picture(
     assert text_latents(sample, encoding)[0]["t5"].any()
 
 
-def test_other_rules_are_refused_before_a_root_is_made(latents: Path, models: Path, tars: Path, tmp_path: Path) -> None:
-    aspect = {"bases": [128], "step": 64, "max_ratio": 1.0}
-    config = precompute_config(models, tars, tmp_path / "out", buckets=["64x64"], aspect=aspect)
-    with pytest.raises(RequestError, match=r"latents fills bucket 128x128 by the rule `covers`.*`nearest"):
-        derive_by_config(config, latents)
-    assert not (tmp_path / "out").exists()
-
-
-def test_features_are_made_of_pictures(latents: Path, models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
-    config = precompute_config(models, tars, tmp_path / "out", features={"dino": {"model": str(towers / "dino")}})
-    with pytest.raises(RequestError, match=r"features.dino: the root has no such feature tower"):
-        derive_by_config(config, latents)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"buckets": ["64x64"], "aspect": {"bases": [128], "step": 64, "max_ratio": 1.0}},
+            r"latents fills bucket 128x128 by the rule `covers`.*`nearest",
+        ),
+        ({"features": {"dino": {"model": "TOWERS/dino"}}}, r"features.dino: the root has no such feature tower"),
+    ],
+)
+def test_what_needs_pictures_is_refused_before_a_root_is_made(
+    latents: Path, models: Path, tars: Path, tmp_path: Path, towers: Path, changes: dict[str, Any], message: str
+) -> None:
+    changes = json.loads(json.dumps(changes).replace("TOWERS", str(towers)))
+    with pytest.raises(RequestError, match=message):
+        derive_by_config(precompute_config(models, tars, tmp_path / "out", **changes), latents)
     assert not (tmp_path / "out").exists()
 
 
@@ -306,29 +312,33 @@ def test_receipts_are_not_all_read_to_find_the_tars(latents: Path, monkeypatch: 
     assert rules_of(store, found) == {"64x64": "covers", "128x128": "covers"} and len(read) == 2  # of four
 
 
-def test_a_process_that_is_killed_ends_the_command(
-    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job, "_derive_in_process", kill_process)
-    with pytest.raises(WorkError, match="A worker process was killed while deriving tars"):
-        derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)
-
-
-def test_a_signal_to_all_processes_is_one_to_leave(
-    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slurm and service managers signal all processes: a worker dies, and the parent receives the signal too."""
-    monkeypatch.setattr(job, "_derive_in_process", signal_both)
-    with pytest.raises(Preempted, match="Stopped by a signal before all tars were derived"):
-        derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)
+def kill_process(*arguments: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def signal_both(*arguments: object) -> None:
+    """Signal all processes, as Slurm and service managers do: a worker dies, and its parent is signalled too."""
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     for process in (parent.pid, os.getpid()):
         os.kill(process, signal.SIGTERM)
 
 
-def kill_process(*arguments: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        (kill_process, WorkError, "A worker process was killed while deriving tars"),
+        (signal_both, Preempted, "Stopped by a signal before all tars were derived"),
+    ],
+)
+def test_a_process_that_is_killed_or_signalled_ends_the_command(
+    latents: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[..., None],
+    error: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.setattr(job, "_derive_in_process", fault)
+    with pytest.raises(error, match=message):
+        derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)

@@ -77,7 +77,7 @@ def both_ways(
 @pytest.mark.parametrize("captions", [("txt",), ("txt", "json:title")], ids=["one-caption", "several"])
 @pytest.mark.parametrize(
     ("limit", "count"),
-    [(500, 3), (5_000, 40), (20_000, 100), (1 << 27, 100)],
+    [(500, 3), (5_000, 30), (20_000, 60), (1 << 27, 60)],
     ids=["a sample is more than a file", "few samples a file", "many", "one file"],
 )
 def test_the_bytes_are_those_of_streaming(

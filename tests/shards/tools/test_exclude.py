@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -84,6 +85,22 @@ def test_a_url_matches_however_it_is_spelled(root: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "(2 lines, matched by url)" in said and "No sample matches" not in said
     assert keys(root) == everything - {one, two}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["example.org", "EXAMPLE.org.", "*.example.org", "example.org:8080", "//example.org/", "http://example.org"],
+)
+def test_a_host_excludes_all_its_samples_as_in_an_opt_out_list(root: Path, entry: str) -> None:
+    everything = len(keys(root))
+    shards(["exclude", str(root), "--urls", entry, "elsewhere.org"])
+    with pytest.raises(RequestError, match=rf"0 remain \(failed, by rule: excluded {everything}\)"):
+        keys(root)
+
+
+def test_another_scheme_is_matched_as_it_is_written() -> None:
+    rows = pa.table({"url": ["s3://mill/A.jpg", "s3://mill/a.jpg", None, "http://mill.org/a.jpg"]})
+    assert make_exclusion("url", ["s3://mill/A.jpg", "mill.org"]).hits(rows).tolist() == [True, False, False, True]
 
 
 def test_a_sample_on_two_lists_counts_once_and_the_error_blames_no_filter(root: Path) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from bench.kit.receipts import ThinStore, synthetic_receipt
+from bench.kit.receipts import synthetic_receipt
 from bench.kit.roots import encoding_record
 from evaluation.report.page import data
 from examples.shapes.report import root_totals
 from precompute.preview import pick_samples
 from shards.__main__ import run
 from shards.base.errors import WorkError
-from shards.base.store import LocalStore, Store, read_each
+from shards.base.store import LocalStore, read_each
 from shards.format.receipts import Receipt, parse_receipt
 from shards.format.tables import CAPTION_CHANGES, read_tables
 from shards.open import open_store
@@ -206,35 +206,25 @@ def test_of_a_setting_with_many_values_the_card_shows_some(
     )
 
 
-class Listening(ThinStore):
-    """Records the purpose of each request, and the receipts returned by then."""
+def test_small_files_are_read_ahead_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, requests = LocalStore(tmp_path), list[list[str]]()
 
-    def __init__(self, root: Path):
-        super().__init__(root)
-        self.requests: list[list[str]] = []
+    def read_many(names: list[str]) -> dict[str, bytes]:
+        requests.append(names)
+        return LocalStore.read_many(store, names)
 
-    def read_many(self, names: list[str]) -> dict[str, bytes]:
-        self.requests.append(names)
-        return super().read_many(names)
-
-
-def test_small_files_are_read_ahead_in_batches(tmp_path: Path) -> None:
-    store: Store = Listening(tmp_path)
-    assert isinstance(store, Listening)
+    monkeypatch.setattr(store, "read_many", read_many)
     names = [f"{(7 * number) % 23:02d}" for number in range(23)]
-    for name in names:
-        if name != "05":
-            (tmp_path / name).write_text(name)
+    for name in set(names) - {"05"}:
+        (tmp_path / name).write_text(name)
     got = []
     for name, content in read_each(store, names, 4):
         assert content == name.encode()
+        assert len(requests) <= (names.index(name) // 4 + 1) + 1  # the batch in use and the next one
         got.append(name)
-        # the batch in use and the next one
-        assert len(store.requests) <= (names.index(name) // 4 + 1) + 1
     assert got == [name for name in names if name != "05"]
-    assert store.requests == [names[first : first + 4] for first in range(0, 23, 4)]
+    assert requests == [names[first : first + 4] for first in range(0, 23, 4)]
     assert list(read_each(store, [], 4)) == []
-    # the rest is not read if the caller stops
-    store.requests.clear()
-    next(read_each(store, names, 4))
-    assert 1 <= len(store.requests) <= 2
+    requests.clear()
+    next(read_each(store, names, 4))  # the rest is not read if the caller stops
+    assert 1 <= len(requests) <= 2

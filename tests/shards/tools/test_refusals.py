@@ -1,6 +1,7 @@
 """Requests that `python -m shards` refuses without changing the root."""
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ REFUSALS = {
     "recall --since lately": "'lately' is not a valid date or time",
     "exclude --keys": "No values to exclude were given",
     "exclude --hashes abc": "'abc' is not a SHA-256 (64 hex digits)",
+    "exclude --urls nonsense": "name neither a URL nor a host:   'nonsense': 'nonsense' is a single label",
+    "exclude --urls 'a b' me@example.org": "name neither a URL nor a host:   'a b': contains ' '",
     "exclude --urls --file nowhere.txt": "--file nowhere.txt cannot be read",
     "exclude --keys 0123nowhere": "has the key '0123nowhere', so nothing was excluded",
     "exclude --keys a b c d e": "any of the keys 'a', 'b', 'c' and 2 more",
@@ -34,7 +37,7 @@ REFUSALS = {
 @pytest.mark.parametrize(("words", "message"), REFUSALS.items())
 def test_refusals(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
     before, places = tree(root), {"OUT": str(tmp_path / "out"), "ROOT": str(root)}
-    command, *options = (places.get(word, word) for word in words.split())
+    command, *options = (places.get(word, word) for word in shlex.split(words))
     assert exit_code_of(lambda: run([command, str(root), *options])) == RequestError.exit_code
     assert message in capsys.readouterr().err.replace("\n", " ")
     assert tree(root) == before and os.listdir(tmp_path) == ["root"]

@@ -25,14 +25,13 @@ def test_a_flipped_bit_in_any_file_names_it(root: Path, capsys: pytest.CaptureFi
     rng = random.Random(0)
     for path in committed_files(root):
         data = path.read_bytes()
-        for _ in range(2):
-            position = rng.randrange(8 * len(data))
-            flipped = bytearray(data)
-            flipped[position // 8] ^= 1 << position % 8
-            path.write_bytes(flipped)
-            assert exit_code_of(lambda: run(["verify", str(root)])) == 1, (path, position)
-            captured = capsys.readouterr()
-            assert str(path.relative_to(root)) in (captured.out + captured.err).replace("\n", ""), (path, position)
+        position = rng.randrange(8 * len(data))
+        flipped = bytearray(data)
+        flipped[position // 8] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        assert exit_code_of(lambda: run(["verify", str(root)])) == 1, (path, position)
+        captured = capsys.readouterr()
+        assert str(path.relative_to(root)) in (captured.out + captured.err).replace("\n", ""), (path, position)
         path.write_bytes(data)
     assert list(verify_root(open_store(root))) == []
 

@@ -10,10 +10,16 @@ from scipy.optimize import minimize
 from scipy.special import expit
 from scipy.stats import t
 
-from evaluation.study.statistics.power import PowerConfig, compute_power, format_power, power_table, variance_components
+from evaluation.study.statistics.power import (
+    PowerConfig,
+    VoteModel,
+    compute_power,
+    format_power,
+    power_table,
+    variance_components,
+)
 from evaluation.study.statistics.preference import preference
 from evaluation.study.statistics.strengths import PRIOR, bradley_terry, shares, strengths
-from evaluation.study.statistics.vote_model import VoteModel
 from tests.evaluation.study.simulation import Design, share_of, simulate
 
 seeds = st.integers(0, 2**32 - 1)

@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import math
 import sqlite3
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +24,16 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from evaluation.study.config import ServeConfig
 from evaluation.study.protocol import Study
-from evaluation.study.schedule import KeyedDraws, Showing, make_schedule
-from evaluation.study.serving.config import ServeConfig
-from evaluation.study.serving.limits import RateLimit
+from evaluation.study.schedule import KeyedDraws, make_schedule
 from evaluation.study.votes import Votes, as_bytes
 from shards.base.errors import RequestError, WorkError, say
 
 HEADER = "X-Study"
 MAX_BODY_BYTES = 16_384
+MAX_KEYS = 10_000
+"""Number of rate limits to keep in memory before full ones are dropped."""
 YEAR_SECONDS = 365 * 24 * 3600
 PAGE = Path(__file__).with_name("page")
 FILES = {
@@ -85,6 +87,32 @@ NOT_FOUND = "This page does not exist. Open your invitation link again."
 OTHER_RATER = "A different invitation has been opened in this browser. Open your link again. Your votes are saved."
 
 
+class RateLimit:
+    """A token bucket per key, which refills at `per_second` up to `burst` tokens."""
+
+    def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic):
+        self.per_second, self.burst = per_second, burst
+        self._clock = clock
+        self._buckets: dict[str, tuple[float, float]] = {}
+        self._max_keys = MAX_KEYS
+
+    def wait(self, key: str) -> float:
+        """Take a token and return 0, or return the number of seconds until one is available."""
+        now = self._clock()
+        tokens = self._refilled(key, now)
+        granted = tokens >= 1
+        self._buckets[key] = (tokens - granted, now)
+        if len(self._buckets) > self._max_keys:  # a full bucket behaves like a missing one
+            self._buckets = {key: self._buckets[key] for key in self._buckets if self._refilled(key, now) < self.burst}
+            self._max_keys = max(MAX_KEYS, 2 * len(self._buckets))
+        return 0.0 if granted else (1 - tokens) / self.per_second
+
+    def _refilled(self, key: str, now: float) -> float:
+        """Return the tokens in a key's bucket at time `now`."""
+        tokens, then = self._buckets.get(key, (self.burst, now))
+        return min(self.burst, tokens + (now - then) * self.per_second)
+
+
 @dataclass
 class Server:
     """Request handlers for one study."""
@@ -132,10 +160,8 @@ class Server:
         if rater is None:
             raise Refusal(403, INVALID_LINK)
         response = self._state(rater, token)
-        is_safe = self._origin(request).startswith("https:")
-        response.set_cookie(
-            self.cookie, token, max_age=YEAR_SECONDS, httponly=True, samesite="Strict", secure=is_safe, path="/"
-        )
+        secure = self._origin(request).startswith("https:")
+        response.set_cookie(self.cookie, token, max_age=YEAR_SECONDS, httponly=True, samesite="Strict", secure=secure)
         return response
 
     async def state(self, request: web.Request) -> web.Response:
@@ -169,31 +195,23 @@ class Server:
     def _state(self, rater: int, token: str, **more: Any) -> web.Response:
         """Build the reply that describes a rater's progress."""
         showings, done = self.schedule[rater], self.votes.num_done(rater)
-        protocol = self.study.protocol
         state = {
-            "name": protocol.name,
-            "questions": list(protocol.questions.items()),
+            "name": self.study.protocol.name,
+            "questions": list(self.study.protocol.questions.items()),
             "total": len(showings),
             "done": done,
-            "next": [self._shown(showing) for showing in showings[done : done + 2]],
+            "next": [{"number": each.number, "prompt": each.item.prompt} for each in showings[done : done + 2]],
             "proof": self._proof(token),
             **more,
         }
         return web.json_response(state)
-
-    def _shown(self, showing: Showing) -> dict[str, Any]:
-        return {"number": showing.number, "prompt": showing.item.prompt}
 
     def _proof(self, token: str) -> str:
         """Derive a value that other sites cannot know, and that distinguishes two raters in the same browser."""
         return hmac.digest(self.study.secret, b"proof" + as_bytes(token), "sha256").hex()
 
     def _rater(self, request: web.Request) -> tuple[int, str]:
-        """Return the rater and token of a request's cookie.
-
-        Raises:
-            Refusal: the token is invalid, or the rater exceeds the rate limit.
-        """
+        """Return the rater and token of a request's cookie."""
         token = request.cookies.get(self.cookie, "")
         rater = self.votes.rater_of(token)
         if rater is None:

@@ -312,14 +312,14 @@ def test_invalid_and_foreign_links(tmp_path: Path) -> None:
             for tail in ("#nonsense", ""):
                 await stranger.go("about:blank")
                 await stranger.go(links[0].partition("#")[0] + tail)
-                await stranger.wait("document.body.innerText.includes('This link is not valid (any more)')")
+                await stranger.wait("document.body.innerText.includes('This link is invalid or has been replaced')")
             page = await begin(browser, links[0])
             other = await browser.page(beside=page)
             await other.go(links[1])  # a second rater in the same browser
             await other.wait("!document.getElementById('intro').hidden")
             for key in ("1", "1", "Enter"):
                 await page.press(key)
-            await page.wait("document.body.innerText.includes('Another invitation was opened in this browser since')")
+            await page.wait("document.body.innerText.includes('A different invitation has been opened in this')")
             assert serving.votes() == []
             back = await browser.page(beside=page)
             await back.go(links[0])  # the unsent vote is sent now

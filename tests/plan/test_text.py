@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from plan.facts import ASSUMED
-from plan.output.text import render, scaling_verdict
+from plan.config import ASSUMED
+from plan.text import render, scaling_verdict
 from tests.plan.conftest import MakeReport
 
 

@@ -1,1 +1,0 @@
-"""The web page for raters, and the server behind it."""
