@@ -37,7 +37,6 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 
 LONGEST_FIRST = (
     "test_run.py",
-    "test_kills.py",
     "test_processes.py",
     "test_alignment.py",
     "test_steps.py",
