@@ -8,7 +8,14 @@ from typing import Any
 import ray
 
 from cluster.nodes import ResourcesConfig, describe, is_too_small
-from shards.base.device import Precision, PrecisionOption, resolve_precision, worker_device
+from shards.base.device import (
+    Precision,
+    PrecisionOption,
+    available_cores,
+    choose_device,
+    resolve_precision,
+    worker_device,
+)
 from shards.base.errors import Preempted, RequestError, WorkError, say
 from shards.base.stop import exit_on_stop_signal
 
@@ -23,7 +30,8 @@ def start_ray(config: ResourcesConfig) -> None:
     From then on, stop signals end this process with exit code 75, except while a fleet handles them.
 
     Raises:
-        RequestError: the cluster cannot be joined, or this machine lacks the resources for one worker.
+        RequestError: the cluster cannot be joined, this machine lacks the resources for one worker, or torch cannot
+            use its GPU.
         WorkError: Ray does not start on this machine.
     """
     forget_ranks()
@@ -40,9 +48,13 @@ def start_ray(config: ResourcesConfig) -> None:
                 f"~/.ray/auth_token or at RAY_AUTH_TOKEN_PATH (docs/how-to/cluster.md)."
             ) from error
         return
+    if config.num_gpus:
+        choose_device()  # raises an error if this machine has a GPU that torch cannot use
+    cores = available_cores()
     try:
         _init(
             address="local",  # otherwise Ray joins any cluster that runs on this machine
+            **({"num_cpus": cores} if cores < (os.cpu_count() or 1) else {}),  # Ray ignores this process's affinity
             include_dashboard=False,
             object_store_memory=256 << 20,  # units are passed by name, and only small results come back
         )
@@ -64,15 +76,14 @@ def start_ray(config: ResourcesConfig) -> None:
 def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> Precision:
     """Resolve a precision for the workers' device: on this machine, or in a task on the cluster.
 
-    If the workers are on a cluster, an explicit precision is returned unchanged, because checking it would delay every
-    job.
+    An explicit precision is returned unchanged; on CPU workers, a warning is printed if their CPU emulates it.
 
     Raises:
         RequestError, WorkError: see `start_ray`; WorkError also if no node in the cluster could run the task.
     """
     if not config.num_gpus and not os.environ.get("RAY_ADDRESS"):
         return resolve_precision(requested, "cpu")
-    if requested != "auto":
+    if requested == "float32" or (config.num_gpus and requested != "auto"):
         return requested
     start_ray(config)
     task = ray.remote(num_gpus=config.num_gpus, num_cpus=config.num_cpus, resources=config.resources)(_resolve)

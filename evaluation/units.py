@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from cluster.actor import Function
 from cluster.failure_log import summarize
 from cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
-from cluster.pool import Function
 from cluster.start import start_ray
 from precompute.encode.overlap import Stuck
 from shards.base.device import is_accelerator, is_device_error, worker_device
@@ -43,7 +43,8 @@ def run_units(
                 case Done():
                     done += 1
                 case Failed(key=key, which=which, failure=failure, again=again):
-                    progress.say(f"{what} {key}: {which}: {failure.text}")
+                    is_final = "" if again else ", giving up on it"
+                    progress.say(f"{what} {key}: {which}{is_final}: {failure.text}")
                     if not again:
                         failed[key] = failure.line
                 case News(text=text):

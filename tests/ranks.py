@@ -8,23 +8,37 @@ folder, so that nothing but the network is shared.
 
 import atexit
 import ctypes
+import math
 import os
 import random
+import runpy
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Mapping, Sequence
 from multiprocessing import get_context, resource_tracker, set_start_method
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 from shards.base.errors import exit_code_of
 
 SERVER = get_context("forkserver")
 COMMANDS = ("precompute.__main__", "evaluation.__main__", "train.__main__", "train.start", "train.export.pipeline")
-SERVER.set_forkserver_preload(
-    ["tests.ranks", *COMMANDS, "tests.evaluation.watch.watching", "torch.distributed.tensor", "torch._dynamo"]
+LAUNCHERS = ("train.launch", "accelerate.commands.launch", "torch.distributed.run")
+IMPORTED_LATER = (
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "tests.evaluation.watch.watching",
 )
+"""Modules that the commands import only when they need them, which is in almost every test."""
+SERVER.set_forkserver_preload(["tests.ranks", *COMMANDS, *LAUNCHERS, *IMPORTED_LATER])
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -167,13 +181,92 @@ def _run_rank(program: str, arguments: list[str], variables: dict[str, str]) -> 
     for name in LAUNCHER:
         os.environ.pop(name, None)
     os.environ.update(variables)
-    # as in a process that was not forked: it cleans up after this process only
-    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
-    resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
+    _forget_resource_tracker()
     module, _, function = program.partition(":")
     called = getattr(__import__(module, fromlist=[function]), function)
     code = exit_code_of(lambda: called(arguments))
     atexit._run_exitfuncs()  # a forked process skips this
+    return code
+
+
+def _forget_resource_tracker() -> None:
+    """Clean up after this process only, as in a process that was not forked."""
+    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._pid = None  # type: ignore[attr-defined]
+
+
+def launch(arguments: list[str]) -> None:
+    """Run `python -m train.launch ARGUMENTS`, whose processes are forked instead of starting Python again."""
+    import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
+
+    from train import launch
+
+    real = subprocess.Popen
+
+    def popen(args: Sequence[str], **options: Any) -> Any:
+        return ForkedPython(args, real, **options) if args[0] == sys.executable else real(args, **options)
+
+    subprocess.Popen = handler.Popen = popen  # type: ignore[assignment,misc]
+    sys.argv[1:] = arguments
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
+    launch.main()
+
+
+class ForkedPython:
+    """Stand-in for the `subprocess.Popen` of `python -m MODULE …` or `python SCRIPT …` that forks this process."""
+
+    def __init__(self, args: Sequence[str], real: Any, env: dict[str, str], start_new_session: bool = False, **_: Any):
+        self.args, self.returncode = args, None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            subprocess.Popen = real  # type: ignore[misc]
+            if start_new_session:
+                os.setsid()
+            os._exit(_run_python([word for word in args[1:] if word != "-u"], env))
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None  # type: ignore[assignment]
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int | None:
+        """Wait for the process, and return its exit code."""
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(list(self.args), timeout)
+            time.sleep(0.02)
+        return self.returncode
+
+
+def _run_python(words: list[str], variables: dict[str, str]) -> int:
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(variables)
+    _forget_resource_tracker()
+    is_module, code = words[0] == "-m", 0
+    sys.argv = words[is_module:]
+    try:
+        if is_module:
+            sys.modules.pop(f"{words[1]}.__main__", None)
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
     return code
 
 

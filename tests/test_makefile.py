@@ -63,6 +63,7 @@ def test_what_a_target_runs() -> None:
     assert "-m evaluation.study prepare --sets a,b,c --config configs/study.yaml --output o --protocol.seed 1" in study
     assert "-m evaluation.study serve --config configs/study.yaml --output o --protocol.seed 1" in study
     assert launch.endswith("-m train --config configs/phase1.yaml --num_processes $((1 * 2)) --max_steps 5")
+    assert result.stdout.splitlines()[-1] == launch  # resume.md tells readers to take the last line
 
 
 def test_several_machines_are_one_number_under_slurm() -> None:

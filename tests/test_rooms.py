@@ -13,12 +13,10 @@ WHOLE_CONFIG = {
         "train/__main__.py",
         "train/launch.py",
         "train/early.py",
-        "train/finish.py",
         "train/start.py",
         "train/config.py",
         "train/prepare.py",
         "train/setup.py",
-        "train/takeover.py",
         # config of a finished run, read from its folder
         "train/export/pipeline.py",
         "train/export/card.py",

@@ -83,7 +83,7 @@ def check(arguments: list[str]) -> None:
     if (message := check_without_torch(config, arguments, world)) is not None:
         print(message.splitlines()[0])  # after this check, `make train` starts the trainer, which prints the rest
         return
-    from train.finish import nothing_to_do
+    from train.early import nothing_to_do
     from train.prepare import prepare
 
     with ExitStack() as downloads:

@@ -17,8 +17,8 @@ from train.model.backbone import BackboneConfig
 from train.model.config import AdamWConfig, AnyOptimizer, DdpConfig, EmaConfig, ScheduleConfig, Sharding
 from train.objective.config import ObjectiveConfig, RepaConfig, ValidationConfig
 from train.run.alarm import AlarmConfig
-from train.run.checkpoints.config import CheckpointConfig
 from train.run.checkpoints.local_copy import work_folder
+from train.run.checkpoints.retention import CheckpointConfig
 from train.run.reporting.config import LogConfig
 
 

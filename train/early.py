@@ -1,16 +1,26 @@
-"""Checks without torch, so that most invalid requests fail within a second. `prepare` repeats them."""
+"""Commands that must end within a second, without importing torch: most invalid requests, and runs that have finished.
+
+`prepare` repeats the checks. The final message of a run is here, too.
+"""
 
 import argparse
+import shlex
 from pathlib import Path
 
+import yaml
+
+from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
-from shards.base.store import Place
+from shards.base.store import Place, parse_place
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from train.config import TrainConfig
-from train.finish import describe_if_finished
-from train.run.checkpoints.checkpoint import list_checkpoints
+from train.run.checkpoints.checkpoint import list_checkpoints, step_folder, step_of, verify_checkpoint
+from train.run.checkpoints.local_copy import parse_folder, remote_folder, stored_checkpoints
 from train.run.preflight import check_run_dir
+
+LAUNCHER_FIELDS = ("num_processes", "sharding")
+"""Config fields that a launcher may override, so they may differ between the launches of a run."""
 
 
 def check_without_torch(config: TrainConfig, file: Path | None) -> str | None:
@@ -59,3 +69,102 @@ def no_checkpoint(run_dir: Place) -> RequestError:
         f"init_from: {run_dir} has no complete checkpoint. Train that phase first (`make train PHASE=1`), or set "
         f"init_from to a run that has one."
     )
+
+
+def describe_if_finished(config: TrainConfig, config_file: Path | None) -> str | None:
+    """Return the final message if the run has completed all its steps with this exact config.
+
+    None means that the run is unfinished, or that only `prepare` can decide. If several processes train, only one may
+    call this, before the others start.
+    """
+    files = open_store(config.run_dir).read_many(["config.yaml"])
+    if not files or not _is_unchanged(config, files["config.yaml"]):
+        return None
+    newest = _newest_at_url(config.run_dir) if isinstance(config.run_dir, str) else _newest_in_folder(config.run_dir)
+    if newest is None:
+        return None
+    step, launch = newest
+    if step < config.max_steps:
+        return None
+    return f"{nothing_to_do(config)}\n{describe_finished(config, step, launch, config_file)}"
+
+
+def nothing_to_do(config: TrainConfig) -> str:
+    """Return the message for a run that has already completed all its steps."""
+    return f"{config.run_dir} has completed its {config.max_steps} steps; there is nothing to do."
+
+
+def describe_finished(config: TrainConfig, step: int, launch: int | None, config_file: Path | None) -> str:
+    """Return the message at the end of a run: its last step, its last checkpoint, and commands to run next.
+
+    Args:
+        launch: number of the launch that uploaded the checkpoint, if the run is at an object-store URL.
+    """
+    if isinstance(config.run_dir, Path):
+        checkpoint = str(step_folder(config.run_dir, step))
+    else:
+        name = step_folder(Path(), step).name
+        checkpoint = f"{config.run_dir}/{remote_folder(name, launch) if launch else f'checkpoints/{name}'}"
+    commands = "\n".join(f"  {command}" for command in next_commands(config, config_file))
+    return f"Finished at step {step}. Checkpoint: {checkpoint}\nNext:\n{commands}"
+
+
+def next_commands(config: TrainConfig, config_file: Path | None) -> list[str]:
+    """Return the commands that evaluate and export the finished run, and those of the phases that start from it."""
+    run = shlex.quote(str(config.run_dir))
+    # an export is always a local folder
+    output = "" if isinstance(config.run_dir, Path) else f" --output runs/{Path(config.run_dir).name}/export"
+    return [
+        f"python -m evaluation score --config configs/evaluate.yaml --model {run}",
+        f"python -m train export {run}{output}",
+        *(f"python -m train --config {shlex.quote(str(path))}" for path in following_phases(config, config_file)),
+    ]
+
+
+def following_phases(config: TrainConfig, config_file: Path | None) -> list[Path]:
+    """Return the config files in the folder of `config_file` whose `init_from` is this run."""
+    if config_file is None:
+        return []
+    return [path for path in sorted(config_file.parent.glob("*.yaml")) if _init_from(path) == config.run_dir]
+
+
+def _init_from(path: Path) -> Place | None:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # the folder may contain files that are not configs
+        return None
+    init_from = values.get("init_from") if isinstance(values, dict) else None
+    return parse_place(init_from) if isinstance(init_from, str) else None
+
+
+def _is_unchanged(config: TrainConfig, data: bytes) -> bool:
+    """Return whether the content of a run's config.yaml equals `config`, apart from LAUNCHER_FIELDS."""
+    try:
+        saved = yaml.safe_load(data)
+    except yaml.YAMLError:  # perhaps edited by hand; the next launch rewrites it
+        return False
+    current = config.model_dump(mode="json")
+    # the run saved the precision that `auto` resolved to
+    ignored = [*LAUNCHER_FIELDS, *(["precision"] if config.precision == "auto" else [])]
+    return isinstance(saved, dict) and all(
+        saved.get(name) == value for name, value in current.items() if name not in ignored
+    )
+
+
+def _newest_in_folder(run_dir: Path) -> tuple[int, None] | None:
+    """Return the step of the newest checkpoint in a run folder, or None if there is none or a hash does not match."""
+    folders = list_checkpoints(run_dir)
+    try:
+        return (step_of(verify_checkpoint(folders[-1]).folder), None) if folders else None
+    except DamagedFile:  # training then looks for an intact earlier checkpoint, and reports the damaged one
+        return None
+
+
+def _newest_at_url(url: str) -> tuple[int, int] | None:
+    """Return the step of the newest checkpoint at a URL whose state.json is intact, and its launch's number."""
+    stored = stored_checkpoints(open_store(url))
+    if not stored:
+        return None
+    name = max(stored, key=lambda name: step_of(Path(name)))
+    parsed = parse_folder(Path(stored[name].folder).name)
+    return step_of(Path(name)), parsed[1] if parsed else 0

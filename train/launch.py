@@ -205,7 +205,9 @@ def launch(arguments: list[str]) -> int:
     shutdown = Shutdown()
     try:
         with shutdown.installed():
-            if (message := check_without_torch(arguments)) is not None:
+            trainer = trainer_arguments(arguments)
+            # the launchers of several machines must all get the same result, so they check nothing
+            if trainer is not None and num_machines(arguments) == 1 and (message := check_run(trainer)) is not None:
                 print(message)
                 return 0
             return start_processes(arguments, shutdown)
@@ -213,21 +215,6 @@ def launch(arguments: list[str]) -> int:
         return shutdown.exit_code()
     finally:
         del os.environ[LAUNCHER]  # the caller may train without a launcher afterwards
-
-
-def check_without_torch(arguments: list[str]) -> str | None:
-    """Check the run that the launcher's arguments start, and return the final message if it has already finished.
-
-    Nothing is checked if the arguments start something else, or use several machines, whose launchers must all get the
-    same result.
-
-    Raises:
-        RequestError: the training config is wrong, or an input of the run is missing.
-    """
-    trainer = trainer_arguments(arguments)
-    if trainer is None or num_machines(arguments) > 1:
-        return None
-    return check_run(trainer)
 
 
 def check_run(trainer: list[str]) -> str | None:

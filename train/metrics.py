@@ -1,14 +1,21 @@
 """Fields of a line in metrics.jsonl, accumulated over the steps since the previous line."""
 
+import math
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from shards.base.errors import WorkError
 from train.data.batch import Batch
 from train.model.ema import ema_decay
-from train.run.health.meter import Interval, Meter, peak_memory
-from train.run.state import StepResults, TrainState
+from train.objective.sums import LossSums
+from train.run.alarm import AlarmConfig, update_alarm
+from train.run.health.meter import Meter, peak_memory
+from train.run.processes import print_once
+from train.run.state import TrainState
 from train.step import StepResult, TrainStep
 
 
@@ -18,14 +25,17 @@ class Metrics:
 
     train_step: TrainStep
     state: TrainState
-    results: StepResults
     meter: Meter
     global_batch_size: int
+    max_skipped_steps: int
+    alarm: AlarmConfig
     steps_per_epoch: int
     peak_tflops: float | None
     """Peak throughput of one device, from which MFU is computed. None: unknown, so MFU is null."""
-    grad_norm: Tensor | None = field(default=None, init=False)
-    """Gradient norm of the last step, a scalar on the device."""
+    grad_norm: float = field(default=math.nan, init=False)
+    """Gradient norm of the last step."""
+    results: list[StepResult] = field(default_factory=list, init=False)
+    """Results of the steps since the last `collect`."""
 
     def add(self, batch: Batch, result: StepResult) -> None:
         """Add the result of a step, without waiting for the device.
@@ -33,24 +43,50 @@ class Metrics:
         Args:
             batch: this rank's share of the global batch.
         """
-        self.results.add(result.skipped, result.sums, result.alignment)
+        self.results.append(result)
         self.meter.count(batch)
-        self.grad_norm = result.grad_norm
 
     def collect(self) -> None:
-        """Update the state with the results added since the last call. Waits for the device; all ranks must call it.
+        """Add up the results of the steps since the last call over all ranks, and move them to the state.
+
+        Only this makes the host wait for the device. All ranks must call it.
 
         Raises:
             WorkError: more steps were skipped than `optimizer.max_skipped_steps`.
         """
-        self.results.collect(self.state)
+        if not self.results:
+            return
+        results, self.results = self.results, []
+        state, accelerator = self.state, self.train_step.accelerator
+        self.grad_norm = float(results[-1].grad_norm)
+        sums = LossSums.stack([result.sums for result in results]).reduce(accelerator)
+        for number, step in enumerate(sums.steps(), state.step - len(results) + 1):
+            loss = step.total / self.global_batch_size
+            if math.isfinite(loss):
+                state.losses.append(loss)
+                state.sums += step
+                if warning := update_alarm(self.alarm, state.alarm, number, loss):
+                    print_once(accelerator, warning)
+        if aligned := [result.alignment for result in results if result.alignment is not None]:
+            totals: Tensor = accelerator.reduce(torch.stack(aligned).double(), "sum")
+            means = totals.cpu() / self.global_batch_size
+            state.alignments += [mean for mean in means.tolist() if math.isfinite(mean)]
+        # float16 overflows are expected while the loss scaler is still lowering its scale
+        if accelerator.scaler is None or accelerator.scaler.get_scale() <= 1:
+            state.skipped += int(torch.stack([result.skipped for result in results]).sum())
+        if state.skipped > self.max_skipped_steps:
+            raise WorkError(
+                f"{state.skipped} steps up to step {state.step} had a non-finite loss or gradient, more than "
+                f"optimizer.max_skipped_steps ({self.max_skipped_steps}). They did not change the weights. The same "
+                f"command would repeat these steps, so lower optimizer.lr or choose a different precision (bfloat16, "
+                f"float32)."
+            )
 
     def line_fields(self) -> dict[str, Any]:
         """Return the fields of a line in metrics.jsonl. Call `collect` first, and `begin_line` after writing the line.
 
         The time between this call and `begin_line`, in which validation runs, counts towards no line's throughput.
         """
-        assert self.grad_norm is not None
         state = self.state
         return {
             "loss": mean(state.losses),
@@ -60,9 +96,9 @@ class Metrics:
             "alarm_step": state.alarm.steps[-1] if state.alarm.steps else None,
             **self._alignment_fields(),
             "skipped_steps": state.skipped,
-            "grad_norm": float(self.grad_norm),
+            "grad_norm": self.grad_norm,
             "lr": self.train_step.optimizer.lr,
-            **self._speed_fields(self.meter.measure()),
+            **self._speed_fields(),
             "epoch": round(state.step / self.steps_per_epoch, 4),
             **self._ema_fields(),
         }
@@ -82,15 +118,17 @@ class Metrics:
             "repa_weight": aligned.config.coefficient(self.state.step - 1),
         }
 
-    def _speed_fields(self, interval: Interval) -> dict[str, float | None]:
-        accelerator = self.train_step.accelerator
-        rate, mfu = interval.rate(self.global_batch_size), interval.mfu(self.peak_tflops)
+    def _speed_fields(self) -> dict[str, float | None]:
+        accelerator, meter, seconds = self.train_step.accelerator, self.meter, time.perf_counter() - self.meter.start
+        rate = meter.steps * self.global_batch_size / seconds
+        # the model FLOPs utilization of Chowdhery et al. (2022)
+        mfu = meter.flops / seconds / (self.peak_tflops * 1e12) if self.peak_tflops else None
         return {
             "images_per_second": round(rate, 3),
             "images_per_second_per_gpu": round(rate / accelerator.num_processes, 3),
             "mfu": None if mfu is None else round(mfu, 4),
             "memory_gb": round(peak_memory(accelerator.device) / 2**30, 3),
-            "data_wait": round(interval.data_seconds / interval.seconds, 4),
+            "data_wait": round(meter.data_seconds / seconds, 4),
         }
 
     def _ema_fields(self) -> dict[str, bool | float | None]:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 
 from shards.base.config import save_config
@@ -21,18 +22,17 @@ from train.model.sharding import shard_weights
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.checkpoints.checkpoint import SNAPSHOTS, drop_later, restore, trained
-from train.run.checkpoints.config import CheckpointConfig
 from train.run.checkpoints.remote import RemoteRun
-from train.run.checkpoints.shares import WriterGroup
-from train.run.checkpoints.writer import CheckpointWriter, warn_if_slow_to_stop
+from train.run.checkpoints.retention import CheckpointConfig
+from train.run.checkpoints.writer import CheckpointWriter, WriterGroup, warn_if_slow_to_stop
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.health.meter import Meter
 from train.run.health.output import outdated
 from train.run.lease.folder import publish
 from train.run.lease.lease import Lease
+from train.run.processes import print_once
 from train.run.reporting.log import Log
-from train.run.state import StepResults, TrainState
-from train.run.terminal import print_once
+from train.run.state import TrainState
 from train.step import TrainStep, place_network
 from train.trainer import Trainer
 
@@ -110,15 +110,17 @@ def build_trainer(
     train_step, state = build_step(config, prepared, accelerator)
     print_start(config, prepared, accelerator, lease)
     begin_folder(config, accelerator, lease, remote, state.step)
-    checkpoints, average_snapshots = make_writers(config, prepared, accelerator, lease, remote, network_json)
+    heartbeat = heartbeat or HeartbeatReporter()
+    writers = make_writers(config, prepared, accelerator, lease, remote, network_json, heartbeat.store)
     peak = device_peak(config, accelerator.device)
     settings = config.model_dump(mode="json")  # for trackers
     metrics = Metrics(
         train_step,
         state,
-        StepResults(accelerator, config.global_batch_size, config.optimizer.max_skipped_steps, config.alarm),
         make_meter(prepared, train_step.network) if peak else Meter({}),
         config.global_batch_size,
+        config.optimizer.max_skipped_steps,
+        config.alarm,
         prepared.spec.steps_per_epoch,
         peak,
     )
@@ -130,15 +132,15 @@ def build_trainer(
         metrics=metrics,
         log=Log(config.log, config.run_dir, lease.folder, state.step, config.max_steps, accelerator, settings),
         validation=prepared.validation,
-        checkpoints=checkpoints,
-        average_snapshots=average_snapshots,
+        checkpoints=writers[0],
+        average_snapshots=writers[1],
         lease=lease,
-        heartbeat=heartbeat or HeartbeatReporter(),
+        heartbeat=heartbeat,
         max_steps=config.max_steps,
         collective_timeout=config.collective_timeout,
     )
     if accelerator.is_main_process and prepared.orphan is not None:
-        checkpoints.upload_again(prepared.orphan)
+        trainer.checkpoints.upload_again(prepared.orphan)
     return trainer
 
 
@@ -208,14 +210,17 @@ def make_writers(
     lease: Lease,
     remote: RemoteRun | None,
     network_json: str,
+    store: dist.Store | None,
 ) -> tuple[CheckpointWriter, CheckpointWriter]:
     """Build the writers for checkpoints and for snapshots of the averages.
 
     With sharded weights, every process writes its share of a checkpoint; otherwise the main process writes all of it.
     """
-    rank, total, beside = accelerator.process_index, accelerator.num_processes, prepared.world.local_size
-    single = WriterGroup(rank)
-    each = WriterGroup(rank, total, config.collective_timeout, beside) if config.sharding != "none" else single
+    single = each = WriterGroup(accelerator.process_index)
+    if config.sharding != "none" and store is not None:
+        # a cloned connection, because waiting for a share blocks it
+        total, beside = accelerator.num_processes, prepared.world.local_size
+        each = WriterGroup(single.rank, total, store.clone(), config.collective_timeout, beside)
     every = config.checkpoint.model_copy(update={"every": config.ema.snapshot_every or 1, "keep_every": 1})
 
     def writer(folder: Path, checkpoint: CheckpointConfig, group: WriterGroup) -> CheckpointWriter:

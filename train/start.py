@@ -1,6 +1,7 @@
 """A training launch from its config to its end: join the other processes, prepare, acquire the run, train."""
 
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,16 +14,17 @@ from shards.base.errors import RequestError
 from shards.base.pool import configure_malloc
 from shards.open import open_store
 from train.config import TrainConfig
-from train.finish import describe_finished, nothing_to_do
+from train.early import describe_finished, nothing_to_do
 from train.model.sharding import launched_sharding
-from train.prepare import on_main_process, precision_of_run, prepare
+from train.prepare import Prepared, on_main_process, precision_of_run, prepare
+from train.run.checkpoints import local_copy
+from train.run.checkpoints.checkpoint import step_folder
 from train.run.checkpoints.remote import PATIENCE, RemoteRun
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.health.output import tee_output
-from train.run.processes import die_with_launcher, explain_lost_processes, join_processes
-from train.run.terminal import print_once
+from train.run.lease.lease import Lease
+from train.run.processes import die_with_launcher, explain_lost_processes, join_processes, print_once
 from train.setup import build_trainer
-from train.takeover import acquire, install
 
 ACCELERATE_PRECISION = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -91,3 +93,36 @@ def make_accelerator(config: TrainConfig, device: str) -> Accelerator:
     if accelerator.device.type == "cpu":
         configure_malloc()
     return accelerator
+
+
+def acquire(config: TrainConfig, prepared: Prepared) -> Lease:
+    """Acquire the run for this launch.
+
+    Raises:
+        RunInUse: another launch holds the run.
+        WorkError: the previous launch woke up and saved while this one was preparing.
+    """
+    orphan = prepared.orphan
+    orphans = {} if orphan is None else {orphan.name: local_copy.sha256_of_state(orphan) or ""}
+    backend = local_copy.lease_backend(config.run_dir)
+    return Lease.acquire(backend, config.takeover_after, prepared.seen._replace(orphans=orphans))
+
+
+def install(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, lease: Lease) -> Prepared:
+    """Set up each node's local folder of a run at a URL.
+
+    Returns:
+        `prepared`, with the checkpoint's new folder.
+
+    Raises:
+        LeaseLost: another launch has taken over.
+    """
+    if isinstance(config.run_dir, Path):
+        return prepared
+    if accelerator.is_local_main_process:
+        local_copy.install(prepared.checkpoint, lease, open_store(config.run_dir), config.work)
+    accelerator.wait_for_everyone()
+    if prepared.checkpoint is None:
+        return prepared
+    folder = step_folder(lease.run_dir, prepared.checkpoint.state.step)
+    return replace(prepared, checkpoint=replace(prepared.checkpoint, folder=folder))

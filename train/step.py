@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,7 +152,7 @@ class TrainStep:
         if not averages:
             return None
         dtype = SNAPSHOT_DTYPES[self.averages["ema"].config.snapshot_dtype]
-        return Snapshot(state.copy(), average_files(self.network, averages, dtype))
+        return Snapshot(deepcopy(state), average_files(self.network, averages, dtype))
 
 
 def place_network(

@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from shards.base.errors import Preempted, RequestError, WorkError, say
+from shards.base.errors import Preempted, RequestError, say
 from shards.base.stop import SignalFlag, StopSignal
 from train.data.batch import Batch
 from train.data.loader import Loader
@@ -19,10 +19,9 @@ from train.run.health.endpoint import RunCollector, serve_metrics
 from train.run.health.heartbeat import LOADING, HeartbeatReporter
 from train.run.lease.lease import Lease
 from train.run.lease.owner import Pace
-from train.run.processes import ShutdownCoordinator, explain_lost_processes, set_collective_timeout
+from train.run.processes import ShutdownCoordinator, explain_lost_processes, print_once, set_collective_timeout
 from train.run.reporting.log import Log
 from train.run.state import TrainState
-from train.run.terminal import print_once
 from train.step import TrainStep
 
 
@@ -46,8 +45,6 @@ class Trainer:
     collective_timeout: float
     """Timeout of collectives in seconds, once each loader worker has delivered its first batch, which may take longer
     than later ones."""
-    shutdown: ShutdownCoordinator | None = None
-    """None: `fit` installs the signal handlers."""
 
     def fit(self) -> None:
         """Train until `max_steps`, saving checkpoints along the way.
@@ -64,13 +61,17 @@ class Trainer:
             for writer in (self.checkpoints, self.average_snapshots):
                 try:
                     writer.finish()
-                except (RequestError, WorkError) as error:
+                except (
+                    RequestError,
+                    RuntimeError,
+                ) as error:  # torch raises the latter if the store of the ranks is gone
                     say(error)
             raise
 
     def _fit(self) -> None:
         state, first_step = self.state, self.state.step
-        shutdown = self.shutdown or self._listen_for_signals()
+        signals = StopSignal(), SignalFlag(signal.SIGUSR2)
+        shutdown = ShutdownCoordinator(self.accelerator, self.lease, *signals, state.step)
         with (
             explain_lost_processes(self.heartbeat),
             closing(iter(self.loader)) as batches,
@@ -89,15 +90,15 @@ class Trainer:
                     set_collective_timeout(self.heartbeat, self.collective_timeout)
                 self._snapshot_averages()
                 self.checkpoints.check()
-                signals = shutdown.check(state.step)
-                is_last = signals.stop or state.step == self.max_steps
-                if signals.save:
+                agreed = shutdown.check(state.step)
+                is_last = agreed.stop or state.step == self.max_steps
+                if agreed.save:
                     print_once(self.accelerator, f"SIGUSR2 received: writing a checkpoint after step {state.step}.")
-                if is_last or signals.save or state.step % self.checkpoints.config.every == 0:
+                if is_last or agreed.save or state.step % self.checkpoints.config.every == 0:
                     with shutdown.untimed():
                         self.save(is_last)
                     self._record_pace(shutdown.step_seconds)
-                if signals.stop and state.step < self.max_steps:
+                if agreed.stop and state.step < self.max_steps:
                     raise Preempted(
                         f"The run received a stop signal and saved after step {state.step}. Run the same command again "
                         f"to resume."
@@ -162,10 +163,6 @@ class Trainer:
         warning = warn_if_slow_to_stop(now, self.checkpoints.config)
         if warning is not None and not warn_if_slow_to_stop(before, self.checkpoints.config):
             print_once(self.accelerator, warning)
-
-    def _listen_for_signals(self) -> ShutdownCoordinator:
-        signals = StopSignal(), SignalFlag(signal.SIGUSR2)
-        return ShutdownCoordinator(self.accelerator, self.lease, *signals, self.state.step)
 
     def _metrics_endpoint(self) -> AbstractContextManager[None]:
         """Serve metrics to Prometheus from the main process, if `log.metrics_at` is set."""

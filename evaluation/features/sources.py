@@ -6,6 +6,7 @@ that were cropped and resized like its training data.
 
 import hashlib
 import io
+import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
@@ -57,7 +58,7 @@ class ReferenceConfig(Config):
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
         # the record at `place` contains this path, so it must not depend on the working directory
-        return value if value is None or "://" in value else str(Path(value).absolute())
+        return value if value is None or "://" in value else os.path.abspath(value)
 
     @model_validator(mode="after")
     def _pictures_or_moments(self) -> Self:
@@ -172,7 +173,7 @@ def reference_units(config: ReferenceConfig) -> list[ReferenceUnit]:
         RequestError: the folder contains neither tars nor image files.
     """
     assert config.pictures is not None
-    folder = Path(config.pictures).absolute()
+    folder = Path(config.pictures)
     if "://" in config.pictures or any(folder.glob("*.tar")):
         return [ReferenceUnit(tar.name, tar, config) for tar in list_tars(config.pictures)]
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower().lstrip(".") in IMAGE_SUFFIXES)

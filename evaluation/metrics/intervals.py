@@ -6,6 +6,7 @@ corrects the plain jackknife, which counts second-order terms twice. When two di
 second-order terms remain.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
@@ -116,10 +117,13 @@ def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
     return groups
 
 
-def mean_interval(values: np.ndarray, clusters: np.ndarray, estimand: str) -> Estimate:
+def mean_interval(
+    values: np.ndarray, clusters: np.ndarray, estimand: str, lowest: float = -math.inf, highest: float = math.inf
+) -> Estimate:
     """Return the mean of (N,) values with (N,) cluster ids, such as prompts, and its interval.
 
-    The interval follows from the linearised variance of the ratio estimator.
+    The interval follows from the linearised variance of the ratio estimator, and stays within the values' limits,
+    `lowest` and `highest`.
     """
     _, inverse = np.unique(clusters, return_inverse=True)
     sizes = np.bincount(inverse)
@@ -128,7 +132,7 @@ def mean_interval(values: np.ndarray, clusters: np.ndarray, estimand: str) -> Es
     count = len(sizes)
     variance = count / (count - 1) * (residuals**2).sum() / sizes.sum() ** 2
     half = float(t.ppf((1 + COVERAGE) / 2, count - 1) * variance**0.5)
-    return Estimate(mean, mean - half, mean + half, estimand)
+    return Estimate(mean, max(mean - half, lowest), min(mean + half, highest), estimand)
 
 
 def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Estimate:

@@ -68,7 +68,8 @@ def clip_score(inputs: MetricInputs) -> Estimate:
     x, y = inputs.features.astype(np.float64), inputs.texts.astype(np.float64)
     cosines = (x * y).sum(1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))
     scores = np.maximum(100 * cosines, 0)
-    return mean_interval(scores, inputs.clusters, "mean over prompts like these, and over draws")
+    estimand = "mean over prompts like these, and over draws"
+    return mean_interval(scores, inputs.clusters, estimand, lowest=0, highest=100)
 
 
 def _fid(inputs: MetricInputs) -> Estimate:

@@ -35,48 +35,46 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
         WorkError: no node in the cluster could take a worker for `workers.wait_for_resources` seconds; or
             `workers.outage_probes` attempts in a row failed because of storage, credentials, models or the cluster.
     """
-    device = worker_device(workers.num_gpus)
     work = partial(
         encode_on_worker,
         recipe=recipe,
         output=output,
-        device=device,
+        device=worker_device(workers.num_gpus),
         num_cpus=workers.num_cpus,
         source=source_sha256(),
     )
     with FailureLog(output) as failures, Ledger(len(tars), failures) as ledger:
-        warned = False
+        has_warned = False
         for event in Fleet(workers, work, ((tar.name, tar) for tar in tars), recipe.worker.tars_at_once):
             ledger.record(event)
-            if isinstance(event, Done) and not warned and lacks_captions(event.result):
-                warned = True
+            if isinstance(event, Done) and not has_warned and lacks_captions(event.result):
+                has_warned = True
                 ledger.progress.say(explain_lack(open_store(output), event.result, recipe.encoding.captions))
     return ledger
 
 
 def lacks_captions(receipts: TarReceipts) -> bool:
-    """Return whether every sample of a tar was rejected because it has no caption."""
-    return receipts.samples_in > 0 and receipts.rejected.get("no_caption", 0) == receipts.samples_in
+    """Return whether no sample of a tar was accepted, and most of them have no caption."""
+    return receipts.encoded == 0 and receipts.rejected.get("no_caption", 0) > receipts.samples_in / 2
 
 
 def explain_lack(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> str:
-    """Return a warning about a tar without captions, with the fields that its first sample has instead."""
+    """Return a warning about a tar without captions, with the fields that one of its samples has instead."""
     part = receipts.parts[min(receipts.parts)]
     _, refused = read_tables(store, part.folder, part.files)
-    key, detail = refused["key"][0], refused["detail"][0]
+    first = refused["reason"].index("no_caption")
+    key, detail = refused["key"][first], refused["detail"][first]
     return (
-        f"warning: no sample of tar {receipts.tar} has a caption in {', '.join(fields)}, so all {receipts.samples_in} "
-        f"samples were rejected. Sample {key}: {detail}. If the other tars are similar, stop this job, set `captions` "
-        f"to one of these fields, and choose a new `output`."
+        f"warning: no sample of tar {receipts.tar} was accepted, and {receipts.rejected['no_caption']} of its "
+        f"{receipts.samples_in} samples have no caption in {', '.join(fields)}. Sample {key}: "
+        f"{detail}. If the other tars are similar, stop this job, set `captions` to one of these fields, and choose a "
+        f"new `output`."
     )
 
 
 def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:
-    """Return the tars that lack an active receipt for at least one of `buckets`. The root is listed once.
-
-    Raises:
-        RequestError: a tar's name cannot be used for a receipt.
-    """
+    """Return the tars that lack an active receipt for at least one of `buckets`, listing the root once. Raises
+    RequestError if a tar's name cannot be used for a receipt."""
     for tar in tars:
         receipt_name("", tar.name)
     done = committed_parts(store)
@@ -84,11 +82,8 @@ def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: St
 
 
 def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]) -> None:
-    """Announce the job's work on stderr, because its workers take a while to start.
-
-    Warn about bucket sizes on which some U-Nets cannot be trained. Stage 1 does not know the backbone, so it cannot
-    reject them.
-    """
+    """Announce the job's work on stderr, because its workers take a while to start. Warn about bucket sizes on which
+    some U-Nets cannot be trained; stage 1 does not know the backbone, so it cannot reject them."""
     odd = [name for name in map(str, buckets) if any(int(side) % UNET_STEP for side in name.split("x"))]
     if odd:
         print(

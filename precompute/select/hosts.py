@@ -11,11 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shards.base.urls import comparable_host, host_of, hosts_of
+from shards.base.opt_outs import PLAIN_HOST, matching_hosts
+from shards.base.urls import host_of
 
-# Fast path, which matches nearly every URL: a dotted ASCII host name without user info or escapes. Its last label
-# begins with a letter, so it cannot be an obfuscated address. All other URLs are parsed one by one.
-PLAIN_HOST = r"(?i)^https?://(?:[a-z0-9_-]+\.)+[a-z][a-z0-9-]*\.?(?::\d*)?(?:[/?#]|$)"
 # Suffixes reserved for private use (RFC 6761, 6762, 8375, and ICANN's .internal).
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
 PRIVATE_NAME = rf"(?i)^https?://[^/?#]*(?:{'|'.join(map(re.escape, PRIVATE_SUFFIXES))})\.?(?::\d*)?(?:[/?#]|$)"
@@ -23,10 +21,7 @@ PRIVATE_NAME = rf"(?i)^https?://[^/?#]*(?:{'|'.join(map(re.escape, PRIVATE_SUFFI
 
 def is_public_address(literal: str) -> bool:
     """Return whether an IPv4 or IPv6 address is globally routable, looking inside IPv4-mapped and 6to4 addresses.
-
-    Raises:
-        ValueError: `literal` is not an address.
-    """
+    Raises ValueError if `literal` is not an address."""
     address = ip_address(literal)
     if address.version == 6:
         address = address.ipv4_mapped or address.sixtofour or address
@@ -75,29 +70,6 @@ def _mask_by_host(urls: pa.Array, pattern: str, accepts: Callable[[str | None], 
 
 
 def is_listed(urls: pa.Array, hosts: Collection[str]) -> np.ndarray:
-    """Return a mask of the `urls` (no nulls, valid UTF-8) whose host is one of `hosts` or a subdomain of one.
-
-    Args:
-        hosts: hosts in the canonical form of `comparable_host`.
-    """
-    hosts = frozenset(hosts)
-    mask = np.zeros(len(urls), bool)
-    plain = np.asarray(pc.match_substring_regex(urls, PLAIN_HOST)) & ~np.asarray(
-        pc.match_substring(urls, "xn--", ignore_case=True)
-    )
-    names = pc.struct_field(pc.extract_regex(urls.filter(pa.array(plain)), r"^[A-Za-z]+://(?P<host>[^/?#:]*)"), "host")
-    encoded = pc.dictionary_encode(names)  # a few hosts serve most images, so match each distinct name once
-    listed = [_is_at_or_below(name.lower().rstrip("."), hosts) for name in encoded.dictionary.to_pylist()]
-    mask[plain] = np.array(listed, bool)[np.asarray(encoded.indices)] if listed else False
-    for index in np.flatnonzero(~plain):
-        candidates = hosts_of(urls[int(index)].as_py())
-        mask[index] = any(_is_at_or_below(comparable_host(host), hosts) for host in candidates)
-    return mask
-
-
-def _is_at_or_below(host: str, hosts: frozenset[str]) -> bool:
-    while host not in hosts:
-        _, dot, host = host.partition(".")
-        if not dot:
-            return False
-    return True
+    """Return a mask of the `urls` (no nulls, valid UTF-8) whose host is one of `hosts` (in the form of
+    `comparable_host`) or a subdomain of one."""
+    return np.asarray(matching_hosts(urls, hosts).is_valid())

@@ -1,13 +1,7 @@
-"""Parse the opt-out list into hosts and URLs in canonical form.
-
-Ambiguous entries get the broader reading: dropping a URL needlessly costs one sample, but keeping an opted-out one
-breaks a promise to its owner.
-"""
+"""Read an opt-out list into hosts and URLs in canonical form."""
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from ipaddress import ip_address
 from itertools import islice
 from pathlib import Path
 
@@ -18,100 +12,15 @@ import pyarrow.parquet as pq
 
 from precompute.select.metadata import BATCH_ROWS, find_columns
 from shards.base.errors import RequestError
-from shards.base.urls import AUTHORITY, COMPARABLE, comparable_host, comparable_url
+from shards.base.opt_outs import OptOuts, parse_entry
+from shards.base.urls import COMPARABLE
 
 MAX_LISTED = 5
-_HOST_AND_PORT = re.compile(r"(?P<host>\[[^\]]*\]|[^:]*)(?::(?P<port>\d*))?")
-
-
-@dataclass
-class OptOuts:
-    """A batch of opt-out entries in canonical form."""
-
-    hosts: set[str] = field(default_factory=set)
-    """Opted-out hosts; each includes its subdomains."""
-    urls: list[str] = field(default_factory=list)
-
-
-def parse_entry(entry: str, found: OptOuts) -> None:
-    """Add one entry to `found`: a host (with its subdomains), or a URL with or without a scheme.
-
-    Raises:
-        ValueError: The entry is neither. The message completes a sentence that starts with the entry.
-    """
-    if blank := re.search(r"[\s\x00-\x1f\x7f]", entry):
-        raise ValueError(f"contains {blank[0]!r}; write one entry per line, and spaces in URLs as %20")
-    try:
-        address = ip_address(entry.strip("[]"))  # checked first, because the colons of IPv6 look like a port
-    except ValueError:
-        pass
-    else:
-        found.hosts.add(comparable_host(str(address)))
-        return
-    with_scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):[/\\]{2}", entry)
-    if with_scheme and with_scheme[1].lower() not in ("http", "https"):
-        raise ValueError(f"has the scheme {with_scheme[1]}, but only http and https URLs are downloaded")
-    parts = AUTHORITY.fullmatch(entry)
-    assert parts is not None, "the pattern matches any text"
-    authority, rest = parts["authority"], parts["rest"]
-    _, at, host_and_port = authority.rpartition("@")
-    if at and not with_scheme:
-        raise ValueError("looks like an e-mail address; write the host or URL to opt out")
-    named = _HOST_AND_PORT.fullmatch(host_and_port)
-    if named is None or (named["port"] and int(named["port"]) > 65535):
-        raise ValueError(f"has an invalid port in {host_and_port!r}")
-    host = _listed_host(named["host"])
-    if rest.partition("#")[0] in ("", "/", "/*"):  # the root is not an image, so this means the whole site
-        found.hosts.add(host)
-    elif "*" in named["host"]:
-        raise ValueError("has both a * in its host and a path; write the host alone, or complete URLs")
-    elif "*" in rest.partition("?")[0].rpartition("/")[2] and rest.endswith("*"):
-        raise ValueError("ends with a *, but path prefixes are not supported; write the host, or complete URLs")
-    elif re.fullmatch(r"/\d{1,3}", rest) and _is_address(host):
-        raise ValueError("is an address range, which is not supported; write each address, or the host names")
-    else:
-        found.urls.append(comparable_url(f"http://{host_and_port}{rest}"))
-
-
-def _listed_host(text: str) -> str:
-    """Canonicalise the host of an entry. A leading `*.` or `.` is optional, except for single-label names.
-
-    Raises:
-        ValueError: `text` is not a valid host.
-    """
-    name = re.sub(r"^(?:\*?\.)", "", text)
-    host = comparable_host(name)
-    if _is_address(host):
-        if "." in name and not re.fullmatch(r"(?:\d+\.){3}\d+", name):
-            raise ValueError(f"{text!r} is an incomplete address; write all four numbers")
-        return host
-    labels = host.split(".")
-    if "*" in host:
-        raise ValueError("has a * in its host, which is only supported as a leading *.")
-    if not host or not all(re.fullmatch(r"[a-z0-9_-]{1,63}", label) for label in labels) or len(host) > 253:
-        raise ValueError(f"{text!r} is not a valid host")
-    if labels[-1].isdigit():
-        raise ValueError(f"{text!r} is neither a host name nor an IP address")
-    if len(labels) == 1 and name == text:
-        raise ValueError(f"{text!r} is a single label; to opt out this domain and its subdomains, write *.{text}")
-    return host
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def read_opt_outs(path: Path) -> Iterator[OptOuts]:
-    """Yield the entries of an opt-out list in batches.
-
-    Raises:
-        RequestError: The file is missing, is not UTF-8 (or not parquet, or lacks a URL column), or has invalid
-            entries. The message lists the first few, with line numbers.
-    """
+    """Yield the entries of an opt-out list in batches. Raises RequestError if the file cannot be read or has invalid
+    entries, of which the message lists the first few."""
     invalid: list[str] = []
     num_invalid = 0
     is_parquet = path.suffix == ".parquet"
@@ -139,11 +48,7 @@ def read_opt_outs(path: Path) -> Iterator[OptOuts]:
 
 
 def read_hosts(path: Path) -> tuple[list[str], int]:
-    """Return the sorted hosts on an opt-out list, and the number of URLs on it.
-
-    Raises:
-        RequestError: The list is invalid; see `read_opt_outs`.
-    """
+    """Return the sorted hosts on an opt-out list, and the number of URLs on it."""
     hosts: set[str] = set()
     num_urls = 0
     for batch in read_opt_outs(path):
@@ -153,11 +58,7 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
 
 
 def read_urls(path: Path) -> Iterator[pa.Array]:
-    """Yield the URLs on an opt-out list, in the canonical form of `comparable_url`.
-
-    Raises:
-        RequestError: The list is invalid; see `read_opt_outs`.
-    """
+    """Yield the URLs on an opt-out list, in the canonical form of `comparable_url`."""
     for batch in read_opt_outs(path):
         yield pa.array(batch.urls, pa.string())
 

@@ -167,8 +167,9 @@ def _made_on_this_machine(folder: Path) -> bool:
         return folder.suffix == NEW
     ours = _this_machine()
     same_boot = owner.get("boot") == ours["boot"] != ""
-    # machines may share a host name (localhost), and cloned images share a machine-id, so both must match
-    same_machine = all(owner.get(name) == ours[name] for name in ("host", "machine"))
+    # machines may share a host name (localhost), and cloned images share a machine-id, so both must match; a container
+    # without a machine-id is recognised only within the same boot
+    same_machine = all(owner.get(name) == ours[name] != "" for name in ("host", "machine"))
     return same_boot or same_machine
 
 

@@ -1,6 +1,7 @@
 """Exclusion lists: samples that later training runs must skip, for example after takedown or licence requests.
 
-    ROOT/exclusions/url.SHA256.txt      sorted lines of keys, URLs in canonical form, or SHA-256s of image files
+    ROOT/exclusions/url.SHA256.txt      sorted lines of URLs and hosts in canonical form
+    ROOT/exclusions/key.SHA256.txt      sorted keys; sha256.SHA256.txt has SHA-256s of image files
 
 Lists are immutable and only ever added. A run applies the lists that exist when it starts, and its fingerprint names
 them. The stored samples are not modified.
@@ -8,6 +9,7 @@ them. The stored samples are not modified.
 
 import hashlib
 import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,14 +21,16 @@ from numpy.typing import NDArray
 
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
+from shards.base.opt_outs import OptOuts, matching_hosts, parse_entry
 from shards.base.store import Store
-from shards.base.urls import comparable_url, comparable_urls
+from shards.base.urls import comparable_urls
 from shards.format.tables import SAMPLES_NAME
 
 FOLDER = "exclusions"
+MAX_LISTED = 5
 KINDS = {
     "key": "keys of samples",
-    "url": "urls from which the images were downloaded",
+    "url": "urls from which the images were downloaded, or hosts, which include their subdomains",
     "sha256": "hashes (SHA-256) of the image files",
 }
 """Column of samples.parquet → description. The first word is also the command-line option."""
@@ -60,24 +64,28 @@ class Exclusion:
         lines = np.full(len(column), -1, np.int64)
         is_present = np.asarray(column.is_valid())
         column = column.drop_null()
-        if self.kind == "url":
-            column = comparable_urls(column)
-        lines[is_present] = np.asarray(pc.index_in(column, self.values).fill_null(-1))
+        found = pc.index_in(comparable_urls(column) if self.kind == "url" else column, self.values)
+        hosts = self.values.filter(pc.invert(pc.match_substring(self.values, "/")))
+        if self.kind == "url" and len(hosts):
+            found = pc.coalesce(found, pc.index_in(matching_hosts(column, hosts.to_pylist()), self.values))
+        lines[is_present] = np.asarray(found.fill_null(-1))
         return lines
 
 
 def make_exclusion(kind: str, values: Iterable[str]) -> Exclusion:
     """Build an exclusion list from values; blank lines and duplicates are dropped.
 
-    URLs are stored in canonical form, so that different spellings of an image's URL match.
+    URLs and hosts are stored in canonical form, so that different spellings match. A host covers all URLs at it and at
+    its subdomains. Addresses with other schemes than http and https are matched as they are written.
 
     Raises:
-        RequestError: there are no values, or a value of kind `sha256` is not a SHA-256.
+        RequestError: there are no values, a value of kind `sha256` is not a SHA-256, or one of kind `url` names
+            neither a URL nor a host.
     """
     assert kind in KINDS
     lines = {value.strip() for value in values} - {""}
     if kind == "url":
-        lines = {comparable_url(line) for line in lines}
+        lines = _canonical(lines)
     if kind == "sha256":
         lines = {line.lower() for line in lines}
         if wrong := [line for line in lines if len(line) != 64 or set(line) - set("0123456789abcdef")]:
@@ -85,6 +93,26 @@ def make_exclusion(kind: str, values: Iterable[str]) -> Exclusion:
     if not lines:
         raise RequestError("No values to exclude were given. Pass values, or --file with one value per line.")
     return Exclusion(kind, pa.array(sorted(lines), pa.string()))
+
+
+def _canonical(entries: set[str]) -> set[str]:
+    """Return the stored lines for URLs and hosts; a line without a slash is a host."""
+    found, invalid = OptOuts(), []
+    for entry in sorted(entries):
+        if re.match(r"(?!https?:)[a-z][a-z0-9+.-]*://", entry, re.IGNORECASE):
+            found.urls.append(entry)
+            continue
+        try:
+            parse_entry(entry, found)
+        except ValueError as error:
+            invalid.append(f"\n  {entry!r}: {error}")
+    if invalid:
+        more = f"\n  and {len(invalid) - MAX_LISTED} more" if len(invalid) > MAX_LISTED else ""
+        raise RequestError(
+            f"These entries name neither a URL nor a host:{''.join(invalid[:MAX_LISTED])}{more}\nCorrect or "
+            f"remove them. Nothing was excluded."
+        )
+    return {*found.urls, *found.hosts}
 
 
 def add_exclusion(store: Store, exclusion: Exclusion) -> bool:

@@ -8,7 +8,7 @@ from tests.families.small import Small, stir
 from train.config import TrainConfig
 from train.prepare import prepare
 from train.setup import build_trainer
-from train.takeover import acquire
+from train.start import acquire
 from train.trainer import Trainer
 
 

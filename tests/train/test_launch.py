@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import psutil
@@ -310,6 +312,12 @@ def test_two_hosts_train_stop_and_resume(ssh: Path, latents: Path, tmp_path: Pat
     compare(tmp_path / "run", tmp_path / "whole")
 
 
+def pid_of(process: ForkServerProcess) -> int:
+    """Return the id of a started process."""
+    assert process.pid is not None
+    return process.pid
+
+
 SAVES_SLOWLY = """
 import pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -327,58 +335,48 @@ time.sleep(600)
 """
 
 
-def start_launcher(folder: Path, num_processes: int, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+def start_launcher(folder: Path, num_processes: int, *arguments: str, **variables: str) -> ForkServerProcess:
     """Start a launcher in its own process group, as a shell does. Its standard error goes to `folder`/errors."""
-    with (folder / "errors").open("w") as errors:
-        return subprocess.Popen(
-            [*launcher(num_processes), *arguments],
-            env=environment(**variables),
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-        )
+    words = [*launcher(num_processes)[3:], *arguments]
+    errors, program = folder / "errors", "tests.ranks:launch"
+    (process,) = ranks.start(folder / "output", words, program=program, errors=errors, variables=variables)
+    return process
 
 
-def wait_until(folder: Path, pattern: str, count: int, process: subprocess.Popen[str]) -> None:
-    """Wait until `count` files match the pattern."""
+def wait_until(folder: Path, pattern: str, count: int, pid: int | None) -> None:
+    """Wait until `count` files match the pattern, while the process runs."""
     end = time.monotonic() + 120
     while len(list(folder.glob(pattern))) < count:
-        assert process.poll() is None and time.monotonic() < end, (folder / "errors").read_text()
+        assert psutil.pid_exists(pid or 0) and time.monotonic() < end, (folder / "errors").read_text()
         time.sleep(0.02)
 
 
-def signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """Send a signal to all processes of the group, as a terminal does on Ctrl-C."""
-    os.killpg(process.pid, number)
-
-
-def signal_launcher(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """Send a signal to the launcher only, as a scheduler may."""
-    process.send_signal(number)
+Send = Callable[[int, int], None]
+"""Sends a signal to all processes of a group, as a terminal does on Ctrl-C, or to the launcher only, as a scheduler
+may."""
 
 
 @pytest.mark.parametrize(
     ("send", "number"),
     [
-        (signal_group, signal.SIGINT),
-        (signal_launcher, signal.SIGINT),
-        (signal_launcher, signal.SIGTERM),
-        (signal_launcher, signal.SIGHUP),
+        (os.killpg, signal.SIGINT),
+        (os.kill, signal.SIGINT),
+        (os.kill, signal.SIGTERM),
+        (os.kill, signal.SIGHUP),
     ],
     ids=["Ctrl-C", "SIGINT", "SIGTERM", "SIGHUP"],
 )
 def test_a_single_process_saves_before_it_and_the_launcher_exit(
-    latents: Path, tmp_path: Path, send: Callable[[subprocess.Popen[str], signal.Signals], None], number: signal.Signals
+    latents: Path, tmp_path: Path, send: Send, number: signal.Signals
 ) -> None:
     fields = train_fields(latents, tmp_path / "run", max_steps=100_000, checkpoint={"every": 100_000})
     config = write_config(tmp_path, fields)
     process = start_launcher(tmp_path, 1, "-m", "train", "--config", str(config), "--num_processes", "1")
     while last_step(tmp_path / "run") < 2:
-        assert process.poll() is None, (tmp_path / "errors").read_text()
+        assert process.is_alive(), (tmp_path / "errors").read_text()
         time.sleep(0.02)
-    send(process, number)
-    assert process.wait(120) == 75
+    send(pid_of(process), number)
+    assert ranks.wait([process], 120) == [75]
     errors = " ".join((tmp_path / "errors").read_text().split())
     assert "Traceback" not in errors
     (folder,) = list_checkpoints(tmp_path / "run")
@@ -388,21 +386,21 @@ def test_a_single_process_saves_before_it_and_the_launcher_exit(
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.parametrize("send", [signal_group, signal_launcher])
-def test_a_second_ctrl_c_kills_the_processes(
-    tmp_path: Path, num_processes: int, send: Callable[[subprocess.Popen[str], signal.Signals], None]
-) -> None:
+@pytest.mark.parametrize("send", [os.killpg, os.kill])
+def test_a_second_ctrl_c_kills_the_processes(tmp_path: Path, num_processes: int, send: Send) -> None:
     """The processes ignore SIGTERM, which they receive after the first Ctrl-C."""
     (tmp_path / "slow.py").write_text(SAVES_SLOWLY)
     process = start_launcher(tmp_path, num_processes, str(tmp_path / "slow.py"), str(tmp_path))
-    wait_until(tmp_path, "ready-*", num_processes, process)
-    send(process, signal.SIGINT)
-    wait_until(tmp_path, "sigterm-*", num_processes, process)
+    wait_until(tmp_path, "ready-*", num_processes, process.pid)
+    send(pid_of(process), signal.SIGINT)
+    wait_until(tmp_path, "sigterm-*", num_processes, process.pid)
     trainers = psutil.Process(process.pid).children()
     assert len(trainers) == num_processes
-    send(process, signal.SIGINT)
-    assert process.wait(120) == 130
-    assert [trainer for trainer in trainers if trainer.is_running()] == []
+    send(pid_of(process), signal.SIGINT)
+    assert ranks.wait([process], 120) == [130]
+    for trainer in trainers:
+        with suppress(psutil.NoSuchProcess):
+            assert trainer.status() == psutil.STATUS_ZOMBIE  # dead, and not yet reaped by the system
     errors = " ".join((tmp_path / "errors").read_text().split())
     assert "Press Ctrl-C again to end it now" in errors and "Traceback" not in errors
     assert "Interrupted twice by Ctrl-C: the processes were killed," in errors
@@ -413,9 +411,9 @@ def test_processes_that_do_not_exit_in_time_are_killed(tmp_path: Path, num_proce
     (tmp_path / "slow.py").write_text(SAVES_SLOWLY)
     arguments = (str(tmp_path / "slow.py"), str(tmp_path))
     process = start_launcher(tmp_path, num_processes, *arguments, PET_SHUTDOWN_TIMEOUT="1")
-    wait_until(tmp_path, "ready-*", num_processes, process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 75
+    wait_until(tmp_path, "ready-*", num_processes, process.pid)
+    os.kill(pid_of(process), signal.SIGTERM)
+    assert ranks.wait([process], 120) == [75]
     errors = " ".join((tmp_path / "errors").read_text().split())
     assert len(list(tmp_path.glob("sigterm-*"))) == num_processes
     assert "did not exit within 1 s (PET_SHUTDOWN_TIMEOUT; with make: LEAVE) and was killed" in errors
@@ -428,22 +426,21 @@ def test_a_signal_before_the_first_step_saves_nothing(
 ) -> None:
     (tmp_path / "early.py").write_text(DEFAULT_HANDLERS)
     process = start_launcher(tmp_path, num_processes, str(tmp_path / "early.py"), str(tmp_path))
-    wait_until(tmp_path, "ready-*", num_processes, process)
-    signal_group(process, number)
-    assert process.wait(120) == code
+    wait_until(tmp_path, "ready-*", num_processes, process.pid)
+    os.killpg(pid_of(process), number)
+    assert ranks.wait([process], 120) == [code]
     errors = " ".join((tmp_path / "errors").read_text().split())
     assert f"received {number.name} before the first step, so this launch saved nothing. Run the same" in errors
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path, times: int) -> None:
-    """Through a local ssh: the first Ctrl-C makes the process save, the second kills it."""
+def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path) -> None:
+    """Through a local ssh, with the launchers and the process as Python starts them: the first Ctrl-C makes the process
+    save, the second kills it."""
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
     (tmp_path / "hosts").write_text("localhost\n")
-    saves = SAVES_SLOWLY if times == 2 else SAVES_SLOWLY.replace(".touch())", ".touch() or sys.exit(75))", 1)
-    (tmp_path / "script.py").write_text(saves)
+    (tmp_path / "script.py").write_text(SAVES_SLOWLY)
     arguments = ["--hosts", str(tmp_path / "hosts"), "1", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     with (tmp_path / "errors").open("w") as errors:
         process = subprocess.Popen(
@@ -451,24 +448,21 @@ def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path, times: int) -> N
             env=environment(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}"),
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            text=True,
             start_new_session=True,
         )
-    wait_until(tmp_path, "ready-*", 1, process)
-    signal_group(process, signal.SIGINT)
-    if times == 2:
-        wait_until(tmp_path, "sigterm-*", 1, process)
-        signal_group(process, signal.SIGINT)
-    assert process.wait(120) == (130 if times == 2 else 75)
+    for pattern in ("ready-*", "sigterm-*"):
+        wait_until(tmp_path, pattern, 1, process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(120) == 130
     printed = " ".join((tmp_path / "errors").read_text().split())
     assert "Traceback" not in printed and len(list(tmp_path.glob("sigterm-*"))) == 1
-    assert ("Interrupted twice" if times == 2 else "The launcher received SIGINT and the run saved") in printed
+    assert "Interrupted twice" in printed
 
 
 @pytest.mark.parametrize("code", [0, 3, 75])
 def test_the_launcher_returns_the_exit_code_of_a_single_process(tmp_path: Path, code: int) -> None:
     (tmp_path / "exit.py").write_text(f"import sys; sys.exit({code})")
-    assert start_launcher(tmp_path, 1, str(tmp_path / "exit.py")).wait(120) == code
+    assert ranks.wait([start_launcher(tmp_path, 1, str(tmp_path / "exit.py"))], 120) == [code]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Meta tensors have no values, so any operation that reads a value on the host raises an error.
 """
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from train.model.ema import Ema
 from train.model.inputs import Conditioning
 from train.model.network import build_network, compile_network
 from train.model.optimizer import Optimizer, build_optimizer
+from train.model.tensors import bytes_of
 from train.objective.config import ObjectiveConfig
 from train.objective.latents import StoredLatents
 from train.objective.loss import DiffusionLoss
@@ -323,10 +325,22 @@ def test_weights_are_cast_once_per_step(accelerator: Accelerator) -> None:
     assert all(a is not None and b is not None and a.equal(b) for a, b in zip(*gradients, strict=True))
 
 
-def test_each_latent_shape_compiles_one_graph(graphs: list[torch.fx.GraphModule], accelerator: Accelerator) -> None:
+@pytest.mark.usefixtures("accelerator")
+def test_a_placed_network_uses_attention_kernels_that_are_safe_for_training() -> None:
+    torch.backends.cuda.enable_flash_sdp(True)
+    place_network(nn.Linear(2, 2), torch.device("cpu"))
+    assert not torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_each_latent_shape_compiles_one_graph(
+    graphs: list[torch.fx.GraphModule], accelerator: Accelerator, tmp_path: Path
+) -> None:
     """All microbatches of a step share a graph, including the smaller last one, and validation with other batch sizes
     uses it, too. A second latent shape compiles a second graph. Captions are trimmed."""
-    unet = build_network(UNET, 0)
+    level = {"block_out_channels": [16], "down_block_types": ["CrossAttnDownBlock2D"]}
+    level |= {"up_block_types": ["CrossAttnUpBlock2D"]}  # only one, because tracing takes seconds per level
+    (tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | level))
+    unet = build_network(tmp_path / "unet.json", 0)
     compile_network(unet, num_shapes=2)
     model = accelerator.prepare_model(unet, device_placement=False)
     width, tokens, cpu = unet.config.cross_attention_dim, 5, torch.device("cpu")
@@ -340,12 +354,18 @@ def test_each_latent_shape_compiles_one_graph(graphs: list[torch.fx.GraphModule]
         assert len(graphs) == number and not counters["graph_break"]
 
 
-def test_ddp_splits_stable_diffusion_2_into_at_most_eight_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo splits the graph wherever a gradient bucket is full. With DDP's default bucket size of 25 MB, there would
-    be 71 subgraphs."""
+def test_ddp_has_few_large_buckets() -> None:
+    """Dynamo splits the graph wherever a gradient bucket is full, so SD2 has at most eight subgraphs. With DDP's
+    default bucket size of 25 MB, there would be 71."""
     handler = DdpConfig().handler().to_kwargs()
     assert handler["gradient_as_bucket_view"] and 250 <= handler["bucket_cap_mb"] <= 500
-    splitter = DDPOptimizer(handler["bucket_cap_mb"] * 2**20, lambda graph, inputs: graph.forward)
+    unet = build_network(Path("configs/unet/sd2-base.json"), None)
+    assert 4 < bytes_of(dict(unet.named_parameters())) / (handler["bucket_cap_mb"] * 2**20) <= 7
+
+
+@pytest.mark.slow
+def test_ddp_splits_stable_diffusion_2_into_at_most_eight_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    splitter = DDPOptimizer(DdpConfig().bucket_mb * 2**20, lambda graph, inputs: graph.forward)
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=splitter.compile_fn))
     unet = build_network(Path("configs/unet/sd2-base.json"), None)
     compile_network(unet, num_shapes=1)

@@ -182,6 +182,12 @@ def explain_lost_processes(heartbeat: HeartbeatReporter) -> Iterator[None]:
         ) from error
 
 
+def print_once(accelerator: Accelerator, message: str) -> None:
+    """Print on the run's main process only. `Accelerator.print` prints on every machine."""
+    if accelerator.is_main_process:
+        print(message, flush=True)
+
+
 def set_collective_timeout(heartbeat: HeartbeatReporter, timeout: float) -> None:
     """Set the seconds after which a collective fails if a process has not joined it."""
     heartbeat.timeout = timeout

@@ -108,6 +108,7 @@ def test_pictures_that_kill_their_worker_on_ray(tmp_path: Path, monkeypatch: pyt
 def test_relative_and_absolute_paths_name_the_same_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert ReferenceConfig(pictures="tars") == ReferenceConfig(pictures=str(tmp_path / "tars"))
+    assert ReferenceConfig(pictures="../tars") == ReferenceConfig(pictures=str(tmp_path.parent / "tars"))
     assert ReferenceConfig(pictures="s3://bucket/tars").pictures == "s3://bucket/tars"
 
 

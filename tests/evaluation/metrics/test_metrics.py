@@ -215,6 +215,13 @@ def test_intervals_of_distances_are_not_negative(value: float) -> None:
     assert found.high >= zero.high
 
 
+def test_the_interval_of_a_bounded_mean_stays_within_its_bounds() -> None:
+    features, texts = np.eye(4, 8), np.vstack([np.eye(3, 8, 5), np.eye(1, 8, 3)])  # one image fits its prompt
+    inputs = MetricInputs(features, np.arange(4), None, texts)
+    found = clip_score(inputs)
+    assert found.value == pytest.approx(25) and found.low == 0 and found.high <= 100
+
+
 def test_mean_interval_matches_the_textbook_over_prompts() -> None:
     values = np.array([1.0, 2.0, 4.0, 9.0])
     found = mean_interval(values, np.arange(4), "")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from precompute.select.hosts import is_listed
 from precompute.select.job import select
-from precompute.select.opt_out import OptOuts, parse_entry
 from shards.base.errors import RequestError
+from shards.base.opt_outs import OptOuts, parse_entry
 from shards.base.urls import comparable_host, comparable_url, comparable_urls
 from tests.precompute.select import laion
 

@@ -144,18 +144,22 @@ def test_who_ends_well_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "goes"),
+    ("machine", "owner", "goes"),
     [
-        ({"boot": "other", "host": "elsewhere"}, False),
-        ({"boot": "other", "machine": "another"}, False),  # two machines called localhost
-        ({"boot": "other"}, True),  # this machine, before it was restarted
-        ({"host": "a-container-of-this-machine"}, True),
+        ("m1", {"boot": "other", "host": "elsewhere"}, False),
+        ("m1", {"boot": "other", "machine": "another"}, False),  # two machines called localhost
+        ("m1", {"boot": "other"}, True),  # this machine, before it was restarted
+        ("m1", {"host": "a-container-of-this-machine"}, True),
+        ("", {"boot": "other"}, False),  # two containers called localhost, without a machine-id
+        ("", {}, True),
     ],
 )
 def test_a_machine_cleans_up_only_after_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: dict[str, str], goes: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, owner: dict[str, str], goes: bool
 ) -> None:
     """Test a shared root whose locks are visible on one machine only, so every lock appears to be free."""
+    ours = {"host": "localhost", "machine": machine, "boot": "b1"}
+    monkeypatch.setattr("shards.base.scratch._this_machine", lambda: ours)
     store = LocalStore(tmp_path)
     with attempt_folder(store, "00000") as attempt:
         written = json.loads((attempt / OWNER).read_text())

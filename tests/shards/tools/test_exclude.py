@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -93,6 +94,22 @@ def test_a_url_matches_however_it_is_spelled(root: Path, capsys: pytest.CaptureF
     assert keys(root) == everything - {one, two}
 
 
+@pytest.mark.parametrize(
+    "entry",
+    ["example.org", "EXAMPLE.org.", "*.example.org", "example.org:8080", "//example.org/", "http://example.org"],
+)
+def test_a_host_excludes_all_its_samples_as_in_an_opt_out_list(root: Path, entry: str) -> None:
+    everything = len(keys(root))
+    shards(["exclude", str(root), "--urls", entry, "elsewhere.org"])
+    with pytest.raises(RequestError, match=rf"0 remain \(failed, by rule: excluded {everything}\)"):
+        keys(root)
+
+
+def test_another_scheme_is_matched_as_it_is_written() -> None:
+    rows = pa.table({"url": ["s3://mill/A.jpg", "s3://mill/a.jpg", None, "http://mill.org/a.jpg"]})
+    assert make_exclusion("url", ["s3://mill/A.jpg", "mill.org"]).hits(rows).tolist() == [True, False, False, True]
+
+
 def test_a_sample_on_two_lists_counts_once_and_the_error_blames_no_filter(root: Path) -> None:
     everything = sorted(keys(root))
     shards(["exclude", str(root), "--keys", *everything])
@@ -158,6 +175,8 @@ def test_a_run_under_way_keeps_its_samples_and_the_next_one_leaves_them_out(tmp_
     [
         (["--keys"], "No values to exclude were given"),
         (["--hashes", "abc"], "'abc' is not a SHA-256 (64 hex digits)"),
+        (["--urls", "nonsense"], "name neither a URL nor a host:   'nonsense': 'nonsense' is a single label"),
+        (["--urls", "a b", "me@example.org"], "name neither a URL nor a host:   'a b': contains ' '"),
         (["--urls", "--file", "nowhere.txt"], "--file nowhere.txt cannot be read"),
     ],
 )

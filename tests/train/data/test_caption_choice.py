@@ -13,7 +13,6 @@ from shards.open import open_store
 from shards.root.reading import read_part, text_latents
 from tests.conftest import encode_all, precompute_config
 from tests.roots import part_of
-from tests.runs import run_module, train_fields, write_config
 from tests.tiny import TEXT_LENGTH, make_samples, make_tar
 from train.data.batch import Batch, Collate
 from train.data.draws import Draws, Purpose
@@ -22,7 +21,6 @@ from train.data.spec import DataConfig, StreamConfig, column_lengths
 from train.data.streams import open_data
 from train.objective.config import ValidationConfig
 from train.objective.validation import open_validation
-from train.run.reporting.json_lines import read_json_lines
 
 FIELDS = ["txt", "json:blip", "json:human"]
 
@@ -104,22 +102,6 @@ def test_a_batch_must_choose_captions_before_it_is_split() -> None:
     batch = Batch(["0"], torch.zeros(1), {"image_latents": torch.zeros(1)}, torch.tensor([2]))
     with pytest.raises(AssertionError):
         batch.take(slice(0, 1))
-
-
-def curve(folder: Path, fields: dict[str, Any], num_processes: int = 1) -> tuple[list[float], list[list[str]]]:
-    words = ("--config", str(write_config(folder, fields)), "--num_processes", str(num_processes))
-    result = run_module("train", *words, num_processes=num_processes)
-    assert result.returncode == 0, result.stderr
-    run_dir = Path(fields["run_dir"])
-    losses = [row["loss"] for row in read_json_lines(run_dir / "metrics.jsonl")]
-    return losses, [row["keys"] for row in read_json_lines(run_dir / "samples.jsonl")]
-
-
-def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(several: dict[str, Path], tmp_path: Path) -> None:
-    losses, keys = curve(tmp_path, train_fields(several["float8+trim"], tmp_path / "one", max_steps=3))
-    fields = train_fields(several["float8+trim"], tmp_path / "ranks", max_steps=3, microbatch_size=3)
-    ranks = curve(tmp_path, fields, num_processes=2)
-    assert ranks[1] == keys and ranks[0] == pytest.approx(losses, rel=1e-5)
 
 
 def test_roots_with_one_and_with_several_captions_can_be_mixed(several: dict[str, Path]) -> None:

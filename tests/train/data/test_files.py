@@ -3,8 +3,8 @@
 import hashlib
 import os
 import shutil
-import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,25 @@ import torch
 from bench.kit.roots import make_root
 from shards.base.errors import RequestError, WorkError
 from shards.format.mds import parse_index
+from tests import ranks
 from tests.forks import fork, wait_for
 from tests.roots import part_of
-from tests.runs import PYTHON, environment
 from tests.train.global_batches import keys_per_step
 from train.config import DataConfig
 from train.data.cache import Cache
+from train.data.files import SampleReader
 from train.data.loader import Loader, make_files
 from train.data.streams import open_data
 
 pytestmark = pytest.mark.heavy
 
 PARTS = [13, 29, 17, 23, 19, 11]
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry downloads at once."""
+    monkeypatch.setattr("train.data.files.DOWNLOAD_PAUSES", (0.01, 0.01))
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +181,7 @@ def test_a_copy_that_is_being_verified_is_not_evicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failures", [2, 3])
-def test_downloads_are_retried(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
-    monkeypatch.setattr("train.data.files.DOWNLOAD_PAUSES", (0.01, 0.01))
+def test_downloads_are_retried(root: Path, tmp_path: Path, failures: int) -> None:
     config = data_config(root, cache=str(tmp_path / "cache"))
     (bucket,) = make_files(config, open_data(config, 8)).buckets
     get, asked = bucket.store.get, []
@@ -281,57 +287,35 @@ def test_leftovers_of_a_killed_process_count_until_they_are_evicted(root: Path, 
     assert bucket.cache.usage() <= limit and not list((tmp_path / "cache").rglob("*.partial"))
 
 
-STALL = """
-import sys, time, torch
-from train.config import DataConfig
-from train.data.loader import Loader
-from train.data.streams import open_data
-from train.data.files import SampleReader
-from shards.base.errors import exit_code_of
+def stall(arguments: list[str]) -> None:
+    """Load batches of a config, and stall with the first batch or with a later one."""
+    sample, is_stalled = SampleReader.sample, arguments[1] == "first"
 
-sample = SampleReader.sample
-def stall(self, file, row):
-    if stalled:
-        time.sleep(3600)
-    return sample(self, file, row)
-SampleReader.sample = stall
-stalled = False
+    def stalling(self: SampleReader, file: int, row: int) -> dict[str, Any]:
+        if is_stalled:
+            time.sleep(3600)
+        return sample(self, file, row)
 
-def run():
-    global stalled
-    config = DataConfig.model_validate_json(sys.argv[1])
-    spec = open_data(config, 8)
-    batches = iter(Loader(config, spec, 8, 0, 0, torch.arange(8)))
-    if sys.argv[2] == "first":
-        stalled = True
-    else:
+    SampleReader.sample = stalling  # type: ignore[method-assign]
+    config = DataConfig.model_validate_json(arguments[0])
+    batches = iter(Loader(config, open_data(config, 8), 8, 0, 0, torch.arange(8)))
+    if not is_stalled:
         next(batches)
         time.sleep(2 * config.timeout)  # a slow training step is not a stall
         next(batches)
-        stalled = True
-    print("stalls now", flush=True)
+        is_stalled = True
     next(batches)
-sys.exit(exit_code_of(run))
-"""
 
 
 @pytest.mark.parametrize(("num_workers", "which"), [(0, "first"), (0, "later"), (1, "first")])
 def test_a_stalled_loader_ends_the_run_in_time(root: Path, num_workers: int, which: str) -> None:
-    seconds = {"first": (3.0, 600.0), "later": (600.0, 3.0)}[which]
+    seconds = {"first": (2.0, 600.0), "later": (600.0, 2.0)}[which]
     config = data_config(root, num_workers=num_workers, first_timeout=seconds[0], timeout=seconds[1])
-    process = subprocess.Popen(
-        [*PYTHON, "-c", STALL, config.model_dump_json(), which],
-        env=environment(PYTHONPATH=os.getcwd()),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "stalls now\n"
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    text = error.replace("\n", " ")
-    assert "No batch arrived within 3 s." in text if num_workers == 0 else "timed out after 3.0 seconds" in text
-    assert "none was found damaged: the storage may have stalled" in text
+    program = "tests.train.data.test_files:stall"
+    code, _, error = ranks.run_command(program, [config.model_dump_json(), which], seconds=60)
+    text = " ".join(error.split())
+    assert code == 1 and "none was found damaged: the storage may have stalled" in text
+    assert "No batch arrived within 2 s." in text if num_workers == 0 else "timed out after 2.0 seconds" in text
 
 
 @pytest.mark.parametrize(("world", "ranks_per_node"), [(2, 2), (2, 1), (4, 4), (4, 2), (4, 1)])

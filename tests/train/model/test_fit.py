@@ -70,6 +70,18 @@ def test_a_validation_root_of_another_encoding(root: Path, tmp_path: Path, capsy
     assert f"The validation root {other} is encoded differently from the training data: image.scale: [0.5," in message
 
 
+DEEPER = {
+    "block_out_channels": [8, 8, 8, 8],
+    "down_block_types": ["DownBlock2D"] * 4,
+    "up_block_types": ["UpBlock2D"] * 4,
+}
+TEXT_TIME = {
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 64,
+}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -78,32 +90,22 @@ def test_a_validation_root_of_another_encoding(root: Path, tmp_path: Path, capsy
         ({"cross_attention_dim": [16, 32]}, "it attends to states of width [16, 32], but the text latents have 16"),
         ({"num_class_embeds": 10}, "with num_class_embeds 10, it requires inputs that this trainer does not provide"),
         ({"class_embed_type": "timestep"}, "with class_embed_type timestep, it requires inputs"),
-        (
-            {
-                "addition_embed_type": "text_time",
-                "addition_time_embed_dim": 8,
-                "projection_class_embeddings_input_dim": 64,
-            },
-            "with addition_embed_type text_time, it requires the input added_cond_kwargs",
-        ),
+        (TEXT_TIME, "with addition_embed_type text_time, it requires the input added_cond_kwargs"),
+        # a side of 12 can be halved to 6 and 3, but not a third time
+        (DEEPER, "it halves both sides 3 times, but the latents of 64x96 are (12, 8)"),
     ],
 )
 def test_a_unet_that_does_not_fit_the_latents(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
 ) -> None:
     (unet := tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | change))
-    message = refusal(tmp_path, train_fields(root, tmp_path / "run", backbone={"config": str(unet)}), capsys)
-    assert (
-        words in message
-        and "Set `backbone.config` to a network that fits them, or train on a different root" in message
-    )
+    backbone, data = {"config": str(unet)}, {"streams": [{"root": str(root), "bucket": "64x96"}]}
+    message = refusal(tmp_path, train_fields(root, tmp_path / "run", backbone=backbone, data=data), capsys)
+    assert words in message and "Set `backbone.config` to a network that fits them, or train on a different" in message
 
 
-@pytest.mark.parametrize("content", ["[1]", '"runwayml/stable-diffusion-v1-5"', "3"])
-def test_a_unet_config_that_is_no_object(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
-) -> None:
-    (unet := tmp_path / "unet.json").write_text(content)
+def test_a_unet_config_that_is_no_object(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (unet := tmp_path / "unet.json").write_text('"runwayml/stable-diffusion-v1-5"')
     message = refusal(tmp_path, train_fields(root, tmp_path / "run", backbone={"config": str(unet)}), capsys)
     assert f"The network config {unet} is not a JSON object" in message
 
@@ -136,33 +138,21 @@ def test_numbers_that_nothing_can_be_trained_with(
     assert f"{section}.{name}" in message
 
 
-def test_processes_that_the_nodes_do_not_share_evenly(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("LOCAL_WORLD_SIZE", "8", "1 processes are not spread evenly over the nodes"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set"),
+    ],
+)
+def test_variables_of_an_unsupported_launch(
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    words: str,
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    config = write_config(tmp_path, train_fields(root, tmp_path / "run"))
-    assert exit_code_of(lambda: run(["check", "--config", str(config)])) == 2
-    assert "1 processes are not spread evenly over the nodes" in capsys.readouterr().err.replace("\n", " ")
-
-
-def test_accelerate_is_not_told_to_scale_gradients_by_the_environment(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    message = refusal(tmp_path, train_fields(root, tmp_path / "run"), capsys)
-    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in message
-
-
-def test_a_bucket_that_the_unet_cannot_halve(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A side of 12 can be halved to 6 and 3, but not a third time."""
-    fields = json.loads(UNET.read_text())
-    deeper = {
-        "block_out_channels": [8, 8, 8, 8],
-        "down_block_types": ["DownBlock2D"] * 4,
-        "up_block_types": ["UpBlock2D"] * 4,
-    }
-    (unet := tmp_path / "unet.json").write_text(json.dumps(fields | deeper))
-    streams = [{"root": str(root), "bucket": "64x96"}]
-    backbone, data = {"config": str(unet)}, {"streams": streams}
-    message = refusal(tmp_path, train_fields(root, tmp_path / "run", backbone=backbone, data=data), capsys)
-    assert "it halves both sides 3 times, but the latents of 64x96 are (12, 8)" in message
+    monkeypatch.setenv(name, value)
+    assert words in refusal(tmp_path, train_fields(root, tmp_path / "run"), capsys)

@@ -9,7 +9,7 @@ import pytest
 from tests import ranks
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_buckets_travel_one_after_the_other_while_the_backward_pass_goes_on(num_processes: int, tmp_path: Path) -> None:
     program = "tests.train.model.overlap_ranks:record"
     processes = ranks.start(tmp_path / "log", [str(tmp_path)], num_processes, program=program)

@@ -17,8 +17,7 @@ from train.data.draws import Draws, Purpose
 from train.export.pipeline import sampler
 from train.objective.config import ObjectiveConfig, ShiftConfig, ValidationConfig
 from train.objective.loss import DiffusionLoss
-from train.objective.paths import noise_path
-from train.objective.times import cosmap, mode, shifted
+from train.objective.paths import cosmap, mode, noise_path, shifted
 from train.objective.validation import PLACES
 
 DRAWN = Draws(3, 1, torch.arange(20_000))
@@ -200,6 +199,11 @@ def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"zero_terminal_snr": True}, "use v_prediction"),
+        *(
+            ({"prediction": "flow_matching", name: value}, f"{name} does not apply to prediction flow_matching")
+            for name, value in (("min_snr_gamma", 5.0), ("zero_terminal_snr", True), ("offset_noise", 0.1))
+        ),
         ({"timestep_sampling": "cosmap"}, "timestep_sampling cosmap applies to prediction flow_matching only"),
         ({"weighting": "cosmap"}, "weighting cosmap applies to prediction flow_matching only"),
         ({"shift": {"factor": 3}}, "shift.kind constant applies to prediction flow_matching only"),

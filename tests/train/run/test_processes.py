@@ -3,12 +3,12 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
 from io import StringIO
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,8 @@ import torch
 
 from shards.base.errors import Preempted, WorkError
 from tests import ranks
-from tests.runs import curve, environment, launcher, rank_processes, train_fields, write_config
-from train.run.checkpoints.config import CheckpointConfig
+from tests.runs import curve, launcher, train_fields, write_config
+from train.run.checkpoints.retention import CheckpointConfig
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.lease.owner import Pace
 from train.run.preflight import LAUNCHER
@@ -42,10 +42,10 @@ def num_lines(run_dir: Path) -> int:
     return len(read_json_lines(run_dir / "metrics.jsonl"))
 
 
-def wait_for_lines(run_dir: Path, count: int, process: Any) -> None:
+def wait_for_lines(run_dir: Path, count: int, process: ForkServerProcess) -> None:
     """Wait until metrics.jsonl has `count` lines. Fail if the process ends first."""
     while num_lines(run_dir) < count:
-        assert process.poll() is None if isinstance(process, subprocess.Popen) else process.is_alive()
+        assert process.is_alive()
         time.sleep(0.01)
 
 
@@ -88,22 +88,21 @@ def test_a_lost_process_ends_the_run_with_an_error_that_names_it(
 def test_a_killed_rank_is_restarted_and_ranks_die_with_the_launcher(latents: Path, tmp_path: Path) -> None:
     """The launcher restarts the job after a rank was killed. When the launcher is killed, the ranks die too, although
     each has its own session. The next launch resumes, and the loss curve equals that of an undisturbed run."""
-    fields = train_fields(latents, tmp_path / "whole", max_steps=60, checkpoint={"every": 5}, collective_timeout=120.0)
+    fields = train_fields(latents, tmp_path / "whole", max_steps=30, checkpoint={"every": 5}, collective_timeout=120.0)
     ranks.run(tmp_path / "whole.log", ["--config", str(write_config(tmp_path, fields))], 2)
     config = write_config(tmp_path, fields | {"run_dir": str(tmp_path / "run")})
     ddp = ("--config_file", "configs/accelerate/ddp.yaml", "--num_processes", "2", "--main_process_port", "0")
-    command = [*launcher(1)[:3], *ddp, "--max_restarts", "3", "-m", "train", "--config", str(config)]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+    words = [*ddp, "--max_restarts", "3", "-m", "train", "--config", str(config)]
+    (process,) = ranks.start(tmp_path / "log", words, program="tests.ranks:launch")
     wait_for_lines(tmp_path / "run", 7, process)
-    rank_processes(process.pid)[1].kill()
+    psutil.Process(process.pid).children()[1].kill()
     while "resuming" not in (tmp_path / "log").read_text():
-        assert process.poll() is None, (tmp_path / "log").read_text()
+        assert process.is_alive(), (tmp_path / "log").read_text()
         time.sleep(0.01)
-    orphans = rank_processes(process.pid)
+    orphans = psutil.Process(process.pid).children()
     assert len(orphans) == 2
     process.kill()
-    process.wait()
+    process.join()
     killed = time.monotonic()
     _, left = psutil.wait_procs(orphans, timeout=5)
     print(f"launcher killed: {len(orphans) - len(left)} of 2 ranks gone after {time.monotonic() - killed:.1f} s")
@@ -118,17 +117,17 @@ def test_a_killed_rank_is_restarted_and_ranks_die_with_the_launcher(latents: Pat
 def test_signals_to_the_launcher_alone_reach_its_processes(latents: Path, tmp_path: Path) -> None:
     """On SIGUSR2 the run saves and continues; on SIGUSR1 it saves and exits."""
     fields = train_fields(latents, tmp_path / "run", max_steps=100_000, checkpoint={"every": 100_000})
-    command = [*launcher(2), "-m", "train", "--config", str(write_config(tmp_path, fields))]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+    words = [*launcher(2)[3:], "-m", "train", "--config", str(write_config(tmp_path, fields))]
+    (process,) = ranks.start(tmp_path / "log", words, program="tests.ranks:launch")
     wait_for_lines(tmp_path / "run", 2, process)
-    process.send_signal(signal.SIGUSR2)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGUSR2)
     while not (saved := list((tmp_path / "run" / "checkpoints").glob("step-*"))):
-        assert process.poll() is None, (tmp_path / "log").read_text()
+        assert process.is_alive(), (tmp_path / "log").read_text()
         time.sleep(0.01)
     wait_for_lines(tmp_path / "run", int(saved[0].name[5:]) + 10, process)
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(300) == 75
+    os.kill(process.pid, signal.SIGUSR1)
+    assert ranks.wait([process], 300) == [75]
     assert "received a stop signal and saved after step" in " ".join((tmp_path / "log").read_text().split())
     assert (tmp_path / "log").read_text().count("SIGUSR2 received: writing a checkpoint") == 1
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 2
@@ -289,7 +288,7 @@ def test_a_signalled_run_saves_within_the_grace_period_or_has_warned(
     """The signal arrives at any second of three steps, with saves of various durations. The grace period is 60 s."""
     warned_saves, num_runs, num_warned, longest = set(), 0, 0, 0.0
     for save_seconds in (1, 13, 25, 26, 27, 28, 40):
-        for signalled_at in range(100, 200, 7):
+        for signalled_at in range(100, 200, 11):
             run = simulated(float(save_seconds), asynchronous, float(signalled_at))
             last = run.written[run.state.step]
             assert last == max(run.written.values()) == run.clock

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,35 @@ def whole(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(latents, folder, folder / "run", max_steps=STEPS)
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the objects and the local files of the run that `four_steps` copies."""
+    return tmp_path_factory.mktemp("template")
+
+
+@pytest.fixture
+def four_steps(s3: str, template: Path, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Address of a run of four steps, which this machine trained."""
+    empty_machine(tmp_path, monkeypatch)
+    address, objects = f"{s3}/run", template / "objects"
+    store = open_store(address)
+    if not objects.exists():
+        train(latents, tmp_path, address, max_steps=4)
+        for name in store.files():
+            (objects / name).parent.mkdir(parents=True, exist_ok=True)
+            store.get(name, objects / name)
+        shutil.copytree(work_folder(address), template / "local")
+    else:
+        store.put({path.relative_to(objects).as_posix(): path for path in objects.rglob("*") if path.is_file()})
+        shutil.copytree(template / "local", work_folder(address))
+    return address
+
+
+def remove_last_state(store: Store) -> None:
+    """Remove the state.json of step 4, as if the launch had been killed before it uploaded it."""
+    store.remove([f"checkpoints/{name}" for name in store.files("checkpoints") if "4.0001/state.json" in name])
+
+
 def test_a_run_resumes_bit_exactly_on_an_empty_machine(
     s3: str,
     whole: Path,
@@ -82,13 +112,13 @@ def test_a_run_resumes_bit_exactly_on_an_empty_machine(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for max_steps in (3, 5, STEPS):
+    for max_steps in (3, STEPS):
         empty_machine(tmp_path, monkeypatch)
         work = train(latents, tmp_path, f"{s3}/run", max_steps=max_steps)
         assert curve(work) == tuple(values[:max_steps] for values in curve(whole))
-    assert f"resuming {s3}/run after step 5 (run, step-00000005)" in capsys.readouterr().out
+    assert f"resuming {s3}/run after step 3 (run, step-00000003)" in capsys.readouterr().out
     store, last = open_store(f"{s3}/run"), list_checkpoints(whole)[-1]
-    assert sorted(find_checkpoints(store)) == ["step-00000005", "step-00000006"]
+    assert sorted(find_checkpoints(store)) == ["step-00000004", "step-00000006"]
     copy = fetch(store, tmp_path / "copy", last.name)
     assert copy.content["files"] == verify_checkpoint(last).content["files"]
     # the files that users and `evaluation` read
@@ -101,13 +131,10 @@ def test_a_run_resumes_bit_exactly_on_an_empty_machine(
 
 
 def test_a_launch_resumes_from_an_orphan_and_uploads_it(
-    s3: str, whole: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    four_steps: str, whole: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    address = f"{s3}/ahead"
-    train(latents, tmp_path, address, max_steps=4)
-    store = open_store(address)
-    # as if the launch had been killed before it uploaded state.json
-    store.remove([f"checkpoints/{name}" for name in store.files("checkpoints") if "4.0001/state.json" in name])
+    address, store = four_steps, open_store(four_steps)
+    remove_last_state(store)
     work = train(latents, tmp_path, address, max_steps=STEPS)
     said = capsys.readouterr().out
     assert "step-00000004 is complete on this machine, but was not uploaded to s3" in said
@@ -118,18 +145,16 @@ def test_a_launch_resumes_from_an_orphan_and_uploads_it(
 
 @pytest.mark.parametrize("machine", ["empty", "with damaged copies", "ahead"])
 def test_check_names_the_step_and_changes_nothing(
-    s3: str,
+    four_steps: str,
     latents: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     machine: str,
 ) -> None:
-    address = f"{s3}/checked"
-    empty_machine(tmp_path, monkeypatch)
-    work, store = train(latents, tmp_path, address, max_steps=4), open_store(address)
+    address, work, store = four_steps, local_run(four_steps), open_store(four_steps)
     if machine == "ahead":
-        store.remove([f"checkpoints/{name}" for name in store.files("checkpoints") if "4.0001/state.json" in name])
+        remove_last_state(store)
     elif machine == "with damaged copies":
         for name in ("step-00000004", "step-00000009", "step-00000004.abc"):
             (work / "checkpoints" / name).mkdir(exist_ok=True)
@@ -143,7 +168,7 @@ def test_check_names_the_step_and_changes_nothing(
     capsys.readouterr()
     command(["check", "--config", str(config)])
     output = capsys.readouterr().out
-    assert f"{address} would resume after step 4 (checked, step-00000004).\n" in output
+    assert f"{address} would resume after step 4 (run, step-00000004).\n" in output
     assert ("is complete on this machine" in output) == (machine == "ahead")
     assert (content_of(copies), content_at(store)) == (before, stored)
     assert copies.exists() == (machine != "empty")
@@ -155,24 +180,17 @@ def test_check_names_the_step_and_changes_nothing(
     command(["check", "--config", str(write_config(tmp_path, fields))])
     output = capsys.readouterr().out
     expected = 2 if machine == "ahead" else 4  # only the run itself resumes from what was not uploaded
-    assert f"{tmp_path}/next would start from checked after step {expected} (" in output
+    assert f"{tmp_path}/next would start from run after step {expected} (" in output
     assert (content_of(copies), content_at(store)) == (before, stored) and not (tmp_path / "next").exists()
 
 
 def test_a_refused_launch_changes_nothing(
-    s3: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    four_steps: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A different machine acquires the run just before this launch would, or sends heartbeats when this one looks."""
-    address = f"{s3}/refused"
-    empty_machine(tmp_path, monkeypatch)
-    machine = tempfile.gettempdir()
-    work, store = train(latents, tmp_path, address, max_steps=2), open_store(address)
-    empty_machine(tmp_path, monkeypatch)
-    train(latents, tmp_path, address, max_steps=4)
-    monkeypatch.setattr(tempfile, "tempdir", machine)
-    copies = work_folder(address)
+    address, store, copies = four_steps, open_store(four_steps), work_folder(four_steps)
     before = content_of(copies)
-    assert (work / "checkpoints" / "step-00000002" / "state.json").is_file()
+    assert (step_folder(local_run(address), 4) / "state.json").is_file()
     config = write_config(tmp_path, train_fields(latents, address, max_steps=STEPS))
     monkeypatch.setattr("train.run.lease.owner.machine", lambda: None)
     holders, stopped, acquire = list[Lease](), threading.Event(), Lease.acquire
@@ -191,11 +209,11 @@ def test_a_refused_launch_changes_nothing(
     try:
         with monkeypatch.context() as patches:
             patches.setattr(Lease, "acquire", acquired_meanwhile)
-            with pytest.raises(RequestError, match=r"refused/? is in use: launch 3"):
+            with pytest.raises(RequestError, match=r"run/? is in use: launch 2"):
                 command(["--config", str(config)])
         assert content_of(copies) == before
-        stored = set(store.files()) | {"launches/0003.sign"}
-        with pytest.raises(RequestError, match=r"refused/? is in use: launch 3"):
+        stored = set(store.files()) | {"launches/0002.sign"}
+        with pytest.raises(RequestError, match=r"run/? is in use: launch 2"):
             command(["--config", str(config)])
     finally:
         stopped.set()
@@ -205,14 +223,13 @@ def test_a_refused_launch_changes_nothing(
 
 @pytest.mark.parametrize("machine", ["empty", "its own", "ahead", "damaged"])
 def test_every_file_of_a_downloaded_checkpoint_is_hashed_once(
-    s3: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str
+    four_steps: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str
 ) -> None:
-    address = f"{s3}/hashed"
-    work, store = train(latents, tmp_path, address, max_steps=4), open_store(address)
+    address, work, store = four_steps, local_run(four_steps), open_store(four_steps)
     content = verify_checkpoint(step_folder(work, 4)).content
     files = [*content["files"], *content["lines"]]
     if machine == "ahead":
-        store.remove([f"checkpoints/{name}" for name in store.files("checkpoints") if "4.0001/state.json" in name])
+        remove_last_state(store)
     elif machine == "damaged":
         (step_folder(work, 4) / min(files)).write_bytes(b"flipped")
     elif machine == "empty":
@@ -244,21 +261,26 @@ def test_every_file_of_a_downloaded_checkpoint_is_hashed_once(
             assert hashed_by(["export", address, "--output", str(tmp_path / "pipeline"), *more], 5) == sorted(files)
 
 
-@pytest.fixture
-def failing_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Start an S3 server with a bucket `mill` behind a failing proxy, and return the proxy's address."""
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[str]:
+    """Start an S3 server behind a failing proxy, and return the proxy's address."""
     with subprocess.Popen([sys.executable, "-m", "tests.faults.proxy"], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        address = next(line.strip() for line in server.stdout if line.startswith("http"))
-        keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
-        for name, value in {"AWS_ENDPOINT_URL": address, **dict.fromkeys(keys, "us-east-1")}.items():
-            monkeypatch.setenv(name, value)
-        clients = fsspec.get_filesystem_class("s3")
-        clients.clear_instance_cache()
-        clients().makedirs("mill")
-        yield address
-        clients.clear_instance_cache()
+        yield next(line.strip() for line in server.stdout if line.startswith("http"))
         server.kill()
+
+
+@pytest.fixture
+def failing_s3(proxy: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Use that server, with a bucket `mill`, and return the proxy's address."""
+    keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+    for name, value in {"AWS_ENDPOINT_URL": proxy, **dict.fromkeys(keys, "us-east-1")}.items():
+        monkeypatch.setenv(name, value)
+    clients = fsspec.get_filesystem_class("s3")
+    clients.clear_instance_cache()
+    clients().makedirs("mill", exist_ok=True)
+    yield proxy
+    clients.clear_instance_cache()
 
 
 def elsewhere(arguments: list[str]) -> None:
@@ -268,12 +290,18 @@ def elsewhere(arguments: list[str]) -> None:
     command(arguments[1:])
 
 
-def on_an_empty_machine(folder: Path, config: Path, server: str = "", at: int = 0, fault: str = "", **more: Any) -> int:
+def start_elsewhere(
+    log: Path, config: Path, num_processes: int = 1, num_nodes: int = 1, **variables: str
+) -> list[ForkServerProcess]:
+    """Train in other processes, with the variables of the S3 server and `variables`."""
+    variables |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    words, program = [json.dumps(variables), "--config", str(config)], f"{__name__}:elsewhere"
+    return ranks.start(log, words, num_processes, num_nodes, program=program)
+
+
+def on_an_empty_machine(folder: Path, config: Path, server: str = "", at: int = 0, fault: str = "") -> int:
     """Train in a process with an empty temporary folder, fail one of its requests, and return its exit code."""
-    variables = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
-    variables |= {"TMPDIR": tempfile.mkdtemp(dir=folder)}
-    program = "tests.train.run.test_remote_run:elsewhere"
-    (process,) = ranks.start(folder / "log", [json.dumps(variables), "--config", str(config)], program=program, **more)
+    (process,) = start_elsewhere(folder / "log", config, TMPDIR=tempfile.mkdtemp(dir=folder))
     if fault:
         assert process.pid is not None
         set_fault(server, at, fault, process.pid)
@@ -284,7 +312,7 @@ def on_an_empty_machine(folder: Path, config: Path, server: str = "", at: int = 
     return code
 
 
-@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [45, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_resumes_bit_exactly_after_a_kill_at_any_request(
     failing_s3: str, latents: Path, tmp_path: Path, every: int
 ) -> None:
@@ -330,10 +358,7 @@ def test_a_suspended_upload_harms_nothing_that_the_successor_saves(
     address, kept = "s3://mill/suspended", {"every": 1, "keep": 1}
     fields = train_fields(latents, address, max_steps=3, checkpoint=kept, takeover_after=1.0)
     stale = write_config(tmp_path / "stale", fields | {"optimizer": {"lr": 0.5}})
-    variables = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
-    variables |= {"TMPDIR": tempfile.mkdtemp(dir=tmp_path)}
-    words, program = [json.dumps(variables), "--config", str(stale)], "tests.train.run.test_remote_run:elsewhere"
-    (process,) = ranks.start(tmp_path / "stale.log", words, program=program)
+    (process,) = start_elsewhere(tmp_path / "stale.log", stale, TMPDIR=tempfile.mkdtemp(dir=tmp_path))
     assert process.pid is not None
     files = 8  # of the second checkpoint; state.json comes last
     assert suspend(failing_s3, process.pid, files, "step-00000002"), "the checkpoint has fewer files"
@@ -359,23 +384,21 @@ def test_sharded_checkpoints_of_two_machines_resume_bit_exactly_on_empty_ones(
     """Each of two machines has one process, which holds and uploads a share of the weights."""
     if not ranks.nodes_can_be_simulated():
         pytest.skip("this process may not mount a /dev/shm for each simulated machine")
-    changes: dict[str, Any] = {"sharding": "full", "checkpoint": {"every": 3}}
-    near = train_fields(latents, tmp_path / "near", max_steps=STEPS, **changes)
+    changes: dict[str, Any] = {"sharding": "full", "checkpoint": {"every": 2}}
+    near = train_fields(latents, tmp_path / "near", max_steps=4, **changes)
     ranks.run(tmp_path / "near.log", ["--config", str(write_config(tmp_path, near))], 2)
-    variables = json.dumps({name: value for name, value in os.environ.items() if name.startswith("AWS_")})
-    store, program = open_store("s3://mill/parts"), "tests.train.run.test_remote_run:elsewhere"
-    for max_steps in (3, STEPS):
+    store = open_store("s3://mill/parts")
+    for max_steps in (2, 4):
         fields = near | {"run_dir": "s3://mill/parts", "max_steps": max_steps}
-        words = [variables, "--config", str(write_config(tmp_path, fields))]
-        codes = ranks.wait(ranks.start(tmp_path / "log", words, 2, 2, program=program))
+        codes = ranks.wait(start_elsewhere(tmp_path / "log", write_config(tmp_path, fields), 2, 2))
         assert codes == [0, 0], (tmp_path / "log").read_text()[-3000:]
-    assert "resuming s3://mill/parts after step 3" in (tmp_path / "log").read_text()
+    assert "resuming s3://mill/parts after step 2" in (tmp_path / "log").read_text()
     download_run(store, tmp_path / "copy")
     assert curve(tmp_path / "copy") == curve(tmp_path / "near")
-    ours, theirs = (verify_checkpoint(step_folder(tmp_path / run, STEPS)).content["files"] for run in ("copy", "near"))
+    ours, theirs = (verify_checkpoint(step_folder(tmp_path / run, 4)).content["files"] for run in ("copy", "near"))
     assert ours == theirs and "unet/diffusion_pytorch_model-00002-of-00002.safetensors" in ours
     files = {name.partition("/") for name in store.files("checkpoints")}
-    lying = {name for folder, _, name in files if "step-00000006" in folder and not name.startswith("lines/")}
+    lying = {name for folder, _, name in files if "step-00000004" in folder and not name.startswith("lines/")}
     assert lying == {*ours, "state.json"}  # and no receipts
 
 
@@ -387,11 +410,10 @@ def test_sharded_runs_resume_bit_exactly_after_a_kill(failing_s3: str, latents: 
     changes: dict[str, Any] = {"sharding": "full", "checkpoint": {"every": 1, "keep": 2}, "collective_timeout": 60.0}
     near = train_fields(latents, tmp_path / "near", max_steps=16, **changes)
     ranks.run(tmp_path / "near.log", ["--config", str(write_config(tmp_path, near))], 2)
-    variables = json.dumps({name: value for name, value in os.environ.items() if name.startswith("AWS_")})
-    words = [variables, "--config", str(write_config(tmp_path, near | {"run_dir": "s3://mill/killed"}))]
-    store, program, killed = open_store("s3://mill/killed"), "tests.train.run.test_remote_run:elsewhere", 0
+    config = write_config(tmp_path, near | {"run_dir": "s3://mill/killed"})
+    store, killed = open_store("s3://mill/killed"), 0
     for turn, number in enumerate(range(12, 120, 12)):  # requests of both
-        processes = ranks.start(tmp_path / "log", words, 2, 2, program=program)
+        processes = start_elsewhere(tmp_path / "log", config, 2, 2)
         victim = processes[turn % 2]
         assert victim.pid is not None
         set_fault(failing_s3, number, ("kill before", "kill after")[turn // 2 % 2], victim.pid)
@@ -400,7 +422,7 @@ def test_sharded_runs_resume_bit_exactly_after_a_kill(failing_s3: str, latents: 
         assert set(codes) <= {0, 1, -signal.SIGKILL}, (tmp_path / "log").read_text()[-3000:]
         for name in find_checkpoints(store):
             fetch(store, Path(tempfile.mkdtemp(dir=tmp_path)), name)
-    assert ranks.wait(ranks.start(tmp_path / "log", words, 2, 2, program=program), 300) == [0, 0]
+    assert ranks.wait(start_elsewhere(tmp_path / "log", config, 2, 2), 300) == [0, 0]
     download_run(store, tmp_path / "copy")
     assert curve(tmp_path / "copy") == curve(tmp_path / "near")
     ours, theirs = (verify_checkpoint(step_folder(tmp_path / run, 16)).content["files"] for run in ("copy", "near"))
@@ -413,12 +435,9 @@ def test_each_node_downloads_the_checkpoint_once(failing_s3: str, latents: Path,
         pytest.skip("this process may not mount a /dev/shm for each simulated machine")
     fields = train_fields(latents, tmp_path / "near", max_steps=STEPS)
     ranks.run(tmp_path / "near.log", ["--config", str(write_config(tmp_path, fields))], 4, 2)
-    variables = json.dumps({name: value for name, value in os.environ.items() if name.startswith("AWS_")})
     for max_steps in (3, STEPS):
         fields |= {"run_dir": "s3://mill/nodes", "max_steps": max_steps}
-        words = [variables, "--config", str(write_config(tmp_path, fields))]
-        program = "tests.train.run.test_remote_run:elsewhere"
-        codes = ranks.wait(ranks.start(tmp_path / "log", words, 4, 2, program=program))
+        codes = ranks.wait(start_elsewhere(tmp_path / "log", write_config(tmp_path, fields), 4, 2))
         assert codes == [0, 0], (tmp_path / "log").read_text()[-3000:]
     download_run(open_store("s3://mill/nodes"), tmp_path / "copy")
     assert curve(tmp_path / "copy") == curve(tmp_path / "near")

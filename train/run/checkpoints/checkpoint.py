@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,16 +153,29 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     Raises:
         RequestError: all checkpoints are damaged. Starting from scratch would lose the run without notice.
     """
-    folders = list_checkpoints(run_dir)
-    for folder in reversed(folders):
+    folders = {folder.name: folder for folder in list_checkpoints(run_dir)}
+    remedy = f"remove {run_dir}/checkpoints to train from scratch"
+    return newest_intact(list(folders), lambda name: verify_checkpoint(folders[name]), run_dir, remedy)
+
+
+def newest_intact(
+    names: list[str], obtain: Callable[[str], Checkpoint], run: Path | str, remedy: str
+) -> Checkpoint | None:
+    """Return the newest of the named checkpoints that is intact, as `newest_checkpoint` does.
+
+    Args:
+        names: oldest first.
+        obtain: returns the named checkpoint, verified.
+        remedy: alternative to restoring a checkpoint if all are damaged.
+    """
+    for name in reversed(names):
         try:
-            return verify_checkpoint(folder)
+            return obtain(name)
         except DamagedFile as error:
-            print(f"checkpoint {folder.name} is damaged and skipped: {error}", flush=True)
-    if folders:
+            print(f"checkpoint {name} is damaged and skipped: {error}", flush=True)
+    if names:
         raise RequestError(
-            f"Every checkpoint of {run_dir} is damaged ({', '.join(folder.name for folder in folders)}). Restore one "
-            f"from a backup, or remove {run_dir}/checkpoints to train from scratch."
+            f"Every checkpoint of {run} is damaged ({', '.join(names)}). Restore one from a backup, or {remedy}."
         )
     return None
 

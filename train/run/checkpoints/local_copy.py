@@ -30,6 +30,7 @@ from train.run.checkpoints.checkpoint import (
     TRACKER_ID,
     Checkpoint,
     checkpoint_identities,
+    newest_intact,
     step_folder,
     step_of,
     verify_checkpoint,
@@ -141,28 +142,10 @@ def find(
     return found, newest_stored(store, stored, lambda name: obtain(store, stored[name], name, copies, downloads))
 
 
-def newest_stored(
-    store: Store, stored: Mapping[str, Stored], obtained: Callable[[str], Checkpoint]
-) -> Checkpoint | None:
-    """Return the newest intact checkpoint in `stored`, copied to this machine; None: there are none.
-
-    Args:
-        obtained: copies the named checkpoint to this machine, and verifies it.
-
-    Raises:
-        RequestError: all are damaged.
-    """
-    for name in sorted(stored, key=lambda name: step_of(Path(name)), reverse=True):
-        try:
-            return obtained(name)
-        except DamagedFile as error:
-            print(f"checkpoint {name} is damaged and skipped: {error}", flush=True)
-    if stored:
-        raise RequestError(
-            f"Every checkpoint of {store.where()} is damaged ({', '.join(sorted(stored))}). Restore one from a "
-            f"backup, or choose a different run_dir to train from scratch."
-        )
-    return None
+def newest_stored(store: Store, stored: Mapping[str, Stored], obtain: Callable[[str], Checkpoint]) -> Checkpoint | None:
+    """Return the newest intact checkpoint in `stored`. `obtain` copies one to this machine; see `newest_intact`."""
+    names = sorted(stored, key=lambda name: step_of(Path(name)))
+    return newest_intact(names, obtain, store.where(), "choose a different run_dir to train from scratch")
 
 
 def local_checkpoints(copies: Path) -> list[Path]:

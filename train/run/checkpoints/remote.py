@@ -1,6 +1,7 @@
 """Uploading to a run at an object-store URL. The launch works in a local folder and uploads what it saves.
 
 URL/checkpoints/step-00001000.0004/   a checkpoint by launch 4, laid out as in a run folder; state.json is uploaded last
+   /posthoc/checkpoints/…             snapshots of averages, named in the same way
    /config.yaml, metrics.jsonl, …     as of the newest checkpoint
    /launches/                         the leases (`train/run/lease/store.py`)
 
@@ -15,11 +16,10 @@ A launch that was suspended and then superseded may upload when it wakes up. Thi
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shards.base.durable import canonical_json
 from shards.base.errors import Outage, RequestError, WorkError, say
 from shards.base.store import STAGING_FOLDER, Store
 from train.run.checkpoints.checkpoint import STATE_NAME, step_of
@@ -40,71 +40,38 @@ class RemoteRun:
         self.store, self.lease, self.patience = store, lease, patience
 
     def upload(self, folder: Path) -> None:
-        """Upload a checkpoint of the launch's run folder, state.json last.
+        """Upload a checkpoint, or a snapshot of averages, from the launch's run folder, state.json last.
 
         Raises:
             Outage: the store was unreachable for `patience` seconds.
             LeaseLost: another launch has taken over.
             WorkError: a launch of another run, with the same number, uploaded that checkpoint.
         """
-        work = self.lease.run_dir
-        state, is_snapshot = (folder / STATE_NAME).read_bytes(), folder.parents[1] != work
-        plain = folder.relative_to(work).as_posix()
-        name = plain if is_snapshot else remote_folder(folder.name, self.lease.number)
+        name = f"{folder.relative_to(self.lease.run_dir).as_posix()}.{self.lease.number:04d}"
 
         def upload() -> None:
-            if is_snapshot:  # no run resumes from it and users copy it, so it has a plain name and replaces older ones
-                before = self._list_files(plain)
-                self.lease.check()
-                self._remove(before)
             self.lease.check()
             self._upload_below(name, folder)
-            self._complete(name, state)
+            self._complete(name, (folder / STATE_NAME).read_bytes())
 
         self._retry(name, upload)
         self._try_upload_logs()
 
-    def upload_share(self, step: str, folder: Path, receipt: str, hashes: Mapping[str, str]) -> None:
-        """Upload one process's share of the checkpoint `step`, and then its receipt.
-
-        Args:
-            hashes: content of the receipt, file → SHA-256.
-
-        Raises: as `upload`.
-        """
+    def upload_share(self, step: str, folder: Path) -> None:
+        """Upload one process's share of the checkpoint `step`. Raises: as `upload`."""
         name = remote_folder(step, self.lease.number)
 
         def upload() -> None:
             self.lease.check()
             self._upload_below(name, folder)
-            self.store.write(f"{name}/{receipt}", canonical_json(hashes))
 
         self._retry(name, upload)
 
-    def complete(self, step: str, files: Collection[str], state: bytes) -> None:
-        """Complete a checkpoint whose `files` several processes uploaded: remove other files, and add state.json.
-
-        Raises: as `upload`.
-        """
+    def complete(self, step: str, state: bytes) -> None:
+        """Add state.json to a checkpoint whose other files several processes uploaded. Raises: as `upload`."""
         name = remote_folder(step, self.lease.number)
-
-        def complete() -> None:
-            kept = {f"{name}/{file}" for file in (*files, STATE_NAME)}
-            if others := [file for file in self._list_files(name) if file not in kept]:
-                self.lease.check()
-                self.store.remove(others)
-            self._complete(name, state)
-
-        self._retry(name, complete)
+        self._retry(name, lambda: self._complete(name, state))
         self._try_upload_logs()
-
-    def read_receipt(self, step: str, receipt: str) -> bytes:
-        """Read another process's receipt for its share of the checkpoint `step`.
-
-        Raises:
-            FileNotFoundError: the receipt does not exist yet.
-        """
-        return self.store.read(f"{remote_folder(step, self.lease.number)}/{receipt}")
 
     def upload_logs(self) -> None:
         """Upload the current config, metrics, plot and tracker files.

@@ -1,4 +1,7 @@
-"""Retention of checkpoints: the newest, recent ones, every n-th step, and the one before each loss alarm."""
+"""Config for checkpoints, and their retention: the newest, recent ones, every n-th step, and those before loss alarms.
+
+This module must not import torch.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,8 +10,8 @@ from pydantic import Field
 from shards.base.config import Config
 
 
-class KeepConfig(Config):
-    """Retention of checkpoints. A checkpoint is kept if at least one of these rules applies to it."""
+class CheckpointConfig(Config):
+    """When and how the run is saved. A checkpoint is kept if at least one of the three rules `keep…` applies to it."""
 
     keep: int = Field(3, ge=1)
     """Number of the newest checkpoints to keep."""
@@ -16,9 +19,18 @@ class KeepConfig(Config):
     """Permanently keep checkpoints whose step is divisible by this."""
     keep_hours: float | None = Field(None, gt=0)
     """Keep checkpoints younger than this number of hours; null: age does not matter."""
+    every: int = Field(1000, ge=1)
+    """Steps between checkpoints; the last step is always saved."""
+    asynchronous: bool = True
+    """Copy the tensors to host memory, and write them in the background, one checkpoint at a time."""
+    grace: float = Field(120.0, gt=0)
+    """Number of seconds that the scheduler allows between the stop signal and SIGKILL. A run that may need longer to
+    stop prints a warning."""
+    tag: str | None = None
+    """Name of the phase in checkpoints and messages; null: the name of the run folder."""
 
 
-def superfluous(ages: Mapping[int, float], config: KeepConfig, alarms: Iterable[int]) -> list[int]:
+def superfluous(ages: Mapping[int, float], config: CheckpointConfig, alarms: Iterable[int]) -> list[int]:
     """Return the steps of the checkpoints to remove, in ascending order.
 
     Args:

@@ -1,6 +1,7 @@
 """The content of a checkpoint in memory."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ def take_snapshot(
     files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: flatten(trained(unet, head), optimizer)}
     if head is not None:
         files[HEAD_NAME] = head.state_dict()
-    return Snapshot(state.copy(), files | average_files(unet, averages), lines or {})
+    return Snapshot(deepcopy(state), files | average_files(unet, averages), lines or {})
 
 
 def average_files(

@@ -1,25 +1,42 @@
-"""Writing of checkpoints in the background while training continues."""
+"""Writing of checkpoints in the background while training continues.
 
+If weights are sharded, each process writes its share, in the launch's staging folder or at the run's URL, and passes
+the hashes of its files to the main process through the process group's store. The main process then completes the
+checkpoint: in a folder by one rename, at a URL by uploading state.json last.
+"""
+
+import json
 import os
 import shutil
+import tempfile
 import time
+import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from shards.base.durable import fsync_file, sha256_file
+import torch.distributed as dist
+
+from shards.base.durable import fsync_file, fsync_tree, sealed_json, sha256_file, write_file
 from shards.base.errors import Outage, WorkError
 from train.model.tensors import HostCopies, assign_owners, bytes_of, free_memory, share_name, write_index, write_tensors
-from train.run.checkpoints.checkpoint import HEAD_NAME, LINES, VERSION, list_checkpoints, step_folder, step_of
-from train.run.checkpoints.config import CheckpointConfig
+from train.run.checkpoints.checkpoint import (
+    HEAD_NAME,
+    LINES,
+    STATE_NAME,
+    VERSION,
+    list_checkpoints,
+    step_folder,
+    step_of,
+)
 from train.run.checkpoints.remote import RemoteRun
-from train.run.checkpoints.retention import superfluous
-from train.run.checkpoints.shares import SINGLE, WriterGroup, make_exchange
+from train.run.checkpoints.retention import CheckpointConfig, superfluous
 from train.run.checkpoints.snapshot import Snapshot
-from train.run.lease.folder import remove
+from train.run.lease.folder import publish, remove
 from train.run.lease.lease import Lease
 from train.run.lease.owner import Pace
 from train.run.preflight import SHUTDOWN_TIMEOUT
@@ -49,6 +66,23 @@ Mine = Mapping[str, Collection[str]]
 """File → names of the tensors that this process writes."""
 Owners = Mapping[str, Mapping[str, int]]
 """File → name of a tensor → rank that writes it."""
+
+
+class WriterGroup(NamedTuple):
+    """The processes that write a checkpoint: ranks 0 to `size` − 1, each of which writes a share."""
+
+    rank: int = 0
+    """Rank of this process."""
+    size: int = 1
+    store: dist.Store | None = None
+    """The process group's store, on a connection of its own; None: there are no other writers."""
+    timeout: float = 600.0
+    """Seconds that the main process waits for each share."""
+    local_size: int = 1
+    """Number of writers on this machine, which share its memory."""
+
+
+SINGLE = WriterGroup()
 
 
 class CheckpointWriter:
@@ -84,7 +118,8 @@ class CheckpointWriter:
         }
         if remote is not None:
             self.content |= {"launch": lease.number, "token": lease.token}
-        self.exchange = make_exchange(run_dir, lease.folder, group, remote)
+        self.shares_at_url = remote is not None and group.size > 1
+        """Whether each process uploads its share from a local folder, so that no machine has all of them."""
         self.copies = HostCopies()
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
@@ -161,7 +196,7 @@ class CheckpointWriter:
         """Write a checkpoint durably, or this process's share of it. The main process then removes old checkpoints."""
         step, began = snapshot.state.step, time.monotonic()
         target = step_folder(self.run_dir, step)
-        private = self.exchange.private(target)
+        private = self._make_private(target)
         try:
             hashes = self._write_tensors(snapshot, private, mine, owners)
             content = self.content | {"state": snapshot.state.to_json()}
@@ -169,17 +204,68 @@ class CheckpointWriter:
                 hashes |= self._write_configs(private, owners)
                 if self.remote is not None:
                     content["lines"] = self._write_lines(snapshot.lines, private / LINES)
-            self.exchange.hand_in(private, target, hashes)
+            if self.remote is not None and self.shares_at_url:
+                self.remote.upload_share(target.name, private)
             if not self.main:
+                # nothing may follow in a folder, because the main process may publish it from then on
+                self._store.set(self._key(step, self.group.rank), json.dumps(hashes))
                 return
             for rank in range(1, self.group.size):
-                hashes |= self.exchange.wait_for(private, target, rank)
-            self.exchange.complete(private, target, content | {"files": dict(sorted(hashes.items()))})
+                hashes |= self._wait_for(step, rank)
+            self._complete(private, target, content | {"files": dict(sorted(hashes.items()))})
         finally:
-            if self.main or self.remote is not None:
+            if self.main or self.shares_at_url:
                 shutil.rmtree(private, ignore_errors=True)
         self.seconds, self.saved = time.monotonic() - began, (step, time.time())
         self._drop_old(step, snapshot.state.alarm.steps)
+
+    def _make_private(self, target: Path) -> Path:
+        """Create the folder in which this process writes its share of the checkpoint `target`."""
+        if self.shares_at_url:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+        is_shared = self.group.size > 1
+        private = self.lease.folder / f"{target.name}.{'parts' if is_shared else uuid.uuid4().hex[:8]}"
+        private.mkdir(exist_ok=is_shared)
+        return private
+
+    @property
+    def _store(self) -> dist.Store:
+        assert self.group.store is not None
+        return self.group.store
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"shares/{self.lease.token}/{step}/{rank}"
+
+    def _wait_for(self, step: int, rank: int) -> dict[str, str]:
+        """Wait for the share of `rank`, and return its file → SHA-256.
+
+        Raises:
+            WorkError: the rank has not written it within `timeout` seconds.
+        """
+        try:
+            self._store.wait([self._key(step, rank)], timedelta(seconds=self.group.timeout))
+        except RuntimeError as error:  # a timeout, or the store is gone
+            raise WorkError(
+                f"A checkpoint of {self.run_dir} is incomplete: process {rank} has not written its share within "
+                f"{self.group.timeout:g} s (collective_timeout). Earlier checkpoints are intact. Check that all "
+                f"machines share run_dir or can reach its URL, and run the command again to resume from the newest."
+            ) from error
+        hashes: dict[str, str] = json.loads(self._store.get(self._key(step, rank)))
+        self._store.delete_key(self._key(step, rank))
+        return hashes
+
+    def _complete(self, private: Path, target: Path, content: dict[str, Any]) -> None:
+        """Durably complete the checkpoint once all shares exist. `content`: content of its state.json."""
+        if self.remote is not None and self.shares_at_url:
+            self.remote.complete(target.name, sealed_json(content))
+            return
+        write_file(private / STATE_NAME, sealed_json(content))
+        fsync_tree(private)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        publish(private, target, self.lease.folder)  # replaces a damaged checkpoint, or an earlier save of this step
+        if self.remote is not None:
+            self.remote.upload(target)
 
     def upload_again(self, folder: Path) -> None:
         """Upload a checkpoint of an earlier launch in the background."""

@@ -4,32 +4,11 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from shards.base.device import device_module, is_accelerator
 from train.data.batch import Batch
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Measurements of the steps since the last log line."""
-
-    steps: int
-    seconds: float
-    data_seconds: float
-    """Part of `seconds` spent waiting for batches."""
-    flops: int
-    """Model FLOPs of this rank's samples; 0 if they are not counted."""
-
-    def rate(self, global_batch_size: int) -> float:
-        """Return images per second, over all processes."""
-        return self.steps * global_batch_size / self.seconds
-
-    def mfu(self, peak_tflops: float | None) -> float | None:
-        """Return the model FLOPs utilization (Chowdhery et al., 2022), or None if the peak is not known."""
-        return self.flops / self.seconds / (peak_tflops * 1e12) if peak_tflops else None
 
 
 class Meter:
@@ -53,13 +32,13 @@ class Meter:
         height, width = batch.columns["image_latents"].shape[2:]
         self.flops += len(batch) * self.flops_per_image.get((height, width), 0)
 
-    def measure(self) -> Interval:
-        """Return the measurements since the last `restart`."""
-        return Interval(self.steps, time.perf_counter() - self.start, self.data_seconds, self.flops)
-
     def restart(self) -> None:
         """Begin the next interval."""
-        self.steps, self.flops, self.data_seconds, self.start = 0, 0, 0.0, time.perf_counter()
+        self.steps, self.start = 0, time.perf_counter()
+        self.flops = 0
+        """Model FLOPs of this rank's samples; 0 if they are not counted."""
+        self.data_seconds = 0.0
+        """Part of the interval spent waiting for batches."""
 
 
 def peak_memory(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from torch.distributed import HashStore
 
 from shards.base.errors import RequestError, WorkError
 from tests import ranks
@@ -26,10 +27,9 @@ from train.run.checkpoints.checkpoint import (
     step_folder,
     verify_checkpoint,
 )
-from train.run.checkpoints.config import CheckpointConfig
-from train.run.checkpoints.retention import superfluous
+from train.run.checkpoints.retention import CheckpointConfig, superfluous
 from train.run.checkpoints.snapshot import Snapshot, take_snapshot
-from train.run.checkpoints.writer import CheckpointWriter, warn_if_slow_to_stop
+from train.run.checkpoints.writer import SINGLE, CheckpointWriter, WriterGroup, warn_if_slow_to_stop
 from train.run.lease.owner import Pace
 from train.run.state import TrainState
 
@@ -39,10 +39,9 @@ def unet() -> UNet2DConditionModel:
     return build_network(UNET, seed=0)
 
 
-def writer(folder: Path, unet: UNet2DConditionModel, **fields: Any) -> CheckpointWriter:
-    return CheckpointWriter(
-        folder, acquire(folder), unet.to_json_string(), {"seed": 0}, CheckpointConfig(asynchronous=True, **fields)
-    )
+def writer(folder: Path, unet: UNet2DConditionModel, group: WriterGroup = SINGLE, **fields: Any) -> CheckpointWriter:
+    config = CheckpointConfig(asynchronous=True, **fields)
+    return CheckpointWriter(folder, acquire(folder), unet.to_json_string(), {"seed": 0}, config, group)
 
 
 def snapshot(unet: UNet2DConditionModel, step: int) -> Snapshot:
@@ -126,6 +125,14 @@ def test_a_file_that_cannot_grow_is_heard_of_at_the_next_step_and_leaves_the_one
     assert not list(tmp_path.glob("checkpoints/.step-*"))
 
 
+def test_a_missing_share_is_named(unet: UNet2DConditionModel, tmp_path: Path) -> None:
+    writing = writer(tmp_path, unet, WriterGroup(0, 2, HashStore(), timeout=0.1))
+    writing.write(snapshot(unet, 1))
+    with pytest.raises(WorkError, match=r"process 1 has not written its share within 0\.1 s .* can reach its URL"):
+        writing.finish()
+    assert not list_checkpoints(tmp_path)
+
+
 def test_in_the_background_or_not_the_run_is_the_same_and_says_its_phase(latents: Path, tmp_path: Path) -> None:
     """Curve, samples, and every byte of the last checkpoint but its state; then the next phase says where it begins."""
     for name, asynchronous in (("at_once", False), ("behind", True)):
@@ -170,13 +177,13 @@ def with_a_scaler(arguments: list[str]) -> None:
     from accelerate import Accelerator
 
     from shards.base.config import load_from_args
-    from train import takeover
     from train.config import TrainConfig
     from train.data.batch import Batch
     from train.data.draws import Draws
     from train.objective.loss import DiffusionLoss, NoisyBatch
     from train.prepare import prepare
     from train.setup import build_trainer
+    from train.start import acquire
 
     add_noise = DiffusionLoss.add_noise
 
@@ -191,7 +198,7 @@ def with_a_scaler(arguments: list[str]) -> None:
     accelerator.state._mixed_precision = "fp16"
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     prepared = prepare(config, accelerator)
-    build_trainer(config, prepared, accelerator, takeover.acquire(config, prepared)).fit()
+    build_trainer(config, prepared, accelerator, acquire(config, prepared)).fit()
 
 
 def test_what_else_lies_among_checkpoints_is_left_alone(unet: UNet2DConditionModel, tmp_path: Path) -> None:

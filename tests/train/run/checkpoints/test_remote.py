@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shards.base.durable import write_sealed_json
+from shards.base.durable import sealed_json, write_sealed_json
 from shards.base.errors import Outage, RequestError, WorkError
 from shards.base.store import LocalStore, Store
 from tests.runs import fetch
@@ -33,7 +33,6 @@ from train.run.checkpoints.local_copy import (
     sha256_of_state,
 )
 from train.run.checkpoints.remote import RemoteRun
-from train.run.checkpoints.shares import UrlExchange, WriterGroup
 from train.run.health.output import outdated
 from train.run.lease.backend import Seen
 from train.run.lease.lease import Lease, LeaseLost
@@ -104,6 +103,18 @@ def test_readers_ignore_what_a_superseded_launch_uploads(store: LocalStore, tmp_
     assert (copy / "unet/weights").read_text() == "the second launch's"
     acquire(store, tmp_path / "third")
     assert sorted(find_checkpoints(store)) == ["step-00000002", "step-00000003"]
+
+
+def test_snapshots_of_averages_are_kept_apart_by_launch(store: LocalStore, tmp_path: Path) -> None:
+    """So a superseded launch that wakes up during an upload cannot damage its successor's snapshot."""
+    for number, name in enumerate(("first", "second"), start=1):
+        run = acquire(store, tmp_path / name)
+        saved = run.lease.run_dir / "posthoc"
+        shutil.copytree(checkpoint(run, 1, name).parent, saved / "checkpoints")
+        run.upload(step_folder(saved, 1))
+        stored = f"posthoc/checkpoints/step-00000001.{number:04d}"
+        assert store.read(f"{stored}/unet/weights").decode() == name
+        assert store.files(stored) == ["state.json", "unet/weights"]
 
 
 def test_a_launch_stops_if_the_checkpoints_changed_since_it_looked(store: LocalStore, tmp_path: Path) -> None:
@@ -241,26 +252,16 @@ def test_shares_of_killed_processes_never_form_a_checkpoint(tmp_path: Path, monk
 
 
 def upload_shares(run: RemoteRun, text: str) -> None:
-    """Write a checkpoint of step 2 by two processes, the second of which finishes first."""
-    lease, target = run.lease, step_folder(run.lease.run_dir, 2)
-    exchanges = [UrlExchange(lease.run_dir, WriterGroup(rank, 2), run) for rank in (0, 1)]
-    hashes = {}
+    """Upload a checkpoint of step 2 as two processes do, the second of which finishes first."""
+    name, hashes = "step-00000002", {}
     for rank in (1, 0):
-        private = exchanges[rank].private(target)
+        private = run.lease.run_dir / f"{text}-{rank}"
+        private.mkdir(parents=True)
         (private / f"unet-{rank + 1}").write_text(text)
-        hashes = {f"unet-{rank + 1}": hashlib.sha256(text.encode()).hexdigest()}
-        exchanges[rank].hand_in(private, target, hashes)
-    hashes |= exchanges[0].wait_for(private, target, 1)
-    content = {"version": VERSION, "launch": lease.number, "token": lease.token, "lines": {}, "files": hashes}
-    exchanges[0].complete(private, target, content)
-
-
-def test_a_missing_share_is_named(store: LocalStore, tmp_path: Path) -> None:
-    run = acquire(store, tmp_path / "copies")
-    exchange, target = UrlExchange(tmp_path, WriterGroup(0, 2, timeout=0.1), run), step_folder(tmp_path, 2)
-    store.write("checkpoints/step-00000002.0001/part-00001-of-an-earlier-launch.json", b"{}")
-    with pytest.raises(WorkError, match=r"process 1 has not written its share within 0.1 s .* can reach its URL"):
-        exchange.wait_for(exchange.private(target), target, 1)
+        hashes[f"unet-{rank + 1}"] = hashlib.sha256(text.encode()).hexdigest()
+        run.upload_share(name, private)
+    content = {"version": VERSION, "launch": run.lease.number, "token": run.lease.token, "lines": {}, "files": hashes}
+    run.complete(name, sealed_json(content))
 
 
 def test_old_output_is_removed(store: LocalStore, tmp_path: Path) -> None:

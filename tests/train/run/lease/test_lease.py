@@ -182,7 +182,7 @@ def test_a_launch_that_is_superseded_meanwhile_says_so_instead_of_its_own_error(
 
 def test_a_suspended_trainer_leaves_its_successors_run_unchanged(latents: Path, tmp_path: Path) -> None:
     """The successor resumes from its checkpoint. Curve and checkpoints are those of an undisturbed run."""
-    fields = train_fields(latents, tmp_path / "whole", max_steps=30, takeover_after=1.5, log={"tracker": "none"})
+    fields = train_fields(latents, tmp_path / "whole", max_steps=20, takeover_after=1.5, log={"tracker": "none"})
     ranks.run(tmp_path / "whole.log", ["--config", str(write_config(tmp_path, fields))])
     command = ["--config", str(write_config(tmp_path, fields | {"run_dir": str(tmp_path / "run")}))]
     (sleeper,) = ranks.start(tmp_path / "sleeper.log", command)

@@ -1,8 +1,8 @@
-"""Evaluations are logged to the training's own run in the tracker, exactly once, and without losing a training row."""
+"""wandb and mlflow show one run however often it is requeued. Evaluations are logged to it exactly once, and without
+losing a training row."""
 
+import json
 import signal
-import subprocess
-import sys
 import time
 from io import BytesIO
 from pathlib import Path
@@ -28,6 +28,7 @@ from train.__main__ import run as command
 from train.run.reporting import evaluations
 from train.run.reporting.evaluations import EvaluationQueue, list_unlogged
 from train.run.reporting.log import Log
+from train.run.reporting.tracker import source_version
 
 NAME = "evaluation/toy_fid/own 12345678"
 
@@ -45,14 +46,27 @@ def wait_for_results(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def log_settings(tracker: str) -> dict[str, Any]:
-    return {"tracker": tracker, "project": "mill", "name": "small"}
+    return {"tracker": tracker, "project": "mill", "name": "small", "tags": ["a", "b"]}
 
 
 def test_wandb_gets_evaluations_in_the_training_run(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Evaluations that finish while the run is preempted, and after its end, are in wandb's own files."""
+    """Evaluations that finish while the run is preempted, and after its end, are in wandb's own files.
+
+    A preempted launch ends wandb's run first, so that its files are complete.
+    """
     use_offline_wandb(monkeypatch)
+    import wandb
+
+    started: list[tuple[dict[str, Any], Any]] = []
+    init = wandb.init
+
+    def record_init(**options: Any) -> Any:
+        started.append((options, init(**options)))
+        return started[-1][1]
+
+    monkeypatch.setattr(wandb, "init", record_init)
     monkeypatch.setattr(evaluations, "POLL_SECONDS", 0.01)
     run_dir, before = tmp_path / "run", signal.getsignal(signal.SIGTERM)
     words = ["--config", str(write_config(tmp_path, train_fields(latents, run_dir, log=log_settings("wandb"))))]
@@ -60,6 +74,7 @@ def test_wandb_gets_evaluations_in_the_training_run(
         preempt_in_step(patch, 2)
         with pytest.raises(Preempted):
             command(words)
+    assert wandb.run is None  # it was ended
     wait_for_next_second()
     run = open_store(run_dir)
     for step in (1, 2):
@@ -93,49 +108,78 @@ def test_wandb_gets_evaluations_in_the_training_run(
     assert [path.suffix for path in run_dir.glob("wandb/offline-run-*/files/media/images/evaluation/samples/*")] == [
         ".png"
     ] * 4
-    ids = {path.stem for path in (run_dir / "wandb").glob("offline-run-*/*.wandb")}
-    assert len(ids) == 1 and len(list((run_dir / "wandb").glob("offline-run-*"))) == 3
+    (run_id,) = {options["id"] for options, _ in started}
+    assert json.loads((run_dir / "tracker.json").read_text()) == {"id": run_id}
+    assert len(started) == 3 and all(options["resume"] == "allow" for options, _ in started)
+    for options, launch in started:
+        assert (options["project"], options["name"], launch.id, launch.tags) == ("mill", "small", run_id, ("a", "b"))
+        assert launch.config["global_batch_size"] == 8 and launch.config["source"] == source_version()
+    assert len(list((run_dir / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))) == 3
 
 
-def test_mlflow_gets_evaluations_at_the_step_of_their_checkpoint(
+def test_three_launches_and_their_evaluations_are_one_run_in_mlflow(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first two are preempted, and a setting changes each time, although mlflow refuses changed parameters."""
     mlflow = pytest.importorskip("mlflow")
     for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_TAGS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    tracking_uri = mlflow.get_tracking_uri()
+    before, tracking_uri = signal.getsignal(signal.SIGTERM), mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(f"file://{tmp_path / 'mlruns'}")
-    fields = train_fields(latents, tmp_path / "run", log=log_settings("mlflow"))
-    command(["--config", str(write_config(tmp_path, fields))])
+    statuses = []
+    for last in (2, 4, 6):
+        fields = train_fields(latents, tmp_path / "run", log=log_settings("mlflow"), microbatch_size=last)
+        arguments = ["--config", str(write_config(tmp_path, fields))]
+        with monkeypatch.context() as patch:
+            if last < 6:
+                preempt_in_step(patch, last)
+                with pytest.raises(Preempted):
+                    command(arguments)
+            else:
+                command(arguments)
+        assert mlflow.active_run() is None  # it was ended
+        (run,) = mlflow.search_runs(experiment_names=["mill"], output_format="list")
+        statuses.append(run.info.status)
+    signal.signal(signal.SIGTERM, before)
     for step in (2, 4):
         write_results(open_store(tmp_path / "run"), step, **{NAME: step / 10})
     command(["tell", str(tmp_path / "run")])
     (run,) = mlflow.search_runs(experiment_names=["mill"], output_format="list")
-    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, NAME)
+    assert [*statuses, run.info.status] == ["FINISHED"] * 4 and run.info.run_name == "small"
+    assert json.loads((tmp_path / "run" / "tracker.json").read_text())["mlflow"] == run.info.run_id
+    assert {"a": "true", "b": "true"}.items() <= run.data.tags.items()
+    assert run.data.params["global_batch_size"] == "8" and run.data.params["source"] == source_version()
+    losses, values = (mlflow.MlflowClient().get_metric_history(run.info.run_id, name) for name in ("loss", NAME))
+    assert sorted(metric.step for metric in losses) == [1, 2, 3, 4, 5, 6]
+    assert [(metric.step, metric.value) for metric in values] == [(2, 0.2), (4, 0.4)]
     (folder,) = (tmp_path / "mlruns").glob(f"*/{run.info.run_id}/artifacts/evaluation/samples/own")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
         f"{step:010d}.png": png_of_step(step) for step in (2, 4)
     }
     mlflow.set_tracking_uri(tracking_uri)
-    assert run.info.status == "FINISHED"
-    assert [(metric.step, metric.value) for metric in history] == [(2, 0.2), (4, 0.4)]
 
 
 def test_tell_logs_evaluations_of_a_run_at_a_url(
     latents: Path, tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`tell` holds the run as a launch, and changes neither its metrics nor its checkpoints."""
+    """`tell` holds the run as a launch, and changes neither its metrics nor its checkpoints.
+
+    wandb's own client decodes the images with PIL, and two of them are damaged.
+    """
     use_offline_wandb(monkeypatch)
     address = f"{s3}/finished"
     command(["--config", str(write_config(tmp_path, train_fields(latents, address, log=log_settings("wandb"))))])
     store, lines = open_store(address), open_store(address).read("metrics.jsonl")
     checkpoints = store.listing("checkpoints")
     wait_for_next_second()
-    write_results(store, 6, **{NAME: 0.6})
+    for step, picture in {2: b"not a png", 4: FORGED, 6: png_of_step(6)}.items():
+        write_results_with_picture(store, step, picture, {NAME: step / 10})
     capsys.readouterr()
     command(["tell", address])
-    assert f"{address}: logged 1 evaluation to wandb." in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{address}: logged 3 evaluations to wandb." in printed
+    assert "wandb rejected evaluation/samples/own of step 4: " in printed
     assert list_unlogged(store) == [] and store.read("metrics.jsonl") == lines
     assert store.listing("checkpoints") == checkpoints
     assert [name for name in store.files("launches") if name.endswith(".json")] == [
@@ -145,7 +189,9 @@ def test_tell_logs_evaluations_of_a_run_at_a_url(
     for name in store.files("wandb"):
         (copy / "wandb" / name).parent.mkdir(parents=True, exist_ok=True)
         store.get(f"wandb/{name}", copy / "wandb" / name)
-    assert [row["evaluation/step"] for row in logged_rows(copy) if NAME in row] == [6]
+    rows = [row for row in logged_rows(copy) if NAME in row]
+    assert [(row["evaluation/step"], row[NAME]) for row in rows] == [(2, 0.2), (4, 0.4), (6, 0.6)]
+    assert ["evaluation/samples/own/width" in row for row in rows] == [False, False, True]
 
 
 def test_tell_refuses_a_run_that_a_launch_holds_and_a_folder_without_a_run(
@@ -277,30 +323,3 @@ def test_damaged_results_and_pictures_hold_back_nothing_else(
         assert printed.count(f"{step:010d}.00000000.zip is damaged, so these results will not be logged") == 1
     assert printed.count("wandb rejected evaluation/samples/own of step 3: OSError") == 1
     assert printed.count("could not be logged yet: not yet") == 2
-
-
-def test_tell_logs_the_numbers_beside_a_damaged_picture(
-    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """wandb's own client decodes the images with PIL, and two of them are damaged."""
-    use_offline_wandb(monkeypatch)
-    run_dir = tmp_path / "run"
-    command(["--config", str(write_config(tmp_path, train_fields(latents, run_dir, log=log_settings("wandb"))))])
-    wait_for_next_second()
-    run = open_store(run_dir)
-    for step, picture in {2: b"not a png", 4: FORGED, 6: png_of_step(6)}.items():
-        write_results_with_picture(run, step, picture, {NAME: step / 10})
-    capsys.readouterr()
-    command(["tell", str(run_dir)])
-    printed = capsys.readouterr().out
-    assert printed.splitlines()[-1] == f"{run_dir}: logged 3 evaluations to wandb."
-    assert "wandb rejected evaluation/samples/own of step 4: " in printed and list_unlogged(run) == []
-    rows = [row for row in logged_rows(run_dir) if NAME in row]
-    assert [row[NAME] for row in rows] == [0.2, 0.4, 0.6]
-    assert ["evaluation/samples/own/width" in row for row in rows] == [False, False, True]
-
-
-def test_results_are_read_without_an_image_library() -> None:
-    program = "import sys, train.run.reporting.evaluations; print('PIL' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout == "False\n"

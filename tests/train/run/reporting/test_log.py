@@ -1,18 +1,15 @@
-"""Trackers show one run however often it is requeued, with its config and commit. Lines outlive power cuts."""
+"""Lines outlive power cuts, and TensorBoard shows one run, with its config and commit, however often it is requeued."""
 
-import json
 import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from shards.base.errors import Preempted, RequestError
 from tests.runs import train_fields, write_config
-from tests.train.run.reporting.offline import use_offline_wandb, wait_for_next_second
 from tests.train.run.reporting.preemption import preempt_in_step
 from train.__main__ import run as command
 from train.run.preflight import check_tracker
@@ -41,72 +38,6 @@ def test_lines_are_flushed_before_their_checkpoint_is_published(
     first, second = (events.index(f"published: step-{step:08d}") for step in (2, 4))
     for part in (events[:first], events[first:second]):
         assert {"metrics.jsonl", "samples.jsonl"} <= set(part)
-
-
-def test_three_launches_are_one_run_in_wandb(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first two are preempted, and end wandb's run first so that its files are complete."""
-    use_offline_wandb(monkeypatch)
-    import wandb
-
-    started: list[tuple[dict[str, Any], Any]] = []
-    init = wandb.init
-
-    def record_init(**options: Any) -> Any:
-        started.append((options, init(**options)))
-        return started[-1][1]
-
-    monkeypatch.setattr(wandb, "init", record_init)
-    settings = {"tracker": "wandb", "project": "mill", "name": "small", "tags": ["a", "b"]}
-    fields = train_fields(latents, tmp_path / "run", log=settings)
-    before = signal.getsignal(signal.SIGTERM)
-    for step in (2, 4):
-        preempt_in_step(monkeypatch, step)
-        with pytest.raises(Preempted):
-            command(["--config", str(write_config(tmp_path, fields))])
-        assert wandb.run is None  # it was ended
-        wait_for_next_second()
-    command(["--config", str(write_config(tmp_path, fields))])
-    signal.signal(signal.SIGTERM, before)
-    (run_id,) = {options["id"] for options, _ in started}
-    assert json.loads((tmp_path / "run" / "tracker.json").read_text()) == {"id": run_id}
-    assert len(started) == 3 and all(options["resume"] == "allow" for options, _ in started)
-    for options, run in started:
-        assert (options["project"], options["name"], run.id, run.tags) == ("mill", "small", run_id, ("a", "b"))
-        assert run.config["global_batch_size"] == 8 and run.config["source"] == source_version()
-    assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))) == 3
-
-
-def test_three_launches_are_one_run_in_mlflow(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first two are preempted, and a setting changes each time, although mlflow refuses changed parameters."""
-    mlflow = pytest.importorskip("mlflow")
-    for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_TAGS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    before = signal.getsignal(signal.SIGTERM)
-    tracking_folder, tracking_uri = f"file://{tmp_path / 'mlruns'}", mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(tracking_folder)
-    settings = {"tracker": "mlflow", "project": "mill", "name": "small", "tags": ["a", "b"]}
-    statuses = []
-    for last in (2, 4, 6):
-        fields = train_fields(latents, tmp_path / "run", log=settings, microbatch_size=last)
-        arguments = ["--config", str(write_config(tmp_path, fields))]
-        if last < 6:
-            preempt_in_step(monkeypatch, last)
-            with pytest.raises(Preempted):
-                command(arguments)
-        else:
-            command(arguments)
-        assert mlflow.active_run() is None  # it was ended
-        (run,) = mlflow.search_runs(experiment_names=["mill"], output_format="list")
-        statuses.append(run.info.status)
-    signal.signal(signal.SIGTERM, before)
-    assert statuses == ["FINISHED"] * 3 and run.info.run_name == "small"
-    assert json.loads((tmp_path / "run" / "tracker.json").read_text())["mlflow"] == run.info.run_id
-    assert {"a": "true", "b": "true"}.items() <= run.data.tags.items()
-    assert run.data.params["global_batch_size"] == "8" and run.data.params["source"] == source_version()
-    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
-    assert sorted(metric.step for metric in history) == [1, 2, 3, 4, 5, 6]
-    mlflow.set_tracking_uri(tracking_uri)
 
 
 def test_tensorboard_gets_every_step_once_and_the_config(

@@ -1,0 +1,56 @@
+"""A GPU that torch cannot use is an error with a remedy, rather than a silent run on the CPU."""
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.actor import WorkerActor
+from cluster.nodes import ResourcesConfig
+from cluster.start import start_ray
+from shards.base.device import choose_device, has_accelerator
+from shards.base.errors import RequestError
+from tests.runs import train_fields
+from train.config import TrainConfig
+from train.start import train_here
+
+pytestmark = pytest.mark.skipif(has_accelerator(), reason="torch can use this machine's GPU")
+MESSAGE = r"This machine has an NVIDIA GPU, but torch .* cannot use it .*pass `--device cpu` to training"
+
+
+@pytest.fixture
+def unusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this machine appear to have a GPU."""
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for module in ("cluster.start", "cluster.actor", "train.start"):
+        monkeypatch.setattr(f"{module}.choose_device", partial(choose_device, devices=tmp_path))
+
+
+@pytest.mark.usefixtures("unusable")
+def test_a_job_on_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
+    with pytest.raises(RequestError, match=MESSAGE):
+        start_ray(ResourcesConfig(num_gpus=1))
+
+
+@pytest.mark.usefixtures("unusable")
+def test_an_attempt_on_such_a_node_of_a_cluster_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.get_gpu_ids", lambda: [0])
+    monkeypatch.setattr("ray.wait", lambda *_, **__: None)
+    monkeypatch.setattr(WorkerActor, "node", lambda self: "node")  # it would start Ray
+    board: Any = SimpleNamespace(write=SimpleNamespace(remote=lambda *_: None))
+    worker = WorkerActor[str, str](lambda *_: pytest.fail("the attempt began"), board)
+    with pytest.raises(RequestError, match=MESSAGE):
+        worker.attempt("00000", "work", 1)
+
+
+@pytest.mark.usefixtures("unusable")
+def test_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.start.die_with_launcher", lambda: None)  # this process has none
+    config = TrainConfig.model_validate(train_fields(tmp_path / "latents", tmp_path / "run"))
+    with pytest.raises(RequestError, match=MESSAGE):
+        train_here(config, None)

@@ -1,0 +1,240 @@
+"""Random mutants of the core: `python -m tests.mutation --number 200` shows how many of them the tests notice.
+
+A mutant is the product with one expression or statement changed: a comparison or an operator swapped, a condition
+negated, a number increased, a call dropped. Each is tested in a private copy of the tree, first with the tests that
+mirror its module, then with those of its package, and last with all tests of `make quick`. It survives if all of
+them pass. Survivors are printed as diffs; read them, because some change nothing (a cache's size, an error's wording).
+
+Results are appended to a file, so the same command continues an interrupted search.
+"""
+
+import argparse
+import ast
+import difflib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+TREE = Path(__file__).parents[1]
+CORE = (
+    "shards/format",
+    "shards/root",
+    "precompute/input",
+    "precompute/pixels",
+    "precompute/encode",
+    "train/data",
+    "train/model",
+    "train/objective",
+    "train/run/lease",
+    "evaluation/metrics",
+)
+COPIED = ("bench", "cluster", "configs", "evaluation", "examples", "plan", "precompute", "shards", "tests", "train")
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Add,
+    ast.Pow: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+SECONDS = 600
+"""Time limit for each call of pytest; a mutant that exceeds it, for example in an endless loop, counts as noticed."""
+NO_TESTS = 5
+"""Exit code of pytest if no test was selected."""
+
+
+class Mutant(NamedTuple):
+    """A module's text with one change."""
+
+    module: str
+    line: int
+    text: str
+
+    def diff(self) -> str:
+        """Return the change as lines of a diff."""
+        before = (TREE / self.module).read_text().splitlines()
+        lines = difflib.unified_diff(before, self.text.splitlines(), self.module, lineterm="", n=0)
+        return "\n".join(line for line in lines if line.startswith(("-", "+")) and not line.startswith(("---", "+++")))
+
+
+def mutants_of(module: str) -> list[Mutant]:
+    """Return all mutants of a module, in the order of its lines."""
+    text = (TREE / module).read_text()
+    return [Mutant(module, node.lineno, _splice(text, node, new)) for node, new in _changes(ast.parse(text))]
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple[Any, str]]:
+    """Yield pairs of a node and the source that replaces it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for inner in (found for statement in node.body for found in _without_texts(statement)):
+                yield from _changes_of(inner)
+
+
+def _without_texts(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk over a statement, except for annotations, nested functions, f-strings and `raise`, which make messages."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Raise | ast.JoinedStr):
+        return
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from _without_texts(child)
+
+
+def _changes_of(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    match node:
+        case ast.Compare(left, [op], [right]) if type(op) in SWAPS:
+            yield node, ast.unparse(ast.Compare(left, [SWAPS[type(op)]()], [right]))  # type: ignore[list-item]
+        case ast.BinOp(left, op, right) if type(op) in SWAPS and not isinstance(left, ast.Constant | ast.JoinedStr):
+            yield node, f"({ast.unparse(ast.BinOp(left, SWAPS[type(op)](), right))})"  # type: ignore[arg-type]
+        case ast.BoolOp(op, values):
+            yield node, f"({ast.unparse(ast.BoolOp(SWAPS[type(op)](), values))})"  # type: ignore[arg-type]
+        case ast.UnaryOp(ast.Not(), operand):
+            yield node, f"({ast.unparse(operand)})"
+        case ast.If(test) | ast.While(test) | ast.IfExp(test) if not isinstance(test, ast.Compare | ast.BoolOp):
+            yield test, f"(not {ast.unparse(test)})"
+        case ast.Constant(bool(value)):
+            yield node, str(not value)
+        case ast.Constant(int(value) | float(value)):
+            yield node, repr(value + 1)
+        case ast.Expr(ast.Call()):
+            yield node, "pass"
+        case ast.Return(value) if value is not None and not isinstance(value, ast.Constant):
+            yield node, "return None"
+
+
+def _splice(text: str, node: Any, new: str) -> str:
+    """Replace a node's source; columns of `ast` count bytes."""
+    lines = [line.encode() for line in text.splitlines(keepends=True)]
+    start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+    end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
+    data = text.encode()
+    return (data[:start] + new.encode() + data[end:]).decode()
+
+
+def stages_for(module: str, quick: list[str]) -> Iterator[list[str]]:
+    """Yield lists of tests, those most likely to notice a mutant of `module` first; no test is in two lists."""
+    folder, name = os.path.split(module)
+    mirror, package = f"tests/{folder}/test_{name}", f"tests/{folder}"
+    if (TREE / mirror).exists():
+        yield [mirror]
+    if (TREE / package).exists():
+        yield [package, f"--deselect={mirror}"]
+    yield [*quick, f"--ignore={package}"]
+
+
+def examine(mutant: Mutant, copy: Path, quick: list[str]) -> str | None:
+    """Return the first failing test, or None if the mutant survives."""
+    target = copy / mutant.module
+    original = target.read_text()
+    target.write_text(mutant.text)
+    try:
+        for stage in stages_for(mutant.module, quick):
+            if noticed := _first_failure(copy, stage):
+                return noticed
+        return None
+    finally:
+        target.write_text(original)
+
+
+def _first_failure(copy: Path, tests: list[str]) -> str | None:
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no", "-m", "not (slow or faults or heavy)"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    with subprocess.Popen(
+        command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return f"no end after {SECONDS} s"
+    if process.returncode in (0, NO_TESTS):
+        return None
+    return next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), output[-200:].strip())
+
+
+def quick_tests() -> list[str]:
+    """Return the tests that `make quick` runs, as the Makefile lists them."""
+    text = (TREE / "Makefile").read_text().replace("\\\n", " ")
+    return next(line for line in text.splitlines() if line.startswith("QUICK =")).split()[2:]
+
+
+def main() -> None:
+    """Draw mutants, test them, and print the share that was noticed and the diff of each survivor."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--number", type=int, default=200, help="number of mutants")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
+    parser.add_argument("--processes", type=int, default=2, help="mutants tested at once")
+    parser.add_argument("--results", type=Path, default=Path("runs/mutants.jsonl"), help="file to append to")
+    options = parser.parse_args()
+    modules = sorted(str(path.relative_to(TREE)) for folder in CORE for path in (TREE / folder).rglob("*.py"))
+    every = [mutant for module in modules for mutant in mutants_of(module)]
+    drawn = random.Random(options.seed).sample(every, options.number)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.touch()
+    rows = [json.loads(line) for line in options.results.read_text().splitlines()]
+    known = {(row["module"], row["line"], row["diff"]) for row in rows}
+    left = [mutant for mutant in drawn if (mutant.module, mutant.line, mutant.diff()) not in known]
+    print(f"{len(every)} mutants of {len(modules)} modules; {len(drawn)} drawn, {len(left)} left", flush=True)
+    copies: SimpleQueue[Path] = SimpleQueue()
+    quick = quick_tests()
+
+    def run(mutant: Mutant) -> dict[str, Any]:
+        copy = copies.get()
+        try:
+            noticed = examine(mutant, copy, quick)
+        finally:
+            copies.put(copy)
+        return {"module": mutant.module, "line": mutant.line, "diff": mutant.diff(), "noticed": noticed}
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.processes) as pool:
+        for number in range(options.processes):
+            copies.put(_copy_tree(Path(folder) / str(number)))
+        for row in pool.map(run, left):
+            rows.append(row)
+            with options.results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{row['module']}:{row['line']}: {row['noticed'] or 'SURVIVED'}", flush=True)
+    survivors = [row for row in rows if not row["noticed"]]
+    for row in survivors:
+        print(f"\n{row['module']}:{row['line']}\n{row['diff']}")
+    print(f"\n{len(rows) - len(survivors)} of {len(rows)} mutants noticed ({1 - len(survivors) / len(rows):.1%})")
+
+
+def _copy_tree(copy: Path) -> Path:
+    for name in COPIED:
+        shutil.copytree(TREE / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in TREE.iterdir():
+        if path.is_file() and path.suffix in (".toml", ".md", ".lock", ""):
+            shutil.copy(path, copy)
+    return copy
+
+
+if __name__ == "__main__":
+    main()
