@@ -72,7 +72,7 @@ class Alive:
 def write_report(root: Path) -> None:
     streams = [{"root": str(root), "bucket": BUCKETS[0]}]
     runs: list[Any] = [SimpleNamespace(name="run", config={"data": {"streams": streams}})]
-    assert "cannot be read" not in data(runs).content
+    assert "cannot be read" not in "".join(data(runs))
 
 
 COMMANDS: dict[str, Callable[[Path], object]] = {
