@@ -52,10 +52,8 @@ class Breaker:
         return bool(self.probed)
 
     def allowed(self, room: int, began: Iterable[float]) -> int:
-        """Return how many attempts, at most `room`, may start now, given the start times of the running attempts.
-
-        During a pause, only one probe may run at a time, and only once it is due.
-        """
+        """Return how many attempts, at most `room`, may start now, given the start times of the running ones: during a
+        pause one probe at a time, once it is due."""
         if not self.is_open:
             return room
         is_due = time.monotonic() >= self.next_probe and not any(map(self._is_probe, began))
@@ -85,9 +83,7 @@ class Breaker:
         """Record an attempt that an outage ended on one of the `able` nodes. Return a message for the user, or None.
 
         The job pauses once more than half of the nodes fail in this way. If fewer nodes fail, the cause is local.
-
-        Raises:
-            WorkError: this was the last probe.
+        Raises WorkError after the last probe.
         """
         now = self.last_outage = time.monotonic()
         self.affected.add(key)

@@ -14,11 +14,11 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import field_validator
 
+from cluster.actor import Function, ProgressReport
 from cluster.breaker import Breaker, OutageConfig
 from cluster.nodes import NodeWatch, ResourcesConfig
 from cluster.placement import assign, missing_workers, surplus_workers
-from cluster.pool import Attempt, Failure, Function, StartFailure, WorkerPool
-from cluster.reports import ProgressReport
+from cluster.pool import Attempt, Failure, StartFailure, WorkerPool
 from cluster.retry import NodeHealth, RetryConfig, Unit, UnitQueue
 from shards.base.errors import Outage, WorkError
 from shards.base.stop import StopSignal
@@ -152,11 +152,8 @@ class Fleet(Generic[Work, Result]):
             yield from self._drain()
 
     def _start_attempts(self) -> int:
-        """Adjust the number of workers, and give units to workers with a free slot.
-
-        Returns:
-            The number of units that could start but are waiting for a worker.
-        """
+        """Adjust the number of workers, and give units to workers with a free slot. Return the number of units that
+        could start but are waiting for a worker."""
         self.queue.move_to_end(self.breaker.probed)
         room = self.config.in_flight(self.watch.places, self.at_once) - len(self.pool.running)
         units = self.queue.due(self.breaker.allowed(room, (attempt.began for attempt in self.pool.running)))

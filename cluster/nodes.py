@@ -109,11 +109,8 @@ class NodeWatch:
         return None if node is None else self.addresses.get(node, node)
 
     def look(self, alive: dict[str, Resources]) -> str | None:
-        """Update from the total resources of all live nodes. Return a message for the user, or None.
-
-        Raises:
-            WorkError: no node could take a worker for `wait_for_resources` seconds.
-        """
+        """Update from the total resources of all live nodes. Return a message for the user, or None; raise WorkError if
+        no node could take a worker for `wait_for_resources` seconds."""
         now = self.looked_at = time.monotonic()
         self.addresses |= {node: address_of(node, has) for node, has in alive.items()}
         self.able = {node for node, has in alive.items() if not is_too_small(has, self.needs)}

@@ -1,32 +1,21 @@
 """Workers as Ray actors: start them, run attempts on them, and collect results, failures and progress."""
 
-import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.actor import BOARD_SECONDS, Function, ProgressBoard, ProgressReport, WorkerActor
 from cluster.nodes import Resources, ResourcesConfig
 from cluster.placement import Worker
-from cluster.reports import BOARD_SECONDS, ProgressBoard, ProgressReport, ProgressReporter
 from cluster.retry import Unit
-from cluster.start import forget_ranks
-from shards.base.device import choose_device
 from shards.base.durable import DamagedFile
 from shards.base.errors import DamagedInput, Outage, RequestError, WorkError, is_storage_error
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
-Report = Callable[[int], None]
-"""Function that a worker calls with the amount of its unit that is done."""
-Function = Callable[[Work, int, Report], Result]
-"""Function that workers run: (work, number of the attempt from 1, report) → result. It is pickled once per job."""
-
 NODE_ID = "ray.io/node-id"
 """Ray's label for a node's id."""
 GRACE_SECONDS = 10
@@ -74,42 +63,6 @@ class StartFailure:
     failure: Failure
 
 
-class WorkerActor(Generic[Work, Result]):
-    """A worker's process. It keeps its loaded models between attempts, and runs each attempt in a thread."""
-
-    def __init__(self, function: Function[Work, Result], board: ray.actor.ActorHandle):
-        forget_ranks()
-        self.function, self.board = function, board
-        self.stopping = threading.Event()
-
-    def node(self) -> str:
-        """Return the id of the node."""
-        return str(ray.get_runtime_context().get_node_id())
-
-    def attempt(self, key: str, work: Work, number: int) -> Result:
-        """Run an attempt. Its log lines carry its key and number, because attempts share the worker's log."""
-        report = ProgressReporter(self.board, key, number, self.stopping)
-
-        def log(text: str) -> None:
-            lines = (f"{key}: attempt {number} {line}\n" for line in text.splitlines())
-            print("".join(lines), end="", file=sys.stderr, flush=True)
-
-        log("begins")
-        try:
-            if ray.get_gpu_ids():
-                choose_device()  # raises an error if torch cannot use this node's GPU
-            result = self.function(work, number, report)
-        except BaseException as error:
-            log(f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
-            raise
-        log("is done")
-        return result
-
-    def stop(self) -> None:
-        """Make all attempts end, each at its next report."""
-        self.stopping.set()
-
-
 class WorkerPool(Generic[Work, Result]):
     """The workers of one job on the cluster that `start_ray` joined or started.
 
@@ -139,10 +92,8 @@ class WorkerPool(Generic[Work, Result]):
         return not self.running and all(worker.node is not None for worker in self.workers)
 
     def alive(self) -> dict[str, Resources]:
-        """Return the total resources of each live node, and drop idle workers of dead nodes.
-
-        Otherwise, the next attempt on such a worker would be lost.
-        """
+        """Return the total resources of each live node, and drop idle workers of dead nodes, on which the next attempt
+        would be lost."""
         alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         for worker in list(self.workers):
             if not worker.running and worker.node is not None and worker.node not in alive:
@@ -167,11 +118,8 @@ class WorkerPool(Generic[Work, Result]):
         self.running.append(Attempt(unit, unit.attempt, worker, result, time.monotonic()))
 
     def wait(self, seconds: float) -> list[Attempt[Work] | StartFailure]:
-        """Wait at most `seconds` until an attempt ends, or a worker starts or fails to start.
-
-        Returns:
-            The attempts that ended, and the failed starts; empty after a successful start or a timeout.
-        """
+        """Wait at most `seconds` until an attempt ends, or a worker starts or fails to start. Return the attempts that
+        ended, and the failed starts."""
         starting = {worker.started: worker for worker in self.workers if worker.node is None}
         attempts = {attempt.result: attempt for attempt in self.running}
         if not starting and not attempts:
@@ -187,11 +135,7 @@ class WorkerPool(Generic[Work, Result]):
         return events
 
     def result(self, attempt: Attempt[Work]) -> Result:
-        """Return the result of an attempt that has ended, and free its slot.
-
-        Raises:
-            Failure: the attempt raised, or its process or node died.
-        """
+        """Return the result of an attempt that has ended, or raise its `Failure`, and free its slot."""
         self.running.remove(attempt)
         attempt.worker.running.remove(attempt.unit)
         try:
@@ -204,11 +148,8 @@ class WorkerPool(Generic[Work, Result]):
             raise failure from None
 
     def drain(self) -> list[Attempt[Work]]:
-        """Interrupt all attempts, wait until they have cleaned up, and kill the workers.
-
-        Returns:
-            The attempts that ended in time; `result` returns their outcome.
-        """
+        """Interrupt all attempts, wait until they have cleaned up, and kill the workers. Return the attempts that ended
+        in time; `result` returns their outcome."""
         results = [attempt.result for attempt in self.running]
         ended: set[Any] = set()
         if results:

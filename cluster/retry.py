@@ -120,10 +120,8 @@ class UnitQueue(Generic[Work]):
         return self.source is not None or bool(self.new or self.failed)
 
     def due(self, limit: int) -> list[Unit[Work]]:
-        """Return the first units, at most `limit`, that may start now. They stay in the queue until `remove`.
-
-        The source is read only as far as needed.
-        """
+        """Return the first units, at most `limit`, that may start now, reading the source only as far as needed. They
+        stay in the queue until `remove`."""
         limit = max(0, limit)
         while len(self.new) < limit and self.source is not None:
             unit = next(self.source, None)

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from cluster.actor import Function
 from cluster.failure_log import summarize
 from cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
-from cluster.pool import Function
 from cluster.start import start_ray
 from precompute.encode.overlap import Stuck
 from shards.base.device import is_accelerator, is_device_error, worker_device

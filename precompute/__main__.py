@@ -17,7 +17,7 @@ import shards.base.interrupt  # noqa: F401
 from collections.abc import Sequence
 
 from cluster.start import precision_on_worker, start_ray
-from precompute.config import PrecomputeConfig, describe_encoding, make_recipe, with_absolute_paths
+from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.input.tars import Named, choose_tars, list_tars, note_unverifiable
 from precompute.job.ledger import Ledger
 from precompute.job.run import announce, conclude, not_committed, run_job
@@ -38,7 +38,7 @@ from shards.root.shared import check_root, check_rules, create_root, record_rule
 
 def run(arguments: list[str]) -> None:
     """Run stage 1 on the requested tars."""
-    config = with_absolute_paths(load_from_args(PrecomputeConfig, arguments, "precompute", __doc__))
+    config = load_from_args(PrecomputeConfig, arguments, "precompute", __doc__)
     config = config.model_copy(update={"precision": resolved_precision(config)})
 
     # check the whole request before writing anything
@@ -70,10 +70,8 @@ def run(arguments: list[str]) -> None:
 
 
 def resolved_precision(config: PrecomputeConfig) -> Precision:
-    """Return the precision to use. `auto` means the precision of the root or its source, or else the workers' best.
-
-    Prints the precision that `auto` selects, or a warning if the workers' CPU emulates the configured one.
-    """
+    """Return the precision to use: `auto` means that of the root or its source, or else the workers' best. Prints what
+    `auto` selects, or a warning if the workers' CPU emulates the configured one."""
     precision = config.precision
     if precision == "auto":
         for place in (config.output, config.source):
@@ -86,14 +84,8 @@ def resolved_precision(config: PrecomputeConfig) -> Precision:
 def find_work(
     config: PrecomputeConfig, encoding: EncodingRecord, store: Store
 ) -> tuple[Conversion | None, Sequence[Named], Sequence[Named]]:
-    """Check the request against the root and the tars.
-
-    Returns:
-        The conversion of the source's data (None without a source), the requested tars, and those not yet committed.
-
-    Raises:
-        RequestError: The tars or the root do not match the request.
-    """
+    """Check the request against the root and the tars, or raise RequestError. Return the conversion of the source's
+    data (None without a source), the requested tars, and those not yet committed."""
     check_root(store, encoding)
     check_rules(store, config.to_fill.rules)
     if config.source is None:

@@ -1,13 +1,14 @@
 """Config of stage 1, and the encoding record and worker recipe that are derived from it."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from cluster.fleet import FleetConfig
 from precompute.describe import (
     FeatureTowerConfig,
+    FolderOrName,
     ImageConfig,
     TextConfig,
     TextTowerConfig,
@@ -32,6 +33,13 @@ from shards.format.scores import score_names
 from shards.root.publish import IndexConfig
 
 
+def _absolute(place: Path | str) -> Path | str:
+    return place.absolute() if isinstance(place, Path) else place
+
+
+Root = Annotated[Place, AfterValidator(_absolute)]
+
+
 class WorkersConfig(WorkerConfig, FleetConfig):
     """Resources and behaviour of workers. Ray runs as many workers as fit on the cluster."""
 
@@ -39,19 +47,19 @@ class WorkersConfig(WorkerConfig, FleetConfig):
 class PrecomputeConfig(Config):
     """Stage 1: webdataset tars of captioned images → a latents root."""
 
-    input: str
+    input: FolderOrName
     """Folder or URL of the tars, such as those that `make download` wrote."""
-    source: Place | None = None
+    source: Root | None = None
     """Latents root to derive from, instead of `input`. Its image latents are reused, and so are text latents and
     features of towers that do not change; new text towers encode its captions. No image is decoded."""
-    output: Place
+    output: Root
     """The latents root: a local folder, or an object-store URL such as s3://bucket/latents."""
     shards: str = "all"
     """Tars to encode: `00042`, `00000-00099`, a comma-separated list of both, or `all`."""
     buckets: list[str] = Field(["256x256", "512x512"], min_length=1)
     """Buckets as WIDTHxHEIGHT in pixels. An image goes to every bucket that it covers without upscaling."""
     aspect: AspectConfig = AspectConfig()
-    vae: str
+    vae: FolderOrName
     """A diffusers autoencoder: local folder, hub name org/repo[@revision]/folder, or URL such as s3://bucket/vae."""
     texts: dict[TowerName, TextTowerConfig] = Field(min_length=1)
     """Text encoders by name, one or more."""
@@ -104,47 +112,9 @@ class PrecomputeConfig(Config):
         return Buckets(tuple(Bucket.parse(name) for name in self.buckets), self.aspect.tables)
 
 
-def with_absolute_paths(config: PrecomputeConfig) -> PrecomputeConfig:
-    """Make all local paths absolute, because a Ray worker has a different working directory than the driver.
-
-    `input` and models may also be URLs or hub names, so they count as paths only if the folder exists.
-    """
-    texts = {
-        name: tower.model_copy(
-            update={"model": _absolute_folder(tower.model), "tokenizer": _absolute_folder(tower.tokenizer)}
-        )
-        for name, tower in config.texts.items()
-    }
-    features = {
-        name: tower.model_copy(update={"model": _absolute_folder(tower.model)})
-        for name, tower in config.features.items()
-    }
-    scratch = config.workers.scratch
-    workers = config.workers.model_copy(update={"scratch": scratch and scratch.absolute()})
-    return config.model_copy(
-        update={
-            "input": _absolute_folder(config.input),
-            "source": config.source.absolute() if isinstance(config.source, Path) else config.source,
-            "output": config.output.absolute() if isinstance(config.output, Path) else config.output,
-            "vae": _absolute_folder(config.vae),
-            "texts": texts,
-            "features": features,
-            "workers": workers,
-        }
-    )
-
-
-def _absolute_folder(name: str) -> str:
-    """Return the absolute path of `name` if it is a local folder, and `name` itself otherwise."""
-    return str(Path(name).absolute()) if name and Path(name).is_dir() else name
-
-
 def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
-    """Return the encoding record for a run, from the configs and hashes of its models. No weights are loaded.
-
-    Raises:
-        RequestError: A model is missing or unsuitable, or a bucket does not fit a tower.
-    """
+    """Return the encoding record for a run, from the configs and hashes of its models, without loading weights. Raises
+    RequestError if a model is missing or unsuitable, or a bucket does not fit a tower."""
     pixels = config.pixels
     assert config.precision != "auto", "resolve the precision first"
     record = EncodingRecord(
@@ -175,11 +145,7 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
 
 
 def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord, conversion: Conversion | None = None) -> Recipe:
-    """Build the recipe that workers receive for a run.
-
-    Args:
-        conversion: how to convert the data stored in `config.source`, if there is a source.
-    """
+    """Build the recipe that workers receive, with the conversion of the data stored in `config.source`, if any."""
     towers: dict[str, TextTowerConfig | FeatureTowerConfig] = {
         **{f"texts.{name}": tower for name, tower in config.texts.items()},
         **{f"features.{name}": tower for name, tower in config.features.items()},

@@ -60,6 +60,15 @@ def _check_name(name: str) -> str:
 TowerName = Annotated[str, AfterValidator(_check_name)]
 
 
+def _absolute_folder(name: str) -> str:
+    return str(Path(name).absolute()) if name and Path(name).is_dir() else name
+
+
+FolderOrName = Annotated[str, AfterValidator(_absolute_folder)]
+"""A local folder, hub name or URL. An existing folder becomes absolute, because a Ray worker has a different working
+directory than the driver."""
+
+
 class TextConfig(Config):
     """Default storage of text latents, for all text towers."""
 
@@ -79,9 +88,9 @@ class ImageConfig(Config):
 class TextTowerConfig(Config):
     """One frozen text encoder."""
 
-    model: str
+    model: FolderOrName
     """Local folder or hub name of a transformers text model."""
-    tokenizer: str
+    tokenizer: FolderOrName
     """Local folder or hub name of its tokenizer."""
     class_name: str | None = None
     """Class in transformers, or MODULE.CLASS for one in diffusers.pipelines; null: the first entry of `architectures`
@@ -128,7 +137,7 @@ class TextTowerConfig(Config):
 class FeatureTowerConfig(Config):
     """One frozen vision encoder. Its per-patch features of each image are stored as a target for training (REPA)."""
 
-    model: str
+    model: FolderOrName
     """Local folder or hub name of a transformers vision model with one token per patch: DINOv2, DINOv3, ViT or I-JEPA;
     with `class_name`, also CLIP's CLIPVisionModel or SigLIP's."""
     class_name: str | None = None
@@ -193,14 +202,10 @@ def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **se
 
 
 def _normalisation(config: Mapping[str, Any], channels: int, where: str) -> dict[str, tuple[float, ...]]:
-    """Read the per-channel scale and shift that diffusers' pipelines take from a VAE's config.
+    """Read the per-channel scale and shift that diffusers' pipelines take from the config of a built VAE, in which
+    missing fields have their defaults.
 
-    Args:
-        config: config of the built model, in which fields missing from the file have their class's defaults.
-        where: the file, for error messages.
-
-    Raises:
-        RequestError: The config has no scale, an incomplete per-channel normalisation, or two kinds of shift.
+    Raises RequestError if there is no scale, an incomplete per-channel normalisation, or two kinds of shift in `where`.
     """
     scale, shift = config.get("scaling_factor"), config.get("shift_factor")
     mean, std = config.get("latents_mean"), config.get("latents_std")
@@ -301,11 +306,7 @@ def describe_text(name: str, config: TextTowerConfig, default: TextConfig) -> Te
 
 
 def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: Any, config: TextTowerConfig) -> None:
-    """Run the model without weights, and check that it returns the requested hidden states.
-
-    Raises:
-        RequestError: The model cannot encode a caption by itself, or lacks the layer.
-    """
+    """Run the model without weights, and check that it encodes a caption by itself and has the requested layer."""
     try:
         with torch.device("meta"):
             model = model_class(class_name)(text_config)
@@ -346,11 +347,7 @@ def _num_kept(name: str, keep: list[Slice], max_tokens: int) -> int:
 
 
 def _pooled_width(name: str, class_name: str, text_config: Any) -> int:
-    """Return the width of the pooled output.
-
-    Raises:
-        RequestError: The model has no pooled output.
-    """
+    """Return the width of the pooled output, or raise RequestError if the model has none."""
     if text_config.model_type != "clip_text_model":
         raise RequestError(f"texts.{name}.pooled: {class_name} has no pooled output; only CLIP text models have one.")
     return int(text_config.projection_dim if class_name.endswith("WithProjection") else text_config.hidden_size)
@@ -370,16 +367,10 @@ def _transformers_class(folder: Path, config: dict[str, Any], class_name: str | 
 
 
 def _load_tokenizer(name: str, folder: Path, length: int | None, num_embeddings: int | None) -> Any:
-    """Load a tokenizer, and check that it belongs to a text model.
+    """Load a tokenizer, and check that it belongs to a text model with `length` positions, unless None, and
+    `num_embeddings` token embeddings, if known.
 
     A token without an embedding would crash the process on a GPU, so this is checked before any worker starts.
-
-    Args:
-        length: the model's number of positions, if its tokenizer must truncate there.
-        num_embeddings: the model's number of token embeddings, if known.
-
-    Raises:
-        RequestError: The tokenizer cannot be loaded, belongs to a different model, or has no padding token.
     """
     path = folder / "tokenizer_config.json"
     if not path.is_file():
@@ -465,14 +456,8 @@ def describe_features(name: str, config: FeatureTowerConfig, buckets: Sequence[B
 def _check_feature_outputs(
     name: str, folder: Path, tower: FeatureTower, vision_config: Any, grid: tuple[int, int]
 ) -> None:
-    """Run the model without weights, and check that it returns one token per patch, after at most a few other tokens.
-
-    Args:
-        grid: (rows, columns) of patches in the trial image.
-
-    Raises:
-        RequestError: The output has a different shape.
-    """
+    """Run the model without weights on an image of `grid` (rows, columns) patches, and check that it returns one token
+    per patch, after at most a few other tokens."""
     height, width = (side * tower.patch for side in grid)
     num_patches = grid[0] * grid[1]
     cause: Exception | None = None

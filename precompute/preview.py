@@ -43,11 +43,8 @@ DECODE_TOGETHER = 4
 
 
 def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
-    """Load the VAE that produced the latents, from the folder in encoding.json or from `name`.
-
-    Raises:
-        RequestError: The VAE is missing, or differs from the one recorded in encoding.json.
-    """
+    """Load the VAE that produced the latents, from the folder in encoding.json or from `name`. Raises RequestError if
+    it is missing, or differs from the recorded one."""
     folder = model_folder(name or encoding.image.weights.name)
     if hash_weights(str(folder), folder).sha256 != encoding.image.weights.sha256:
         raise RequestError(
@@ -71,12 +68,15 @@ def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, lis
     bucket = bucket or next((receipt.bucket for receipt in has_samples), None)
     if bucket is None:
         raise RequestError(f"{root} has no samples yet. Run `make precompute` first.")
-    names = names_of_bucket(store, bucket)
+    names = by_tar_and_bucket(active_receipts(list_commits(store)))
+    names = [name for name in names if name.split("/")[1] == bucket]
+    # evenly spaced ones first, because the other receipts of a large root are not read
+    spread = [names[number * len(names) // count] for number in range(count)] if len(names) > count else []
     parts: list[tuple[str, str, int]] = []
-    for receipt in read_receipts(store, spread_out(names, count)):
+    for receipt in read_receipts(store, list(dict.fromkeys([*spread, *names]))):
         if receipt.bucket == bucket and receipt.samples:
             parts.append((receipt.tar, receipt.part, receipt.samples))
-        if len(parts) == count:  # do not read the other receipts of a large root
+        if len(parts) == count:
             break
     if not parts:
         raise RequestError(f"{root} has no samples in {bucket}. `python -m shards stats {root}` lists its buckets.")
@@ -87,18 +87,6 @@ def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, lis
         for (_, part, _), share in zip(parts, shares, strict=True)
         for sample in read_parts(store, bucket, [part], share)
     ]
-
-
-def names_of_bucket(store: Store, bucket: str) -> list[str]:
-    """Return the names of a bucket's active receipts, sorted by tar."""
-    names = by_tar_and_bucket(active_receipts(list_commits(store)))
-    return [name for name in names if name.split("/")[1] == bucket]
-
-
-def spread_out(names: list[str], count: int) -> list[str]:
-    """Return all names, starting with `count` evenly spaced ones."""
-    chosen = names if len(names) <= count else [names[number * len(names) // count] for number in range(count)]
-    return list(dict.fromkeys([*chosen, *names]))
 
 
 def fair_shares(sizes: list[int], total: int) -> list[int]:
@@ -142,10 +130,8 @@ def contact_sheet(pictures: list[Image.Image], labels: list[str], title: str, le
 
 
 def wrapped(label: str, width: float, lettering: Lettering) -> list[str]:
-    """Wrap a label to LABEL_LINES lines of `width` pixels. Its first line is kept unchanged.
-
-    If text is left over, the last line ends with an ellipsis.
-    """
+    """Wrap a label to LABEL_LINES lines of `width` pixels, keeping its first line unchanged. If text is left over, the
+    last line ends with an ellipsis."""
     first, _, rest = label.partition("\n")
     lines = list(islice(_filled(rest.split(), width, lettering), LABEL_LINES))
     if len(lines) < LABEL_LINES:

@@ -37,12 +37,11 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 
 LONGEST_FIRST = (
     "test_run.py",
-    "test_kills.py",
     "test_processes.py",
     "test_alignment.py",
     "test_steps.py",
     "test_scoring.py",
-    "test_ray_access.py",
+    "test_ray.py",
     "test_sampling.py",
     "test_watch.py",
     "test_watch_elsewhere.py",

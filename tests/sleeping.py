@@ -3,7 +3,9 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ import torch
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.overlap import Turns
 from precompute.encode.tar import encode_tar
-from precompute.encode.towers import CaptionLatents, PictureLatents, Timer, Towers, WaitForCaptions, untimed
+from precompute.encode.towers import PictureLatents, Timer, Towers, WaitForCaptions
 from precompute.input.tars import list_tars
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
@@ -61,11 +63,12 @@ class SleepingTowers(Towers):
     def empty_caption(self) -> dict[str, TextLatents]:
         return self.empty
 
-    def start_captions(self, texts: list[str], timer: Timer = untimed) -> WaitForCaptions:
-        return lambda: iter([CaptionLatents(self.empty, False)] * len(texts))
+    def start_groups(self, groups: list[list[str]], timer: Timer = nullcontext) -> Iterator[WaitForCaptions]:
+        for texts in groups:
+            yield partial(iter, [(self.empty, False)] * len(texts))
 
     def start_pictures(
-        self, bucket: Bucket, pictures: list[np.ndarray], timer: Timer = untimed
+        self, bucket: Bucket, pictures: list[np.ndarray], timer: Timer = nullcontext
     ) -> Callable[[], Iterator[PictureLatents]]:
         asleep = self.sleeper.start()
         # big parts of small pictures: what goes up is noise, which nothing compresses

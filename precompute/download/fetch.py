@@ -29,11 +29,7 @@ LOW_SPACE = 2**26
 
 
 def require_img2dataset() -> None:
-    """Check that img2dataset can run.
-
-    Raises:
-        RequestError: img2dataset, or a module that it needs and that Python 3.13 removed, is not installed.
-    """
+    """Raise RequestError if img2dataset, or a module that it needs and that Python 3.13 removed, is not installed."""
     # Python 3.13 removed imghdr; the extra installs a replacement
     missing = [name for name in ("img2dataset", "imghdr") if importlib.util.find_spec(name) is None]
     if missing:
@@ -66,13 +62,10 @@ def _hidden(*names: str) -> Iterator[None]:
 
 
 def fetch_tar(config: DownloadConfig, tar: PlannedTar) -> dict[str, Any]:
-    """Download one tar into a private folder, verify it, and move it into `config.output`.
+    """Download one tar into a private folder, verify it, move it into `config.output`, and return its stats.
 
     `NNNNN_stats.json` is moved last, so a tar whose stats exist is complete. If the download fails, the output of
     img2dataset is kept in `NNNNN.log`.
-
-    Returns:
-        The published stats.
 
     Raises:
         WorkError: The tar does not match its records, too few images were downloaded, or the input is damaged.
@@ -135,11 +128,8 @@ def _download(config: DownloadConfig, tar: PlannedTar, folder: Path) -> None:
 
 
 def _publish(config: DownloadConfig, tar: PlannedTar, folder: Path, receipt: dict[str, Any]) -> dict[str, Any]:
-    """Add `receipt` to the stats, and move the tar's files into `config.output`; return the stats.
-
-    Raises:
-        WorkError: The share of successful rows is below `min_success_share`.
-    """
+    """Add `receipt` to the stats, and move the tar's files into `config.output`; return the stats. Raises WorkError if
+    the share of successful rows is below `min_success_share`."""
     stats_path = folder / f"{tar.name}_stats.json"
     stats = json.loads(stats_path.read_text())
     needed = math.ceil(config.min_success_share * stats["count"])

@@ -28,14 +28,11 @@ Fetch = Callable[[DownloadConfig, PlannedTar], dict[str, Any]]
 def fetch_missing(
     config: DownloadConfig, tars: list[PlannedTar], fetch: Fetch = fetch_tar
 ) -> tuple[int, dict[str, str]]:
-    """Download the tars that are not published yet.
+    """Download the tars that are not published yet, or raise WorkError if the disk is full.
 
     Returns:
         The number of tars published by this call, and the reason, by name, for each tar that failed `shard_attempts`
         times.
-
-    Raises:
-        WorkError: The disk is full.
     """
     shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)  # left by a killed run
     missing = [tar for tar in tars if not is_published(config, tar)]
@@ -70,10 +67,8 @@ def fetch_missing(
 
 
 def is_published(config: DownloadConfig, tar: PlannedTar) -> bool:
-    """Return whether the tar's three files exist and are intact, judged by their sizes, or by hashes under `recheck`.
-
-    A damaged tar counts as missing, and is downloaded again.
-    """
+    """Return whether the tar's three files exist and are intact, judged by their sizes, or by hashes under
+    `recheck`."""
     stats, file = stats_path(config.output, tar), config.output / f"{tar.name}.tar"
     if not stats.exists():
         return False

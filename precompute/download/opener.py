@@ -89,18 +89,14 @@ class _PublicHTTPConnection(HTTPConnection):
     def connect(self) -> None:
         super().connect()
         if self.trusted_hosts is not None and self.host not in self.trusted_hosts:
-            _check_public(self)
+            peer = self.sock.getpeername()[0].partition("%")[0]
+            if not is_public_address(peer):
+                self.close()
+                raise RefusedResponse(f"private address: {peer} behind host {self.host}")
 
 
 class _PublicHTTPSConnection(_PublicHTTPConnection, HTTPSConnection):
     """TLS connection with the check of `_PublicHTTPConnection`, which runs after the handshake."""
-
-
-def _check_public(connection: HTTPConnection) -> None:
-    peer = connection.sock.getpeername()[0].partition("%")[0]
-    if not is_public_address(peer):
-        connection.close()
-        raise RefusedResponse(f"private address: {peer} behind host {connection.host}")
 
 
 class _LimitedResponse(HTTPResponse):

@@ -41,13 +41,8 @@ KINDS = {
 def write_report(
     output: Path, tars: list[PlannedTar], failed: dict[str, str], fetched: int, seconds: float
 ) -> dict[str, Any]:
-    """Summarise the published tars in the plan; write the report and return it.
-
-    Args:
-        failed: reason, by name, for each tar that failed in this run.
-        fetched: number of tars published in this run.
-        seconds: wall time of this run.
-    """
+    """Summarise the published tars in the plan; write the report and return it. `failed` has the reason for each tar
+    that failed in this run, `fetched` is the number published in it, and `seconds` its wall time."""
     stats = [json.loads(path.read_text()) for tar in tars if (path := stats_path(output, tar)).exists()]
     totals = {name: sum(item[name] for item in stats) for name in ("count", "successes")}
     failures, formats = Counter[str](), Counter[str]()

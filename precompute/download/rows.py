@@ -73,11 +73,8 @@ def plan_download(config: DownloadConfig) -> list[PlannedTar]:
 
 
 def find_parquet(source: Path) -> list[Path]:
-    """Return `source` itself if it is a file, or else the parquet files directly in it, sorted by name.
-
-    Raises:
-        RequestError: `source` does not exist, contains no parquet files, or is an unfinished selection.
-    """
+    """Return `source` itself if it is a file, or else the parquet files directly in it, sorted by name. Raises
+    RequestError if there are none, or if `source` is an unfinished selection."""
     if source.is_file():
         return [source]
     if not source.is_dir():
@@ -93,14 +90,8 @@ def find_parquet(source: Path) -> list[Path]:
 
 
 def _keep_to_plan(path: Path, now: dict[str, Any]) -> None:
-    """Check that a plan agrees with the one recorded at `path`, and record it.
-
-    Args:
-        now: `settings`, and `inputs` with the name, number of rows and footer hash of each input file.
-
-    Raises:
-        RequestError: The recorded plan is damaged, has other settings or does not start with the same inputs.
-    """
+    """Check that a plan (`settings`, and `inputs` with the name, number of rows and footer hash of each file) agrees
+    with the one recorded at `path`, and record it."""
     if not path.exists():
         write_sealed_json(path, now)
         return

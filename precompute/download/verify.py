@@ -31,12 +31,10 @@ FORMATS = {
 
 def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) -> dict[str, Any]:
     """Read all of `name`.tar, and compare it with `name`.parquet, `name`_stats.json and the number of requested rows.
+    Raises WorkError at the first difference.
 
     Returns:
         `tar_bytes` and `tar_sha256`, the size and hash of the tar, and `formats`, the number of images per format.
-
-    Raises:
-        WorkError: The records differ; the message names the first difference and its key.
     """
     stats = json.loads((folder / f"{name}_stats.json").read_text())
     rows = pq.read_table(folder / f"{name}.parquet", columns=["key", "status", "sha256"]).to_pylist()

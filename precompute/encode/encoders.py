@@ -30,7 +30,7 @@ class ImageEncoder(Network):
         # in float32 regardless of the file's data type, because autocast lowers the precision where that is safe
         load = getattr(diffusers, tower.class_name).from_pretrained
         vae = load(folder, use_safetensors=True, torch_dtype=torch.float32).to(memory_format=torch.channels_last)
-        if attends_by_products(settings.device):
+        if is_accelerator(settings.device):
             attend_by_products(vae)
         super().__init__(vae, self.encode, settings, "encoder")
         self.tower = tower
@@ -54,12 +54,6 @@ class ImageEncoder(Network):
     def __call__(self, pictures: list[np.ndarray], batch_size: int) -> Tensor:
         """Encode N images (H, W, 3) uint8 into (N, planes, h, w) float16 on the CPU."""
         return self.start_batch(self.stack(pictures, batch_size), len(pictures))()
-
-
-def attends_by_products(device: torch.device) -> bool:
-    """Return whether attention with wide heads uses plain matrix products on `device`: true on a GPU, whose fused
-    kernels limit the width, and false on a CPU."""
-    return is_accelerator(device)
 
 
 def attend_by_products(model: nn.Module) -> None:
@@ -124,12 +118,8 @@ class TextEncoder(Network):
         return self.start_batch(captions, batch_size)()
 
     def tokenize(self, captions: list[str], batch_size: int) -> tuple[Tensor, Tensor, list[bool]]:
-        """Tokenize captions into a full batch.
-
-        Returns:
-            Ids (batch_size, max_tokens) and the mask of real tokens, in host memory; and which captions were
-            truncated.
-        """
+        """Tokenize captions into a full batch of ids (batch_size, max_tokens) and the mask of real tokens, in host
+        memory. Also return which captions were truncated."""
         texts = [self.tower.prompt(caption) for caption in captions]
         tokens = self.tokenizer(texts, verbose=False).input_ids
         fitted = [self._fitted(text, row) for text, row in zip(texts, tokens, strict=True)]

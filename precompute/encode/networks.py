@@ -34,11 +34,8 @@ MAX_SHAPES = 64
 
 
 def model_class(name: str) -> Any:
-    """Return a transformers class or, for MODULE.CLASS, a class defined in diffusers.pipelines.MODULE.
-
-    Raises:
-        AttributeError, ImportError: the class does not exist.
-    """
+    """Return a transformers class or, for MODULE.CLASS, a class defined in diffusers.pipelines.MODULE. Raises
+    AttributeError or ImportError if it does not exist."""
     module, _, class_name = name.rpartition(".")
     namespace = importlib.import_module(f"diffusers.pipelines.{module}") if module else transformers
     return getattr(namespace, class_name)
@@ -72,10 +69,7 @@ def lowered(model: Model, precision: Precision) -> Model:
 
 def quantise(model: Model, to: Quantised) -> Model:
     """Quantise the weights of a float32 network's linear layers, in place. Products use the precision of their inputs.
-
-    Raises:
-        UnfitNode: torchao is not installed on this node.
-    """
+    Raises UnfitNode if torchao is not installed on this node."""
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:

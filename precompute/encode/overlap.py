@@ -1,6 +1,5 @@
 """Overlapping stages: each stage runs ahead of the next by a bounded number of items, and items stay in order."""
 
-import queue
 import threading
 import time
 import weakref
@@ -9,15 +8,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from itertools import chain, islice
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from shards.base.errors import WorkError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-_END = object()
-POLL_SECONDS = 0.1
 
 
 class Stuck(WorkError):
@@ -74,38 +70,6 @@ def threads(number: int, seconds: float | None = None) -> Iterator[Pool]:
     pool.shutdown()
 
 
-class CallSequence(Generic[Item, Result]):
-    """Calls that one thread of a pool makes one after another, until the pool is closing."""
-
-    def __init__(self, pool: Pool, function: Callable[[Item], Result], items: list[Item]):
-        self.pool, self.function, self.items = pool, function, items
-        self.finished: list[Result] = []
-        self.future = pool.submit(self._run)
-
-    def results(self, seconds: float | None) -> list[Result]:
-        """Wait for the results, in order.
-
-        Raises:
-            Stuck: a call did not end within `seconds`. This is detected within twice that time.
-        """
-        while True:
-            num_finished = len(self.finished)
-            try:
-                self.future.exception(seconds)
-            except TimeoutError:
-                if len(self.finished) == num_finished:
-                    raise Stuck(f"a call timed out after {seconds} s and cannot be interrupted") from None
-            else:
-                self.future.result()
-                return self.finished
-
-    def _run(self) -> None:
-        for item in self.items:
-            if self.pool.closing.is_set():
-                raise CancelledError
-            self.finished.append(self.function(item))
-
-
 def map_in_order(
     pool: Pool,
     function: Callable[[Item], Result],
@@ -121,15 +85,35 @@ def map_in_order(
             small image.
 
     Raises:
-        Stuck: the call whose result is next did not end within `seconds`.
+        Stuck: the call whose result is next did not end within `seconds`. This is detected within twice that time.
     """
-    left, running = iter(items), deque[CallSequence[Item, Result]]()
+
+    def call_each(group: list[Item], finished: list[Result]) -> None:
+        for item in group:
+            if pool.closing.is_set():
+                raise CancelledError
+            finished.append(function(item))
+
+    def results(call: Future[None], finished: list[Result]) -> list[Result]:
+        while True:
+            num_finished = len(finished)
+            try:
+                call.exception(seconds)
+            except TimeoutError:
+                if len(finished) == num_finished:
+                    raise Stuck(f"a call timed out after {seconds} s and cannot be interrupted") from None
+            else:
+                call.result()
+                return finished
+
+    left, running = iter(items), deque[tuple[Future[None], list[Result]]]()
     while group := list(islice(left, in_a_row)):
-        running.append(CallSequence(pool, function, group))
+        finished: list[Result] = []
+        running.append((pool.submit(call_each, group, finished), finished))
         if len(running) * in_a_row >= ahead:
-            yield from running.popleft().results(seconds)
+            yield from results(*running.popleft())
     while running:
-        yield from running.popleft().results(seconds)
+        yield from results(*running.popleft())
 
 
 def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, None]:
@@ -138,46 +122,19 @@ def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, No
     An exception in `items` is raised in the consumer, after the items before it. If the consumer stops early, so does
     the thread.
     """
-    buffer: queue.Queue[Any] = queue.Queue(maxsize=ahead)
-    stopped = threading.Event()
-
-    def put(entry: Any) -> bool:
-        while not stopped.is_set():
-            try:
-                buffer.put(entry, timeout=POLL_SECONDS)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def produce() -> None:
+    iterator, end = iter(items), object()
+    with ThreadPoolExecutor(1) as thread:
+        # one more item is being produced while `ahead` of them wait
+        calls = deque(thread.submit(next, iterator, end) for _ in range(ahead + 1))
         try:
-            for item in items:
-                if not put((item, None)):
-                    return
-            put((_END, None))
-        except BaseException as error:  # raised again by the consumer
-            put((_END, error))
+            while (item := calls.popleft().result()) is not end:
+                calls.append(thread.submit(next, iterator, end))
+                yield item  # type: ignore[misc]
         finally:
+            for call in calls:
+                call.cancel()
             if isinstance(items, Generator):  # stops the stages before this one
-                items.close()
-
-    thread = threading.Thread(target=produce, daemon=True)
-    thread.start()
-    try:
-        while True:
-            try:  # with a timeout, so that this thread handles interrupts
-                item, error = buffer.get(timeout=POLL_SECONDS)
-            except queue.Empty:
-                continue
-            if error is not None:
-                raise error
-            if item is _END:
-                return
-            yield item
-    finally:
-        stopped.set()
-        thread.join()
+                thread.submit(items.close).result()
 
 
 class Turns:

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from precompute.encode.overlap import threads
-from precompute.encode.samples import DecodedSample, EncodedSample, Rejected
+from precompute.encode.samples import DecodedSample, Rejected
 from precompute.input.reject import Reject
 from precompute.pixels.buckets import Buckets
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.tables import TOO_SMALL
-from shards.root.writing import PartWriter, WrittenPart
+from shards.root.writing import PartWriter, Sample, WrittenPart
 
 NON_FINITE = Reject("non_finite", "encoded in float32 too")
 
@@ -44,16 +44,13 @@ class Parts:
         else:
             self._refuse(bucket, info.key, info.url, Reject(TOO_SMALL, f"{info.width}x{info.height}"))
 
-    def add(self, bucket: Bucket, samples: Iterable[EncodedSample]) -> None:
-        """Append samples to a part. Samples whose latents overflow float16 even in the float32 retry are refused as
+    def add(self, bucket: Bucket, samples: list[tuple[Sample, bool]]) -> None:
+        """Append samples to a part. Those that are not finite, even after the float32 retry, are refused as
         `non_finite`."""
-        finite = []
-        for sample in samples:
-            if sample.finite:
-                finite.append(sample.to_store)
-            else:
-                self._refuse(bucket, sample.info.key, sample.info.url, NON_FINITE)
-        self.writers[bucket].write(*finite)
+        for sample, is_finite in samples:
+            if not is_finite:
+                self._refuse(bucket, sample.key, sample.url, NON_FINITE)
+        self.writers[bucket].write(*(sample for sample, is_finite in samples if is_finite))
 
     def finish(self) -> dict[str, WrittenPart]:
         """Close the files, and return the contents of each bucket's part."""

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from precompute.input.tars import TarsConfig
 from precompute.pixels.buckets import Buckets
@@ -39,7 +39,7 @@ class WorkerConfig(Config):
     """Number of tars that a worker has in flight: one on the device, the next one preparing its first batches, and one
     being committed. Each tar needs scratch space for its latents, and for a copy of the tar until it is encoded. At
     most two tars' images are in memory. 1 processes one tar after another."""
-    scratch: Path | None = None
+    scratch: Annotated[Path, AfterValidator(Path.absolute)] | None = None
     """Local folder for temporary files: copies of tars from object stores and, if `output` is a URL, attempts, each as
     large as the tar's latents. Default: the system's temporary folder."""
     isolate_from: int = Field(2, ge=1)
@@ -84,13 +84,3 @@ class Recipe:
         """Return the settings that determine rounding on `device`: batch sizes and compilation."""
         own = {f"batch_size.{name}": size for name, size in self.batch_sizes.items()}
         return {"batch_size": self.worker.batch_size, **own, "compile": self.worker.compiles(device)}
-
-    def settings(self, device: torch.device) -> dict[str, str | int | float | bool]:
-        """Return the settings that a receipt records besides the encoding, for towers on `device`."""
-        return {
-            **self.batches(device),
-            "tars": self.tars.policy,
-            "check_sha256": self.tars.check_sha256,
-            **self.limits.model_dump(mode="json", exclude={"formats"}),
-            "formats": " ".join(self.limits.formats),
-        }

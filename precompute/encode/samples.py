@@ -1,19 +1,18 @@
 """A sample at each stage of a worker:
 
-    raw sample → DecodedSample (or Rejected) → CroppedSample for each of its buckets → EncodedSample
+    raw sample → DecodedSample (or Rejected) → CroppedSample for each of its buckets → Sample (shards.root.writing)
 
 A sample that has been encoded for one bucket and is still waiting for another bucket's batch keeps
 only its pixels for the latter and its encoded captions, in separate memory.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from precompute.encode.towers import CaptionLatents, PictureLatents
+from precompute.encode.towers import CaptionLatents, PictureLatents, WaitForCaptions
 from precompute.input.captions import CleanCaption
 from precompute.input.reject import Reject
 from precompute.pixels.decode import Picture
@@ -55,59 +54,49 @@ class DecodedSample:
     picture: Picture
 
 
-@dataclass(frozen=True)
-class EncodedCaption:
-    """A caption as it is stored."""
-
-    stored: Caption
-    finite: bool
-    """Whether all of its latents are finite in float16."""
-
-
 @dataclass(eq=False)
 class CaptionTask:
     """A caption that is encoded once, for all buckets of its sample."""
 
     caption: CleanCaption
     is_queued: bool = False
-    encoded: Future[EncodedCaption] = field(default_factory=Future)
-    """Future of the result; it is running once the encoders have received the caption."""
+    wait: Callable[[], None] | None = None
+    """Function that waits for all captions of the same batch; None if the encoders have not received the caption, or
+    have finished it."""
+    encoded: tuple[Caption, bool] | None = None
+    """The caption as it is stored, and whether all of its latents are finite in float16."""
 
     @property
     def is_started(self) -> bool:
         """Whether the encoders have received or finished the caption."""
-        return self.encoded.running() or self.encoded.done()
+        return self.wait is not None or self.encoded is not None  # in this order: `finish` runs in another thread
+
+    def result(self) -> tuple[Caption, bool]:
+        """Return `encoded`, after waiting for it if necessary."""
+        if self.wait is not None:
+            self.wait()
+        assert self.encoded is not None, "the caption has not been started"
+        return self.encoded
 
     def finish(self, encoded: CaptionLatents) -> None:
-        """Set the result.
-
-        The latents are copied. Otherwise, a sample waiting for another bucket's batch would keep the page-locked memory
-        of this whole batch of captions.
-        """
-        latents = {name: of_tower.clone() for name, of_tower in encoded.latents.items()}
-        changes = self.caption.changes | ({"truncated"} if encoded.truncated else set())
+        """Set the result. The latents are copied, or a sample waiting for another bucket's batch would keep the
+        page-locked memory of this whole batch of captions."""
+        by_tower, truncated = encoded
+        latents = {name: of_tower.clone() for name, of_tower in by_tower.items()}
+        changes = self.caption.changes | ({"truncated"} if truncated else set())
         finite = all(all_finite(tensor) for of_tower in latents.values() for tensor in of_tower.tensors)
-        self.encoded.set_result(EncodedCaption(Caption(self.caption.text, latents, changes), finite))
+        self.encoded, self.wait = (Caption(self.caption.text, latents, changes), finite), None
 
 
-@dataclass(frozen=True)
-class EncodedSample:
-    """A sample with all of its latents for one bucket, on the CPU."""
+def set_started(tasks: list[CaptionTask], wait: WaitForCaptions) -> None:
+    """Record that the encoders have received captions, whose latents `wait` returns."""
 
-    info: SampleInfo
-    corner: tuple[int, int]
-    captions: list[Caption | None]
-    latents: PictureLatents
-    finite: bool
-    """Whether all latents are finite in float16."""
+    def finish() -> None:
+        for task, encoded in zip(tasks, wait(), strict=True):
+            task.finish(encoded)
 
-    @property
-    def to_store(self) -> Sample:
-        """The sample in the form that its part stores."""
-        info, latents = self.info, self.latents
-        size = (info.width, info.height, *self.corner)
-        origin = {"url": info.url, "sha256": info.sha256}
-        return Sample(info.key, self.captions, latents.image, size, info.scores, latents.features, **origin)
+    for task in tasks:
+        task.wait = finish
 
 
 @dataclass(frozen=True)
@@ -120,13 +109,17 @@ class CroppedSample:
     corner: tuple[int, int]
     """(top, left) of the crop in pixels of the original image."""
 
-    def encoded(self, latents: PictureLatents) -> EncodedSample:
-        """Combine the image's latents with those of the captions, which must be finished."""
-        captions = [None if task is None else task.encoded.result(timeout=0) for task in self.captions]
-        finite = all(caption is None or caption.finite for caption in captions)
+    def encoded(self, latents: PictureLatents) -> tuple[Sample, bool]:
+        """Wait for the captions. Return the sample as it is stored, and whether all its latents are finite in
+        float16."""
+        info = self.info
+        captions = [(None, True) if task is None else task.result() for task in self.captions]
+        finite = all(finite for _, finite in captions)
         finite = finite and all(map(all_finite, (latents.image, *latents.features.values())))
-        stored = [None if caption is None else caption.stored for caption in captions]
-        return EncodedSample(self.info, self.corner, stored, latents, finite)
+        size = (info.width, info.height, *self.corner)
+        stored = [caption for caption, _ in captions]
+        origin = {"url": info.url, "sha256": info.sha256}
+        return Sample(info.key, stored, latents.image, size, info.scores, latents.features, **origin), finite
 
 
 @dataclass
@@ -147,8 +140,6 @@ class StartedBatch:
     samples: list[CroppedSample]
     latents: Callable[[], Iterator[PictureLatents]]
     """Function that waits for the images' latents."""
-    finish_captions: list[Callable[[], None]] = field(default_factory=list)
-    """Functions to call before this batch's captions are used; each waits for one batch of captions."""
 
     @property
     def is_ready(self) -> bool:
@@ -160,11 +151,8 @@ class StartedBatch:
         latents = list(self.latents())
         self.latents = lambda: iter(latents)
 
-    def encoded(self) -> list[EncodedSample]:
-        """Wait for the batch, and return its encoded samples."""
-        for finish in self.finish_captions:
-            finish()
-        self.finish_captions.clear()
+    def encoded(self) -> list[tuple[Sample, bool]]:
+        """Wait for the batch, and return the result of `CroppedSample.encoded` for each sample."""
         return [sample.encoded(latents) for sample, latents in zip(self.samples, self.latents(), strict=True)]
 
 

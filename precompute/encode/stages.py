@@ -3,13 +3,11 @@
 import hashlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import NoReturn
 
 from precompute.encode.overlap import Turns, map_in_order, threads
 from precompute.encode.parts import Parts
-from precompute.encode.provenance import DeviceClock
 from precompute.encode.recipe import Decode, Recipe
 from precompute.encode.samples import (
     CaptionTask,
@@ -19,12 +17,13 @@ from precompute.encode.samples import (
     Rejected,
     SampleInfo,
     StartedBatch,
+    set_started,
 )
-from precompute.encode.towers import Timer, Towers, WaitForCaptions, batch_size_of
+from precompute.encode.towers import DeviceClock, Towers, batch_size_of
 from precompute.input.captions import read_captions, read_scores, valid_text
 from precompute.input.reject import Reject
-from precompute.input.tars import RawSample, TarPolicy
-from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, maybe_isolated
+from precompute.input.tars import RawSample
+from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, Isolated
 from shards.base.errors import DamagedInput
 from shards.format.buckets import Bucket
 
@@ -38,12 +37,10 @@ Decoding = Callable[[Iterable[RawSample]], Iterator[DecodedSample | Rejected]]
 
 @contextmanager
 def decoding(recipe: Recipe, fresh: list[Bucket], isolate: bool) -> Iterator[Decoding]:
-    """Provide a function that decodes samples in threads, in order, for the job's `fresh` buckets.
+    """Provide a function that decodes samples in threads, or with `isolate` in child processes, in order, for the job's
+    `fresh` buckets.
 
-    With `isolate`, images are decoded in child processes, because an image may crash its decoder.
-
-    Raises:
-        Stuck: decoding an image in a thread did not end. The process should exit.
+    Raises Stuck if decoding an image in a thread does not end; the process should then exit.
     """
     longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * recipe.limits.decode_seconds
     wanted = [bucket for bucket in recipe.buckets.covering if bucket in fresh]
@@ -51,7 +48,7 @@ def decoding(recipe: Recipe, fresh: list[Bucket], isolate: bool) -> Iterator[Dec
     ahead = max(worker.batch_size, 4 * worker.decode_threads)
     in_a_row = min(MAX_DECODED_IN_A_ROW, ahead // (4 * worker.decode_threads))
     with (
-        maybe_isolated(recipe.decode, recipe.limits, isolate) as decode,
+        Isolated(recipe.decode, recipe.limits) if isolate else nullcontext(recipe.decode) as decode,
         threads(worker.decode_threads, longest) as pool,
     ):
         decode_one = partial(decode_sample, buckets=wanted, recipe=recipe, decode=decode)
@@ -59,11 +56,8 @@ def decoding(recipe: Recipe, fresh: list[Bucket], isolate: bool) -> Iterator[Dec
 
 
 def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode: Decode) -> DecodedSample | Rejected:
-    """Clean the captions and decode the image.
-
-    Raises:
-        DamagedInput: the image differs from the one that was downloaded.
-    """
+    """Clean the captions and decode the image. Raises DamagedInput if the image differs from the one that was
+    downloaded."""
     url = valid_text(str(raw.metadata.get("url") or "")[:MAX_URL])
     encoding = recipe.encoding
     try:
@@ -76,23 +70,19 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
             raise Reject("no_image", f"the tar holds no image under the key {raw.key}")
         sha256 = hashlib.sha256(raw.image).hexdigest()
         if recipe.tars.check_sha256 and (raw.metadata.get("sha256") or sha256) != sha256:
-            refuse_changed(raw, recipe.tars.policy)
+            if recipe.tars.policy == "salvage":
+                raise Reject(LOST, "the image does not match the sha256 in its JSON")
+            raise DamagedInput(
+                f"The image of sample {raw.key} does not match the sha256 that its JSON records, so the tar is "
+                f"damaged. Download the tar again. If img2dataset re-encoded the images, set tars.check_sha256 to "
+                f"false."
+            )
         picture = decode(raw.image, buckets, recipe.pixels, recipe.limits, recipe.buckets.tables)
     except Reject as reject:
         # the detail may quote many member names, which may contain arbitrary bytes
         return Rejected(raw.key, url, Reject(reject.reason, valid_text(str(reject)[:MAX_DETAIL])))
     scores = read_scores(raw.metadata, encoding.scores)
     return DecodedSample(SampleInfo(raw.key, url, scores, captions, picture.width, picture.height, sha256), picture)
-
-
-def refuse_changed(raw: RawSample, policy: TarPolicy) -> NoReturn:
-    """Reject a sample whose image differs from the one that was downloaded or, depending on `policy`, its whole tar."""
-    if policy == "salvage":
-        raise Reject(LOST, "the image does not match the sha256 in its JSON")
-    raise DamagedInput(
-        f"The image of sample {raw.key} does not match the sha256 that its JSON records, so the tar is damaged. "
-        f"Download the tar again. If img2dataset re-encoded the images, set tars.check_sha256 to false."
-    )
 
 
 def batched_by_bucket(
@@ -119,56 +109,33 @@ def batched_by_bucket(
 def start_batches(
     batches: Generator[PixelBatch, None, None], towers: Towers, clock: DeviceClock, turns: Turns
 ) -> Generator[StartedBatch, None, None]:
-    """Submit batches to the device, and yield each batch, in order, once all of its captions have been started too."""
-    start = start_tower_by_tower if towers.one_by_one else start_side_by_side
+    """Submit batches to the device, and yield each batch, in order, once all of its captions have been started too.
+
+    The captions of all buckets are in batches of their own. Each is started as soon as it is full or, if towers run one
+    by one, after all images, so that each tower is moved to the device once per tar.
+    """
+    captions: list[CaptionTask] = []
     held: deque[StartedBatch] = deque()
+    size = towers.caption_batch
     with turns.at_device(batches) as at_device:
-        yield from start(at_device, towers, clock, held)
+        for batch in at_device:
+            captions += take_captions(batch.samples)
+            while len(captions) >= size and not towers.one_by_one:
+                group, captions = captions[:size], captions[size:]
+                set_started(group, towers.start_captions(texts_of(group), clock))
+            latents = towers.start_pictures(batch.bucket, batch.pixels, clock)
+            if held and towers.one_by_one:  # now that this batch has been started, release the previous one's pixels
+                held[-1].finish_pictures()
+            held.append(StartedBatch(batch.bucket, batch.samples, latents))
+            yield from ready(held)
+        if held and towers.one_by_one:
+            held[-1].finish_pictures()
+        groups = [captions[first : first + size] for first in range(0, len(captions), size)]
+        for group, wait in zip(groups, towers.start_groups([texts_of(group) for group in groups], clock), strict=True):
+            yield from ready(held)  # they need only earlier groups, and the device already has the next one
+            set_started(group, wait)
     # all work of this tar is queued on the device, so the next tar may use it
     yield from held
-
-
-def start_side_by_side(
-    batches: Iterable[PixelBatch], towers: Towers, clock: Timer, held: deque[StartedBatch]
-) -> Iterator[StartedBatch]:
-    """Start images and captions side by side: images in the batches of their bucket, captions of all buckets in
-    separate batches, each as soon as it is full.
-
-    `held` contains the batches that wait for captions. When the iterator ends, all captions of the batches left in
-    `held` have been started.
-    """
-    captions = CaptionBatcher(towers.caption_batch)
-    for batch in batches:
-        captions.add(batch.samples)
-        finish_captions = [start_captions(group, towers, clock) for group in captions.full_batches()]
-        latents = towers.start_pictures(batch.bucket, batch.pixels, clock)
-        held.append(StartedBatch(batch.bucket, batch.samples, latents))
-        held[0].finish_captions += finish_captions
-        yield from ready(held)
-    for group in captions.remaining_batches():
-        held[0].finish_captions.append(start_captions(group, towers, clock))
-
-
-def start_tower_by_tower(
-    batches: Iterable[PixelBatch], towers: Towers, clock: Timer, held: deque[StartedBatch]
-) -> Iterator[StartedBatch]:
-    """Encode all images first, then all captions with each text tower in turn, so that each tower is moved to the
-    device once per tar. Batches and `held` are the same as in `start_side_by_side`.
-    """
-    captions = CaptionBatcher(towers.caption_batch)
-    for batch in batches:
-        captions.add(batch.samples)
-        latents = towers.start_pictures(batch.bucket, batch.pixels, clock)
-        if held:  # now that the next batch has been started, wait for the previous one, which releases its pixels
-            held[-1].finish_pictures()
-        held.append(StartedBatch(batch.bucket, batch.samples, latents))
-    if held:
-        held[-1].finish_pictures()
-    groups = list(captions.remaining_batches())
-    texts = [[task.caption.text for task in group] for group in groups]
-    for group, wait in zip(groups, towers.start_tower_by_tower(texts, clock), strict=True):
-        yield from ready(held)
-        held[0].finish_captions.append(mark_started(group, wait))
 
 
 def ready(held: deque[StartedBatch]) -> Iterator[StartedBatch]:
@@ -177,47 +144,15 @@ def ready(held: deque[StartedBatch]) -> Iterator[StartedBatch]:
         yield held.popleft()
 
 
-class CaptionBatcher:
-    """Collects captions into batches in the order in which samples first need them, once for all buckets."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self.waiting: deque[CaptionTask] = deque()
-
-    def add(self, samples: Iterable[CroppedSample]) -> None:
-        """Queue those captions of `samples` that no other bucket's batch has queued yet."""
-        for sample in samples:
-            for task in sample.captions:
-                if task is not None and not task.is_queued:
-                    task.is_queued = True
-                    self.waiting.append(task)
-
-    def full_batches(self) -> Iterator[list[CaptionTask]]:
-        """Take all full batches."""
-        while len(self.waiting) >= self.size:
-            yield self._take()
-
-    def remaining_batches(self) -> Iterator[list[CaptionTask]]:
-        """Take all captions; the last batch may be smaller."""
-        while self.waiting:
-            yield self._take()
-
-    def _take(self) -> list[CaptionTask]:
-        return [self.waiting.popleft() for _ in range(min(self.size, len(self.waiting)))]
+def take_captions(samples: Iterable[CroppedSample]) -> Iterator[CaptionTask]:
+    """Yield those captions of `samples` that no other bucket's batch has taken yet."""
+    for sample in samples:
+        for task in sample.captions:
+            if task is not None and not task.is_queued:
+                task.is_queued = True
+                yield task
 
 
-def start_captions(tasks: list[CaptionTask], towers: Towers, clock: Timer) -> Callable[[], None]:
-    """Start encoding captions; the returned function waits for them and sets their results."""
-    return mark_started(tasks, towers.start_captions([task.caption.text for task in tasks], clock))
-
-
-def mark_started(tasks: list[CaptionTask], wait: WaitForCaptions) -> Callable[[], None]:
-    """Mark captions as started; the returned function waits for them and sets their results."""
-    for task in tasks:
-        task.encoded.set_running_or_notify_cancel()
-
-    def finish() -> None:
-        for task, encoded in zip(tasks, wait(), strict=True):
-            task.finish(encoded)
-
-    return finish
+def texts_of(tasks: list[CaptionTask]) -> list[str]:
+    """Return the captions' texts."""
+    return [task.caption.text for task in tasks]

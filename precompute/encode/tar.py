@@ -4,19 +4,17 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
-from typing import Any
 
 import torch
 
-from precompute.encode.encoders import attends_by_products
 from precompute.encode.overlap import Turns, in_background, threads
 from precompute.encode.parts import Parts
-from precompute.encode.provenance import DeviceClock
 from precompute.encode.recipe import Recipe
 from precompute.encode.samples import PixelBatch
 from precompute.encode.stages import batched_by_bucket, decoding, start_batches
-from precompute.encode.towers import Towers
+from precompute.encode.towers import DeviceClock, Towers
 from precompute.input.tars import InputTar, Tar, TarRecord, counted_samples, local_copy
+from shards.base.device import is_accelerator
 from shards.base.scratch import attempt_folder
 from shards.base.store import Store
 from shards.root.commit import Attempt, commit, current_generation
@@ -78,6 +76,7 @@ def encode_tar(
                     written = parts.finish()
                 record = source.result()
         # parts => committed, while the device works on the next tar
+        is_quantised = any(text.quantised for text in recipe.encoding.texts.values())
         made = Attempt(
             tar=tar.name,
             folder=folder,
@@ -87,7 +86,7 @@ def encode_tar(
             parts=written,
             rules={str(bucket): rule for bucket, rule in recipe.buckets.rules.items()},
             source=record,
-            software=versions(libraries(recipe)),
+            software=versions((*SOFTWARE, *is_quantised * ("torchao",))),
             settings=settings(recipe, towers.device),
             made_by=made_by(towers.device),
             number=attempt,
@@ -136,12 +135,14 @@ def opened(tar: InputTar, recipe: Recipe, stopwatch: Stopwatch) -> Iterator[tupl
         yield members, hasher.submit(members.record, tar.address)
 
 
-def libraries(recipe: Recipe) -> tuple[str, ...]:
-    """Return the packages whose versions a receipt records."""
-    return (*SOFTWARE, "torchao") if any(text.quantised for text in recipe.encoding.texts.values()) else SOFTWARE
-
-
-def settings(recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Return the settings that a receipt records for a tar encoded on `device`."""
-    own = {"device": made_by(device).gpu, "attention_by_products": attends_by_products(device)}
-    return own | recipe.settings(device)
+def settings(recipe: Recipe, device: torch.device) -> dict[str, str | int | float | bool]:
+    """Return the settings that a receipt records, besides the encoding, for a tar encoded on `device`."""
+    return {
+        "device": made_by(device).gpu,
+        "attention_by_products": is_accelerator(device),
+        **recipe.batches(device),
+        "tars": recipe.tars.policy,
+        "check_sha256": recipe.tars.check_sha256,
+        **recipe.limits.model_dump(mode="json", exclude={"formats"}),
+        "formats": " ".join(recipe.limits.formats),
+    }

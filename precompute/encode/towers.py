@@ -1,30 +1,56 @@
 """The towers of a job: the encoders through which a batch of images and its captions pass."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import TypeVar
+from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder, TowerCaption
+from shards.base.device import device_module, is_accelerator
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
+from shards.root.provenance import Stopwatch
 
-Result = TypeVar("Result")
 PIXELS_PER_BATCH_ITEM = 512 * 512
-Timer = Callable[[str], AbstractContextManager[None]]
+Timer = Callable[[str], AbstractContextManager[object]]
 """Function from `image`, `texts.NAME` or `features.NAME` to a context manager that times work started in its block."""
 
 
-def untimed(tower: str) -> AbstractContextManager[None]:
-    """Provide a `Timer` that measures nothing."""
-    return nullcontext()
+class DeviceClock:
+    """Device time per tower, in seconds: measured by events on a GPU, and by the duration of calls on a CPU."""
+
+    def __init__(self, device: torch.device, stopwatch: Stopwatch):
+        self.is_accelerator, self.stopwatch = is_accelerator(device), stopwatch
+        self.begun: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def __call__(self, tower: str) -> Iterator[None]:
+        """Count work started in the block towards `tower`: `image`, `texts.NAME` or `features.NAME`."""
+        stage = f"device.{tower}"
+        if not self.is_accelerator:
+            with self.stopwatch(stage):
+                yield
+            return
+        begin, end = (device_module().Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self.begun.append((stage, begin, end))
+
+    def stop(self) -> None:
+        """Add up the time of all batches, which must have finished. `device` is the sum over the towers."""
+        seconds = self.stopwatch.seconds
+        for stage, begin, end in self.begun:
+            end.synchronize()
+            seconds[stage] += begin.elapsed_time(end) / 1000
+        self.begun.clear()
+        seconds["device"] = sum(spent for stage, spent in seconds.items() if stage.startswith("device."))
 
 
 def batch_size_of(bucket: Bucket, batch_size: int) -> int:
@@ -43,25 +69,8 @@ class PictureLatents:
     """Feature tower → (tokens, width)."""
 
 
-@dataclass(frozen=True)
-class CaptionLatents:
-    """Latents of one caption from all text towers."""
-
-    latents: dict[str, TextLatents]
-    truncated: bool
-    """Whether a tower truncated the caption."""
-
-    @classmethod
-    def of(cls, by_tower: dict[str, TowerCaption]) -> "CaptionLatents":
-        """Combine the results of the towers."""
-        return cls(
-            {name: by_tower[name].latents for name in sorted(by_tower)},
-            any(caption.truncated for caption in by_tower.values()),
-        )
-
-
-WaitForTowers = Callable[[], Iterator[dict[str, TowerCaption]]]
-"""Function that waits for the results of some of the towers, by tower, for each caption that was started."""
+CaptionLatents = tuple[dict[str, TextLatents], bool]
+"""Latents of one caption by text tower, and whether a tower truncated the caption."""
 WaitForCaptions = Callable[[], Iterator[CaptionLatents]]
 """Function that waits for the latents of each caption that was started."""
 
@@ -97,7 +106,7 @@ class TextTowers:
 
     def empty_caption(self) -> dict[str, TextLatents]:
         """Encode the empty caption."""
-        return next(self.start_captions([""])()).latents
+        return next(self.start_captions([""])())[0]
 
     def warm_up(self, buckets: Iterable[Bucket] = ()) -> None:
         """Run towers that have not run yet, so that compilation and kernel selection do not count towards a tar."""
@@ -106,37 +115,37 @@ class TextTowers:
                 TextTowers({name: tower}, self.batch_size, self.batch_sizes).empty_caption()
                 tower.warm.add(None)
 
-    def start_captions(self, texts: list[str], timer: Timer = untimed) -> WaitForCaptions:
-        """Start encoding captions; the returned function waits for their latents.
+    def start_captions(self, texts: list[str], timer: Timer = nullcontext) -> WaitForCaptions:
+        """Start encoding captions; the returned function waits for their latents. If towers run one by one, all but the
+        last tower have finished when this returns."""
+        return next(self.start_groups([texts], timer))
 
-        If towers run one by one, all but the last tower have finished when this returns.
-        """
-        if self.one_by_one:
-            return next(self.start_tower_by_tower([texts], timer))
-        wait = self._start(list(self.texts), texts, timer)
-        return lambda: map(CaptionLatents.of, wait())
+    def start_groups(self, groups: list[list[str]], timer: Timer = nullcontext) -> Iterator[WaitForCaptions]:
+        """Start encoding groups of captions, one group at a time, as the caller iterates.
 
-    def start_tower_by_tower(self, groups: list[list[str]], timer: Timer = untimed) -> Iterator[WaitForCaptions]:
-        """Encode groups of captions by one tower after another, so that each tower is moved to the device once.
-
-        All towers but the last finish every group. Then the groups are started on the last tower one at a time, as the
-        caller iterates. The tower with the largest latents comes last, so that its latents need not be kept in memory.
+        If towers run one by one, every tower but the last one finishes all groups first, so that each tower is moved to
+        the device once. The tower with the largest latents comes last, so that its latents need not be kept in memory.
         """
         names = sorted(self.texts, key=self._numbers_per_caption)
+        num_first = len(names[:-1]) if self.one_by_one else 0
         finished: list[list[dict[str, TowerCaption]]] = [[{} for _ in texts] for texts in groups]
-        for name in names[:-1]:
+        for name in names[:num_first]:
             started = (self._start([name], texts, timer) for texts in groups)
-            for group, encoded in zip(finished, one_ahead(started), strict=True):
-                for caption, by_tower in zip(group, encoded, strict=True):
+            # wait for each group once the next one has been started, so that the device always has work
+            for group, (wait, _) in zip(finished, pairwise(chain(started, [None])), strict=True):
+                assert wait is not None
+                for caption, by_tower in zip(group, wait(), strict=True):
                     caption.update(by_tower)
         for texts, group in zip(groups, finished, strict=True):
-            yield partial(_merged, group, self._start(names[-1:], texts, timer))
+            yield partial(_merged, group, self._start(names[num_first:], texts, timer))
 
     def _numbers_per_caption(self, name: str) -> int:
         tower = self.texts[name].tower
         return tower.length * tower.width * tower.states + tower.pooled
 
-    def _start(self, names: list[str], texts: list[str], timer: Timer) -> WaitForTowers:
+    def _start(
+        self, names: list[str], texts: list[str], timer: Timer
+    ) -> Callable[[], Iterator[dict[str, TowerCaption]]]:
         """Start some of the towers, in batches. The returned function waits for each caption's results by tower."""
         batches: dict[str, list[Callable[[], list[TowerCaption]]]] = {name: [] for name in names}
         for name in names:
@@ -153,21 +162,13 @@ class TextTowers:
         return wait
 
 
-def _merged(finished: list[dict[str, TowerCaption]], wait: WaitForTowers) -> Iterator[CaptionLatents]:
-    """Wait for the last tower, and combine its results with those of the other towers."""
-    for caption, by_tower in zip(finished, wait(), strict=True):
-        yield CaptionLatents.of(caption | by_tower)
-
-
-def one_ahead(started: Iterable[Callable[[], Iterable[Result]]]) -> Iterator[list[Result]]:
-    """Wait for each item of `started`, but start the next one first, so that the device always has work."""
-    waiting: deque[Callable[[], Iterable[Result]]] = deque()
-    for wait in started:
-        waiting.append(wait)
-        if len(waiting) > 1:
-            yield list(waiting.popleft()())
-    for wait in waiting:
-        yield list(wait())
+def _merged(
+    finished: list[dict[str, TowerCaption]], wait: Callable[[], Iterator[dict[str, TowerCaption]]]
+) -> Iterator[CaptionLatents]:
+    """Wait for the last towers, and combine their results with those of the other towers."""
+    for others, last in zip(finished, wait(), strict=True):
+        by_tower = sorted((others | last).items())
+        yield {name: caption.latents for name, caption in by_tower}, any(caption.truncated for _, caption in by_tower)
 
 
 class Towers(TextTowers):
@@ -200,7 +201,7 @@ class Towers(TextTowers):
                 self.image.warm.add(bucket)
 
     def start_pictures(
-        self, bucket: Bucket, pictures: list[np.ndarray], timer: Timer = untimed
+        self, bucket: Bucket, pictures: list[np.ndarray], timer: Timer = nullcontext
     ) -> Callable[[], Iterator[PictureLatents]]:
         """Start encoding images of `bucket`, (height, width, 3) uint8 each; the returned function waits for their
         latents."""

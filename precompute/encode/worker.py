@@ -17,10 +17,9 @@ from torch._dynamo.exc import TorchDynamoException
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
 from precompute.encode.networks import MAX_SHAPES, DeviceSettings, Offload
 from precompute.encode.overlap import Stuck, Turns
-from precompute.encode.provenance import DeviceClock, check_source
 from precompute.encode.recipe import Recipe
 from precompute.encode.tar import encode_tar
-from precompute.encode.towers import TextTowers, Towers
+from precompute.encode.towers import DeviceClock, TextTowers, Towers
 from precompute.input.tars import InputTar
 from shards.base.device import is_accelerator, is_device_error
 from shards.base.errors import RequestError, UnfitNode
@@ -35,7 +34,7 @@ from shards.format.models import recorded_folder
 from shards.format.towers import TextTower, Weights
 from shards.open import open_store
 from shards.root.committed import TarReceipts
-from shards.root.provenance import Stopwatch, made_by
+from shards.root.provenance import Stopwatch, made_by, source_sha256
 from shards.root.shared import has_uncond, load_uncond, write_uncond
 
 TURNS, LOADING = Turns(), threading.Lock()
@@ -84,6 +83,17 @@ def encode_on_worker(
         os._exit(1)
 
 
+def check_source(expected: str) -> None:
+    """Raise UnfitNode unless the SHA-256 of this process's source code is the driver's. Parts encoded by different code
+    would be indistinguishable."""
+    if source_sha256() != expected:
+        raise UnfitNode(
+            f"The node {os.uname().nodename} runs a different version of latentmill than the driver: the SHA-256 of "
+            f"its source is {source_sha256()}, and the driver's is {expected}. Nothing was encoded on this node. "
+            f"Install the driver's version on the node, or remove the node from the cluster."
+        )
+
+
 @functools.cache
 def scratch_of_process(scratch: Path | None) -> None:
     """Set the scratch folder, once per process and before anything is written."""
@@ -91,11 +101,7 @@ def scratch_of_process(scratch: Path | None) -> None:
 
 
 def check_shared_root(store: Store, encoding: EncodingRecord) -> None:
-    """Check that this worker sees the root that the driver created.
-
-    Raises:
-        UnfitNode: the worker sees a different folder.
-    """
+    """Raise UnfitNode unless this worker sees the root that the driver created."""
     try:
         shared = EncodingRecord.load(store).id == encoding.id
     except RequestError:
@@ -112,11 +118,8 @@ Networks = tuple[ImageEncoder, dict[str, TextEncoder], dict[str, FeatureEncoder]
 
 
 def load_towers(recipe: Recipe, device: str) -> Towers:
-    """Load the towers of the recipe's encoding on `device`. The networks stay loaded for the next call.
-
-    Raises:
-        UnfitNode: this node lacks a model that encoding.json records.
-    """
+    """Load the towers of the recipe's encoding on `device`, and keep the networks for the next call. Raises UnfitNode
+    if this node lacks a model that encoding.json records."""
     worker = recipe.worker
     compiled = worker.compiles(torch.device(device))
     networks = _kept_networks(recipe.encoding.sealed(), device, compiled, worker.one_by_one)
@@ -127,11 +130,8 @@ def load_towers(recipe: Recipe, device: str) -> Towers:
 
 
 def compile_now(towers: TextTowers, buckets: Iterable[Bucket] = ()) -> None:
-    """Run the towers once, so that they are compiled before any tar is timed.
-
-    Raises:
-        UnfitNode: the towers cannot be compiled on this node.
-    """
+    """Run the towers once, so that they are compiled before any tar is timed. Raises UnfitNode if this node cannot
+    compile them."""
     torch._dynamo.config.recompile_limit = MAX_SHAPES  # per thread; another thread may have loaded the towers
     try:
         towers.warm_up(buckets)
@@ -151,11 +151,8 @@ def _kept_networks(encoding_json: bytes, device: str, compiled: bool, one_by_one
 
 
 def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False, one_by_one: bool = False) -> Networks:
-    """Load the networks of all towers on `device`, or in host memory if they run one by one.
-
-    Raises:
-        UnfitNode: this node lacks a model that `encoding` records.
-    """
+    """Load the networks of all towers on `device`, or in host memory if they run one by one. Raises UnfitNode if this
+    node lacks a model that `encoding` records."""
     settings = device_settings(encoding, torch.device(device), compiled, one_by_one)
     texts = load_texts(encoding.texts, settings)
     features = {
@@ -170,11 +167,7 @@ def device_settings(encoding: EncodingRecord, device: torch.device, compiled: bo
 
 
 def load_texts(towers: dict[str, TextTower], settings: DeviceSettings) -> dict[str, TextEncoder]:
-    """Load the networks of text towers.
-
-    Raises:
-        UnfitNode: this node lacks a recorded model.
-    """
+    """Load the networks of text towers."""
     return {
         name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, settings)
         for name, tower in towers.items()
@@ -182,11 +175,7 @@ def load_texts(towers: dict[str, TextTower], settings: DeviceSettings) -> dict[s
 
 
 def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
-    """Build the derivation from the source root to the job's root, with the text towers that re-encode captions.
-
-    Raises:
-        UnfitNode: this node lacks a recorded model.
-    """
+    """Build the derivation from the source root to the job's root, with the text towers that re-encode captions."""
     assert recipe.source is not None
     conversion, worker = recipe.source.conversion, recipe.worker
     on = torch.device(device)
@@ -203,8 +192,7 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
         try:
             with stopwatch("encode"):
                 encoded = towers.start_captions(captions, clock)()
-            for caption in stopwatch.waiting("encode", encoded):
-                yield caption.latents, caption.truncated
+            yield from stopwatch.waiting("encode", encoded)
         finally:
             clock.stop()
 

@@ -30,11 +30,7 @@ class CleanCaption:
 
 
 def check_caption_fields(fields: Sequence[str]) -> None:
-    """Check that each of `fields` is `txt` or `json:NAME`, without duplicates.
-
-    Raises:
-        ValueError: A field has a different form, or occurs twice.
-    """
+    """Raise ValueError unless each of `fields` is `txt` or `json:NAME`, without duplicates."""
     for field in fields:
         if field != "txt" and not (field.startswith(JSON_PREFIX) and len(field) > len(JSON_PREFIX)):
             raise ValueError(f"{field!r} is not a caption field; use txt or json:FIELD, such as json:blip_caption")
@@ -43,11 +39,8 @@ def check_caption_fields(fields: Sequence[str]) -> None:
 
 
 def read_captions(raw: RawSample, fields: Sequence[str], max_characters: int) -> list[CleanCaption | None]:
-    """Return a sample's captions, one per entry of `fields` (`txt` or `json:NAME`); None for a missing one.
-
-    Raises:
-        Reject: `no_caption`, if every field is missing; the detail lists the fields that do have text.
-    """
+    """Return a sample's captions, one per entry of `fields` (`txt` or `json:NAME`); None for a missing one. If every
+    field is missing, raises Reject (`no_caption`) with a list of the fields that do have text."""
     captions: list[CleanCaption | None] = []
     problems = []
     for field in fields:
@@ -62,13 +55,10 @@ def read_captions(raw: RawSample, fields: Sequence[str], max_characters: int) ->
 
 
 def clean_caption(raw: object, max_characters: int) -> CleanCaption:
-    """Clean a caption (bytes, or a value from JSON) and truncate it to `max_characters`.
+    """Clean a caption (bytes, or a value from JSON) and truncate it to `max_characters`. Invalid UTF-8 becomes U+FFFD,
+    each run of control characters a space, and surrounding whitespace is stripped.
 
-    Invalid UTF-8 becomes U+FFFD, each run of control characters becomes a space, and surrounding whitespace is
-    stripped.
-
-    Raises:
-        Reject: `no_caption`, if `raw` is not text or nothing is left.
+    Raises Reject (`no_caption`) if `raw` is not text or nothing is left.
     """
     if not isinstance(raw, bytes | str):
         raise Reject("no_caption", "absent" if raw is None else f"{type(raw).__name__}, not text")
@@ -107,10 +97,8 @@ def _text_fields(raw: RawSample) -> str:
 
 
 def read_scores(metadata: dict[str, Any], names: tuple[str, ...]) -> np.ndarray:
-    """Return the scores `names` from a sample's JSON as (scores,) float32, accepting all of LAION's spellings.
-
-    A score that is missing, not a number, or out of float32 range becomes NaN.
-    """
+    """Return the scores `names` from a sample's JSON as (scores,) float32, under any of LAION's spellings. A score that
+    is missing, not a number, or out of float32 range becomes NaN."""
     return np.array([_first_number(metadata, fields) for fields in score_fields(names)], np.float32)
 
 

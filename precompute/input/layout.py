@@ -7,11 +7,10 @@ component of a member's path is used.
 
 import re
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import BinaryIO, Self
 
 from shards.base.errors import DamagedInput
 
@@ -24,9 +23,7 @@ MAGIC = {
 }
 REPLACE = "Download this tar again, or create it again if it is your own."
 """Remedy for a damaged tar."""
-Item = TypeVar("Item")
 BLOCK = tarfile.BLOCKSIZE
-OCTAL = re.compile(rb"[0-7]+")
 EXTENDED = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
@@ -62,21 +59,18 @@ class Layout:
 
 
 def read_layout(path: Path) -> Layout:
-    """Read every header of the tar at `path`.
+    """Read every header of the tar at `path`. Raises DamagedInput if it is compressed, or its extended headers nest too
+    deeply.
 
     A sample next to damaged bytes is kept only if it has an image, a caption and JSON. A sample's members may be in
-    different places in the tar. If a key occurs twice with the same kind of member, both samples are
-    lost.
-
-    Raises:
-        DamagedInput: The tar is compressed, or its extended headers nest too deeply.
+    different places in the tar. If a key occurs twice with the same kind of member, both samples are lost.
     """
     layout, size = Layout(), path.stat().st_size
     end, key, last_added = 0, "", ""
     keys_near_damage: list[str] = []
     with path.open("rb") as file:
         refuse_compressed(path, file)
-        for header, next_header in limit_nesting(path, read_headers(file, size)):
+        for header, next_header in read_headers(path, file, size):
             before, (key, suffix) = key, split_name(header.name)
             if header.offset != end and header.offset != after_global_header(file, end):
                 layout.damage.append(f"is damaged: bytes {end} to {header.offset} are not tar members")
@@ -110,12 +104,10 @@ def _add_member(layout: Layout, key: str, suffix: str, previous_key: str, member
 
 
 def split_dotted(layout: Layout) -> dict[str, list[str]]:
-    """Regroup members such as `a.b.jpg` and `a.b.txt` by their last dot, if no member of `a` has a plain suffix.
+    """Regroup members such as `a.b.jpg` and `a.b.txt` by their last dot, if no member of `a` has a plain suffix. Return
+    old key → new keys.
 
     Otherwise a key ends at the first dot, as in webdataset: next to `a.jpg`, `a.seg.png` is another member of `a`.
-
-    Returns:
-        Old key → new keys, for each key that was split.
     """
     split: dict[str, list[str]] = {}
     grouped, layout.members = layout.members, {}
@@ -136,71 +128,36 @@ def split_dotted(layout: Layout) -> dict[str, list[str]]:
 
 
 class Header(tarfile.TarInfo):
-    """A `TarInfo` that parses the headers of regular files, which are nearly all headers, three times as fast.
+    """A `TarInfo` that refuses extended headers with which tarfile would fill the memory."""
 
-    For these, it reads only the name, size and checksum; tarfile parses all other headers.
-    """
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """Parse a header, with the interface of `tarfile.TarInfo.frombuf`."""
-        return cls._read(super().frombuf, buf, encoding, errors)
-
-    @classmethod
-    def _frombuf(cls, buf: bytes, encoding: str, errors: str, **options: Any) -> Self:
-        """Parse a header; newer Python releases call this instead of `frombuf`."""
-        return cls._read(partial(super()._frombuf, **options), buf, encoding, errors)  # type: ignore[misc]
-
-    @classmethod
-    def _read(cls, by_tarfile: Callable[..., Self], buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        size, checksum = buf[124:136].rstrip(b"\0 "), buf[148:156].rstrip(b"\0 ")
-        if (
-            len(buf) == BLOCK
-            and buf[156] == ord(tarfile.REGTYPE)
-            and buf[345] == 0  # no name prefix
-            and OCTAL.fullmatch(size)
-            and OCTAL.fullmatch(checksum)
-            and int(checksum, 8) == sum(buf) - sum(buf[148:156]) + 8 * ord(" ")
-        ):
-            header = cls(buf[:100].partition(b"\0")[0].decode(encoding, errors))
-            header.size, header.chksum = int(size, 8), int(checksum, 8)
-            return header
-        header = by_tarfile(buf, encoding, errors)
-        if header.type in EXTENDED and header.size > MAX_EXTENDED_BYTES:
-            raise tarfile.InvalidHeaderError(f"extended header of {header.size} bytes")  # type: ignore[attr-defined]
-        return header
+    def _proc_member(self, tar: tarfile.TarFile) -> Self:
+        if self.type in EXTENDED and self.size > MAX_EXTENDED_BYTES:
+            raise tarfile.InvalidHeaderError(f"extended header of {self.size} bytes")  # type: ignore[attr-defined]
+        return super()._proc_member(tar)  # type: ignore[misc]
 
 
-def read_headers(file: BinaryIO, size: int) -> Iterator[tuple[tarfile.TarInfo, int]]:
-    """Yield each readable header and the offset where the next one should start, skipping unreadable bytes."""
+def read_headers(path: Path, file: BinaryIO, size: int) -> Iterator[tuple[tarfile.TarInfo, int]]:
+    """Yield each readable header and the offset where the next one should start, skipping unreadable bytes. Raises
+    DamagedInput for a chain of extended headers, at each of which tarfile recurses, beyond the recursion limit."""
     try:
-        tar = tarfile.TarFile(fileobj=file, ignore_zeros=True, tarinfo=Header)
-    except HEADER_ERRORS:
-        return
-    first = True  # the constructor has already read the first header
-    while first or tar.offset < size:
-        first, at = False, tar.offset
         try:
-            header = tar.next()
+            tar = tarfile.TarFile(fileobj=file, ignore_zeros=True, tarinfo=Header)
         except HEADER_ERRORS:
-            tar.offset = max(at, tar.offset) + BLOCK
-            continue
-        if header is None:
             return
-        if header.size < 0 or tar.offset <= header.offset:  # a negative size would make tarfile loop
-            tar.offset = header.offset + BLOCK
-            continue
-        yield header, tar.offset
-
-
-def limit_nesting(path: Path, headers: Iterator[Item]) -> Iterator[Item]:
-    """Pass `headers` through. tarfile recurses once for each consecutive extended header.
-
-    Raises:
-        DamagedInput: A chain of extended headers exceeds the recursion limit.
-    """
-    try:
-        yield from headers
+        first = True  # the constructor has already read the first header
+        while first or tar.offset < size:
+            first, at = False, tar.offset
+            try:
+                header = tar.next()
+            except HEADER_ERRORS:
+                tar.offset = max(at, tar.offset) + BLOCK
+                continue
+            if header is None:
+                return
+            if header.size < 0 or tar.offset <= header.offset:  # a negative size would make tarfile loop
+                tar.offset = header.offset + BLOCK
+                continue
+            yield header, tar.offset
     except RecursionError:
         raise DamagedInput(f"{path} is damaged: its extended headers are nested too deeply. {REPLACE}") from None
 
@@ -223,11 +180,7 @@ def split_name(name: str, at_last_dot: bool = False) -> tuple[str, str]:
 
 
 def refuse_compressed(path: Path, file: BinaryIO) -> None:
-    """Refuse a compressed tar under either policy, since nothing is lost by decompressing it.
-
-    Raises:
-        DamagedInput: The file starts with the magic bytes of a compression format.
-    """
+    """Raise DamagedInput for a compressed tar, under either policy, since nothing is lost by decompressing it."""
     start = file.read(10)
     file.seek(0)
     for magic, name in MAGIC.items():
@@ -238,10 +191,8 @@ def refuse_compressed(path: Path, file: BinaryIO) -> None:
 
 
 def check_end_marker(file: BinaryIO, offset: int) -> str:
-    """Describe damage after `offset`, the end of the last member, where at least two zero blocks must follow.
-
-    Returns an empty string if there is no damage.
-    """
+    """Describe damage after `offset`, the end of the last member, where at least two zero blocks must follow; return an
+    empty string if there is none."""
     length = 0
     file.seek(offset)
     while block := file.read(1 << 20):

@@ -85,55 +85,43 @@ class InputTar:
 
 
 def list_tars(folder: str) -> list[InputTar]:
-    """Return the tars directly in `folder` (a path or any fsspec URL), sorted by name, without hidden files.
-
-    Raises:
-        RequestError: The folder cannot be listed, or contains no tar.
-    """
-    file_system, names = _listed(folder, "*.tar")
-    found = [name for name in names if not Path(name).name.startswith(".")]
+    """Return the tars directly in `folder` (a path or any fsspec URL), sorted by name, without hidden files. Raises
+    RequestError if it cannot be listed or has none."""
+    file_system, paths = _listed(folder)
+    names = [Path(path).name for path in paths or ()]
+    if paths is None:
+        raise RequestError(
+            f"The `input` folder {folder} does not exist. Set `input` to the folder of your tars, or to the output "
+            "of `make download`."
+        )
+    found = [path for path in paths if path.endswith(".tar") and not Path(path).name.startswith(".")]
+    if not found and (compressed := [name for name in names if ".tar." in name or name.endswith(".tgz")]):
+        raise RequestError(
+            f"{folder} contains only compressed tars, such as {compressed[0]}, which do not support random access. "
+            "Decompress them in place (gunzip, zstd -d, …)."
+        )
     if not found:
-        compressed = [name for pattern in ("*.tar.*", "*.tgz") for name in _listed(folder, pattern)[1]]
-        if compressed:
-            raise RequestError(
-                f"{folder} contains only compressed tars, such as {Path(compressed[0]).name}, which do not support "
-                "random access. Decompress them in place (gunzip, zstd -d, …)."
-            )
-        if not _exists(file_system, folder):
-            raise RequestError(
-                f"The `input` folder {folder} does not exist. Set `input` to the folder of your tars, or to the output "
-                "of `make download`."
-            )
         raise RequestError(
             f"The `input` folder {folder} contains no *.tar files. Set `input` to the folder that directly contains "
             "your tars, or to the output of `make download`."
         )
-    return [InputTar(Path(name).stem, file_system.unstrip_protocol(name)) for name in found]
+    return [InputTar(Path(path).stem, file_system.unstrip_protocol(path)) for path in found]
 
 
-def _exists(file_system: Any, folder: str) -> bool:
-    """Return whether a folder exists. On an object store, a folder exists if there are objects below it."""
-    try:
-        return bool(file_system.exists(fsspec.core.url_to_fs(folder)[1]))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"The input {folder} cannot be listed: {error}.") from error
-
-
-def _listed(folder: str, pattern: str) -> tuple[Any, list[str]]:
+def _listed(folder: str) -> tuple[Any, list[str] | None]:
+    """Return the file system of a folder, and the sorted paths in it; None for a folder that does not exist. On an
+    object store, a folder exists if there are objects below it."""
     try:
         file_system, path = fsspec.core.url_to_fs(folder)
-        return file_system, sorted(file_system.glob(f"{path.rstrip('/')}/{pattern}"))
+        paths = sorted(file_system.glob(f"{path.rstrip('/')}/*"))
+        return file_system, paths if paths or file_system.exists(path) else None
     except (OSError, ImportError, ValueError) as error:
         raise RequestError(f"The input {folder} cannot be listed: {error}.") from error
 
 
 def note_unverifiable(folder: str, tars: Sequence[Named]) -> None:
-    """Print a note if some of the tars in `folder` have no img2dataset side file.
-
-    Raises:
-        RequestError: The folder cannot be listed.
-    """
-    files = {Path(name).name for name in _listed(folder, "*")[1]}
+    """Print a note if some of the tars in `folder` have no img2dataset side file."""
+    files = {Path(path).name for path in _listed(folder)[1] or ()}
     unverifiable = [tar for tar in tars if not files & {f"{tar.name}_stats.json", f"{tar.name}.parquet"}]
     if unverifiable:
         print(
@@ -145,11 +133,8 @@ def note_unverifiable(folder: str, tars: Sequence[Named]) -> None:
 
 
 def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
-    """Return the tars selected by `00042`, `00000-00099`, a comma-separated list of both, or `all`, in order.
-
-    Raises:
-        RequestError: The selection cannot be parsed, or selects a tar that does not exist.
-    """
+    """Return the tars selected by `00042`, `00000-00099`, a comma-separated list of both, or `all`, in order. Raises
+    RequestError for any other selection, or a tar that does not exist."""
     if wanted == "all":
         return available
     by_name = {tar.name: tar for tar in available}
@@ -177,12 +162,8 @@ def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
 
 @contextmanager
 def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
-    """Provide the file at `address` as a local path: the file itself if it is local, or else a temporary copy.
-
-    Raises:
-        Outage: The file could not be downloaded completely.
-        FileNotFoundError: The file does not exist.
-    """
+    """Provide the file at `address` as a local path: the file itself if it is local, or else a temporary copy. Raises
+    Outage if it cannot be downloaded, and FileNotFoundError if it does not exist."""
     file_system, path = fsspec.core.url_to_fs(address)
     if "file" in file_system.protocol:
         yield Path(path)
@@ -284,11 +265,8 @@ class Tar:
         yield from self.lost.values()
 
     def record(self, address: str) -> TarRecord:
-        """Describe the tar, and its losses if it was damaged, for receipts.
-
-        `lost` counts the samples that are rejected as `lost_in_tar`. `lost_unnamed` counts further samples whose keys
-        are unknown.
-        """
+        """Describe the tar for receipts. `lost` counts the samples that are rejected as `lost_in_tar`, and
+        `lost_unnamed` further samples whose keys are unknown."""
         record: TarRecord = {"address": address, "bytes": self.bytes, "sha256": self.sha256}
         if self.damage:
             damage = "; ".join(self.damage[:MAX_LISTED]) + ("; …" if len(self.damage) > MAX_LISTED else "")
@@ -321,11 +299,8 @@ class Tar:
 
 
 def counted_samples(tar: InputTar) -> Counted:
-    """Read img2dataset's side files of a tar, `NNNNN_stats.json` and `NNNNN.parquet`, if they exist.
-
-    Raises:
-        DamagedInput: A side file cannot be parsed.
-    """
+    """Read img2dataset's side files of a tar, `NNNNN_stats.json` and `NNNNN.parquet`, if they exist. Raises
+    DamagedInput if one cannot be parsed."""
     file_system, path = fsspec.core.url_to_fs(tar.address.removesuffix(".tar"))
     counts: dict[str, int] = {}
     urls: dict[str, str] | None = None

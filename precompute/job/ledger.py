@@ -1,14 +1,49 @@
 """Results of a job's tars so far, reported on stderr, in failures.jsonl and to Prometheus."""
 
-from collections import Counter
+import time
+from collections import Counter, deque
 from types import TracebackType
 
 from cluster.failure_log import FailureLog
 from cluster.fleet import Done, Event, Failed, News, UnderWay
 from precompute.job.metrics import Metrics
-from precompute.job.rate import Rate, eta
 from shards.base.progress import Progress
 from shards.root.committed import TarReceipts
+
+WINDOW_SECONDS = 100.0
+STEP_SECONDS = 1.0
+
+
+class Rate:
+    """Growth of a count per second over the last WINDOW_SECONDS."""
+
+    def __init__(self) -> None:
+        self.points: deque[tuple[float, float]] = deque([(time.monotonic(), 0.0)])
+        """(time, count), at most one per STEP_SECONDS."""
+
+    def add(self, count: float) -> None:
+        """Record the current count. Calls in quick succession are ignored."""
+        now = time.monotonic()
+        if now - self.points[-1][0] >= STEP_SECONDS:
+            self.points.append((now, count))
+        while len(self.points) > 2 and now - self.points[1][0] >= WINDOW_SECONDS:
+            self.points.popleft()
+
+    @property
+    def per_second(self) -> float:
+        """Rate, never negative. The count drops when an attempt is lost, because its progress no longer counts."""
+        (began, before), (now, count) = self.points[0], self.points[-1]
+        return max(0.0, count - before) / (now - began) if now > began else 0.0
+
+
+def eta(total: int, finished: int, mean: float, under_way: float, rate: float) -> float | None:
+    """Estimate the seconds until `total` tars with a `mean` number of samples are finished at `rate` samples per
+    second, of which `under_way` are done in unfinished tars. None if there is nothing to estimate from."""
+    if finished == total:
+        return 0.0
+    if not mean or not rate:
+        return None
+    return max(0.0, (total - finished) * mean - under_way) / rate
 
 
 class Ledger:

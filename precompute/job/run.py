@@ -35,21 +35,20 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
         WorkError: no node in the cluster could take a worker for `workers.wait_for_resources` seconds; or
             `workers.outage_probes` attempts in a row failed because of storage, credentials, models or the cluster.
     """
-    device = worker_device(workers.num_gpus)
     work = partial(
         encode_on_worker,
         recipe=recipe,
         output=output,
-        device=device,
+        device=worker_device(workers.num_gpus),
         num_cpus=workers.num_cpus,
         source=source_sha256(),
     )
     with FailureLog(output) as failures, Ledger(len(tars), failures) as ledger:
-        warned = False
+        has_warned = False
         for event in Fleet(workers, work, ((tar.name, tar) for tar in tars), recipe.worker.tars_at_once):
             ledger.record(event)
-            if isinstance(event, Done) and not warned and lacks_captions(event.result):
-                warned = True
+            if isinstance(event, Done) and not has_warned and lacks_captions(event.result):
+                has_warned = True
                 ledger.progress.say(explain_lack(open_store(output), event.result, recipe.encoding.captions))
     return ledger
 
@@ -74,11 +73,8 @@ def explain_lack(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> 
 
 
 def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:
-    """Return the tars that lack an active receipt for at least one of `buckets`. The root is listed once.
-
-    Raises:
-        RequestError: a tar's name cannot be used for a receipt.
-    """
+    """Return the tars that lack an active receipt for at least one of `buckets`, listing the root once. Raises
+    RequestError if a tar's name cannot be used for a receipt."""
     for tar in tars:
         receipt_name("", tar.name)
     done = committed_parts(store)
@@ -86,11 +82,8 @@ def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: St
 
 
 def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]) -> None:
-    """Announce the job's work on stderr, because its workers take a while to start.
-
-    Warn about bucket sizes on which some U-Nets cannot be trained. Stage 1 does not know the backbone, so it cannot
-    reject them.
-    """
+    """Announce the job's work on stderr, because its workers take a while to start. Warn about bucket sizes on which
+    some U-Nets cannot be trained; stage 1 does not know the backbone, so it cannot reject them."""
     odd = [name for name in map(str, buckets) if any(int(side) % UNET_STEP for side in name.split("x"))]
     if odd:
         print(

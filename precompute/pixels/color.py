@@ -99,26 +99,14 @@ def _apply_profile(image: Image.Image, profile: bytes) -> Image.Image:
 
 @functools.lru_cache(maxsize=64)
 def color_space(profile: bytes) -> str:
-    """Return the colour space of an ICC profile, such as `RGB`, `GRAY` or `CMYK`.
-
-    Raises:
-        Reject: `bad_profile`.
-    """
+    """Return the colour space of an ICC profile, such as `RGB`, `GRAY` or `CMYK`, or raise Reject (`bad_profile`)."""
     return _open(profile).profile.xcolor_space.strip()
 
 
 @functools.lru_cache(maxsize=64)
 def srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """Return the transform from this profile to sRGB, or None if it would not visibly change any colour.
-
-    Transforms are cached, because building one takes milliseconds. Threads may share them.
-
-    Args:
-        mode: `L`, `RGB` or `CMYK`.
-
-    Raises:
-        Reject: `bad_profile`.
-    """
+    """Return the transform from this profile and `mode` (`L`, `RGB` or `CMYK`) to sRGB, or None if it would not visibly
+    change any colour. Raises Reject (`bad_profile`). Transforms take milliseconds to build, so threads share them."""
     try:
         # exact values for all 256 greys: LittleCMS's optimisation uses a 33-entry table, which is off by up to 10
         # levels for dark greys

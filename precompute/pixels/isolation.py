@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, Generic, TypeVar
 
 from precompute.input.reject import Reject
@@ -107,12 +106,8 @@ class Child:
         self.ready = False
 
     def call(self, function: Callable[..., Result], args: tuple[Any, ...]) -> Result:
-        """Return `function(*args)`, computed in the child. Exceptions of `function` propagate.
-
-        Raises:
-            ChildDied: The child died, or exceeded its time or memory limit.
-            WorkError: The child did not start.
-        """
+        """Return `function(*args)`, computed in the child. Exceptions of `function` propagate; raises ChildDied if the
+        child died or exceeded a limit, and WorkError if it did not start."""
         if not self.ready:
             try:
                 self.ready = self._receive(START_SECONDS)
@@ -160,13 +155,6 @@ class Child:
         if code == -signal.SIGXCPU:
             return f"used more than {self.limits.decode_seconds} s of processor time"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def maybe_isolated(
-    function: Callable[..., Result], limits: LimitsConfig, isolate: bool
-) -> AbstractContextManager[Callable[..., Result]]:
-    """Return a context manager that yields `function`, or with `isolate` a callable that runs it in child processes."""
-    return Isolated(function, limits) if isolate else contextlib.nullcontext(function)
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:

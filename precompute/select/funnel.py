@@ -35,12 +35,8 @@ def build_funnel(
     selected: Counter[str],
     buckets: Sequence[str],
 ) -> dict[str, Any]:
-    """Build the contents of funnel.json.
-
-    Args:
-        global_drops: name → (condition, rows dropped), for the rules that compare rows with each other or with a list.
-        selected: `tally` of the selected rows.
-    """
+    """Build the contents of funnel.json. `global_drops` has the condition and dropped rows of the rules that compare
+    rows with each other or with a list; `selected` is the `tally` of the selected rows."""
     counts = sum((file.counts for file in filtered), Counter[str]())
     steps = [_step(rule.name, rule.condition, *(counts[counter] for counter in rule.counters)) for rule in rules]
     steps += [_step(name, condition, count, 0) for name, (condition, count) in global_drops.items()]

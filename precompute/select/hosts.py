@@ -21,10 +21,7 @@ PRIVATE_NAME = rf"(?i)^https?://[^/?#]*(?:{'|'.join(map(re.escape, PRIVATE_SUFFI
 
 def is_public_address(literal: str) -> bool:
     """Return whether an IPv4 or IPv6 address is globally routable, looking inside IPv4-mapped and 6to4 addresses.
-
-    Raises:
-        ValueError: `literal` is not an address.
-    """
+    Raises ValueError if `literal` is not an address."""
     address = ip_address(literal)
     if address.version == 6:
         address = address.ipv4_mapped or address.sixtofour or address
@@ -73,9 +70,6 @@ def _mask_by_host(urls: pa.Array, pattern: str, accepts: Callable[[str | None], 
 
 
 def is_listed(urls: pa.Array, hosts: Collection[str]) -> np.ndarray:
-    """Return a mask of the `urls` (no nulls, valid UTF-8) whose host is one of `hosts` or a subdomain of one.
-
-    Args:
-        hosts: hosts in the canonical form of `comparable_host`.
-    """
+    """Return a mask of the `urls` (no nulls, valid UTF-8) whose host is one of `hosts` (in the form of
+    `comparable_host`) or a subdomain of one."""
     return np.asarray(matching_hosts(urls, hosts).is_valid())

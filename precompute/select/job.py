@@ -1,12 +1,14 @@
 """The selection job: filter each file, find duplicates, write the remaining rows, publish them with the funnel."""
 
 import hashlib
+import itertools
 import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,11 +18,11 @@ from precompute.select.config import SelectConfig
 from precompute.select.funnel import build_funnel, draw_funnel
 from precompute.select.metadata import WORK_NAME, MetadataFile, find_files, inspect
 from precompute.select.opt_out import read_hosts, read_urls
-from precompute.select.parallel import workers
 from precompute.select.passes import FilteredFile, OutputFile, filter_file, plan_outputs, write_output
 from precompute.select.rules import build_rules
 from shards.base.durable import canonical_json, fsync_tree, locked, sha256_file, write_atomically
 from shards.base.errors import RequestError, WorkError
+from shards.base.pool import start_pool
 
 FUNNEL_NAME, PLOT_NAME = "funnel.json", "funnel.png"
 
@@ -72,12 +74,28 @@ def select(config: SelectConfig) -> dict[str, Any]:
         return funnel
 
 
-def _global_rules(config: SelectConfig, counts: list[list[int]]) -> dict[str, tuple[str, int]]:
-    """Return, by name, the condition and dropped rows of the rules of pass 2.
+@contextmanager
+def workers(processes: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """Provide `run(function, calls)`, which yields `function(*call)` for each call in order, in this process if
+    `processes` is 1. Raises WorkError if a worker process died; exceptions of `function` propagate."""
+    if processes == 1:
+        yield itertools.starmap
+        return
+    pool = start_pool(processes)
+    try:
+        yield lambda function, calls: pool.map(function, *zip(*calls, strict=True))
+    except BrokenProcessPool:
+        raise WorkError(
+            "A worker process died (out of memory, or killed). Finished work is kept. Run the same command again "
+            "with fewer --processes."
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    Args:
-        counts: the number of (opted-out, duplicate) rows of each file.
-    """
+
+def _global_rules(config: SelectConfig, counts: list[list[int]]) -> dict[str, tuple[str, int]]:
+    """Return, by name, the condition and dropped rows of the rules of pass 2, from the (opted-out, duplicate) rows of
+    each file."""
     opted_out, repeated = map(sum, zip(*counts, strict=True))
     rules = {}
     if config.urls.opt_out:

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,11 +52,8 @@ class MetadataFile:
 
 
 def find_files(metadata: str) -> list[str]:
-    """Return the sorted addresses of the parquet files that `metadata` (a file, a folder or a glob) names.
-
-    Raises:
-        RequestError: The path cannot be listed or has no parquet files.
-    """
+    """Return the sorted addresses of the parquet files that `metadata` (a file, a folder or a glob) names. Raises
+    RequestError if there are none, or they cannot be listed."""
     try:
         file_system, path = fsspec.core.url_to_fs(metadata)
         if file_system.isfile(path):
@@ -74,11 +70,8 @@ def find_files(metadata: str) -> list[str]:
 
 
 def inspect(address: str, rules: list[Rule]) -> MetadataFile:
-    """Read a file's footer and check that it has the columns that the rules need.
-
-    Raises:
-        RequestError: The file is not parquet, lacks a column that a rule needs, or has a column of an unsuitable type.
-    """
+    """Read a file's footer, and raise RequestError if it is not parquet, lacks a column that a rule needs, or has a
+    column of an unsuitable type."""
     footer = read_footer(address)
     found = find_columns(footer.schema, address)
     for rule in rules:
@@ -106,11 +99,7 @@ class Footer:
 
 
 def read_footer(address: str | Path) -> Footer:
-    """Read the footer of a parquet file.
-
-    Raises:
-        RequestError: The file is empty or cannot be read as parquet.
-    """
+    """Read the footer of a parquet file. Raises RequestError if the file is empty or not parquet."""
     try:
         with fsspec.open(str(address), "rb") as file:
             if not (num_bytes := file.seek(0, 2)):
@@ -125,11 +114,8 @@ def read_footer(address: str | Path) -> Footer:
 
 
 def find_columns(schema: pa.Schema, location: str) -> dict[str, str]:
-    """Return the name in the file of each known column that `schema` has, by canonical name.
-
-    Raises:
-        RequestError: The file has a column under two spellings, so the choice would be ambiguous.
-    """
+    """Return the name in the file of each known column that `schema` has, by canonical name. Raises RequestError if the
+    file has a column under two spellings."""
     found = {}
     for name, (_, spellings) in COLUMNS.items():
         present = [spelling for spelling in spellings if spelling in schema.names]
@@ -144,11 +130,7 @@ def find_columns(schema: pa.Schema, location: str) -> dict[str, str]:
 
 
 def check_types(schema: pa.Schema, found: dict[str, str], location: str) -> None:
-    """Check that the type of each known column can be converted to the type in OUTPUT_SCHEMA.
-
-    Raises:
-        RequestError: A column has an unsuitable type; the message gives the actual and the expected type.
-    """
+    """Raise RequestError unless the type of each known column can be converted to the type in OUTPUT_SCHEMA."""
     for name, spelling in found.items():
         wanted, actual = OUTPUT_SCHEMA.field(name).type, schema.field(spelling).type
         actual = actual.value_type if pa.types.is_dictionary(actual) else actual
@@ -163,21 +145,23 @@ def check_types(schema: pa.Schema, found: dict[str, str], location: str) -> None
             )
 
 
-def read_batches(source: MetadataFile, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield the file's rows in order, with its known columns (or those in `columns`) under their canonical names.
+def read_batches(source: MetadataFile) -> Iterator[pa.RecordBatch]:
+    """Yield the file's rows in order, with its known columns under their canonical names. Memory use does not depend on
+    the size of the file or of its row groups.
 
-    Memory use does not depend on the size of the file or of its row groups.
-
-    Raises:
-        WorkError: The file is damaged, or has changed since it was inspected.
+    Raises WorkError if the file is damaged, or has changed since it was inspected.
     """
-    wanted = {name: spelling for name, spelling in source.columns.items() if columns is None or name in columns}
     num_rows = 0
     try:
-        with _open(source) as file:
-            for batch in file.iter_batches(BATCH_ROWS, columns=list(wanted.values())):
+        if source.address.startswith("file://"):
+            handle = pa.OSFile(source.address.removeprefix("file://"))
+        else:
+            # each column is read sequentially in BUFFER_BYTES pieces; fsspec's read-ahead would refetch the same bytes
+            handle = fsspec.open(source.address, "rb", cache_type="none").open()
+        with handle, pq.ParquetFile(handle, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+            for batch in file.iter_batches(BATCH_ROWS, columns=list(source.columns.values())):
                 num_rows += batch.num_rows
-                yield _rename(batch, wanted)
+                yield _rename(batch, source.columns)
     except (pa.ArrowException, OSError) as error:
         raise WorkError(
             f"{source.address} cannot be read after row {num_rows} of {source.num_rows}: {error}. Download it again, "
@@ -188,17 +172,6 @@ def read_batches(source: MetadataFile, columns: list[str] | None = None) -> Iter
             f"{source.address} now has {num_rows} rows instead of {source.num_rows}: it changed during the run. Run "
             "the same command again."
         )
-
-
-@contextmanager
-def _open(source: MetadataFile) -> Iterator[pq.ParquetFile]:
-    if source.address.startswith("file://"):
-        handle = pa.OSFile(source.address.removeprefix("file://"))
-    else:
-        # each column is read sequentially in BUFFER_BYTES pieces; fsspec's read-ahead would refetch the same bytes
-        handle = fsspec.open(source.address, "rb", cache_type="none").open()
-    with handle, pq.ParquetFile(handle, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
-        yield file
 
 
 def _rename(batch: pa.RecordBatch, wanted: dict[str, str]) -> pa.RecordBatch:
@@ -213,10 +186,7 @@ def _rename(batch: pa.RecordBatch, wanted: dict[str, str]) -> pa.RecordBatch:
 
 def unify(batch: pa.RecordBatch) -> pa.Table:
     """Convert a batch with canonical column names to a table of OUTPUT_SCHEMA, filling missing columns with nulls.
-
-    Raises:
-        pa.ArrowInvalid: A number is out of range for its column, such as a width of 10¹².
-    """
+    Raises pa.ArrowInvalid if a number is out of range for its column, such as a width of 10¹²."""
     columns = []
     for field in OUTPUT_SCHEMA:
         if field.name not in batch.schema.names:

@@ -19,12 +19,8 @@ MAX_LISTED = 5
 
 
 def read_opt_outs(path: Path) -> Iterator[OptOuts]:
-    """Yield the entries of an opt-out list in batches.
-
-    Raises:
-        RequestError: The file is missing, is not UTF-8 (or not parquet, or lacks a URL column), or has invalid
-            entries. The message lists the first few, with line numbers.
-    """
+    """Yield the entries of an opt-out list in batches. Raises RequestError if the file cannot be read or has invalid
+    entries, of which the message lists the first few."""
     invalid: list[str] = []
     num_invalid = 0
     is_parquet = path.suffix == ".parquet"
@@ -52,11 +48,7 @@ def read_opt_outs(path: Path) -> Iterator[OptOuts]:
 
 
 def read_hosts(path: Path) -> tuple[list[str], int]:
-    """Return the sorted hosts on an opt-out list, and the number of URLs on it.
-
-    Raises:
-        RequestError: The list is invalid; see `read_opt_outs`.
-    """
+    """Return the sorted hosts on an opt-out list, and the number of URLs on it."""
     hosts: set[str] = set()
     num_urls = 0
     for batch in read_opt_outs(path):
@@ -66,11 +58,7 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
 
 
 def read_urls(path: Path) -> Iterator[pa.Array]:
-    """Yield the URLs on an opt-out list, in the canonical form of `comparable_url`.
-
-    Raises:
-        RequestError: The list is invalid; see `read_opt_outs`.
-    """
+    """Yield the URLs on an opt-out list, in the canonical form of `comparable_url`."""
     for batch in read_opt_outs(path):
         yield pa.array(batch.urls, pa.string())
 

@@ -59,12 +59,8 @@ def _folder_of(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[s
 
 
 def filter_file(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str], partitions: int) -> FilteredFile:
-    """Filter one input file into its work folder, or reuse the folder of an earlier run if it is complete.
-
-    Raises:
-        WorkError: The input is damaged, or a value is out of range for its column.
-        OSError: The disk is full.
-    """
+    """Filter one input file into its work folder, or reuse the folder of an earlier run if it is complete. Raises
+    WorkError if the input is damaged, or a value is out of range for its column."""
     folder = _folder_of(config, source, opt_out_hosts, partitions)
     if not (folder / RECEIPT_NAME).exists():
         attempt = folder.with_name(f"{folder.name}.attempt")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from cluster.actor import ProgressReport, Report
 from cluster.fleet import Event, Fleet, FleetConfig, UnderWay
 from cluster.nodes import Resources
 from cluster.placement import Worker
-from cluster.pool import Attempt, Failure, Report, StartFailure, WorkerPool
-from cluster.reports import ProgressReport
+from cluster.pool import Attempt, Failure, StartFailure, WorkerPool
 from cluster.retry import Unit
 
 Outcome = str | Exception

@@ -11,6 +11,12 @@ from shards.base.errors import Outage
 from tests.cluster.played import Clock, Outcome, PlayedPool, TimedPool, error, make_fleet, without_state
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Simulated time, because the fleet sleeps while nothing is due."""
+    return Clock(monkeypatch)
+
+
 def test_each_unit_is_done_or_given_up_and_none_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def play(key: str, number: int, node: str) -> Outcome:
         return {"x": error(), "y": error(final=True), "z": error(lost=number < 3) if number < 4 else "Z"}.get(key, "ok")
@@ -56,9 +62,8 @@ def test_no_more_are_in_flight_than_allowed(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(event.reported for event in events if isinstance(event, UnderWay)) == 10  # of two, one had ended
 
 
-def test_during_a_pause_nothing_starts_but_one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_during_a_pause_nothing_starts_but_one_probe(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units that were waiting for a worker when the outage began wait for its end, too."""
-    clock = Clock(monkeypatch)
     slow_down = Failure(False, False, "503", "503", outage=Outage("503"))
     pool = TimedPool(clock, {"a": 2}, lambda key, node, now: (1, slow_down) if now < 1030 else (1, "ok"))
     events = without_state(make_fleet(monkeypatch, pool, "pqrstuvw", backoff=1))

@@ -2,12 +2,13 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster.actor import WorkerActor
 from cluster.nodes import ResourcesConfig
-from cluster.pool import WorkerActor
 from cluster.start import start_ray
 from shards.base.device import choose_device, has_accelerator
 from shards.base.errors import RequestError
@@ -24,7 +25,7 @@ def unusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this machine appear to have a GPU."""
     (tmp_path / "nvidia0").touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for module in ("cluster.start", "cluster.pool", "train.start"):
+    for module in ("cluster.start", "cluster.actor", "train.start"):
         monkeypatch.setattr(f"{module}.choose_device", partial(choose_device, devices=tmp_path))
 
 
@@ -39,8 +40,9 @@ def test_a_job_on_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("unusable")
 def test_an_attempt_on_such_a_node_of_a_cluster_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.get_gpu_ids", lambda: [0])
-    monkeypatch.setattr("cluster.pool.ProgressReporter", lambda *_: None)  # it would start Ray
-    board: Any = None
+    monkeypatch.setattr("ray.wait", lambda *_, **__: None)
+    monkeypatch.setattr(WorkerActor, "node", lambda self: "node")  # it would start Ray
+    board: Any = SimpleNamespace(write=SimpleNamespace(remote=lambda *_: None))
     worker = WorkerActor[str, str](lambda *_: pytest.fail("the attempt began"), board)
     with pytest.raises(RequestError, match=MESSAGE):
         worker.attempt("00000", "work", 1)

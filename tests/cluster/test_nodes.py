@@ -140,6 +140,7 @@ def test_after_a_cluster_shrinks_no_more_attempts_start_than_it_has_slots(monkey
     assert after and max(attempts for attempts, _ in after) == 20 and max(busy for _, busy in after) == 10
 
 
+@pytest.mark.slow
 def test_300_slots_are_busy_with_tasks_of_20_ms(monkeypatch: pytest.MonkeyPatch) -> None:
     """In real time: the loop is the product's, which settles attempts one by one; Ray's part is scripted."""
     full: list[float] = []

@@ -15,7 +15,7 @@ from shards.root.committed import load_tars
 from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module
 
-pytestmark = pytest.mark.heavy
+pytestmark = pytest.mark.slow
 
 RAY = str(Path(sys.executable).with_name("ray"))
 REPOSITORY = Path(__file__).parents[3]
@@ -73,11 +73,6 @@ def head() -> Iterator[Head]:
             head.stop()
 
 
-def test_a_submitted_job(head: Head, models: Path, tars: Path, tmp_path: Path) -> None:
-    submit(head, precompute_arguments(models, tars, tmp_path / "root"))
-    assert len(load_tars(open_store(tmp_path / "root"))) == 2
-
-
 def submit(head: Head, arguments: list[str]) -> None:
     """Run a command with `ray job submit` and wait for its end."""
     command = [sys.executable, "-m", "precompute", *arguments]
@@ -87,7 +82,6 @@ def submit(head: Head, arguments: list[str]) -> None:
     assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in submitted.stdout + submitted.stderr
 
 
-@pytest.mark.slow
 def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp_path: Path) -> None:
     arguments = precompute_arguments(models, tars, tmp_path / "root")
     dashboard = f"http://127.0.0.1:{head.dashboard}"
@@ -114,12 +108,10 @@ def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp
     assert again.returncode == 0 and "2 were already done" in again.stdout
 
 
-@pytest.mark.slow
 def test_a_local_start_uses_a_token(tmp_path: Path) -> None:
     """`ray.init` enables token authentication, and a client without the token is refused."""
     start = (
-        "import ray; from cluster.nodes import ResourcesConfig; "
-        "from cluster.start import start_ray; start_ray; "
+        "import ray; from cluster.nodes import ResourcesConfig; from cluster.start import start_ray; "
         "start_ray(ResourcesConfig(num_gpus=0, num_cpus=1)); import os; "
         "print(os.environ.get('RAY_AUTH_MODE'), ray.get_runtime_context().gcs_address, flush=True); input()"
     )

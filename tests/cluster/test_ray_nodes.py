@@ -24,7 +24,6 @@ from precompute.config import describe_encoding, make_recipe
 from precompute.input.tars import list_tars
 from precompute.job.ledger import Ledger
 from precompute.job.run import run_job
-from shards.base.errors import WorkError
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root
@@ -132,19 +131,6 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
     seconds = {name: value for name, value in scrape().items() if "stage_seconds" in name}
     stages = {re.findall(r'stage="([\w.]+)"', name)[0] for name in seconds}
     assert stages >= {"fetch", "decode", "encode", "write", "upload", "device", "worker", "total"}, stages
-
-
-def test_a_job_that_no_node_can_take_ends(
-    cluster: Cluster, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workers = {"num_gpus": 1, "num_cpus": 1, "wait_for_resources": 3}
-    config = precompute_config(models, tars, tmp_path / "root", workers=workers)
-    encoding = describe_encoding(config)
-    create_root(open_store(config.output), encoding)
-    start_ray(config.workers)
-    with pytest.raises(WorkError, match="none joined within 3 s"):
-        run_job(list_tars(config.input), make_recipe(config, encoding), config.output, config.workers)
-    assert "No node in the cluster can take a worker that needs 1 GPUs and 1 CPUs" in capsys.readouterr().err
 
 
 def test_a_node_that_is_avoided_gets_none(cluster: Cluster) -> None:

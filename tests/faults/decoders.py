@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def killed_once(data: bytes, *args: Any) -> Picture:
             path.touch()
             os.abort()
     return decode(data, *args)
+
+
+def imported() -> list[str]:
+    """Return the names of all imported modules."""
+    return list(sys.modules)
 
 
 def outcome_and_memory(data: bytes, limits: LimitsConfig) -> tuple[str, int]:

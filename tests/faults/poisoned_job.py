@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import precompute.job.run
-from cluster.pool import Report
+from cluster.actor import Report
 from precompute.__main__ import main
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker

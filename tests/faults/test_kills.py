@@ -86,11 +86,6 @@ def test_fifty_kills(models: Path, tmp_path: Path, report: dict[str, object], se
     report["kills"] = storm(world, OnDisk(tmp_path), {"worker": 25, "driver": 13, "raylet": 12, "SIGTERM": 3}, seed)
 
 
-def test_a_few_kills(models: Path, tmp_path: Path, report: dict[str, object], seed: int) -> None:
-    world = make_world(tmp_path, models, num_shards=3, num_samples=12)
-    report["kills"] = storm(world, OnDisk(tmp_path), {"worker": 1, "raylet": 1, "SIGTERM": 1}, seed)
-
-
 @pytest.mark.slow
 def test_kills_of_jobs_on_s3(
     models: Path, tmp_path: Path, report: dict[str, object], seed: int, monkeypatch: pytest.MonkeyPatch

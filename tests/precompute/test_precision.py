@@ -3,10 +3,7 @@
 from pathlib import Path
 
 import pytest
-import ray
 
-from cluster.nodes import ResourcesConfig
-from cluster.start import precision_on_worker
 from precompute.__main__ import resolved_precision
 from precompute.config import describe_encoding
 from shards.base import device
@@ -39,24 +36,3 @@ def test_an_emulated_precision_is_warned_about_once(
     config = precompute_config(models, tars, tmp_path / "root", precision="float16")
     assert resolved_precision(config) == "float16"
     assert capsys.readouterr().err.count("warning: this CPU emulates float16") == 1
-
-
-def test_on_a_cluster_a_worker_decides(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The driver's own CPU is irrelevant, and a trial on it would fail the test."""
-    init = ray.init
-    monkeypatch.setattr(
-        "ray.init", lambda *args, **options: init(*args, num_cpus=1, include_dashboard=False, **options)
-    )
-    monkeypatch.setenv("RAY_ADDRESS", "local")  # Ray starts a cluster, as if it had existed
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(device, "cpu_slowdown", lambda precision: pytest.fail("a trial on the driver"))
-            workers = ResourcesConfig(num_gpus=0, num_cpus=1)
-            assert precision_on_worker("auto", workers) in ("float32", "bfloat16")
-            assert precision_on_worker("float16", workers) == "float16"
-    finally:
-        ray.shutdown()
-    said = capsys.readouterr().err
-    assert "precision: auto selects " in said
-    is_emulated = device.cpu_slowdown("float16") >= device.WARN_SLOWDOWN
-    assert ("warning: this CPU emulates float16" in said) == is_emulated

@@ -1,8 +1,6 @@
 """From metadata to tars with both commands; all counts add up exactly."""
 
 import json
-import subprocess
-import sys
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -12,6 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from precompute.download.__main__ import run as download
+from precompute.select.__main__ import run as select
 from tests.precompute.download.bad_server import BadServer, serve
 from tests.precompute.select import laion
 
@@ -41,13 +41,6 @@ def make_metadata(folder: Path, num_rows: int, num_pictures: int, server: BadSer
     return Counter(fate.tolist())
 
 
-def run(module: str, *options: object) -> str:
-    command = [sys.executable, "-m", f"precompute.{module}", "--config", f"configs/{module}.yaml", *map(str, options)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 @pytest.mark.parametrize(
     ("num_rows", "num_pictures"), [(20_000, 90), pytest.param(1_000_000, 1_000, marks=pytest.mark.slow)]
 )
@@ -55,9 +48,10 @@ def test_numbers_add_up_from_metadata_to_tars(num_rows: int, num_pictures: int, 
     with serve() as server:
         expected = make_metadata(tmp_path / "metadata", num_rows, num_pictures, server)
         selected, tars = tmp_path / "selected", tmp_path / "tars"
-        run("select", "--metadata", tmp_path / "metadata", "--output", selected, "--urls.allow_private_hosts", "true")
-        options = ["--requests.allow_private_hosts", "true", "--rows_per_shard", 400, "--processes", 1]
-        run("download", "--input", selected, "--output", tars, *options)
+        options = ["--metadata", str(tmp_path / "metadata"), "--output", str(selected), "--processes", "1"]
+        select(["--config", "configs/select.yaml", *options, "--urls.allow_private_hosts", "true"])
+        options = ["--input", str(selected), "--output", str(tars), "--rows_per_shard", "400", "--processes", "1"]
+        download(["--config", "configs/download.yaml", *options, "--requests.allow_private_hosts", "true"])
         assert server.requests == Counter({f"/jpeg/{i}": 1 for i in range(1, num_pictures + 1)})
 
     funnel = json.loads((selected / "funnel.json").read_text())

@@ -27,10 +27,10 @@ from train.run.checkpoints.checkpoint import (
     SNAPSHOTS,
     WEIGHTS_NAME,
     Checkpoint,
-    list_checkpoints,
     step_of,
     verify_checkpoint,
 )
+from train.run.checkpoints.local_copy import parse_folder
 
 RECORD = "average.json"
 
@@ -95,20 +95,22 @@ def select_snapshots(run_dir: Path, step: int | None) -> list[Path]:
     Raises:
         RequestError: there are no snapshots, or none at that step.
     """
-    folders = list_checkpoints(run_dir / SNAPSHOTS)
-    if not folders:
+    by_step: dict[int, Path] = {}
+    for folder in sorted((run_dir / SNAPSHOTS / "checkpoints").glob("step-*")):
+        if parsed := parse_folder(folder.name):  # copied from a URL, it carries the number of its launch
+            by_step[step_of(Path(parsed[0]))] = folder  # of a step's launches, the last
+    if not by_step:
         raise RequestError(
             f"{run_dir}/{SNAPSHOTS} has no snapshots from which to rebuild an average. Set ema.snapshot_every and "
             f"ema.std before training."
         )
-    steps = [step_of(folder) for folder in folders]
-    if step is not None and step not in steps:
-        nearest = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
+    if step is not None and step not in by_step:
+        nearest = sorted(sorted(by_step, key=lambda other: abs(other - step))[:3])
         raise RequestError(
             f"{run_dir} has no snapshot of step {step}; the nearest are {', '.join(map(str, nearest))}. Choose "
             f"one of these with --step."
         )
-    return [folder for folder in folders if step is None or step_of(folder) <= step]
+    return [folder for number, folder in sorted(by_step.items()) if step is None or number <= step]
 
 
 def average_names(snapshot: Checkpoint) -> list[str]:

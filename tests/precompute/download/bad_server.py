@@ -12,6 +12,22 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(500)
 HTML = b"<!doctype html><title>gone</title>"
 
 
+ANSWERS: dict[str, tuple[bytes, int, dict[str, str]]] = {
+    "png": (PNG, 200, {"Content_Type": "image/png"}),
+    "html": (HTML, 200, {"Content_Type": "text/html"}),
+    "empty": (b"", 200, {}),
+    "error": (HTML, 500, {}),
+    "forbidden": (HTML, 403, {}),
+    "to_file": (b"", 302, {"Location": "file:///etc/hostname"}),
+    "to_ftp": (b"", 302, {"Location": "ftp://127.0.0.1/x"}),
+    "cut": (JPEG, 200, {"Content_Length": str(len(JPEG) + 100)}),
+    "noai": (JPEG, 200, {"X_Robots_Tag": "noindex, noai"}),
+    "noai_for_us": (JPEG, 200, {"X_Robots_Tag": "latentmill: noai"}),
+    "noai_for_another": (JPEG, 200, {"X_Robots_Tag": "otherbot: noai"}),
+}
+"""First part of the path → body, status and headers of the answer. Other paths have a method of the handler."""
+
+
 class BadServer(ThreadingHTTPServer):
     """HTTP server that counts the requests for each path."""
 
@@ -40,7 +56,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests[self.path] += 1
         self.close_connection = True
         kind = self.path.strip("/").partition("/")[0].replace("-", "_")
-        getattr(self, f"_{kind}", self._missing)()
+        if kind in ANSWERS:
+            body, status, headers = ANSWERS[kind]
+            self._answer(body, status, **headers)
+        else:
+            getattr(self, f"_{kind}", self._missing)()
 
     def _answer(self, body: bytes, status: int = 200, **headers: str) -> None:
         self.send_response(status)
@@ -55,21 +75,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _jpeg(self) -> None:
         self._answer(JPEG + self.path.encode())
 
-    def _png(self) -> None:
-        self._answer(PNG, Content_Type="image/png")
-
-    def _html(self) -> None:
-        self._answer(HTML, Content_Type="text/html")
-
-    def _empty(self) -> None:
-        self._answer(b"")
-
-    def _error(self) -> None:
-        self._answer(HTML, 500)
-
-    def _forbidden(self) -> None:
-        self._answer(HTML, 403)
-
     def _flaky(self) -> None:
         self._answer(JPEG, 503 if self.server.requests[self.path] == 1 else 200)
 
@@ -79,18 +84,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _hops(self) -> None:
         left = int(self.path.rpartition("/")[2])
         self._answer(b"", 301, Location=f"/hops/{left - 1}" if left > 1 else "/jpeg/after-hops")
-
-    def _to_file(self) -> None:
-        self._answer(b"", 302, Location="file:///etc/hostname")
-
-    def _to_ftp(self) -> None:
-        self._answer(b"", 302, Location="ftp://127.0.0.1/x")
-
-    def _to_private(self) -> None:
-        self._answer(b"", 302, Location="http://[::1]:9/x")
-
-    def _cut(self) -> None:
-        self._answer(JPEG, Content_Length=str(len(JPEG) + 100))
 
     def _cut_chunked(self) -> None:
         self.send_response(200)
@@ -125,15 +118,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _slow(self) -> None:
         time.sleep(0.3)
         self._jpeg()
-
-    def _noai(self) -> None:
-        self._answer(JPEG, X_Robots_Tag="noindex, noai")
-
-    def _noai_for_us(self) -> None:
-        self._answer(JPEG, X_Robots_Tag="latentmill: noai")
-
-    def _noai_for_another(self) -> None:
-        self._answer(JPEG, X_Robots_Tag="otherbot: noai")
 
     def _write_while_read(self, data: bytes, pause: float) -> None:
         try:

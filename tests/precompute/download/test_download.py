@@ -4,8 +4,6 @@ import hashlib
 import io
 import json
 import shutil
-import subprocess
-import sys
 import tarfile
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from precompute.download.__main__ import run
 from precompute.download.config import DownloadConfig
 from precompute.download.fetch import fetch_tar
 from precompute.download.report import describe, write_report
@@ -182,22 +181,23 @@ def test_a_full_disk_is_reported(server: BadServer, tmp_path: Path, monkeypatch:
     assert caught.value.errno == 28
 
 
-def test_the_command_fetches_what_is_missing(server: BadServer, tmp_path: Path) -> None:
+def test_the_command_fetches_what_is_missing(
+    server: BadServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     urls = [f"{server.address}/jpeg/command-{i}" for i in range(5)]
     laion.write(tmp_path / "in.parquet", laion.rows(5, URL=urls))
-    options = ["--input", str(tmp_path / "in.parquet"), "--output", str(tmp_path / "out"), "--rows_per_shard", "2"]
+    options = ["--config", "configs/download.yaml"]
+    options += ["--input", str(tmp_path / "in.parquet"), "--output", str(tmp_path / "out"), "--rows_per_shard", "2"]
     options += ["--requests.allow_private_hosts", "true", "--threads", "4", "--processes", "1"]
 
-    def run() -> str:
-        command = [sys.executable, "-m", "precompute.download", "--config", "configs/download.yaml", *options]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    assert "3 of 3 tars are complete, 3 of them downloaded in this run" in run()
+    run(options)
+    assert "3 of 3 tars are complete, 3 of them downloaded in this run" in capsys.readouterr().out
     assert [server.requests[f"/jpeg/command-{i}"] for i in range(5)] == [1] * 5
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("0000[02]*")}
     (tmp_path / "out" / "00001_stats.json").unlink()  # as after a kill while publishing
     (tmp_path / "out" / ".attempts" / "00001-123").mkdir(parents=True)
-    assert "2 of 3 tars are complete, 1 to download" in run()
+    run(options)
+    assert "2 of 3 tars are complete, 1 to download" in capsys.readouterr().out
     assert [server.requests[f"/jpeg/command-{i}"] for i in range(5)] == [1, 1, 2, 2, 1]
     assert times == {path: path.stat().st_mtime_ns for path in times}
     names = {path.name for path in (tmp_path / "out").iterdir()}

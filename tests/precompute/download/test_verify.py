@@ -1,9 +1,7 @@
 """Verification of a tar against its own records: every kind of damage is found."""
 
 import hashlib
-import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from precompute.download.job import is_published
 from precompute.download.rows import PlannedTar
 from precompute.download.verify import check_tar, format_of
 from shards.base.errors import WorkError
+from tests.tiny import make_tar
 
 PICTURES = {
     "0000000": b"\xff\xd8\xff" + bytes(2000),
@@ -34,10 +33,7 @@ def config(tmp_path: Path) -> DownloadConfig:
     statuses = ["success" if key in PICTURES else "failed_to_download" for key in keys]
     table = pa.table({"key": keys, "status": statuses, "sha256": [hashes.get(key) for key in keys]})
     pq.write_table(table, tmp_path / "00000.parquet")
-    members: dict[str, bytes] = {}
-    for key, data in PICTURES.items():
-        members |= {f"{key}.jpg": data, f"{key}.txt": b"a caption", f"{key}.json": json.dumps({"key": key}).encode()}
-    write_tar(tmp_path, members)
+    write_tar(tmp_path)
     stats = {"count": 4, "successes": 3, "failed_to_download": 1, "failed_to_resize": 0}
     (tmp_path / "00000_stats.json").write_text(json.dumps(stats))
     return DownloadConfig(input=tmp_path / "in.parquet", output=tmp_path)
@@ -47,24 +43,15 @@ def check(config: DownloadConfig) -> dict[str, Any]:
     return check_tar(config.output, SHARD.name, SHARD.num_rows, config)
 
 
-def write_tar(folder: Path, members: dict[str, bytes]) -> None:
-    with tarfile.open(folder / "00000.tar", "w") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-
-
-def change_tar(folder: Path, **changes: bytes | None) -> None:
-    """Replace members (None: remove) of sample 0000001, by extension."""
-    with tarfile.open(folder / "00000.tar") as archive:
-        members = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
-    for extension, data in changes.items():
-        if data is None:
-            del members[f"0000001.{extension}"]
-        else:
-            members[f"0000001.{extension}"] = data
-    write_tar(folder, members)
+def write_tar(folder: Path, **changes: bytes | None) -> None:
+    """Write the tar, with members of sample 0000001 replaced (None: removed) by extension."""
+    samples: dict[str, dict[str, bytes]] = {
+        key: {"jpg": data, "txt": b"a caption", "json": json.dumps({"key": key}).encode()}
+        for key, data in PICTURES.items()
+    }
+    changed = samples["0000001"] | changes
+    samples["0000001"] = {extension: data for extension, data in changed.items() if data is not None}
+    make_tar(folder, "00000", list(samples.items()), stats=False)
 
 
 def change_parquet(folder: Path, change: Callable[[pa.Table], pa.Table]) -> None:
@@ -92,13 +79,13 @@ def rename(table: pa.Table, old: str, new: str) -> pa.Table:
 
 
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
-    (lambda folder: change_tar(folder, jpg=None, txt=None, json=None), "lacks 1 samples .* starting with 0000001"),
-    (lambda folder: change_tar(folder, jpg=None), "sample 0000001 has no image"),
-    (lambda folder: change_tar(folder, txt=None), "sample 0000001 has no caption"),
-    (lambda folder: change_tar(folder, json=None), "the JSON of sample 0000001 is missing or has no key"),
-    (lambda folder: change_tar(folder, json=b"{"), "the JSON of sample 0000001 is missing or has no key"),
-    (lambda folder: change_tar(folder, json=b'{"key": "0000003"}'), "the JSON of sample 0000001 has the key 0000003"),
-    (lambda folder: change_tar(folder, jpg=b"other"), "sample 0000001 does not match the SHA-256"),
+    (lambda folder: write_tar(folder, jpg=None, txt=None, json=None), "lacks 1 samples .* starting with 0000001"),
+    (lambda folder: write_tar(folder, jpg=None), "sample 0000001 has no image"),
+    (lambda folder: write_tar(folder, txt=None), "sample 0000001 has no caption"),
+    (lambda folder: write_tar(folder, json=None), "the JSON of sample 0000001 is missing or has no key"),
+    (lambda folder: write_tar(folder, json=b"{"), "the JSON of sample 0000001 is missing or has no key"),
+    (lambda folder: write_tar(folder, json=b'{"key": "0000003"}'), "the JSON of sample 0000001 has the key 0000003"),
+    (lambda folder: write_tar(folder, jpg=b"other"), "sample 0000001 does not match the SHA-256"),
     (lambda folder: flip(folder, 600), "sample 0000000 does not match the SHA-256"),
     (lambda folder: flip(folder, 5), "uncompressed|damaged"),
     # in a later header, where Python's tarfile ends the listing without an error
@@ -135,7 +122,7 @@ def test_damage_is_found(damage: Callable[[Path], None], message: str, config: D
 
 
 def test_other_bytes_are_expected_where_pictures_are_encoded_again(config: DownloadConfig) -> None:
-    change_tar(config.output, jpg=b"other")
+    write_tar(config.output, jpg=b"other")
     images = config.images.model_copy(update={"mode": "keep_ratio_largest"})
     assert check(config.model_copy(update={"images": images}))["formats"]["other"] == 1
 

@@ -20,8 +20,9 @@ from shards.root.shared import check_rules
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.roots import part_of, precompute_arguments, rows, tree
-from tests.runs import run_module, train_fields, write_config
+from tests.runs import train_fields, write_config
 from tests.tiny import make_samples, make_tar
+from train.__main__ import run as train
 from train.run.reporting.json_lines import read_json_lines
 
 ASPECT = {"bases": [64], "step": 16}
@@ -165,10 +166,9 @@ def test_training_on_several_shapes(aspect_root: Path, tmp_path: Path) -> None:
     fields = train_fields(aspect_root, tmp_path / "run", max_steps=5, global_batch_size=4, microbatch_size=4)
     buckets = ["64x64", "80x48", "48x96"]
     fields["data"]["streams"] = [{"root": str(aspect_root), "bucket": bucket} for bucket in buckets]
-    result = run_module("train", "--config", str(write_config(tmp_path, fields)))
-    assert result.returncode == 0, result.stderr
+    train(["--config", str(write_config(tmp_path, fields))])
     lines = read_json_lines(tmp_path / "run" / "metrics.jsonl")
     assert len(lines) == 5 and all(np.isfinite(line["loss"]) for line in lines)
     fields["data"]["streams"].append({"root": str(aspect_root), "bucket": "96x48"})
-    result = run_module("train", "--config", str(write_config(tmp_path, fields)))
-    assert result.returncode == 2 and "96x48 has 0 samples" in result.stderr.replace("\n", " ")
+    with pytest.raises(RequestError, match="96x48 has 0 samples"):
+        train(["--config", str(write_config(tmp_path, fields))])

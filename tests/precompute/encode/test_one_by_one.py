@@ -1,6 +1,7 @@
 """Towers that run one by one: the stored bytes are the same, and the device holds one tower's weights at a time."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,7 @@ from transformers import T5EncoderModel
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode import networks
 from precompute.encode.networks import DeviceSettings, Network, Offload
-from precompute.encode.provenance import DeviceClock
-from precompute.encode.towers import TextTowers
+from precompute.encode.towers import DeviceClock, TextTowers
 from precompute.encode.worker import load_towers
 from tests.conftest import encode_all, folder_of
 from tests.tiny_towers import config_of, make_towers, texts
@@ -31,6 +31,9 @@ class Memory:
     """Network → bytes of its weights and buffers."""
     moved: list[nn.Module] = field(default_factory=list)
     """Networks in the order in which they were moved to the device."""
+    timed: list[bool] = field(default_factory=list)
+    """For each move, whether it counted as device time."""
+    is_timed: bool = False
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         copied = tensor.detach().clone()
@@ -50,6 +53,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
         held.sizes[model] = sum(tensor.nbytes for tensor in {id(t): t for t in self.on_host[model].values()}.values())
 
     def moved(self: Offload, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        held.timed.append(held.is_timed)
         held.moved += [model for model, waiting in self.on_host.items() if waiting is tensors]
         return move(self, tensors)
 
@@ -85,54 +89,31 @@ def config(models: Path, tars: Path, root: Path, towers: Path, how: str, **chang
     return config_of(models, tars, root, towers, workers=workers, **(fields | changes))
 
 
-def test_the_bytes_are_the_same_and_one_tower_is_on_the_device(
-    models: Path, tars: Path, tmp_path: Path, towers: Path, memory: Memory
-) -> None:
-    together = encoded(config(models, tars, tmp_path / "together", towers, "together"), models)
-    assert not memory.moved
-    assert encoded(config(models, tars, tmp_path / "one", towers, "one_by_one"), models) == together
-    assert memory.peak == max(memory.sizes[model] for model in memory.moved)
-
-
 def test_each_tower_is_moved_once_per_tar(
     models: Path, tars: Path, tmp_path: Path, towers: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images first, then captions by the tower with the smallest latents, then by the other. Moves are device time."""
-    counted = moved_under(DeviceClock, memory, monkeypatch)
+    call = DeviceClock.__call__
+
+    @contextmanager
+    def timed(self: DeviceClock, tower: str) -> Iterator[None]:
+        with call(self, tower):
+            memory.is_timed = True
+            yield
+            memory.is_timed = False
+
+    monkeypatch.setattr(DeviceClock, "__call__", timed)
     encoded(config(models, tars, tmp_path / "root", towers, "one_by_one", features={}), models)
     order = ["T5EncoderModel", "CLIPTextModelWithProjection"]  # latents of 24 × 12 numbers, and of 16 × 20 + 10
     of_a_tar = ["AutoencoderKL", *order]
     assert [type(model).__name__ for model in memory.moved] == [*order, *of_a_tar, *of_a_tar]
-    assert counted == [False, False, *[True] * 6]  # the empty caption belongs to the root and counts for no tar
+    assert memory.timed == [False, False, *[True] * 6]  # the empty caption belongs to the root and counts for no tar
 
 
-def moved_under(clock: type[DeviceClock], memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return a list that will hold, for each move, whether it counted as device time."""
-    running, counted, call, move = [], [], clock.__call__, Offload._moved
-
-    class Counted:
-        def __init__(self, inner: object):
-            self.inner = inner
-
-        def __enter__(self) -> None:
-            running.append(self.inner.__enter__())  # type: ignore[attr-defined]
-
-        def __exit__(self, *raised: object) -> None:
-            running.pop()
-            self.inner.__exit__(*raised)  # type: ignore[attr-defined]
-
-    def moved(self: Offload, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        counted.append(bool(running))
-        return move(self, tensors)
-
-    monkeypatch.setattr(clock, "__call__", lambda self, tower: Counted(call(self, tower)))
-    monkeypatch.setattr(Offload, "_moved", moved)
-    return counted
-
-
-def test_rows_that_overflow_are_encoded_by_the_float32_network(
+def test_the_bytes_are_the_same_and_one_tower_is_on_the_device(
     models: Path, tars: Path, tmp_path: Path, towers: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Although a row of each batch of captions overflows, which the float32 network encodes again."""
     run = Network._run
 
     def overflow(self: Network, inputs: list[Tensor], precision: str) -> tuple[Tensor, ...]:
@@ -143,6 +124,7 @@ def test_rows_that_overflow_are_encoded_by_the_float32_network(
 
     monkeypatch.setattr(Network, "_run", overflow)
     together = encoded(config(models, tars, tmp_path / "together", towers, "together"), models)
+    assert not memory.moved
     assert encoded(config(models, tars, tmp_path / "one", towers, "one_by_one"), models) == together
     both = {model for model in memory.moved if isinstance(model, T5EncoderModel)}
     assert len(both) == 2 and memory.peak == max(memory.sizes[model] for model in memory.moved)

@@ -56,12 +56,19 @@ def encoded(models: Path, tars: Path, root: Path, fields: Sequence[str] = FIELDS
     return root
 
 
-@pytest.mark.parametrize("storage", ["float16", "float8"])
-@pytest.mark.parametrize("trim", [False, True])
+@pytest.fixture(scope="module")
+def roots(models: Path, captioned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Roots with both captions, by whether float8 latents are trimmed. Tests must not modify them."""
+    folder = tmp_path_factory.mktemp("roots")
+    how = {"storage": "float8"}
+    return {trim: encoded(models, captioned, folder / str(trim), **how, trim=trim) for trim in (False, True)}
+
+
+@pytest.mark.parametrize(("storage", "trim"), [("float16", False), ("float8", True)])
 def test_each_caption_is_stored_as_if_it_were_alone(
-    models: Path, captioned: Path, tmp_path: Path, storage: str, trim: bool
+    models: Path, captioned: Path, tmp_path: Path, roots: dict[bool, Path], storage: str, trim: bool
 ) -> None:
-    both = encoded(models, captioned, tmp_path / "both", storage=storage, trim=trim)
+    both = roots[True] if trim else encoded(models, captioned, tmp_path / "both", storage=storage)
     alone = {f: encoded(models, captioned, tmp_path / f, [f], storage=storage, trim=trim) for f in FIELDS}
     for bucket in BUCKETS:
         found: dict[str, list[tuple[str, dict[str, np.ndarray]]]] = {}
@@ -80,10 +87,9 @@ def test_each_caption_is_stored_as_if_it_were_alone(
     assert list(verify_root(open_store(both))) == []
 
 
-def test_layout_of_a_stored_sample(models: Path, captioned: Path, tmp_path: Path) -> None:
+def test_layout_of_a_stored_sample(roots: dict[bool, Path]) -> None:
     """`caption` has an entry per field, so that captions can be told apart. Only existing ones have latents."""
-    for trim in (False, True):
-        root = encoded(models, captioned, tmp_path / str(trim), storage="float8", trim=trim)
+    for trim, root in roots.items():
         rows = {int(s["key"]): s for s in read_part(part_of(root, "64x64", "00000"))}
         assert [json.loads(rows[i]["caption"]) for i in (0, 1, 5)] == [[None, "t0"], ["blip 1", None], ["blip 5", "t5"]]
         # begin, one token per letter, end
@@ -99,9 +105,9 @@ def test_layout_of_a_stored_sample(models: Path, captioned: Path, tmp_path: Path
 
 
 def test_captions_are_counted_per_bucket_in_receipts_and_once_in_stats(
-    models: Path, captioned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    roots: dict[bool, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = encoded(models, captioned, tmp_path / "root")
+    root = roots[True]
     receipt = load_tars(open_store(root))[0]
     assert receipt.rejected == {"no_caption": 1}
     changes = {"invalid_utf8": 2, "control_characters": 1, "too_long": 1, "truncated": 1}
@@ -132,15 +138,16 @@ def test_captions_are_encoded_once_and_in_full_batches(
     assert all(len(texts) <= 8 for texts in calls)  # workers.batch_size, to which each batch is padded
 
 
-def test_a_bucket_added_later_has_the_same_captions(models: Path, captioned: Path, tmp_path: Path) -> None:
-    both = encoded(models, captioned, tmp_path / "both", storage="float8", trim=True)
+def test_a_bucket_added_later_has_the_same_captions(
+    models: Path, captioned: Path, tmp_path: Path, roots: dict[bool, Path]
+) -> None:
     text, limits = {"storage": "float8", "trim": True}, {"max_caption_characters": 40}
     for bucket in reversed(BUCKETS):
         config = precompute_config(
             models, captioned, tmp_path / "later", captions=FIELDS, buckets=[bucket], text=text, limits=limits
         )
         encode_all(config, models)
-    one, two = load_tars(open_store(both))[0], load_tars(open_store(tmp_path / "later"))[0]
+    one, two = load_tars(open_store(roots[True]))[0], load_tars(open_store(tmp_path / "later"))[0]
     for bucket in BUCKETS:
         assert (one.parts[bucket].files, one.parts[bucket].captions) == (
             two.parts[bucket].files,
@@ -148,8 +155,10 @@ def test_a_bucket_added_later_has_the_same_captions(models: Path, captioned: Pat
         )
 
 
-def test_the_fields_and_the_limit_are_part_of_the_encoding(models: Path, captioned: Path, tmp_path: Path) -> None:
-    root = encoded(models, captioned, tmp_path / "root")
+def test_the_fields_and_the_limit_are_part_of_the_encoding(
+    models: Path, captioned: Path, roots: dict[bool, Path]
+) -> None:
+    root = roots[False]
     with pytest.raises(RequestError) as caught:
         check_root(open_store(root), describe_encoding(precompute_config(models, captioned, root)))
     assert "captions: ['json:blip', 'txt'] ≠ ['txt']" in str(caught.value)

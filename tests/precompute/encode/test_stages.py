@@ -3,7 +3,6 @@ memory longer than it must."""
 
 import gc
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator
 
 import numpy as np
@@ -12,16 +11,16 @@ import torch
 
 from precompute.encode.encoders import TowerCaption
 from precompute.encode.overlap import Turns
-from precompute.encode.provenance import DeviceClock
 from precompute.encode.samples import CaptionTask, CroppedSample, PixelBatch, SampleInfo, StartedBatch
-from precompute.encode.stages import start_batches, start_side_by_side
-from precompute.encode.towers import Towers, untimed
+from precompute.encode.stages import start_batches
+from precompute.encode.towers import DeviceClock, Towers
 from precompute.input.captions import CleanCaption
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
 from shards.format.towers import ONLY_TEXT
 from shards.root.provenance import Stopwatch
 
+CLOCK = DeviceClock(torch.device("cpu"), Stopwatch())
 SMALL, LARGE = Bucket(8, 8), Bucket(16, 16)
 
 
@@ -80,22 +79,21 @@ def make_towers(text: FakeText, batch_size: int, one_by_one: bool = False) -> To
 
 
 def texts_of(started: StartedBatch) -> list[list[str | None]]:
-    return [[caption.text if caption else None for caption in encoded.captions] for encoded in started.encoded()]
+    return [[caption.text if caption else None for caption in stored.captions] for stored, _ in started.encoded()]
 
 
 def test_captions_are_encoded_once_for_all_buckets_and_hold_no_batch() -> None:
     text = FakeText()
     a, b, c = sample("a", "a0", None), sample("b", "b0", "b1"), sample("c", "c0", None)
-    held: deque[StartedBatch] = deque()
-    batches = [batch(SMALL, a, b), batch(LARGE, c, a)]
-    first, second = start_side_by_side(batches, make_towers(text, batch_size=2), untimed, held)
-    assert text.calls == [["a0", "b0"], ["b1", "c0"]] and not held
+    batches = (each for each in [batch(SMALL, a, b), batch(LARGE, c, a)])
+    first, second = start_batches(batches, make_towers(text, batch_size=2), CLOCK, Turns())
+    assert text.calls == [["a0", "b0"], ["b1", "c0"]]
     assert texts_of(first) == [["a0", None], ["b0", "b1"]]
     assert texts_of(second) == [["c0", None], ["a0", None]]
     del first, second
     gc.collect()  # all were waited for: samples keep copies of their captions, and not the batches
     assert all(of_batch() is None for of_batch in text.batches)
-    assert all(task.encoded.result().finite for each in (a, b, c) for task in each.captions if task)
+    assert all(task.result()[1] for each in (a, b, c) for task in each.captions if task)
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -117,11 +115,11 @@ def test_the_captions_of_all_buckets_go_in_full_batches(one_by_one: bool) -> Non
         yield from waiting.values()
 
     seen: dict[Bucket, list[str]] = {SMALL: [], LARGE: []}
-    for started in start_batches(batches(), towers, DeviceClock(torch.device("cpu"), Stopwatch()), Turns()):
-        for encoded in started.encoded():
-            caption = encoded.captions[0]
-            assert caption is not None and caption.text == f"caption {int(encoded.info.key)}" and encoded.finite
-            seen[started.bucket].append(encoded.info.key)
+    for started in start_batches(batches(), towers, CLOCK, Turns()):
+        for stored, is_finite in started.encoded():
+            (caption,) = stored.present
+            assert caption.text == f"caption {int(stored.key)}" and is_finite
+            seen[started.bucket].append(stored.key)
     assert list(map(len, text.calls)) == [4] * 12 + [2]
     assert sorted(caption for call in text.calls for caption in call) == sorted(
         f"caption {number}" for number in range(50)
@@ -140,6 +138,5 @@ def test_one_by_one_keeps_the_pixels_of_two_batches_at_most() -> None:
             alive.append(sum(of_batch() is not None for of_batch in towers.image.batches))  # type: ignore[attr-defined]
             yield batch(SMALL, sample(f"{number}", "text"))
 
-    clock = DeviceClock(torch.device("cpu"), Stopwatch())
-    assert len([started.encoded() for started in start_batches(batches(), towers, clock, Turns())]) == 6
+    assert len([started.encoded() for started in start_batches(batches(), towers, CLOCK, Turns())]) == 6
     assert max(alive) == 1

@@ -46,10 +46,11 @@ from transformers import (
 from precompute.config import describe_encoding
 from precompute.encode.networks import Network
 from shards.base.errors import RequestError
+from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.committed import load_receipts
-from shards.root.reading import captions, features, read_part, text_latents
+from shards.root.reading import captions, read_part, text_latents
 from shards.root.shared import load_uncond
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of
@@ -170,40 +171,28 @@ def test_features_equal_the_vision_models_outputs(
     tars: Path,
     tmp_path: Path,
     towers: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The test records the pixels of each batch. 64 px become a grid of 4 × 4."""
+    """64 px become a grid of 4 × 4. Batches are of three images."""
     torch.manual_seed(3)
     whole = made().eval()
     whole.save_pretrained(tmp_path / "vision")
     if means != IMAGENET:
         given = {"image_mean": means[0], "image_std": means[1]}
         (tmp_path / "vision" / "preprocessor_config.json").write_text(json.dumps(given))
-    seen: list[Tensor] = []
-    start = Network.start
-
-    def look(self: Network, inputs: tuple[Tensor, ...], count: int) -> Any:
-        if inputs[0].dtype == torch.uint8 and inputs[0].shape[-1] == 3:
-            seen.append(inputs[0][:count].clone())
-        return start(self, inputs, count)
-
-    monkeypatch.setattr(Network, "start", look)
-    features_config = {"eyes": {"model": str(tmp_path / "vision"), "batch_size": 3, "class_name": class_name}}
-    config = config_of(models, tars, tmp_path / "root", towers, features=features_config)
-    encode_all(config, models)
-    encoding, model = describe_encoding(config), getattr(whole, "vision_model", whole)
-    side = 4 * encoding.features["eyes"].patch
+    asked = {"eyes": {"model": str(tmp_path / "vision"), "batch_size": 3, "class_name": class_name}}
+    loaded = towers_of(config_of(models, tars, tmp_path / "root", towers, features=asked))
+    pictures = list(np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), np.uint8))
+    found = [latents.features["eyes"] for latents in loaded.start_pictures(Bucket.parse(BUCKET), pictures)()]
+    model, side = getattr(whole, "vision_model", whole), 4 * loaded.features["eyes"].tower.patch
     mean, std = (torch.tensor(of)[:, None, None] for of in means)
     options = {"interpolate_pos_encoding": True} if "dino" not in type(whole).__name__.lower() else {}
-    batches = [pixels for pixels in seen if len(pixels) > 3]  # the image tower's, of up to 8; the other's are of 3
-    for pixels, sample in zip(torch.cat(batches)[:6], samples_of(folder_of(config)), strict=False):
-        picture = pixels.permute(2, 0, 1)[None].double() / 255
+    for pixels, features in zip(pictures, found, strict=True):
+        picture = torch.tensor(pixels).permute(2, 0, 1)[None].double() / 255
         scaled = F.interpolate(picture, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
         with torch.no_grad():
             states = model(((scaled - mean) / std).float(), **options).last_hidden_state[0]
-        assert len(states) == others + 16
-        close(features(sample, encoding)["eyes"], states[others:])
-        assert sample["features.eyes"].shape == (16, 16)
+        assert len(states) == others + 16 and features.shape == (16, 16)
+        close(features, states[others:])
 
 
 @pytest.mark.parametrize(
@@ -257,8 +246,7 @@ def test_receipts_record_the_seconds_of_each_tower(root: Path) -> None:
         assert receipt.seconds["device"] == pytest.approx(sum(of.values()), abs=0.003)  # of values in milliseconds
 
 
-@pytest.mark.parametrize("storage", ["float16", "float8"])
-@pytest.mark.parametrize("trim", [False, True])
+@pytest.mark.parametrize(("storage", "trim"), [("float16", False), ("float8", True)])
 def test_several_captions_and_several_towers(
     models: Path, tars: Path, tmp_path: Path, towers: Path, storage: str, trim: bool
 ) -> None:
@@ -294,14 +282,12 @@ def test_a_template_and_the_tokens_that_are_kept(models: Path, tars: Path, tmp_p
         "template": instruction + "{}",
         "keep": [[0, 1], [-(length - 1), None]],
     }
-    config = config_of(models, tars, tmp_path / "root", towers, texts={"gemma": gemma}, features={})
-    encode_all(config, models)
-    encoding = EncodingRecord.load(open_store(config.output))
+    loaded = towers_of(config_of(models, tars, tmp_path / "root", towers, texts={"gemma": gemma}, features={}))
     tokenizer = AutoTokenizer.from_pretrained(towers / "gemma_tokenizer")
     tokenizer.padding_side = "right"
     model = Gemma2Model.from_pretrained(towers / "gemma").eval()
-    for sample in samples_of(folder_of(config))[:3]:
-        (caption,), (latents,) = captions(sample, encoding), text_latents(sample, encoding)
+    captions = ["a", "a picture", "a picture of blobs"]
+    for caption, (latents, _) in zip(captions, loaded.start_captions(captions)(), strict=True):
         inputs = tokenizer(
             instruction + caption,
             padding="max_length",
@@ -312,9 +298,9 @@ def test_a_template_and_the_tokens_that_are_kept(models: Path, tars: Path, tmp_p
         index = [0, *range(-length + 1, 0)]
         with torch.no_grad():
             states = model(inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state[0, index]
-        num_tokens = int(inputs.attention_mask[0, index].sum())
-        close(latents["gemma"][:num_tokens], states[:num_tokens])
-        assert sample["num_tokens.gemma"].tolist() == [num_tokens]
+        num_tokens, found = int(inputs.attention_mask[0, index].sum()), latents["gemma"]
+        assert found.states is not None and found.num_tokens == num_tokens
+        close(found.states[:num_tokens], states[:num_tokens])
 
 
 def test_an_autoencoder_without_a_posterior(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
@@ -410,55 +396,40 @@ def test_a_tokenizer_that_does_not_fit_the_text_encoder_is_refused(
         describe_encoding(config_of(models, tars, tmp_path, towers, texts=asked))
 
 
+def of_t5(**changes: Any) -> Callable[[Path, Path], dict[str, Any]]:
+    return lambda towers, models: {"texts": texts(towers, models, **changes)}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         (
-            {"masked": False, "trim": True},
+            of_t5(masked=False, trim=True),
             r"texts\.t5\.trim: without `masked`, every token's state in T5EncoderModel depends on the padding",
         ),
-        ({"pooled": True}, r"texts\.t5\.pooled: T5EncoderModel has no pooled output"),
-        ({"max_tokens": None}, r"texts\.t5\.max_tokens: T5EncoderModel accepts captions of any length"),
-        ({"class_name": "NoSuchModel"}, r"needs the class 'NoSuchModel', which transformers"),
+        (of_t5(pooled=True), r"texts\.t5\.pooled: T5EncoderModel has no pooled output"),
+        (of_t5(max_tokens=None), r"texts\.t5\.max_tokens: T5EncoderModel accepts captions of any length"),
+        (of_t5(class_name="NoSuchModel"), r"needs the class 'NoSuchModel', which transformers"),
+        (of_t5(class_name="T5ForConditionalGeneration"), r"texts\.t5: .* not return hidden states for a caption alone"),
+        (of_t5(layer=99), r"texts\.t5\.layer: T5EncoderModel .* has no hidden states 99\. Use an index from -3 to 2"),
+        (of_t5(keep=[[5, 3]]), r"texts\.t5\.keep: .* must select at least one of the 24 tokens"),
+        (of_t5(keep=[[4, 9], [0, 5]]), r"in increasing order"),
+        (of_t5(model="no/such/place", tokenizer="none"), r"no/such"),
+        (of_t5(states=False), "would store nothing"),
+        (of_t5(template="x"), "no placeholder {} for the caption"),
+        (lambda *_: {"texts": {}}, "at least 1 item"),
+        (lambda *_: {"texts": {"a.b": {"model": "m", "tokenizer": "t"}}}, "'a.b' is not a valid tower name"),
         (
-            {"class_name": "T5ForConditionalGeneration"},
-            r"texts\.t5: .* does not return hidden states for a caption alone",
+            lambda *_: {"buckets": ["72x64"]},
+            r"features.dino: bucket 72x64 × 0\.875 is not a multiple of the patch size 14\. Use multiples of 16 for",
         ),
-        ({"layer": 99}, r"texts\.t5\.layer: T5EncoderModel .* has no hidden states 99\. Use an index from -3 to 2"),
-        ({"keep": [[5, 3]]}, r"texts\.t5\.keep: .* must select at least one of the 24 tokens"),
-        ({"keep": [[4, 9], [0, 5]]}, r"in increasing order"),
-        ({"model": "no/such/place", "tokenizer": "none"}, r"no/such"),
     ],
 )
 def test_outputs_that_cannot_be_stored_are_refused_by_name(
-    models: Path, tars: Path, tmp_path: Path, towers: Path, changes: dict[str, Any], words: str
+    models: Path, tars: Path, tmp_path: Path, towers: Path, changes: Callable[..., dict[str, Any]], words: str
 ) -> None:
-    with pytest.raises(RequestError, match=words):
-        describe_encoding(config_of(models, tars, tmp_path, towers, texts=texts(towers, models, **changes)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"texts": {}}, "at least 1 item"),
-        ({"texts": {"a.b": {"model": "m", "tokenizer": "t"}}}, "'a.b' is not a valid tower name"),
-        ({"texts": {"a": {"model": "m", "tokenizer": "t", "states": False}}}, "would store nothing"),
-        ({"texts": {"a": {"model": "m", "tokenizer": "t", "template": "x"}}}, "no placeholder {} for the caption"),
-    ],
-)
-def test_contradictory_settings_are_refused_by_the_config(
-    models: Path, tars: Path, tmp_path: Path, towers: Path, changes: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValidationError, match=words):
-        config_of(models, tars, tmp_path, towers, **changes)
-
-
-def test_a_bucket_that_is_not_a_whole_number_of_patches(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
-    wrong = (
-        r"features.dino: bucket 72x64 × 0\.875 is not a multiple of the patch size 14\. Use multiples of 16 for buck"
-    )
-    with pytest.raises(RequestError, match=wrong):
-        describe_encoding(config_of(models, tars, tmp_path, towers, buckets=["72x64"]))
+    with pytest.raises((RequestError, ValidationError), match=words):
+        describe_encoding(config_of(models, tars, tmp_path, towers, **changes(towers, models)))
 
 
 def test_the_trainer_reads_every_tower_into_its_batches(root: Path, tmp_path: Path) -> None:
@@ -550,8 +521,7 @@ def test_a_run_resumes_only_with_the_tower_that_it_began_with(root: Path, tmp_pa
 def test_a_caption_that_ends_before_the_first_kept_token(
     models: Path, tars: Path, tmp_path: Path, towers: Path
 ) -> None:
-    """One token represents it, and its tar is committed."""
+    """One token represents it."""
     t5 = texts(towers, models)["t5"] | {"keep": [[22, None]], "trim": True}
-    config = config_of(models, tars, tmp_path / "root", towers, texts={"t5": t5}, features={})
-    encode_all(config, models)
-    assert all(sample["text_latents.t5"].shape[0] >= 1 for sample in samples_of(folder_of(config)))
+    loaded = towers_of(config_of(models, tars, tmp_path / "root", towers, texts={"t5": t5}, features={}))
+    assert [latents["t5"].num_tokens for latents, _ in loaded.start_captions(["a", "a" * 30])()] == [1, 2]

@@ -1,20 +1,22 @@
-"""The command and the Ray job."""
+"""The command and its job, without Ray."""
 
-import json
 import re
 import shutil
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from cluster.fleet import Done
 from precompute.__main__ import run as command
+from precompute.encode.worker import _kept_networks
 from precompute.input.tars import InputTar, choose_tars
 from precompute.job.ledger import Ledger
 from precompute.job.run import announce
-from shards.base.errors import RequestError, exit_code_of
+from shards.base.errors import RequestError, WorkError, exit_code_of
 from tests.roots import precompute_arguments, tree
-from tests.runs import run_module
 
 AVAILABLE = [InputTar(f"{i:05d}", f"/tars/{i:05d}.tar") for i in range(12)]
 
@@ -47,37 +49,40 @@ def test_wrong_choices(wanted: str, message: str) -> None:
         choose_tars(wanted, AVAILABLE)
 
 
-def test_a_job_with_a_damaged_tar(models: Path, tars: Path, tmp_path: Path) -> None:
-    """The intact shard is committed, and the damaged one is reported after one attempt and encoded after its repair."""
-    shutil.copytree(tars, tmp_path / "tars")
-    damaged = tmp_path / "tars" / "00001.tar"
-    sound = damaged.read_bytes()
-    damaged.write_bytes(sound[:-20_000])
-    arguments = precompute_arguments(
-        models, tmp_path / "tars", tmp_path / "root", "--workers.attempts", "2", "--workers.backoff", "0"
-    )
-    first = run_module("precompute", *arguments)
-    assert first.returncode == 1
-    assert "tar 00001: attempt 1 of 2 failed, giving up on the tar: DamagedInput" in first.stderr
-    assert "attempt 2 of 2" not in first.stderr
-    assert "error: 1 of 2 tars failed (00001: DamagedInput" in first.stderr.replace("\n", " ")
-    commits = tmp_path / "root" / "commits"
-    assert sorted(map(str, (path.relative_to(commits) for path in commits.rglob("*.json")))) == [
-        "128x128/00000.json",
-        "64x64/00000.json",
-    ]
-    index = json.loads((tmp_path / "root" / "64x64" / "index.json").read_text())
-    assert [entry["raw_data"]["basename"].partition(".")[0] for entry in index["shards"]] == ["00000"]
+class InlineFleet:
+    """Replacement for the fleet that runs every unit in this process, without Ray."""
 
-    damaged.write_bytes(sound)
-    second = run_module("precompute", *arguments)
-    assert second.returncode == 0, second.stderr
-    assert "1 tars encoded (23 samples in, 15 accepted, 8 rejected), 1 were already done, 0 failed" in second.stdout
-    reasons = re.search(r"Rejected: (.*)\. The refused\.parquet", second.stdout)
+    def __init__(self, config: object, function: Callable[..., Any], units: Iterable[tuple[str, Any]], at_once: int):
+        self.function, self.units = function, units
+
+    def __iter__(self) -> Iterator[Done[Any]]:
+        for key, work in self.units:
+            yield Done(key, None, self.function(work, 1, lambda done: None))
+
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("precompute.__main__.start_ray", lambda workers: None)
+    monkeypatch.setattr("precompute.job.run.Fleet", InlineFleet)
+    for name in ("prepare_process", "scratch_of_process"):
+        monkeypatch.setattr(f"precompute.encode.worker.{name}", lambda *_: None)
+    yield
+    _kept_networks.cache_clear()
+
+
+def test_a_job_continues_where_an_earlier_one_stopped(
+    without_ray: None, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = precompute_arguments(models, tars, tmp_path / "root")
+    command([*arguments, "--shards", "00000"])
+    assert "1 tars encoded (23 samples in, 15 accepted, 8 rejected), 0 were already done" in capsys.readouterr().out
+    command(arguments)
+    said = capsys.readouterr().out
+    assert "1 tars encoded (23 samples in, 15 accepted, 8 rejected), 1 were already done, 0 failed" in said
+    reasons = re.search(r"Rejected: (.*)\. The refused\.parquet", said)
     assert reasons and sum(int(words.split()[1]) for words in reasons[1].split(", ")) == 8
-    third = run_module("precompute", *arguments)
-    assert third.returncode == 0
-    assert "0 tars encoded (0 samples in, 0 accepted, 0 rejected), 2 were already done" in third.stdout
+    command(arguments)
+    assert "0 tars encoded (0 samples in, 0 accepted, 0 rejected), 2 were already done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -123,10 +128,11 @@ def test_a_root_with_another_encoding_is_left_alone(
     models: Path, tars: Path, latents: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = tree(latents)
-    arguments = precompute_arguments(models, tars, latents, "--posterior", "mean")
+    arguments = precompute_arguments(models, tars, latents, "--posterior", "mean", "--pixels.resampling", "lanczos")
     assert exit_code_of(lambda: command(arguments)) == 2
     error = capsys.readouterr().err.replace("\n", " ")
-    assert "was written with a different encoding: image.posterior: 'moments' ≠ 'mean' (root ≠ this run)" in error
+    assert "was written with a different encoding: " in error and "(root ≠ this run)" in error
+    assert "image.posterior: 'moments' ≠ 'mean'" in error and "image.resampling: 'bicubic' ≠ 'lanczos'" in error
     assert tree(latents) == before
 
 
@@ -147,17 +153,17 @@ def test_a_worker_that_fits_no_machine_is_refused(
 
 
 def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(
-    models: Path, tars: Path, tmp_path: Path
+    without_ray: None, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = precompute_arguments(models, tars, tmp_path / "root", "--captions", '["json:kaption"]')
-    job = run_module("precompute", *arguments)
-    said = job.stderr.replace("\n", " ")
-    assert job.returncode == 1, said
+    with pytest.raises(WorkError, match=r"Nothing was accepted: all 46 samples .* rejected, 46 of them as no_caption"):
+        command(arguments)
+    output, errors = capsys.readouterr()
+    said = errors.replace("\n", " ")
     assert said.count("warning: no sample of tar ") == 1
     assert "was accepted, and 23 of its 23 samples have no caption in json:kaption." in said
     assert "json:kaption is absent; the sample has txt, json:" in said
-    assert "error: Nothing was accepted: all 46 samples of this job were rejected, 46 of them as no_caption" in said
-    assert "Rejected: no_caption 46." in job.stdout
+    assert "Rejected: no_caption 46." in output
 
 
 def test_another_vae_on_a_root_is_named_with_both_paths(

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.fleet import Done, UnderWay
-from precompute.job.ledger import Ledger
-from precompute.job.rate import WINDOW_SECONDS, Rate, eta
+from precompute.job.ledger import WINDOW_SECONDS, Ledger, Rate, eta
 from tests.cluster.played import Clock
 
 SPEED, SIZE = 500.0, 9000

@@ -61,19 +61,11 @@ def test_sixteen_bit_grey(format: str) -> None:
     assert_close(decoded(saved(Image.fromarray(values), format)), three(values / 257.0), 0.5001)
 
 
-def png_of(values: np.ndarray, color_type: int, *chunks: tuple[bytes, bytes]) -> bytes:
+def png_of(values: np.ndarray, color_type: int, *chunks: bytes) -> bytes:
     """Encode (height, width[, channels]) uint16 as a 16-bit PNG."""
-    import struct
-    import zlib
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
     rows = values.astype(">u2").reshape(len(values), -1)
-    header = struct.pack(">IIBBBBB", values.shape[1], len(values), 16, color_type, 0, 0, 0)
     body = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
-    extra = b"".join(chunk(*each) for each in chunks)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + extra + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    return png(values.shape[1], len(values), body, *chunks, depth=16, colour=color_type)
 
 
 def test_sixteen_bit_colour_and_alpha() -> None:
@@ -91,7 +83,7 @@ def test_sixteen_bit_colour_and_alpha() -> None:
 def test_sixteen_bit_grey_with_a_transparent_value() -> None:
     values = RNG.integers(0, 4, (SIDE, SIDE), dtype=np.uint16) * 10_000
     expected = np.where(values == 20_000, 255, (values / 257.0).round())
-    assert_close(decoded(png_of(values, 0, (b"tRNS", b"\x4e\x20"))), three(expected), 0)
+    assert_close(decoded(png_of(values, 0, chunk(b"tRNS", b"\x4e\x20"))), three(expected), 0)
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])

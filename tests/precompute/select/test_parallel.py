@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from precompute.select.parallel import workers
+from precompute.select.job import workers
 from shards.base.errors import WorkError
 
 

@@ -1,9 +1,6 @@
 """The whole selection: its funnel adds up, its outputs appear atomically, and it resumes after a stop."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.select import job, passes
+from precompute.select.__main__ import run
+from precompute.select.funnel import draw_funnel
 from precompute.select.job import select
 from precompute.select.metadata import MetadataFile
 from shards.base.errors import RequestError, WorkError
@@ -81,13 +80,12 @@ class Killed(BaseException):
     """Stand-in for SIGKILL."""
 
 
-@pytest.mark.parametrize("calls", [1, 2, 3, 4, 5, 6, 7, 8, 12])
 def test_stopped_anywhere_it_resumes_with_the_same_result(
-    calls: int, metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = laion.config(metadata, tmp_path / "out", rows_per_file=200, partition_rows=450)
-    select(laion.config(metadata, tmp_path / "whole", rows_per_file=200, partition_rows=450))
-    left = calls
+    options = {"rows_per_file": 200, "partition_rows": 450}
+    select(laion.config(metadata, tmp_path / "whole", **options))
+    left = 0
 
     def die_in_time(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -99,16 +97,18 @@ def test_stopped_anywhere_it_resumes_with_the_same_result(
 
         return wrapped
 
-    with monkeypatch.context() as patch:
-        for module in (passes, job):
-            for name in ("fsync_tree", "write_atomically"):
-                patch.setattr(module, name, die_in_time(getattr(module, name)))
-        try:
-            select(config)
-        except Killed:
-            assert not (tmp_path / "out" / "funnel.json").exists()
-    select(config)
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+    for calls in (1, 2, 3, 4, 5, 6, 7, 8, 12):
+        config, left = laion.config(metadata, tmp_path / f"out-{calls}", **options), calls
+        with monkeypatch.context() as patch:
+            for module in (passes, job):
+                for name in ("fsync_tree", "write_atomically"):
+                    patch.setattr(module, name, die_in_time(getattr(module, name)))
+            try:
+                select(config)
+            except Killed:
+                assert not (config.output / "funnel.json").exists()
+        select(config)
+        assert snapshot(config.output) == snapshot(tmp_path / "whole"), calls
 
 
 def test_finished_files_are_not_filtered_again(metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,23 +142,6 @@ def test_a_second_run_does_nothing_and_another_request_is_refused(metadata: Path
         select(laion.config(metadata, tmp_path / "out"))
     assert snapshot(tmp_path / "out") == before
     assert {path: path.stat().st_mtime_ns for path in times} == times
-
-
-def test_opt_out_of_urls_and_hosts(tmp_path: Path) -> None:
-    urls = [
-        "http://a.com/1",
-        "http://a.com/2",
-        "http://cdn.b.com/1",
-        "http://c.com/1",
-        "http://a.com/1",
-        "http://a.com/2",
-    ]
-    laion.write(tmp_path / "in.parquet", laion.rows(6, URL=urls))
-    (tmp_path / "list.txt").write_text("# owners who said no\n\nhttp://a.com/1\nB.com.\nhttp://nowhere.com/\n")
-    funnel = select(laion.config(tmp_path / "in.parquet", tmp_path / "out", urls={"opt_out": tmp_path / "list.txt"}))
-    assert read(tmp_path / "out")["URL"].to_pylist() == ["http://a.com/2", "http://c.com/1"]
-    dropped = {step["rule"]: step["by_value"] for step in funnel["rules"]}
-    assert (dropped["opt_out_host"], dropped["opt_out"], dropped["duplicate"]) == (1, 2, 1)
 
 
 def test_opt_out_as_parquet_and_duplicates_kept(tmp_path: Path) -> None:
@@ -218,15 +201,13 @@ def test_a_long_row_group_is_read_in_batches(tmp_path: Path, monkeypatch: pytest
     assert pq.read_metadata(tmp_path / "out" / "selected-00000.parquet").num_row_groups == 7
 
 
-def test_the_command(metadata: Path, tmp_path: Path) -> None:
+def test_the_command(
+    metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job, "draw_funnel", draw_funnel)
     arguments = ["--config", "configs/select.yaml", "--metadata", str(metadata), "--output", str(tmp_path / "out")]
-    run = subprocess.run(
-        [sys.executable, "-m", "precompute.select", *arguments, "--filters.min_side", "100"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": "."},
-        check=True,
-    )
-    assert "shorter side ≥ 100 px" in run.stdout and "rows out" in run.stdout
+    run([*arguments, "--filters.min_side", "100", "--processes", "1"])
+    said = capsys.readouterr().out
+    assert "shorter side ≥ 100 px" in said and "rows out" in said
     assert read(tmp_path / "out").num_rows == 675
     assert (tmp_path / "out" / "funnel.png").read_bytes().startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from precompute.encode.networks import DeviceCopies
-from precompute.encode.provenance import DeviceClock
+from precompute.encode.towers import DeviceClock
 from shards.base import device
 from shards.base.device import (
     Accelerator,

@@ -1,5 +1,6 @@
 """Averages of any width, rebuilt from snapshots of two averages, and their export."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from shards.base.errors import RequestError, WorkError
 from tests.runs import curve, train_fields, write_config
 from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
-from train.export.posthoc import RECORD, RebuildConfig, combine, write_average
+from train.export.posthoc import RECORD, RebuildConfig, combine, select_snapshots, write_average
 from train.model.config import EmaConfig
 from train.run.checkpoints.checkpoint import WEIGHTS_NAME, list_checkpoints, newest_checkpoint, step_folder
 from train.run.reporting.json_lines import read_json_lines
@@ -106,6 +107,11 @@ def test_buffers_are_copied_unchanged(tmp_path: Path) -> None:
 
 
 def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(runs[0] / "posthoc" / "checkpoints", tmp_path / "posthoc" / "checkpoints")
+    for number, folder in enumerate(sorted(copied.iterdir()), start=1):
+        folder.rename(copied / f"{folder.name}.{number:04d}")  # as at a URL
+    assert [folder.name for folder in select_snapshots(tmp_path, 8)] == ["step-00000004.0001", "step-00000008.0002"]
+    shutil.rmtree(copied)
     with pytest.raises(RequestError, match=r"no snapshot of step 9; the nearest are 4, 8, 12"):
         write_average(runs[0], RebuildConfig(std=0.07, step=9))
     with pytest.raises(RequestError, match=r"has no snapshots .* Set ema\.snapshot_every"):

@@ -1,6 +1,7 @@
 """Uploading to a run at an object-store URL. The launch works in a local folder and uploads what it saves.
 
 URL/checkpoints/step-00001000.0004/   a checkpoint by launch 4, laid out as in a run folder; state.json is uploaded last
+   /posthoc/checkpoints/…             snapshots of averages, named in the same way
    /config.yaml, metrics.jsonl, …     as of the newest checkpoint
    /launches/                         the leases (`train/run/lease/store.py`)
 
@@ -39,26 +40,19 @@ class RemoteRun:
         self.store, self.lease, self.patience = store, lease, patience
 
     def upload(self, folder: Path) -> None:
-        """Upload a checkpoint of the launch's run folder, state.json last.
+        """Upload a checkpoint, or a snapshot of averages, from the launch's run folder, state.json last.
 
         Raises:
             Outage: the store was unreachable for `patience` seconds.
             LeaseLost: another launch has taken over.
             WorkError: a launch of another run, with the same number, uploaded that checkpoint.
         """
-        work = self.lease.run_dir
-        state, is_snapshot = (folder / STATE_NAME).read_bytes(), folder.parents[1] != work
-        plain = folder.relative_to(work).as_posix()
-        name = plain if is_snapshot else remote_folder(folder.name, self.lease.number)
+        name = f"{folder.relative_to(self.lease.run_dir).as_posix()}.{self.lease.number:04d}"
 
         def upload() -> None:
-            if is_snapshot:  # no run resumes from it and users copy it, so it has a plain name and replaces older ones
-                before = self._list_files(plain)
-                self.lease.check()
-                self._remove(before)
             self.lease.check()
             self._upload_below(name, folder)
-            self._complete(name, state)
+            self._complete(name, (folder / STATE_NAME).read_bytes())
 
         self._retry(name, upload)
         self._try_upload_logs()

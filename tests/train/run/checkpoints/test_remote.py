@@ -105,6 +105,18 @@ def test_readers_ignore_what_a_superseded_launch_uploads(store: LocalStore, tmp_
     assert sorted(find_checkpoints(store)) == ["step-00000002", "step-00000003"]
 
 
+def test_snapshots_of_averages_are_kept_apart_by_launch(store: LocalStore, tmp_path: Path) -> None:
+    """So a superseded launch that wakes up during an upload cannot damage its successor's snapshot."""
+    for number, name in enumerate(("first", "second"), start=1):
+        run = acquire(store, tmp_path / name)
+        saved = run.lease.run_dir / "posthoc"
+        shutil.copytree(checkpoint(run, 1, name).parent, saved / "checkpoints")
+        run.upload(step_folder(saved, 1))
+        stored = f"posthoc/checkpoints/step-00000001.{number:04d}"
+        assert store.read(f"{stored}/unet/weights").decode() == name
+        assert store.files(stored) == ["state.json", "unet/weights"]
+
+
 def test_a_launch_stops_if_the_checkpoints_changed_since_it_looked(store: LocalStore, tmp_path: Path) -> None:
     first, seen = acquire(store, tmp_path / "first"), find_checkpoints(store)
     first.upload(checkpoint(first, 1))
