@@ -80,6 +80,6 @@ def surplus_workers(units: list[Unit[Any]], num_running: int, workers: list[Work
         return []
     starting = [worker for worker in workers if worker.node is None]
     nodes = {worker.node for worker in workers if worker.node is not None}
-    # the last worker that was requested is for a unit that avoids the nodes of all started ones
+    # the most recently requested worker is for a unit that must avoid the nodes of all workers already started
     is_reserved = bool(nodes) and any(avoided(unit) >= nodes for unit in units)
     return starting[: max(0, min(surplus, len(starting) - is_reserved))]

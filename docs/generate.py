@@ -112,7 +112,7 @@ def item(path: str, field: FieldInfo, default: Any, section: str) -> str:
 
 def type_name(kind: Any) -> str:
     """Describe a type in words."""
-    if hasattr(kind, "__metadata__"):  # Annotated; bounds are shown only for fields
+    if hasattr(kind, "__metadata__"):  # unwrap Annotated[T, …]; its bounds are shown only for fields
         return type_name(kind.__origin__)
     if get_origin(kind) is Literal:
         return " or ".join(f"`{value}`" for value in get_args(kind))

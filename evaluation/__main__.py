@@ -25,8 +25,7 @@ from pathlib import Path
 from evaluation.config import EvaluateConfig, WatchConfig
 from evaluation.metrics.table import MetricName
 from evaluation.report.page import ReportConfig, render
-from evaluation.report.records import step_place
-from evaluation.report.runs import compare, read_runs
+from evaluation.report.runs import compare, read_runs, step_place
 from evaluation.sampling.job import draw_sets, read_set
 from evaluation.sampling.model import choose_step, is_run, prepare_model
 from evaluation.sampling.prompts import prompts_sha256, read_prompts

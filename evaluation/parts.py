@@ -40,11 +40,8 @@ def read_receipts(store: Store, folder: str, names: Sequence[str]) -> dict[str, 
 def commit_part(store: Store, folder: str, name: str, write: Callable[[Path], PartReceipt]) -> PartReceipt:
     """Write and commit a part unless it is already committed, and return its receipt.
 
-    If several attempts run concurrently, the first to create the receipt commits the part, and all of them return that
-    receipt.
-
-    Args:
-        write: writes the part's files into the given empty folder, and returns the fields to add to the receipt.
+    `write` writes the files into the given empty folder, and returns the fields to add to the receipt. If several
+    attempts run concurrently, the first to create the receipt commits the part, and all of them return that receipt.
     """
 
     def store_files() -> PartReceipt:

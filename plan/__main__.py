@@ -13,7 +13,6 @@ import shards.base.interrupt  # noqa: F401
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from plan.config import Plan
 from plan.report import Report, make_report
@@ -49,16 +48,14 @@ def write(folder: Path, text: str, reports: list[Report]) -> None:
     """Write plan.txt, plan.json and plan.png, each atomically."""
     from plan.figure import draw
 
+    plans = []
+    for report in reports:
+        facts = [{**asdict(fact), "assumed": fact.assumed} for fact in report.facts]
+        plans.append({**asdict(report), "facts": facts})
     write_atomically(folder / "plan.txt", text.encode())
-    write_atomically(folder / "plan.json", canonical_json({"plans": [as_json(report) for report in reports]}))
+    write_atomically(folder / "plan.json", canonical_json({"plans": plans}))
     write_atomically(folder / "plan.png", draw(reports))
     print(f"Wrote plan.txt, plan.json and plan.png to {folder}")
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    """Convert the report to JSON-serializable values, marking each input as assumed or not."""
-    facts = [{**asdict(fact), "assumed": fact.assumed} for fact in report.facts]
-    return {**asdict(report), "facts": facts}
 
 
 main = console(run)

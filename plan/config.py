@@ -48,9 +48,7 @@ def fact(unit: str, default: float | None = None, source: str = ASSUMED, **limit
 def list_facts(plan: BaseModel, sources: Mapping[str, tuple[float, str]]) -> list[Fact]:
     """Return every numeric input of `plan` with the source of its current value.
 
-    Args:
-        sources: (value, source) by field, in addition to the fields' default sources. A field whose value is neither
-            the sourced one nor the default is marked as assumed, because neither source applies to it.
+    `sources` has (value, source) by field, besides the defaults' sources. A field with any other value is assumed.
     """
     facts = []
     for field, value, extra in _fact_fields(plan):

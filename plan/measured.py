@@ -112,17 +112,9 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
                     f"{' '.join(filter(None, (item.stage, item.bucket)))} on {gpus} {gpu_kind}s. Keep one of the files."
                 )
             source = f"{verb} {bench.date}: {bench.command}"
-            rates.append(
-                Rate(
-                    item.images_per_second_per_gpu,
-                    gpus,
-                    source,
-                    item.global_batch_size,
-                    item.microbatch_size,
-                    assumed=bench.modelled,
-                    modelled=bench.modelled,
-                )
-            )
+            batch_sizes = (item.global_batch_size, item.microbatch_size)
+            speed, is_modelled = item.images_per_second_per_gpu, bench.modelled
+            rates.append(Rate(speed, gpus, source, *batch_sizes, assumed=is_modelled, modelled=is_modelled))
     return Rates(by_stage, skipped_files)
 
 
@@ -141,9 +133,8 @@ def _read(path: str) -> BenchFile:
     try:
         return BenchFile.model_validate_json(Path(path).read_bytes())
     except FileNotFoundError:
-        raise RequestError(
-            f"The benchmark file {path} does not exist. Create it, or remove it from `measured`."
-        ) from None
+        message = f"The benchmark file {path} does not exist. Create it, or remove it from `measured`."
+        raise RequestError(message) from None
     except OSError as error:
         raise RequestError(
             f"The benchmark file {path or '``'} cannot be read: {error.strerror}. Check `measured`, or pass "

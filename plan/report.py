@@ -392,7 +392,7 @@ def _row(inputs: Inputs, gpus: int, previous: Row | None) -> Row:
     days, latent_days, online_days = (sum(phase.days for phase in phases) for phases in (chosen, latents, online))
     expected = sum(phase.expected_days for phase in chosen)
     encode_hours = 0.0 if is_online else precompute_hours(inputs)
-    hours = days * 24 * gpus
+    hours, is_same = days * 24 * gpus, len({phase.bottleneck for phase in chosen}) == 1
     return Row(
         gpus=gpus,
         phases=chosen,
@@ -408,14 +408,8 @@ def _row(inputs: Inputs, gpus: int, previous: Row | None) -> Row:
         online_ratio=online_days / latent_days,
         online_cost=online_days * 24 * gpus * price,
         speedup=(previous.training_days / days) ** (1 / math.log2(gpus / previous.gpus)) if previous else None,
-        bottleneck=_bottleneck(chosen),
+        bottleneck=chosen[0].bottleneck if is_same else ", ".join(f"{p.bottleneck} ({p.bucket})" for p in chosen),
     )
-
-
-def _bottleneck(phases: list[PhaseRow]) -> str:
-    if len({phase.bottleneck for phase in phases}) == 1:
-        return phases[0].bottleneck
-    return ", ".join(f"{phase.bottleneck} ({phase.bucket})" for phase in phases)
 
 
 def _used_rates(inputs: Inputs) -> dict[str, Rate]:

@@ -321,8 +321,8 @@ def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: A
             return  # an unsuitable model will fail on the first caption instead
         if isinstance(error, IndexError):
             raise RequestError(
-                f"texts.{name}.layer: {class_name} in {folder} has no hidden states {config.layer}. Use an index from "
-                f"{-num_layers} to {num_layers - 1}."
+                f"texts.{name}.layer: {class_name} in {folder} has no hidden state at index {config.layer}. Use an "
+                f"index from {-num_layers} to {num_layers - 1}."
             ) from error
         raise RequestError(
             f"texts.{name}: {class_name} in {folder} does not return hidden states for a caption alone ({error}). Set "

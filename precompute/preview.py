@@ -31,7 +31,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import active_receipts
 from shards.open import open_store
-from shards.root.committed import by_tar_and_bucket, iter_receipts, list_commits, read_receipts
+from shards.root.committed import iter_receipts, list_commits, read_receipts
 from shards.root.reading import captions, image_latents, read_parts
 
 OUTPUT = Path("runs/preview.png")
@@ -68,7 +68,7 @@ def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, lis
     bucket = bucket or next((receipt.bucket for receipt in has_samples), None)
     if bucket is None:
         raise RequestError(f"{root} has no samples yet. Run `make precompute` first.")
-    names = by_tar_and_bucket(active_receipts(list_commits(store)))
+    names = active_receipts(list_commits(store))
     names = [name for name in names if name.split("/")[1] == bucket]
     # evenly spaced ones first, because the other receipts of a large root are not read
     spread = [names[number * len(names) // count] for number in range(count)] if len(names) > count else []

@@ -29,24 +29,23 @@ from shards.root.index import write_indexes
 from shards.root.publish import Publisher
 from shards.tools.card import dataset_card
 from shards.tools.clean import clean, parse_age
-from shards.tools.exclude import add_and_match, describe_matches
+from shards.tools.exclude import exclude
 from shards.tools.recall import RecallFilter, node_totals, nodes_table, recall_candidates
 from shards.tools.stats import plot_stats, root_stats, stats_table
 from shards.tools.verify import verify_root
 from shards.tools.where import describe_sample, find_sample
 
-RAW = argparse.RawDescriptionHelpFormatter
-
 
 def run(arguments: list[str]) -> None:
     """Run `python -m shards` with these arguments."""
-    parser = argparse.ArgumentParser(prog="python -m shards", description=__doc__, formatter_class=RAW)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m shards", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (do, example) in COMMANDS.items():
         epilog = f"example: python -m shards {name} runs/data/latents{example}"
-        command = commands.add_parser(name, help=do.__doc__, description=do.__doc__, epilog=epilog, formatter_class=RAW)
+        command = commands.add_parser(name, help=do.__doc__, description=do.__doc__, epilog=epilog, formatter_class=raw)
         command.add_argument("root", help="local folder, or URL such as s3://bucket/latents")
-        add_options(name, command)
+        add_options(name, command.add_argument, command)
     options = parser.parse_args(arguments)
     options.root = open_store(options.root)  # not as an argparse type: argparse would hide the reason for a failure
     try:
@@ -55,49 +54,43 @@ def run(arguments: list[str]) -> None:
         raise WorkError(str(error)) from error
 
 
-def add_options(name: str, command: argparse.ArgumentParser) -> None:
+def add_options(name: str, add: Callable[..., object], command: argparse.ArgumentParser) -> None:
     """Add the options that are specific to the command `name`."""
-    if name == "exclude":
-        kinds = command.add_mutually_exclusive_group(required=True)
-        for kind, about in KINDS.items():
-            kinds.add_argument(f"--{about.split()[0].rstrip(',')}", nargs="*", dest=kind, metavar="VALUE", help=about)
-        command.add_argument("--file", type=Path, help="file with more values, one per line")
-    if name == "derive":
-        add_changes(command)
-    if name == "where":
-        command.add_argument("key")
-    if name in ("stats", "where", "by-node"):
-        command.add_argument("--json", action="store_true", help="print JSON")
     match name:
+        case "exclude":
+            kinds = command.add_mutually_exclusive_group(required=True)
+            for kind, about in KINDS.items():
+                option = f"--{about.split()[0].rstrip(',')}"
+                kinds.add_argument(option, nargs="*", dest=kind, metavar="VALUE", help=about)
+            add("--file", type=Path, help="file with more values, one per line")
+        case "derive":
+            add("out", help="the new root: local folder or URL")
+            for option, values in (("storage", "float16 or float8"), ("trim", "true")):
+                about = f"{values} for all towers, or for one tower: t5={values.split()[-1]}"
+                add(f"--text.{option}", dest=f"text_{option}", nargs="*", default=[], metavar="VALUE", help=about)
+            add("--image.storage", dest="image_storage", choices=("float16", "int8"))
+            add("--image.posterior", dest="image_posterior", choices=("mean",), help="drop the log-variances")
+            add("--towers", nargs="*", metavar="KIND.NAME", help="towers to keep; default: all")
+            add("--buckets", nargs="+", help="buckets to derive; default: all")
+            about = "worker processes; default: one per available core"
+            add("--processes", type=int, default=available_cores(), help=about)
+        case "where":
+            add("key")
         case "stats":
-            command.add_argument("--plot", type=Path, help="path of a PNG to write")
-            command.add_argument(
-                "--max-samples", type=int, default=10_000, help="maximum number of samples to read per bucket"
-            )
+            add("--plot", type=Path, help="path of a PNG to write")
+            about = "maximum number of samples to read per bucket"
+            add("--max-samples", type=int, default=10_000, help=about)
         case "card":
-            command.add_argument("--output", type=Path, help="file to write, such as ROOT/README.md; default: stdout")
+            add("--output", type=Path, help="file to write, such as ROOT/README.md; default: stdout")
         case "clean":
-            command.add_argument("--older-than", default="7d", help="minimum age, such as 7d, 36h or 90m; default: 7d")
+            add("--older-than", default="7d", help="minimum age, such as 7d, 36h or 90m; default: 7d")
         case "recall":
-            command.add_argument("--node", help="host name")
-            command.add_argument("--gpu", help="GPU UUID or GPU name")
-            command.add_argument("--since", help="only parts begun at or after this UTC time, such as 2026-11-22T10:00")
-            command.add_argument("--dry-run", action="store_true", help="list the parts without recalling them")
-
-
-def add_changes(command: argparse.ArgumentParser) -> None:
-    """Add the options of `derive`: the new root and the changes to make."""
-    command.add_argument("out", help="the new root: local folder or URL")
-    storage = "float16 or float8 for all towers, or for one tower: t5=float8"
-    trim = "true for all towers, or for one tower: t5=true"
-    command.add_argument("--text.storage", dest="text_storage", nargs="*", default=[], metavar="VALUE", help=storage)
-    command.add_argument("--text.trim", dest="text_trim", nargs="*", default=[], metavar="VALUE", help=trim)
-    command.add_argument("--image.storage", dest="image_storage", choices=("float16", "int8"))
-    command.add_argument("--image.posterior", dest="image_posterior", choices=("mean",), help="drop the log-variances")
-    command.add_argument("--towers", nargs="*", metavar="KIND.NAME", help="towers to keep; default: all")
-    command.add_argument("--buckets", nargs="+", help="buckets to derive; default: all")
-    processes = "worker processes; default: one per available core"
-    command.add_argument("--processes", type=int, default=available_cores(), help=processes)
+            add("--node", help="host name")
+            add("--gpu", help="GPU UUID or GPU name")
+            add("--since", help="only parts begun at or after this UTC time, such as 2026-11-22T10:00")
+            add("--dry-run", action="store_true", help="list the parts without recalling them")
+    if name in ("stats", "where", "by-node"):
+        add("--json", action="store_true", help="print JSON")
 
 
 def verify(options: argparse.Namespace) -> None:
@@ -154,7 +147,7 @@ def recall_parts(options: argparse.Namespace) -> None:
     for receipt in found:
         print(receipt.folder)
     if not options.dry_run:
-        recall(options.root, found, f"by the command: {recall_filter}")
+        recall(options.root, {receipt.name: receipt.token for receipt in found}, f"by the command: {recall_filter}")
         Publisher(options.root).publish()  # new runs leave these parts out; running ones warn about them
     samples = sum(receipt.samples for receipt in found)
     print(
@@ -173,16 +166,10 @@ def clean_up(options: argparse.Namespace) -> None:
 
 def derive_root(options: argparse.Namespace) -> None:
     """Derive a new root with different storage or fewer towers, without decoding any image."""
+    wanted = {name: getattr(options, name) for name in Changes.model_fields}
+    wanted |= {name: by_tower(wanted[name]) for name in ("text_storage", "text_trim")}
     try:
-        changes = Changes.model_validate(
-            {
-                "towers": options.towers,
-                "text_storage": by_tower(options.text_storage),
-                "text_trim": by_tower(options.text_trim),
-                "image_storage": options.image_storage,
-                "image_posterior": options.image_posterior,
-            }
-        )
+        changes = Changes.model_validate(wanted)
     except ValidationError as error:
         wrong = error.errors()[0]
         option = str(wrong["loc"][0]).replace("_", ".")
@@ -200,15 +187,14 @@ def by_tower(values: list[str]) -> dict[str, str]:
     return {name or "*": value for name, _, value in (text.rpartition("=") for text in values)}
 
 
-def exclude(options: argparse.Namespace) -> None:
+def exclude_samples(options: argparse.Namespace) -> None:
     """Exclude samples from all later training runs, by key, URL or image SHA-256."""
     try:
         lines = options.file.read_text().splitlines() if options.file else []
     except OSError as error:
         raise RequestError(f"--file {options.file} cannot be read: {error.strerror}. Nothing was excluded.") from None
     ((kind, values),) = ((kind, values) for kind in KINDS if (values := getattr(options, kind)) is not None)
-    exclusion = make_exclusion(kind, [*values, *lines])
-    print(describe_matches(exclusion, *add_and_match(options.root, exclusion)))
+    print(exclude(options.root, make_exclusion(kind, [*values, *lines])))
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
@@ -216,7 +202,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "stats": (stats, " --json"),
     "index": (index, ""),
     "card": (card, " --output runs/data/latents/README.md"),
-    "exclude": (exclude, " --urls --file takedowns.txt"),
+    "exclude": (exclude_samples, " --urls --file takedowns.txt"),
     "where": (where, " 000420017"),
     "by-node": (by_node, " --json"),
     "recall": (recall_parts, " --node gpu-17 --dry-run"),

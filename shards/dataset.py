@@ -12,7 +12,7 @@ from shards.format import image
 from shards.format.encoding import EncodingRecord
 from shards.format.text import pad_tokens, unpack
 from shards.open import open_store
-from shards.root.reading import captions, decoded, image_latents
+from shards.root.reading import captions, decoded, features, image_latents
 
 
 class LatentDataset(StreamingDataset):
@@ -69,10 +69,8 @@ class LatentDataset(StreamingDataset):
             if tower.pooled:
                 pooled = np.stack([row[f"pooled.{name}"] for row in rows])
                 sample[f"pooled.{name}"] = torch.from_numpy(pooled).float()
-        for name in self.encoding.features:
-            sample[f"features.{name}"] = torch.from_numpy(
-                decoded(columns, f"features.{name}", f"feature_scales.{name}")
-            )
+        for name, stored in features(columns, self.encoding).items():
+            sample[f"features.{name}"] = torch.from_numpy(stored)
         return sample
 
     def _latents(self, columns: dict[str, Any]) -> Tensor:

@@ -7,11 +7,8 @@ from shards.base.store import LocalStore, Store, parse_place
 
 
 def open_store(place: Path | str) -> Store:
-    """Open the store at a local path or a URL such as s3://bucket/latents, without reading or creating anything.
-
-    Raises:
-        RequestError: the URL scheme is not supported, or the package that supports it is not installed.
-    """
+    """Open the store at a local path or a URL such as s3://bucket/latents, without reading or creating anything. Raises
+    RequestError if the URL scheme is not supported, or the package that supports it is not installed."""
     parsed = parse_place(place)
     if isinstance(parsed, Path):
         return LocalStore(parsed)

@@ -23,6 +23,7 @@ from precompute.encode.worker import load_networks
 from precompute.input.tars import list_tars
 from precompute.pixels.decode import decode as decode_picture
 from shards.base.durable import locked
+from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root, record_rules
@@ -182,9 +183,9 @@ def folder_of(config: PrecomputeConfig) -> Path:
     return config.output
 
 
-def make_towers(config: PrecomputeConfig) -> Towers:
+def make_towers(config: PrecomputeConfig, encoding: EncodingRecord | None = None) -> Towers:
     """Build the towers of a config on the CPU."""
-    encoding, one_by_one = describe_encoding(config), config.workers.one_by_one
+    encoding, one_by_one = encoding or describe_encoding(config), config.workers.one_by_one
     networks = load_networks(encoding, "cpu", one_by_one=one_by_one)
     return Towers(*networks, config.workers.batch_size, make_recipe(config, encoding).batch_sizes, one_by_one)
 
@@ -197,7 +198,7 @@ def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode:
     create_root(store, encoding)
     record_rules(store, config.to_fill.rules)
     recipe = replace(make_recipe(config, encoding), decode=decode)
-    towers = make_towers(config)
+    towers = make_towers(config, encoding)
     for tar in list_tars(config.input):
         encode_tar(tar, recipe, store, towers, attempt)
     write_indexes(store)

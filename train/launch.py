@@ -129,7 +129,8 @@ class Shutdown:
             return INTERRUPTED
         if Preempted.exit_code in self.exit_codes:
             raise Preempted(
-                f"The launcher received {self.name} and the run saved. Run the same command again to resume."
+                f"The launcher received {self.name}, and the run saved a checkpoint. Run the same command again to "
+                f"resume."
             )
         if self.exit_codes and not any(self.exit_codes):
             return 0  # the run finished

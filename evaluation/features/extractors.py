@@ -120,8 +120,15 @@ def load_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Ex
     if kind == "toy":
         return lambda pixels: adaptive_avg_pool2d(_to_floats(pixels, device), TOY_CELLS).flatten(1)
     assert weights is not None
-    clip = _open_clip if open_clip.weights_file(weights) else _clip
-    return {"inception": _inception, "clip": clip, "dinov2": _dinov2}[kind](weights, device)
+    if kind == "inception":
+        return _inception(weights, device)
+    encode, preprocessing = _load_encoder(kind, weights, device)
+
+    @torch.inference_mode()
+    def extract(pixels: Pixels) -> Tensor:
+        return encode(_preprocess(_to_floats(pixels, device), preprocessing)).float()
+
+    return extract
 
 
 def load_text_features(weights: Path, device: str) -> Callable[[list[str]], Tensor]:
@@ -168,44 +175,19 @@ def _inception(weights: Path, device: str) -> Extractor:
     return extract
 
 
-def _clip(weights: Path, device: str) -> Extractor:
-    from transformers import CLIPModel
+def _load_encoder(kind: ExtractorName, weights: Path, device: str) -> tuple[Callable[[Tensor], Tensor], Preprocessing]:
+    """Load a network that maps (N, 3, side, side) normalised images to (N, D) features, and its preprocessing."""
+    from transformers import CLIPModel, Dinov2Model
 
+    model: Any
+    if kind == "dinov2":
+        model = Dinov2Model.from_pretrained(weights, use_safetensors=True).eval().to(device)
+        return lambda pictures: model(pixel_values=pictures).pooler_output, DINOV2_PREPROCESSING
+    if open_clip.weights_file(weights):
+        return open_clip.load_model(weights, device).encode_image, open_clip.read_preprocessing(weights)
     model = CLIPModel.from_pretrained(weights, use_safetensors=True).eval().to(device)
     preprocessing = Preprocessing(model.config.vision_config.image_size, True, CLIP_MEAN, CLIP_STD)
-
-    def encode(pictures: Tensor) -> Tensor:
-        embeds: Tensor = model.visual_projection(model.vision_model(pixel_values=pictures).pooler_output)
-        return embeds
-
-    return _with_preprocessing(encode, preprocessing, device)
-
-
-def _open_clip(weights: Path, device: str) -> Extractor:
-    model = open_clip.load_model(weights, device)
-    return _with_preprocessing(model.encode_image, open_clip.read_preprocessing(weights), device)
-
-
-def _dinov2(weights: Path, device: str) -> Extractor:
-    from transformers import Dinov2Model
-
-    model = Dinov2Model.from_pretrained(weights, use_safetensors=True).eval().to(device)
-
-    def encode(pictures: Tensor) -> Tensor:
-        class_tokens: Tensor = model(pixel_values=pictures).pooler_output
-        return class_tokens
-
-    return _with_preprocessing(encode, DINOV2_PREPROCESSING, device)
-
-
-def _with_preprocessing(encode: Callable[[Tensor], Tensor], preprocessing: Preprocessing, device: str) -> Extractor:
-    """Combine preprocessing with a network that maps (N, 3, side, side) normalised images to (N, D) features."""
-
-    @torch.inference_mode()
-    def extract(pixels: Pixels) -> Tensor:
-        return encode(_preprocess(_to_floats(pixels, device), preprocessing)).float()
-
-    return extract
+    return lambda pictures: model.visual_projection(model.vision_model(pictures).pooler_output), preprocessing
 
 
 def _to_floats(pixels: Pixels, device: str) -> Tensor:

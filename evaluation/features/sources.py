@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 from PIL import Image
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from evaluation.parts import PartReceipt, read_part
 from evaluation.sampling.job import SampleSet
@@ -53,8 +53,6 @@ class ReferenceConfig(Config):
     """WIDTHxHEIGHT in pixels, which must equal the samples' size. Smaller images are skipped."""
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
-    batch_size: int = Field(64, ge=1)
-    """Images per batch."""
 
     @field_validator("pictures")
     @classmethod

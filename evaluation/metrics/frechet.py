@@ -72,10 +72,7 @@ class GroupSums:
 
 
 def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments) -> Estimate:
-    """Estimate the distance of (N, D) features from a fixed reference, without correcting the upward bias.
-
-    Args:
-        clusters: (N,) ids of the samples' prompts.
+    """Estimate the distance of (N, D) features, with (N,) prompt ids, from a reference. The upward bias remains.
 
     Raises:
         RequestError: there are fewer samples than the covariance needs.
@@ -89,10 +86,7 @@ def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments)
 def frechet_infinity(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
     """Estimate the distance at infinitely many samples on both sides, from (N, D) and (M, D) features.
 
-    The jackknife leaves out the same group on both sides at once.
-
-    Args:
-        clusters: (N,) ids of the samples' prompts.
+    The jackknife leaves out the same group of the (N,) prompt ids and of the reference at once.
 
     Raises:
         RequestError: either side has fewer samples than its covariance needs.

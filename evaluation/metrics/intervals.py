@@ -68,11 +68,7 @@ class Jackknife:
         A distance is never negative, so the interval is truncated at 0. An unbiased estimate can be negative; if the
         distributions are equal, about half of all estimates are. A negative estimate gets the interval for an estimate
         of 0. It contains the whole non-negative part of the untruncated interval, so it covers the true distance at
-        least as often.
-
-        Args:
-            estimand: human-readable name of the quantity that the interval covers.
-            unbiased: report the unbiased value instead of the value over all samples.
+        least as often. With `unbiased`, the estimate is the unbiased value, not the value over all samples.
         """
         value = self.unbiased if unbiased else self.value
         t2 = t.ppf((1 + COVERAGE) / 2, GROUPS - 1) ** 2
@@ -124,13 +120,10 @@ def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
 def mean_interval(
     values: np.ndarray, clusters: np.ndarray, estimand: str, lowest: float = -math.inf, highest: float = math.inf
 ) -> Estimate:
-    """Return the mean of clustered samples and its interval, from the linearised variance of the ratio estimator.
+    """Return the mean of (N,) values with (N,) cluster ids, such as prompts, and its interval.
 
-    Args:
-        values: (N,) values.
-        lowest, highest: limits of the values, and so of their mean. The interval stays within them.
-        clusters: (N,) cluster ids, such as prompts.
-        estimand: human-readable name of the quantity that the interval covers.
+    The interval follows from the linearised variance of the ratio estimator, and stays within the values' limits,
+    `lowest` and `highest`.
     """
     _, inverse = np.unique(clusters, return_inverse=True)
     sizes = np.bincount(inverse)
@@ -143,14 +136,9 @@ def mean_interval(
 
 
 def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Estimate:
-    """Return the share of hits among clustered samples and Wilson's interval at the effective sample size.
+    """Return the share of (N,) bool hits with (N,) cluster ids, and Wilson's interval at the effective sample size.
 
     The effective size is the number of independent samples whose share would have the same variance.
-
-    Args:
-        hits: (N,) bool.
-        clusters: (N,) cluster ids, such as prompts.
-        estimand: human-readable name of the quantity that the interval covers.
     """
     share = float(hits.mean())
     plain = mean_interval(hits.astype(np.float64), clusters, estimand)

@@ -53,10 +53,7 @@ class KernelSums:
 
 
 def kid(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
-    """Estimate the kernel Inception distance over all pairs.
-
-    Other implementations average over random subsets, which has the same expectation.
-    """
+    """Estimate the kernel Inception distance over all pairs, not over random subsets, which have the same mean."""
     return mmd(features, clusters, reference, cubic).interval(ESTIMAND)
 
 
@@ -68,12 +65,9 @@ def cmmd(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> E
 
 
 def mmd(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray, kernel: Kernel) -> Jackknife:
-    """Estimate MMD²ᵤ between (N, D) and (M, D) features in float64.
+    """Estimate MMD²ᵤ between (N, D) features, with (N,) prompt ids, and (M, D) features in float64.
 
     The jackknife leaves out the same group on both sides at once.
-
-    Args:
-        clusters: (N,) ids of the samples' prompts.
     """
     reference_clusters = np.arange(len(reference))
     groups, reference_groups = groups_of(clusters), groups_of(reference_clusters)

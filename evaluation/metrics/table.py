@@ -122,7 +122,6 @@ def metric_id(name: str, extractor: dict[str, Any], drawing: dict[str, Any], ref
     """Return 16 hex digits that identify a metric.
 
     Args:
-        name: name of the metric.
         extractor: the extractor's description, including the hash of its weights and its resizing.
         drawing: how images are drawn and stored, including their number and the hash of the prompts.
         reference: id of the reference, or None for metrics without one.

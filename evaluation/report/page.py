@@ -12,8 +12,7 @@ from evaluation.metrics.table import check_comparable
 from evaluation.report.charts import Series, line_chart
 from evaluation.report.markup import Section, macros, render_page, section
 from evaluation.report.pictures import first_pictures, spread
-from evaluation.report.records import Evaluation
-from evaluation.report.runs import MAX_POINTS, LoggedRun, binned, step_offsets
+from evaluation.report.runs import MAX_POINTS, Evaluation, LoggedRun, binned, step_offsets
 from evaluation.sampling.prompts import Prompt
 from evaluation.scoring import Row
 from shards.base.config import Config
@@ -44,23 +43,27 @@ class ReportConfig(Config):
 
 def render(runs: Sequence[LoggedRun], config: ReportConfig, title: str, first: Sequence[Section] = ()) -> str:
     """Render the report. Sections in `first` precede the report's own."""
-    sections = [
-        *first,
-        summary(runs),
-        losses(runs),
-        metrics(runs),
-        strips(runs, config),
-        same_prompts(runs, config),
-        speed(runs),
-        costs(runs, config.price_per_hour),
-        data(runs),
-    ]
-    return render_page("report/report.html", title=title, sections=[part for part in sections if part is not None])
+    contents = {
+        "summary": ("At a glance", summary(runs)),
+        "losses": ("Loss", losses(runs)),
+        "metrics": ("Metrics", metrics(runs)),
+        "pictures": ("Fixed prompts over the course of training", strips(runs, config)),
+        "same-prompts": ("Runs side by side", same_prompts(runs, config)),
+        "speed": ("Speed", speed(runs)),
+        "cost": ("Cost", costs(runs, config.price_per_hour)),
+        "data": ("Data", data(runs)),
+    }
+    own = [section(id, heading, *parts) for id, (heading, parts) in contents.items() if parts]
+    return render_page("report/report.html", title=title, sections=[*first, *own])
 
 
-def summary(runs: Sequence[LoggedRun]) -> Section:
+def summary(runs: Sequence[LoggedRun]) -> list[Markup]:
     """Tabulate the runs and their newest metrics."""
-    rows = [[run.name, run.steps, run.config["max_steps"], _last_loss(run), str(run.place)] for run in runs]
+    rows = []
+    for run in runs:
+        last = [value for _, value in run.curve("loss")[-10:]]
+        loss = sum(last) / len(last) if last else None
+        rows.append([run.name, run.steps, run.config["max_steps"], loss, str(run.place)])
     newest = [
         [run.name, row["metric"], row["value"], row["low"], row["high"], evaluation.step, row["n"], setting, row["id"]]
         for run in runs
@@ -68,31 +71,25 @@ def summary(runs: Sequence[LoggedRun]) -> Section:
         for row in evaluation.rows
     ]
     header = ["run", "metric", "value", "95 % from", "to", "step", "N", "setting", "id"]
-    return section(
-        "summary",
-        "At a glance",
-        macros.table("Runs", ["run", "steps done", "of", "mean loss, last 10 lines", "folder"], rows),
-        macros.table("Newest metrics", header, newest)
-        if newest
-        else macros.paragraph("No metrics yet. `python -m evaluation watch RUN` computes them."),
-    )
+    metrics = macros.paragraph("No metrics yet. `python -m evaluation watch RUN` computes them.")
+    if newest:
+        metrics = macros.table("Newest metrics", header, newest)
+    return [macros.table("Runs", ["run", "steps done", "of", "mean loss, last 10 lines", "folder"], rows), metrics]
 
 
-def losses(runs: Sequence[LoggedRun]) -> Section:
+def losses(runs: Sequence[LoggedRun]) -> list[Markup]:
     """Plot the training and validation losses. A run initialised from another run is drawn after it."""
     offsets = step_offsets(runs)
     lines = _curves(runs, "loss") + _curves(runs, "val_loss", " held out", len(runs))
     if not lines:
-        return section("losses", "Loss", macros.paragraph("Nothing has been logged yet."))
+        return [macros.paragraph("Nothing has been logged yet.")]
     note = "Each point is the mean of consecutive log lines."
     if chained := [run.name for run in runs if offsets[run.name]]:
         note += f" Initialised from another of these runs and drawn after it: {', '.join(chained)}."
-    return section(
-        "losses", "Loss", chart("Loss over steps", "optimizer steps", "mean squared error", lines, note, log=True)
-    )
+    return [chart("Loss over steps", "optimizer steps", "mean squared error", lines, note, log=True)]
 
 
-def metrics(runs: Sequence[LoggedRun]) -> Section | None:
+def metrics(runs: Sequence[LoggedRun]) -> list[Markup]:
     """Plot every metric id in a separate chart, because values with different ids cannot be compared."""
     by_id: dict[str, dict[str, list[Row]]] = {}
     settings: dict[str, str] = {}
@@ -103,7 +100,7 @@ def metrics(runs: Sequence[LoggedRun]) -> Section | None:
                 by_id.setdefault(row["id"], {}).setdefault(name, []).append(row)
                 settings[row["id"]] = evaluation.setting
     if not by_id:
-        return None
+        return []
     names = list(dict.fromkeys([*(run.name for run in runs), *(name for named in by_id.values() for name in named)]))
     charts = []
     for number, named in by_id.items():
@@ -120,13 +117,11 @@ def metrics(runs: Sequence[LoggedRun]) -> Section | None:
         )
         title = f"{first['metric']}, {settings[number]}, id {number}"
         charts.append(chart(title, "checkpoint's step", first["metric"], lines, note))
-    explanation = (
-        "A metric's id identifies its extractor, N, prompts, reference and sampler. Each chart shows a single id."
-    )
-    return section("metrics", "Metrics", macros.paragraph(explanation), macros.columns(charts))
+    explanation = "A metric's id identifies its extractor, N, prompts, reference and sampler. Each chart shows one id."
+    return [macros.paragraph(explanation), macros.columns(charts)]
 
 
-def strips(runs: Sequence[LoggedRun], config: ReportConfig) -> Section | None:
+def strips(runs: Sequence[LoggedRun], config: ReportConfig) -> list[Markup]:
     """Show how the images of fixed prompts, drawn from the same noise, change from checkpoint to checkpoint."""
     parts: list[Markup] = []
     for run in runs:
@@ -138,10 +133,10 @@ def strips(runs: Sequence[LoggedRun], config: ReportConfig) -> Section | None:
             if rows:
                 parts.append(macros.heading(f"{run.name}, {setting}"))
                 parts.append(macros.columns([macros.image_row(prompt.text, row) for prompt, row in rows.items()]))
-    return section("pictures", "Fixed prompts over the course of training", *parts) if parts else None
+    return parts
 
 
-def same_prompts(runs: Sequence[LoggedRun], config: ReportConfig) -> Section | None:
+def same_prompts(runs: Sequence[LoggedRun], config: ReportConfig) -> list[Markup]:
     """Show the newest images of prompts that several runs share, side by side."""
     rows: dict[Prompt, dict[str, Image]] = {}
     sharing: dict[Prompt, set[str]] = {}
@@ -153,10 +148,10 @@ def same_prompts(runs: Sequence[LoggedRun], config: ReportConfig) -> Section | N
                 rows.setdefault(prompt, {})[label] = picture
                 sharing.setdefault(prompt, set()).add(run.name)
     shared = [macros.image_row(prompt.text, row) for prompt, row in rows.items() if len(sharing[prompt]) > 1]
-    return section("same-prompts", "Runs side by side", macros.columns(shared)) if shared else None
+    return [macros.columns(shared)] if shared else []
 
 
-def speed(runs: Sequence[LoggedRun]) -> Section:
+def speed(runs: Sequence[LoggedRun]) -> list[Markup]:
     """Tabulate the median speed, and plot throughput and MFU over steps."""
     fields = ("images_per_second", "images_per_second_per_gpu", "mfu", "data_wait", "memory_gb")
     header = ["run", "images/s", "images/s per process", "MFU", "share of time waiting for data", "peak memory, GiB"]
@@ -170,10 +165,10 @@ def speed(runs: Sequence[LoggedRun]) -> Section:
     for field, title, name in series:
         if lines := _curves(runs, field, max_points=40):
             charts.append(chart(title, "optimizer steps", name, lines))
-    return section("speed", "Speed", *parts, macros.columns(charts))
+    return [*parts, macros.columns(charts)]
 
 
-def costs(runs: Sequence[LoggedRun], price: float | None) -> Section:
+def costs(runs: Sequence[LoggedRun], price: float | None) -> list[Markup]:
     """Tabulate the hours spent on training steps and on evaluations, and their price."""
     rows: list[list[Any]] = []
     for run in runs:
@@ -191,16 +186,16 @@ def costs(runs: Sequence[LoggedRun], price: float | None) -> Section:
         "loading models. "
     )
     note += "No price is set (`--price_per_hour`)." if price is None else f"One GPU hour costs ${price:,.2f}."
-    return section("cost", "Cost", macros.table("Training and evaluation", header, rows), macros.paragraph(note))
+    return [macros.table("Training and evaluation", header, rows), macros.paragraph(note)]
 
 
-def data(runs: Sequence[LoggedRun]) -> Section:
+def data(runs: Sequence[LoggedRun]) -> list[Markup]:
     """Account for the samples in every root that the runs were trained on."""
     readers: dict[str, list[str]] = {}
     for run in runs:
         for stream in run.config["data"]["streams"]:
             readers.setdefault(stream["root"], []).append(f"{run.name} reads {stream['bucket']}")
-    return section("data", "Data", *(part for root, users in readers.items() for part in _root(root, users)))
+    return [part for root, users in readers.items() for part in _root(root, users)]
 
 
 def chart(title: str, x_name: str, y_name: str, series: Sequence[Series], note: str = "", log: bool = False) -> Markup:
@@ -226,9 +221,8 @@ def _root(root: str, users: list[str]) -> list[Markup]:
         return [*parts, macros.paragraph(f"The root cannot be read from here, so its samples are not listed: {error}")]
     samples, encoded = totals.samples_in, totals.encoded
     counts = [["in the tars", samples], ["encoded", encoded], ["rejected", samples - encoded], ["tars", totals.shards]]
-    parts.append(
-        macros.paragraph(f"Encoding {encoding.id}: {encoding.image.weights.name}, {encoding.image.posterior}.")
-    )
+    image = encoding.image
+    parts.append(macros.paragraph(f"Encoding {encoding.id}: {image.weights.name}, {image.posterior}."))
     parts.append(macros.table("Samples", ["", "number"], counts))
     if rejected := [list(row) for row in totals.rejected.most_common()]:
         parts.append(macros.table("Rejected samples", ["reason", "samples"], rejected))
@@ -259,8 +253,3 @@ def _by_setting(run: LoggedRun) -> dict[str, list[Evaluation]]:
 
 def _newest(run: LoggedRun) -> dict[str, Evaluation]:
     return {setting: its[-1] for setting, its in _by_setting(run).items()}
-
-
-def _last_loss(run: LoggedRun) -> float | None:
-    last = [value for _, value in run.curve("loss")[-10:]]
-    return sum(last) / len(last) if last else None

@@ -48,14 +48,13 @@ def side_by_side(pictures: Mapping[str, Image.Image]) -> Image.Image:
     font = ImageFont.load_default(14)
     label_widths = [int(font.getlength(label)) + 4 for label in pictures]
     width = max(*(picture.width for picture in pictures.values()), *label_widths)
-    height = max(picture.height for picture in pictures.values())
-    strip = Image.new("RGB", (len(pictures) * (width + GAP) - GAP, height + LABEL_HEIGHT), "white")
-    draw = ImageDraw.Draw(strip)
-    for number, (label, picture) in enumerate(pictures.items()):
-        left = number * (width + GAP)
-        draw.text((left + 2, 2), label, fill="black", font=font)
-        strip.paste(picture, (left, LABEL_HEIGHT))
-    return strip
+    tiles = []
+    for label, picture in pictures.items():
+        tile = Image.new("RGB", (width, picture.height + LABEL_HEIGHT), "white")
+        ImageDraw.Draw(tile).text((2, 2), label, fill="black", font=font)
+        tile.paste(picture, (0, LABEL_HEIGHT))
+        tiles.append(tile)
+    return grid(tiles, len(tiles))
 
 
 def grid(pictures: Sequence[Image.Image], columns: int) -> Image.Image:

@@ -3,7 +3,7 @@
 import functools
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,18 +119,13 @@ def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig
             f"scale as an input, so the setting would have no effect. Remove it. For classifier-free guidance, set "
             f"sampling.guidance."
         )
+    copied = {"seed", "images_per_prompt", "size", "negative_prompt", "guidance_input", "precision", "codec"}
     return Drawing(
         prompts=prompts_sha256(prompts),
-        seed=config.seed,
-        images_per_prompt=config.images_per_prompt,
         num_samples=len(prompts) * config.images_per_prompt,
-        size=config.size,
         setting=setting,
         scheduler=describe_scheduler(sampler_of(own_scheduler, setting.sampler)),
-        negative_prompt=config.negative_prompt,
-        guidance_input=config.guidance_input,
-        precision=config.precision,
-        codec=config.codec,
+        **config.model_dump(include=copied),
     )
 
 
@@ -188,8 +183,7 @@ def read_set(place: Path | str) -> SampleSet:
             f"RUN/evaluations/step-00001000-auto/g8-s50-own."
         )
     count, size = content["drawing"]["num_samples"], content["part_size"]
-    names = [f"{number:05d}" for number in range(-(-count // size))]
-    parts = read_receipts(store, PICTURES, names)
+    parts = read_receipts(store, PICTURES, [f"{number:05d}" for number in range(-(-count // size))])
     drawn = sum(len(receipt["samples"]) for receipt in parts.values())
     if drawn != count:
         raise WorkError(
@@ -242,7 +236,8 @@ def draw_part(
         pending = []
         for start in range(0, len(part.samples), batch_size):
             batch = part.samples[start : start + batch_size]
-            pictures = to_bytes(draw(pipeline, pad_batch(batch, batch_size), part.drawing)).numpy()
+            padded = [*batch, *[batch[-1]] * (batch_size - len(batch))]  # devices choose kernels by shape
+            pictures = to_bytes(draw(pipeline, padded, part.drawing)).numpy()
             for sample, pixels in zip(batch, pictures, strict=False):
                 path = folder / file_name(sample.number, part.drawing.codec)
                 pending.append(threads.submit(write_picture, path, pixels, part.drawing.codec))
@@ -252,11 +247,6 @@ def draw_part(
     ids = [[sample.prompt.id, sample.index] for sample in part.samples]
     made_by = {"host": socket.gethostname(), "pid": os.getpid(), "batch_size": batch_size}
     return {"drawing": part.drawing.id, "samples": ids, "made_by": made_by}
-
-
-def pad_batch(batch: Sequence[Sample], batch_size: int) -> list[Sample]:
-    """Repeat the last sample until the batch is full, because devices choose kernels by shape."""
-    return [*batch, *[batch[-1]] * (batch_size - len(batch))]
 
 
 def file_name(number: int, codec: Codec) -> str:

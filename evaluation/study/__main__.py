@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 from evaluation.study.config import StudyConfig
 from evaluation.study.protocol import check_pictures, read_study
-from evaluation.study.schedule import KeyedDraws, make_schedule
+from evaluation.study.schedule import make_schedule
 from evaluation.study.votes import open_votes
 from shards.base.config import load_config, parse_subcommand
 from shards.base.errors import RequestError, console
@@ -72,7 +72,7 @@ def prepare(config: StudyConfig, options: argparse.Namespace) -> None:
     protocol = write(config.sets, config.protocol, config.output)
     study = read_study(config.output)
     with open_votes(study):
-        shown = [len(showings) for showings in make_schedule(protocol, KeyedDraws(study.secret, protocol.seed))]
+        shown = [len(showings) for showings in make_schedule(study)]
     for letter, model in zip(protocol.letters, protocol.models, strict=True):
         print(f"{letter}: {model['place']}")
     print(f"{len(protocol.items)} items, {protocol.raters} raters; each rater sees {min(shown)} to {max(shown)} pairs")
@@ -135,10 +135,9 @@ def status(config: StudyConfig, options: argparse.Namespace) -> None:
       python -m evaluation.study status --output runs/study
     """
     study = read_study(config.output)
-    schedule = make_schedule(study.protocol, KeyedDraws(study.secret, study.protocol.seed))
     with open_votes(study) as votes:
         invited = votes.invited()
-        for rater, showings in enumerate(schedule):
+        for rater, showings in enumerate(make_schedule(study)):
             done = f"{votes.num_done(rater)} of {len(showings)}"
             print(f"rater {rater + 1}: {done if rater in invited else 'not invited'}")
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from evaluation.metrics.intervals import COVERAGE
 from evaluation.study.protocol import Protocol, Study
-from evaluation.study.schedule import KeyedDraws, Showing, make_schedule
+from evaluation.study.schedule import Showing, make_schedule
 from evaluation.study.statistics.preference import preference
 from evaluation.study.statistics.strengths import strengths
 from evaluation.study.votes import Vote
@@ -38,8 +38,11 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
         RequestError: no vote counts, or planned votes are missing and `partial` is false.
     """
     protocol = study.protocol
-    schedule = make_schedule(protocol, KeyedDraws(study.secret, protocol.seed))
-    answers = [_make_answer(vote, schedule) for vote in votes]
+    schedule = make_schedule(study)
+    answers = []
+    for vote in votes:
+        showing, score = schedule[vote.rater][vote.showing - 1], SCORES[vote.answer]
+        answers.append(Answer(vote, showing, 1 - score if showing.swapped else score))
     planned = sum(map(len, schedule)) * len(protocol.questions)
     if len(answers) < planned and not partial:
         raise RequestError(
@@ -75,12 +78,6 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
         "strengths": list(_strengths(counted, protocol)) if len(protocol.models) > 2 else [],
         "raters": raters,
     }
-
-
-def _make_answer(vote: Vote, schedule: list[list[Showing]]) -> Answer:
-    showing = schedule[vote.rater][vote.showing - 1]
-    score = SCORES[vote.answer]
-    return Answer(vote, showing, 1 - score if showing.swapped else score)
 
 
 def _report_rater(rater: int, showings: list[Showing], answers: Sequence[Answer], protocol: Protocol) -> dict[str, Any]:

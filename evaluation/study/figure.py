@@ -1,11 +1,9 @@
 """results.png: one bar per model and question with its 95 % interval, and below it the preference per category."""
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 FILLS = ("#1f5fa8", "#e6a23c", "#5a9e6f", "#b65c8e", "#7a7a7a", "#8fc1e3")
@@ -13,23 +11,19 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "++")
 """Hatches and the letters below the bars distinguish the models without colour."""
 WIDTH, BARS_HEIGHT = 9.0, 4.2
 """Size of the figure's upper row, in inches."""
-Panel = Callable[[Axes, str, list[str], dict[str, Any]], None]
 
 
 def draw(results: dict[str, Any]) -> bytes:
     """Draw the results as a PNG, with one column per question."""
-    questions, letters = list(results["questions"]), [model["letter"] for model in results["models"]]
-    categories = _categories(results)
-    dots_height = 0.32 * len(categories) + 1.2 if categories else 0
-    figure = Figure(figsize=(WIDTH, BARS_HEIGHT + dots_height), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    rows: list[tuple[Panel, list[str], float]] = [(_bars, letters, BARS_HEIGHT)]
-    if categories:
-        rows.append((_dots, categories, dots_height))
-    parts: Any = figure.subfigures(len(rows), 1, height_ratios=[height for *_, height in rows], squeeze=False)
-    for part, (panel, names, _) in zip(parts[:, 0], rows, strict=True):
-        axes = part.subplots(1, len(questions), sharey=True, squeeze=False)[0]
-        for axis, question in zip(axes, questions, strict=True):
+    letters = [model["letter"] for model in results["models"]]
+    # more than two models have too many pairs for one figure
+    categories = sorted({row["category"] for row in results["by_category"]}) if len(letters) == 2 else []
+    heights = [BARS_HEIGHT, *([0.32 * len(categories) + 1.2] if categories else [])]
+    figure = Figure(figsize=(WIDTH, sum(heights)), dpi=120, layout="constrained")
+    parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
+    for part, panel, names in zip(parts[:, 0], (_bars, _dots), (letters, categories), strict=False):
+        axes = part.subplots(1, len(results["questions"]), sharey=True, squeeze=False)[0]
+        for axis, question in zip(axes, results["questions"], strict=True):
             panel(axis, question, names, results)
         if panel is _bars:
             axes[0].set_ylabel("preferred (ties count as halves)")
@@ -76,11 +70,6 @@ def _bars(axis: Axes, question: str, letters: list[str], results: dict[str, Any]
     axis.set_xticks(range(len(letters)), letters, fontsize=11)
     axis.set_ylim(0, 108)
     axis.set_yticks(range(0, 101, 25), [f"{share} %" for share in range(0, 101, 25)])
-
-
-def _categories(results: dict[str, Any]) -> list[str]:
-    """Return the categories to draw; more than two models have too many pairs for one figure, so none are drawn."""
-    return [] if len(results["models"]) > 2 else sorted({row["category"] for row in results["by_category"]})
 
 
 def _dots(axis: Axes, question: str, categories: list[str], results: dict[str, Any]) -> None:

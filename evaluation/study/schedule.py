@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from evaluation.study.protocol import Item, Protocol
+from evaluation.study.protocol import Item, Protocol, Study
 
 Kind = Literal["first", "repeat", "gold"]
 T = TypeVar("T")
@@ -71,8 +71,9 @@ def assign_raters(keys: np.ndarray, votes: int) -> np.ndarray:
     return assigned
 
 
-def make_schedule(protocol: Protocol, draws: KeyedDraws) -> list[list[Showing]]:
+def make_schedule(study: Study) -> list[list[Showing]]:
     """Return each rater's trials, in the order in which they are shown."""
+    protocol, draws = study.protocol, KeyedDraws(study.secret, study.protocol.seed)
     items = draws.shuffled(protocol.items, "deal")
     keys = [[draws.number("deal", item.id, rater) for rater in range(protocol.raters)] for item in items]
     assigned = assign_raters(np.array(keys, dtype=np.uint64), protocol.votes_per_item)

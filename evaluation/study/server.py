@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evaluation.study.config import ServeConfig
 from evaluation.study.protocol import Study
-from evaluation.study.schedule import KeyedDraws, make_schedule
+from evaluation.study.schedule import make_schedule
 from evaluation.study.votes import Votes, as_bytes
 from shards.base.errors import RequestError, WorkError, say
 
@@ -122,8 +122,7 @@ class Server:
     config: ServeConfig
 
     def __post_init__(self) -> None:
-        protocol = self.study.protocol
-        self.schedule = make_schedule(protocol, KeyedDraws(self.study.secret, protocol.seed))
+        self.schedule = make_schedule(self.study)
         # browsers share cookies between all ports of a host, and another port may serve a different study
         self.cookie = f"study-{hashlib.sha256(self.study.secret).hexdigest()[:12]}"
         self.by_rater = RateLimit(self.config.rater_rate, 60)

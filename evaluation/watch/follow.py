@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from evaluation.parts import create_once, read_sealed
-from evaluation.report.records import FOLDER, STEP_FOLDER, Evaluation, run_config, step_place, write_lines
+from evaluation.report.runs import FOLDER, STEP_FOLDER, Evaluation, run_config, step_place, write_lines
 from evaluation.sampling.job import below
 from evaluation.sampling.model import EXPORTED, STATE, checkpoints_in, drop_export, is_exported
 from shards.base.config import Config

@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image
 
 from evaluation.report.pictures import first_pictures, grid, side_by_side, spread
-from evaluation.report.records import Evaluation, run_config
+from evaluation.report.runs import Evaluation, run_config
 from shards.base.store import Store
 from shards.open import open_store
 
@@ -47,10 +47,7 @@ LogStep = Callable[[int, list[Evaluation]], None]
 
 
 def open_tracker(run: Store, output: Path | str) -> LogStep:
-    """Return the function that logs a step to the tracker named by the run's config (`log.tracker`).
-
-    Args:
-        output: the folder or URL that contains evaluations/.
+    """Return the function that logs a step of `output`'s evaluations to the tracker in the run's config.
 
     Raises:
         RequestError: the run has no config.yaml, or it cannot be parsed.
@@ -96,10 +93,7 @@ def images(step: int, found: list[Evaluation]) -> dict[str, Image.Image]:
 
 
 def strips(found: list[Evaluation], count: int) -> dict[str, Image.Image]:
-    """Return a dict from prompt id to strip, for the first `count` prompts.
-
-    A strip shows a prompt's images at successive steps of one setting, side by side.
-    """
+    """Return prompt id → the prompt's images at successive steps, side by side, for the first `count` prompts."""
     by_step = {evaluation.step: evaluation for evaluation in found}
     pictures: dict[str, dict[str, Image.Image]] = {}
     for step in spread(sorted(by_step), MAX_STRIP_STEPS):
@@ -135,11 +129,7 @@ def write_results(run: Store, step: int, found: list[Evaluation]) -> None:
 
 
 def log_remaining_results(run: Store, name: str) -> None:
-    """Run `python -m train tell` if some results were created after training had ended, so the tracker lacks them.
-
-    Args:
-        name: the run, as named by the user.
-    """
+    """Run `python -m train tell NAME` if results were created after training had ended, so the tracker lacks them."""
     files = set(run.files(FOLDER))
     if any(file.endswith(".zip") and file.removesuffix(".zip") + LOGGED_SUFFIX not in files for file in files):
         command = [sys.executable, "-m", "train", "tell", name]

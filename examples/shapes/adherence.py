@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.report.pictures import first_pictures
-from evaluation.report.records import evaluations
+from evaluation.report.runs import evaluations
 from examples.shapes.captions import write_caption
 from examples.shapes.judge import judge
 from examples.shapes.scenes import HELD_OUT, SEEN, Scene, sample_scene

@@ -45,18 +45,14 @@ def write_caption(scene: Scene, rng: np.random.Generator) -> str:
 
 def fill(template: str, scene: Scene, rng: np.random.Generator) -> str:
     """Fill a template with the scene's facts, each expressed by a random synonym."""
-    words = {fact: _word(getattr(scene, fact), rng) for fact in FACTS}
+    synonyms = {fact: SYNONYMS.get(name := getattr(scene, fact), (name,)) for fact in FACTS}
+    words = {fact: names[rng.integers(len(names))] for fact, names in synonyms.items()}
     return _with_articles(template.format(**words))
 
 
 def stated_facts(template: str) -> frozenset[str]:
     """Return the facts that a template states."""
     return frozenset(fact for fact in FACTS if "{" + fact + "}" in template)
-
-
-def _word(name: str, rng: np.random.Generator) -> str:
-    words = SYNONYMS.get(name, (name,))
-    return words[rng.integers(len(words))]
 
 
 def _with_articles(text: str) -> str:

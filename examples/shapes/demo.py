@@ -62,8 +62,11 @@ class Demo:
 
     def run(self) -> None:
         """Run all steps."""
-        steps: dict[str, tuple[str, Callable[[], None]]] = {
-            "world": (f"Draw {self.num_pictures:,} captioned images", self.make_world),
+        steps: dict[str, tuple[str, Callable[[], object]]] = {
+            "world": (
+                f"Draw {self.num_pictures:,} captioned images",
+                lambda: write_world(self.folder / "web", self.num_pictures, SEED),
+            ),
             "download": ("Serve the images over HTTP and download them with img2dataset", self.download),
             "precompute": ("Stage 1: encode images and captions into latents", self.precompute),
             "phase1": ("Stage 2, phase 1: train at 64 px", lambda: self.train(1)),
@@ -73,7 +76,7 @@ class Demo:
         for number, (name, (title, work)) in enumerate(steps.items(), start=1):
             self.step(f"[{number}/{len(steps)}]", name, title, work)
 
-    def step(self, number: str, name: str, title: str, work: Callable[[], None]) -> None:
+    def step(self, number: str, name: str, title: str, work: Callable[[], object]) -> None:
         """Run a step, unless it was finished before an interruption, and print its duration."""
         if name in self.done:
             print(f"{number} {title}: finished earlier", flush=True)
@@ -87,10 +90,6 @@ class Demo:
             self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - started, 1)
             self.timings.write_text(json.dumps({"seconds": self.seconds, "done": self.done}))
         print(f"{number} Done in {self.seconds[name]:.0f} s.", flush=True)
-
-    def make_world(self) -> None:
-        """Draw the images into a folder that stands in for the web."""
-        write_world(self.folder / "web", self.num_pictures, SEED)
 
     def download(self) -> None:
         """Download the images over HTTP into webdataset tars."""
@@ -180,11 +179,7 @@ def training_processes(cores: int) -> int:
 
 
 def seconds_left(images_per_second: float) -> float:
-    """Estimate the seconds from phase 1's first logged step to the end of the demo.
-
-    Args:
-        images_per_second: rate of phase 1. Later steps are estimated from this rate with ratios measured on CPUs.
-    """
+    """Estimate the seconds from phase 1's first logged step, with its rate, to the end of the demo."""
     config = load_config(TrainConfig, CONFIGS / "phase1.yaml", [], "demo")
     phase_1 = (config.max_steps - ESTIMATE_AFTER) * config.global_batch_size / images_per_second
     return phase_1 * (1 + STEP_RATIO + LATER_SECONDS_RATIO)

@@ -12,45 +12,36 @@ import torch
 
 from examples.shapes.encoders.text import accuracy, build_tokenizer, labelled_captions, train_text_encoder
 from examples.shapes.encoders.vae import draw_pictures, psnr, train_vae
-from examples.shapes.scenes import HELD_OUT
+from examples.shapes.scenes import HELD_OUT, SEEN
 
 MODELS = Path(__file__).parent / "models"
 
 
-def make_text_encoder(folder: Path, seed: int, num_steps: int) -> None:
-    """Build the tokenizer, train the text encoder, and print its accuracy."""
-    tokenizer = build_tokenizer(folder / "tokenizer")
-    encoder, heads = train_text_encoder(tokenizer, seed, num_steps)
-    encoder.save_pretrained(folder / "text_encoder")
-    rng = np.random.default_rng([seed, 1])
-    for name, captions in (
-        ("seen", labelled_captions(1000, rng)),
-        ("held-out", labelled_captions(1000, rng, tuple(sorted(HELD_OUT)))),
-    ):
-        print(f"text encoder, {name} combinations: {accuracy(tokenizer, encoder, heads, *captions)}")
-
-
-def make_vae(folder: Path, seed: int, num_steps: int) -> None:
-    """Train the VAE and print its reconstruction quality.
-
-    The weights are stored as float16 to halve the file. diffusers loads them as float32 by default.
-    """
-    vae = train_vae(seed, num_steps)
-    for side in (64, 128):
-        print(f"vae at {side} px: {psnr(vae, draw_pictures(256, side, seed + 1)):.1f} dB")
-    vae.to(torch.float16).save_pretrained(folder / "vae")
-
-
 def main() -> None:
-    """Train both models."""
+    """Train both models, and print their quality.
+
+    The VAE's weights are stored as float16 to halve the file. diffusers loads them as float32 by default.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=MODELS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--text-steps", type=int, default=400)
     parser.add_argument("--vae-steps", type=int, default=4500)
     arguments = parser.parse_args()
-    make_text_encoder(arguments.folder, arguments.seed, arguments.text_steps)
-    make_vae(arguments.folder, arguments.seed, arguments.vae_steps)
+    folder, seed = arguments.folder, arguments.seed
+
+    tokenizer = build_tokenizer(folder / "tokenizer")
+    encoder, heads = train_text_encoder(tokenizer, seed, arguments.text_steps)
+    encoder.save_pretrained(folder / "text_encoder")
+    rng = np.random.default_rng([seed, 1])
+    for name, combinations in (("seen", SEEN), ("held-out", tuple(sorted(HELD_OUT)))):
+        captions = labelled_captions(1000, rng, combinations)
+        print(f"text encoder, {name} combinations: {accuracy(tokenizer, encoder, heads, *captions)}")
+
+    vae = train_vae(seed, arguments.vae_steps)
+    for side in (64, 128):
+        print(f"vae at {side} px: {psnr(vae, draw_pictures(256, side, seed + 1)):.1f} dB")
+    vae.to(torch.float16).save_pretrained(folder / "vae")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ def gather_metrics(folder: Path, runs: list[LoggedRun], seconds: dict[str, float
     """Collect the demo's counts and measurements."""
     totals = root_totals(open_store(folder / "latents"))
     adherence = json.loads((folder / "adherence.json").read_text())
-    final = adherence["phase2"]["seen"]
     downloaded, accepted = totals.samples_in, totals.encoded
     return {
         "seconds": seconds | {"total": round(sum(seconds.values()), 1)},
@@ -62,9 +61,7 @@ def gather_metrics(folder: Path, runs: list[LoggedRun], seconds: dict[str, float
         "train_images_per_second": {run.name: round(run.median("images_per_second") or 0, 1) for run in runs},
         "steps": {run.name: run.steps for run in runs},
         "adherence": {
-            "colour": final["colour"],
-            "shape": final["shape"],
-            "samples": final["samples"],
+            **adherence["phase2"]["seen"],
             "held_out": adherence["phase2"]["held_out"],
             "phase1": adherence["phase1"],
         },

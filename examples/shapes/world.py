@@ -34,6 +34,8 @@ KINDS: dict[str, float] = {
 LOW_RESOLUTION_FRACTION = 0.12  # shortest side from 64 to 127 pixels: large enough for the 64x64 bucket only
 ORIENTATIONS = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
 EXIF_ORIENTATION = 0x0112
+EXTENSIONS = {"rotated": "jpg", "cmyk": "jpg", "alpha": "png", "palette": "png", "animated": "webp", "html": "jpg"}
+"""Kind → extension; images of other kinds have a random one."""
 FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
 
 
@@ -74,7 +76,7 @@ def _plan_picture(index: int, kind: str, seed: int) -> PlannedPicture:
     if kind == "captionless":
         caption = ["", None][rng.integers(2)]
     width, height = _draw_size(kind, rng)
-    extension = _extension(kind, rng)
+    extension = EXTENSIONS.get(kind) or str(rng.choice(["jpg", "png", "webp"], p=[0.6, 0.2, 0.2]))
     return PlannedPicture(f"{index // 1000:03d}/{index:06d}.{extension}", kind, scene, caption, width, height)
 
 
@@ -88,11 +90,6 @@ def _draw_size(kind: str, rng: np.random.Generator) -> tuple[int, int]:
     short = int(rng.integers(shortest[0], shortest[1] + 1))
     long = min(320, int(short * 2 ** rng.random()))
     return (short, long) if rng.random() < 0.5 else (long, short)
-
-
-def _extension(kind: str, rng: np.random.Generator) -> str:
-    fixed = {"rotated": "jpg", "cmyk": "jpg", "alpha": "png", "palette": "png", "animated": "webp", "html": "jpg"}
-    return fixed.get(kind) or str(rng.choice(["jpg", "png", "webp"], p=[0.6, 0.2, 0.2]))
 
 
 def encode_picture(picture: PlannedPicture, rng: np.random.Generator) -> bytes:
@@ -144,11 +141,7 @@ def write_world(folder: Path, num_pictures: int, seed: int) -> list[PlannedPictu
 
 
 def metadata(pictures: list[PlannedPicture], address: str, seed: int = 0) -> pa.Table:
-    """Build a table with LAION's columns and one row per image.
-
-    Args:
-        address: URL of the served folder, without a trailing slash.
-    """
+    """Build a table with LAION's columns and one row per image, served at `address` (without a trailing slash)."""
     rng = np.random.default_rng([seed, 2])
     num_rows = len(pictures)
     is_unsafe = rng.random(num_rows) < 0.02

@@ -19,11 +19,7 @@ _SCALE = 4
 
 
 def text_bytes(tower: TextTower, real_tokens: float) -> float:
-    """Return the bytes that one caption takes in a text encoder's columns.
-
-    Args:
-        real_tokens: mean number of non-padding tokens per caption. Only these are stored if `tower.trim` is set.
-    """
+    """Return the bytes that one caption takes in a text encoder's columns: only its real tokens if they are trimmed."""
     tokens = min(real_tokens, tower.length) if tower.trim else tower.length
     size = 2.0 * tower.pooled
     if tower.states:
@@ -60,9 +56,5 @@ def sample_bytes(
 
 
 def checkpoint_bytes(num_parameters: int, ema: bool, state_bytes: int = AdamWConfig.state_bytes) -> int:
-    """Return the bytes of one checkpoint: weights, optimizer state and, if `ema` is set, the averaged weights.
-
-    Args:
-        state_bytes: bytes of optimizer state per parameter (`state_bytes` of train/model/config.py).
-    """
+    """Return the bytes of one checkpoint: weights, `state_bytes` of optimizer state per parameter, and EMA weights."""
     return num_parameters * (WEIGHT_BYTES + state_bytes + (EMA_BYTES if ema else 0))

@@ -9,23 +9,13 @@ time to write a checkpoint, R the restart time and τ the work between two check
 import math
 
 
-def young_interval(checkpoint: float, between_failures: float) -> float:
-    """Return Young's first-order optimal interval, √(2 δ M)."""
-    return math.sqrt(2 * checkpoint * between_failures)
-
-
 def daly_interval(checkpoint: float, between_failures: float) -> float:
-    """Return Daly's higher-order optimal interval (eq. 37), or M if δ ≥ 2 M.
-
-    Raises:
-        ValueError: `checkpoint` or `between_failures` is not positive.
-    """
-    if checkpoint <= 0 or between_failures <= 0:
-        raise ValueError(f"checkpoint time {checkpoint} and time between failures {between_failures} must be positive")
+    """Return Daly's higher-order optimal interval (eq. 37), or M if δ ≥ 2 M. Both times must be positive."""
     ratio = checkpoint / (2 * between_failures)
     if ratio >= 1:
         return between_failures
-    return young_interval(checkpoint, between_failures) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint
+    young = math.sqrt(2 * checkpoint * between_failures)
+    return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint
 
 
 def expected_time(work: float, interval: float, checkpoint: float, restart: float, between_failures: float) -> float:
@@ -33,12 +23,7 @@ def expected_time(work: float, interval: float, checkpoint: float, restart: floa
 
     This is eq. 20, M e^(R/M) (e^((τ+δ)/M) − 1) work / τ. It overflows to infinity if a failure before the next
     checkpoint is almost certain.
-
-    Raises:
-        ValueError: `work` or `interval` is not positive.
     """
-    if work <= 0 or interval <= 0:
-        raise ValueError(f"work {work} and interval {interval} must be positive")
     try:
         segment = math.expm1((interval + checkpoint) / between_failures)
         return between_failures * math.exp(restart / between_failures) * segment * work / interval

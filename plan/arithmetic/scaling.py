@@ -159,7 +159,8 @@ def step_time(
         optimizer /= local
         # Collectives within a node run on every microbatch and overlap with its compute.
         # The all-reduce across nodes is the same as without sharding.
-        within = microbatches * sharding_seconds(step.num_parameters, local, machine)
+        num_bytes = step.num_parameters * (2 * ALL_GATHER_BYTES + REDUCE_SCATTER_BYTES)
+        within = microbatches * (local - 1) / local * num_bytes / machine.link
         gradients, exposed_sharding = gradients if gpus > local else 0.0, max(0.0, within - training)
     exposed = exposed_seconds(BACKWARD_SHARE * training / microbatches, gradients, step)
     return StepTime(
@@ -168,11 +169,6 @@ def step_time(
         exposed=exposed + exposed_sharding,
         data=data_seconds(step, gpus, machine),
     )
-
-
-def sharding_seconds(num_parameters: int, gpus: int, machine: Machine) -> float:
-    """Return the seconds that one microbatch's all-gathers and reduce-scatter take within a node."""
-    return (gpus - 1) / gpus * num_parameters * (2 * ALL_GATHER_BYTES + REDUCE_SCATTER_BYTES) / machine.link
 
 
 def calibrate(images_per_second_per_gpu: float, step: Step, gpus: int, machine: Machine) -> float:

@@ -63,7 +63,10 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
     with torch.device("meta"), torch.no_grad():
         vae, image = build_image_tower(networks.vae)
         encoders = {name: build_text_tower(name, tower) for name, tower in networks.texts.items()}
-        shapes = {name: _latent_hw(name, image.downsampling) for name in buckets}
+        try:
+            shapes = {name: Bucket.parse(name).latent_hw(image.downsampling) for name in buckets}
+        except ValueError as error:
+            raise RequestError(f"{error}. Choose a different bucket or VAE.") from None
         pictures = {name: (Bucket.parse(name).height, Bucket.parse(name).width) for name in shapes}
         encode = {name: count_flops(vae.encode, torch.empty(1, 3, *hw)) for name, hw in pictures.items()}
         caption = sum(
@@ -221,13 +224,6 @@ def build_text_tower(name: str, text: TextNetwork) -> tuple[Any, TextTower]:
         storage=text.storage or "float16",
         trim=bool(text.trim) and text.states,
     )
-
-
-def _latent_hw(bucket: str, downsampling: int) -> tuple[int, int]:
-    try:
-        return Bucket.parse(bucket).latent_hw(downsampling)
-    except ValueError as error:
-        raise RequestError(f"{error}. Choose a different bucket or VAE.") from None
 
 
 def _read_json(path: str) -> dict[str, Any]:

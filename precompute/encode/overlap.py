@@ -2,13 +2,12 @@
 
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from shards.base.errors import WorkError
 
@@ -21,29 +20,12 @@ class Stuck(WorkError):
 
 
 class Pool(ThreadPoolExecutor):
-    """Thread pool that keeps track of its calls."""
+    """Thread pool that calls in it can ask whether it is closing."""
 
     def __init__(self, number: int):
         super().__init__(number)
-        self.lock = threading.Lock()
         self.closing = threading.Event()
         """Set once no consumer is waiting for results."""
-        self.calls: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
-
-    def submit(self, function: Callable[..., Result], /, *args: Any, **options: Any) -> Future[Result]:
-        """Submit a call, as in `ThreadPoolExecutor`."""
-        with self.lock:
-            future = super().submit(function, *args, **options)
-            self.calls.add(future)
-        return future
-
-    def close_within(self, seconds: float | None) -> bool:
-        """Cancel pending calls, and return whether the running calls end within `seconds`."""
-        self.closing.set()
-        self.shutdown(wait=False, cancel_futures=True)
-        with self.lock:
-            running = [call for call in self.calls if not call.done()]
-        return not wait(running, seconds).not_done
 
 
 @contextmanager
@@ -57,12 +39,14 @@ def threads(number: int, seconds: float | None = None) -> Iterator[Pool]:
     pool = Pool(number)
     try:
         yield pool
-    except Stuck:
-        pool.closing.set()
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
     except BaseException as error:
-        if not pool.close_within(seconds):
+        pool.closing.set()
+        # in a thread, because `shutdown` has no timeout
+        closer = threading.Thread(target=pool.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+        closer.start()
+        is_stuck = isinstance(error, Stuck)
+        closer.join(0 if is_stuck else seconds)
+        if closer.is_alive() and not is_stuck:
             raise Stuck(
                 f"a call timed out after {seconds} s; an earlier call failed with {type(error).__name__}: {error}"
             ) from error

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -75,25 +75,16 @@ WaitForCaptions = Callable[[], Iterator[CaptionLatents]]
 """Function that waits for the latents of each caption that was started."""
 
 
+@dataclass(eq=False)
 class TextTowers:
     """Any number of text towers. Every batch is padded to one size."""
 
-    def __init__(
-        self,
-        texts: dict[str, TextEncoder],
-        batch_size: int,
-        batch_sizes: dict[str, int] | None = None,
-        one_by_one: bool = False,
-    ):
-        """
-        Args:
-            batch_sizes: overrides of `batch_size`, by `texts.NAME` or `features.NAME`.
-            one_by_one: whether only one tower is on the device at a time.
-        """
-        self.texts = texts
-        self.batch_size = batch_size
-        self.batch_sizes = batch_sizes or {}
-        self.one_by_one = one_by_one
+    texts: dict[str, TextEncoder]
+    batch_size: int
+    batch_sizes: dict[str, int] = field(default_factory=dict)
+    """Overrides of `batch_size`, by `texts.NAME` or `features.NAME`."""
+    one_by_one: bool = False
+    """Whether only one tower is on the device at a time."""
 
     @property
     def caption_batch(self) -> int:
@@ -184,7 +175,7 @@ class Towers(TextTowers):
         one_by_one: bool = False,
     ):
         """Take the arguments of `TextTowers`, and the image and feature towers."""
-        super().__init__(texts, batch_size, batch_sizes, one_by_one)
+        super().__init__(texts, batch_size, batch_sizes or {}, one_by_one)
         self.image, self.features = image, features
 
     @property
@@ -193,7 +184,7 @@ class Towers(TextTowers):
         return self.image.device
 
     def warm_up(self, buckets: Iterable[Bucket] = ()) -> None:
-        """Run towers that have not run yet, including on an image of each of `buckets`."""
+        """Run each tower that has not run yet; the image tower runs on one image per bucket in `buckets`."""
         super().warm_up()
         for bucket in buckets:
             if bucket not in self.image.warm:

@@ -26,8 +26,7 @@ from shards.base.errors import RequestError, UnfitNode
 from shards.base.pool import configure_malloc
 from shards.base.scratch import use_scratch
 from shards.base.store import Store
-from shards.derive.part import Captions, Derivation, Settings, derive_tar, kept_uncond
-from shards.derive.source import SourceTar
+from shards.derive.part import Captions, Derivation, Settings, SourceTar, derive_tar, kept_uncond
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.models import recorded_folder
@@ -185,7 +184,7 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
         compile_now(towers)
     source = open_store(recipe.source.place)
     if not has_uncond(store):
-        write_uncond(store, kept_uncond(load_uncond(source).items(), conversion) | towers.empty_caption())
+        write_uncond(store, kept_uncond(load_uncond(source), conversion) | towers.empty_caption())
 
     def encode(captions: list[str], stopwatch: Stopwatch) -> Captions:
         clock = DeviceClock(on, stopwatch)

@@ -89,7 +89,7 @@ def _raw_caption(raw: RawSample, field: str) -> object:
 
 
 def _text_fields(raw: RawSample) -> str:
-    """List the fields of a sample that have text, for a reject's detail."""
+    """List the sample's fields that contain text, for the `detail` recorded when the sample is rejected."""
     names = [f"{JSON_PREFIX}{name}" for name, value in raw.metadata.items() if isinstance(value, str) and value.strip()]
     shown = (["txt"] if raw.caption and raw.caption.strip() else []) + [name[:MAX_NAME_CHARACTERS] for name in names]
     more = f" and {len(shown) - MAX_FIELDS} more" if len(shown) > MAX_FIELDS else ""

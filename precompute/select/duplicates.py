@@ -21,7 +21,7 @@ ENTRIES_NAME, OFFSETS_NAME = "hashes.bin", "offsets.npy"
 COMPARABLE_NAME = "comparable"
 """Subfolder for hashes of canonical URLs, which the opt-out list is matched against. Duplicates use the exact bytes."""
 FILE_SHIFT = 40  # a row's position in input order is file number × 2⁴⁰ + row in the filtered file
-OPTED_OUT, DUPLICATE = 0, 1  # reason, stored in the lowest bit of each row to drop
+OPTED_OUT, DUPLICATE = 0, 1  # drop reason, stored in the lowest bit of the integer for each row to drop
 
 
 def hash_urls(urls: pa.ChunkedArray | pa.Array) -> np.ndarray:

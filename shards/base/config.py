@@ -70,13 +70,8 @@ def load_from_args(model: type[ConfigT], arguments: list[str], prog: str, about:
 
 
 def parse_subcommand(known: Iterable[str], arguments: list[str], prog: str, about: str | None) -> tuple[str, list[str]]:
-    """Split the arguments into a subcommand and the arguments for it.
-
-    Without arguments, or with `--help`, print `about` and exit with code 0.
-
-    Raises:
-        RequestError: the subcommand is unknown.
-    """
+    """Split the arguments into a subcommand and the arguments for it. Without arguments, or with `--help`, print
+    `about` and exit with code 0. Raises RequestError if the subcommand is unknown."""
     word, *rest = arguments or ["--help"]
     if word in ("-h", "--help"):
         raw = argparse.RawDescriptionHelpFormatter
@@ -87,11 +82,8 @@ def parse_subcommand(known: Iterable[str], arguments: list[str], prog: str, abou
 
 
 def load_for_run(model: type[ConfigT], arguments: list[str], command: str, about: str | None) -> tuple[Place, ConfigT]:
-    """Parse the arguments of `python -m COMMAND RUN --a.b VALUE` into the run's location and the config.
-
-    Raises:
-        RequestError: the first argument is an option instead of a run, or `load_config` fails.
-    """
+    """Parse the arguments of `python -m COMMAND RUN --a.b VALUE` into the run's location and the config. Raises
+    RequestError if RUN is missing or `load_config` fails."""
     if not arguments or arguments[0].startswith("-"):
         if set(arguments) & {"-h", "--help"}:
             load_config(model, None, ["--help"], f"{command} RUN", about)
@@ -134,11 +126,8 @@ def _read_yaml(model: type[BaseModel], path: str | Path, derived: tuple[Path, ..
     try:
         values = yaml.load(Path(path).read_text(), _UniqueKeyLoader)
     except FileNotFoundError:
-        remedy = (
-            f"{derived[-1]} names it as its `base`: correct it"
-            if derived
-            else "Pass an existing file with --config PATH"
-        )
+        named = f"{derived[-1]} names it as its `base`: correct it" if derived else ""
+        remedy = named or "Pass an existing file with --config PATH"
         nearest = _nearest_file(Path(path), derived)
         raise RequestError(f"There is no config file {path}{nearest}. {remedy}.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -184,22 +173,16 @@ def _parse_overrides(
     except SettingsError as error:
         known = _field_paths(model)
         hints = [f"--{name}{_nearest(name, known)}" for name, _ in _options(overrides) if name not in known]
-        if hints:
-            reason = f"unknown option {', '.join(hints)}"
-        else:
-            reason = (
-                _json_hint(overrides) or f"{str(error).removeprefix('error parsing CLI: ')}, in {' '.join(overrides)}"
-            )
+        reason = f"unknown option {', '.join(hints)}" if hints else _json_hint(overrides)
+        reason = reason or f"{str(error).removeprefix('error parsing CLI: ')}, in {' '.join(overrides)}"
         raise RequestError(f"{prog}: {reason}. `{prog} --help` lists every option.") from None
 
 
 def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Extract options such as `--texts.t5.max_tokens 77`, which set values in a field that holds named sections.
+    """Extract options such as `--texts.t5.max_tokens 77`, which set values in a field that holds named sections;
+    pydantic-settings offers no such options, because it cannot know the names.
 
-    pydantic-settings offers no such options, because it cannot know the sections' names.
-
-    Returns:
-        The remaining words, and the entries as nested dicts. Values stay text unless they are `null` or JSON.
+    Return the remaining words, and the entries as nested dicts. Values stay text unless they are `null` or JSON.
     """
     rest: list[str] = []
     entries: dict[str, Any] = {}

@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,34 +25,14 @@ PrecisionOption = Literal["auto", "float32", "float16", "bfloat16"]
 DeviceOption = Literal["auto", "cpu", "cuda"]
 
 
-@dataclass(frozen=True)
-class Accelerator:
-    """A kind of accelerator."""
-
-    type: str
-    """torch's name for the device type."""
-    collectives: str
-    """torch.distributed's backend for the devices."""
-    error_marker: str
-    """Text in every error after which a process can no longer use its device."""
-
-    @property
-    def torch_module(self) -> Any:
-        """torch's module for the device type, with streams, events, memory statistics and device names."""
-        import torch
-
-        return torch.get_device_module(self.type)
-
-    def pinned(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
-        """Return uninitialised page-locked host memory, from which data can be copied to the device asynchronously."""
-        import torch
-
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-
-
-ACCELERATOR = Accelerator("cuda", "nccl", "CUDA error")
-"""The accelerator in use: NVIDIA GPUs, or AMD GPUs in a ROCm build of torch, which uses the same names. To support
-another accelerator, set it here and add its type to `DeviceOption`."""
+# To support another accelerator than NVIDIA's GPUs (or AMD's, whose ROCm build of torch uses the same names), change
+# these constants and `DeviceOption`.
+ACCELERATOR = "cuda"
+"""torch's name for the accelerator's device type."""
+COLLECTIVES = "nccl"
+"""torch.distributed's backend for the accelerator."""
+DEVICE_ERROR = "CUDA error"
+"""Text in every error after which a process can no longer use its accelerator."""
 
 TRIAL_CHANNELS, TRIAL_SIDE = 64, 16
 """Tensor sizes for the timing trial, small enough for it to finish in under 100 ms on a CPU that emulates bfloat16."""
@@ -65,44 +44,46 @@ WARN_SLOWDOWN = 1.5
 
 def is_accelerator(device: "torch.device | str") -> bool:
     """Return whether a device is an accelerator rather than the CPU."""
-    return str(device).partition(":")[0] == ACCELERATOR.type
+    return str(device).partition(":")[0] == ACCELERATOR
 
 
 def has_accelerator() -> bool:
     """Return whether torch can use an accelerator in this process."""
-    return bool(ACCELERATOR.torch_module.is_available())
+    return bool(device_module().is_available())
 
 
 def device_module() -> Any:
     """Return torch's module for the accelerator, such as torch.cuda, whether or not the machine has one."""
-    return ACCELERATOR.torch_module
+    import torch
+
+    return torch.get_device_module(ACCELERATOR)
 
 
 def best_device() -> str:
     """Return the type of the accelerator if torch can use one, and `cpu` otherwise."""
-    return ACCELERATOR.type if has_accelerator() else "cpu"
+    return ACCELERATOR if has_accelerator() else "cpu"
 
 
 def worker_device(num_gpus: float) -> str:
     """Return the device type for a Ray worker that was granted `num_gpus` GPUs, which may be a fraction of one."""
-    return ACCELERATOR.type if num_gpus else "cpu"
+    return ACCELERATOR if num_gpus else "cpu"
 
 
 def host_buffer(shape: tuple[int, ...], dtype: "torch.dtype", device: "torch.device") -> "torch.Tensor":
     """Return uninitialised host memory for copies to and from `device`, page-locked if the device is an accelerator."""
     import torch
 
-    return ACCELERATOR.pinned(shape, dtype) if is_accelerator(device) else torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, pin_memory=is_accelerator(device))
 
 
 def collectives_backend(device: str) -> str:
     """Return the torch.distributed backend for tensors on this type of device."""
-    return ACCELERATOR.collectives if is_accelerator(device) else "gloo"
+    return COLLECTIVES if is_accelerator(device) else "gloo"
 
 
 def is_device_error(error: Exception) -> bool:
     """Return whether an error leaves the accelerator unusable for the rest of the process."""
-    return ACCELERATOR.error_marker in str(error)
+    return DEVICE_ERROR in str(error)
 
 
 def choose_attention(device: "torch.device") -> None:
@@ -123,15 +104,12 @@ def choose_attention(device: "torch.device") -> None:
 
 
 def choose_device(requested: DeviceOption = "auto", devices: Path = Path("/dev")) -> str:
-    """Return the requested device; for `auto`, the accelerator if torch can use one and `cpu` otherwise.
-
-    Raises:
-        RequestError: torch cannot use a GPU although one was requested or the machine has an NVIDIA GPU.
-    """
+    """Return the requested device; for `auto`, the accelerator if torch can use one and `cpu` otherwise. Raises
+    RequestError if torch cannot use a GPU although one was requested or the machine has an NVIDIA GPU."""
     if requested == "cpu":
         return "cpu"
     if has_accelerator():
-        return ACCELERATOR.type
+        return ACCELERATOR
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     has_gpu = any(devices.glob("nvidia[0-9]*")) and not hidden
     if requested != "auto" or has_gpu:

@@ -121,14 +121,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def create_file(path: Path, temporary: Path) -> bool:
-    """Move `temporary` to `path` durably if `path` does not exist. Only one of several concurrent callers succeeds.
-
-    Returns:
-        Whether the file was created. `temporary` is removed in either case.
-
-    Raises:
-        RequestError: the file system supports neither hard links nor `renameat2`.
-    """
+    """Move `temporary` to `path` durably if `path` does not exist, and return whether this call did. Only one of
+    several concurrent callers succeeds; `temporary` is removed in either case. Raises RequestError if the file system
+    supports neither hard links nor `renameat2`."""
     try:
         try:
             os.link(temporary, path)
@@ -146,12 +141,8 @@ def create_file(path: Path, temporary: Path) -> bool:
 
 
 def rename_if_absent(source: Path, target: Path) -> None:
-    """Rename without replacing (`renameat2` with RENAME_NOREPLACE), for file systems that lack hard links.
-
-    Raises:
-        FileExistsError: `target` exists.
-        RequestError: the kernel or the file system does not support the call.
-    """
+    """Rename without replacing (`renameat2` with RENAME_NOREPLACE), for file systems that lack hard links. Raises
+    FileExistsError if `target` exists, and RequestError if the kernel or the file system does not support the call."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     done = function and function(AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), RENAME_NOREPLACE)
     if done == 0:
@@ -166,11 +157,7 @@ def rename_if_absent(source: Path, target: Path) -> None:
 
 
 def check_version(found: Any, expected: int, where: str) -> None:
-    """Check the format version of a stored record.
-
-    Raises:
-        RequestError: the record was written by another version of latentmill.
-    """
+    """Raise RequestError if a stored record has another format version, so another version of latentmill wrote it."""
     if found != expected:
         raise RequestError(
             f"{where} has format version {found}, but this version of latentmill reads only version {expected}. Use "
@@ -195,24 +182,14 @@ def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
-    """Read a file written by `write_sealed_json`.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        DamagedFile: its bytes differ from what was written.
-    """
+    """Read a file written by `write_sealed_json`. Raises FileNotFoundError, or DamagedFile if its bytes have
+    changed."""
     return parse_sealed_json(path.read_bytes(), str(path))
 
 
 def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
-    """Verify the bytes of a sealed JSON file and return its value without the `sha256` field.
-
-    Args:
-        where: the path or URL of the file, for error messages.
-
-    Raises:
-        DamagedFile: the bytes differ from what was written.
-    """
+    """Verify the bytes of a sealed JSON file and return its value without the `sha256` field. Raises DamagedFile,
+    naming the path or URL `where`, if they differ from what was written."""
     try:
         value = json.loads(data)
         seal = value.pop("sha256")
@@ -231,11 +208,8 @@ def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
 
 
 def parse_json_lines(data: bytes, where: str) -> list[dict[str, Any]]:
-    """Parse the complete lines of a run's log, each a JSON object with an integer `step`.
-
-    A damaged line is skipped with a warning on stdout. A partial last line, which a killed writer leaves behind, is
-    ignored.
-    """
+    """Parse the complete lines of a run's log, each a JSON object with an integer `step`. A damaged line is skipped
+    with a warning on stdout, and a partial last line, which a killed writer leaves behind, is ignored."""
     found = []
     *whole, _torn = data.decode(errors="replace").split("\n")
     for number, line in enumerate(whole, start=1):
@@ -252,13 +226,8 @@ def parse_json_lines(data: bytes, where: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
-    """Hold an exclusive lock on the file `path`, and yield the file, open for writing.
-
-    The file is created or truncated. The kernel releases the lock when its holder dies.
-
-    Raises:
-        RequestError: the file system does not support file locks.
-    """
+    """Hold an exclusive lock on the file `path`, and yield the file, created or truncated and open for writing. The
+    kernel releases the lock when its holder dies. Raises RequestError if the file system does not support locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         flock(file.fileno(), path)
@@ -266,12 +235,8 @@ def locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def flock(descriptor: int, path: Path, wait: bool = True) -> None:
-    """Take an exclusive lock on an open file. `path` appears only in the error message.
-
-    Raises:
-        BlockingIOError: another process holds the lock, and `wait` is false.
-        RequestError: the file system does not support file locks.
-    """
+    """Take an exclusive lock on an open file, which error messages call `path`. Raises BlockingIOError if another
+    process holds it and `wait` is false, and RequestError if the file system does not support file locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:

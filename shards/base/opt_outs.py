@@ -84,7 +84,7 @@ def _listed_host(text: str) -> str:
         return host
     labels = host.split(".")
     if "*" in host:
-        raise ValueError("has a * in its host, which is only supported as a leading *.")
+        raise ValueError("has a * inside its host; * is supported only at the start, as in *.example.com")
     if not host or not all(re.fullmatch(r"[a-z0-9_-]{1,63}", label) for label in labels) or len(host) > 253:
         raise ValueError(f"{text!r} is not a valid host")
     if labels[-1].isdigit():

@@ -22,11 +22,11 @@ class Progress:
         self.shown = time.monotonic()
         self.bar: Bar | None = None
         if sys.stderr.isatty():
-            columns = (TextColumn(command), BarColumn(), MofNCompleteColumn(), TextColumn(units))
-            figures = (TextColumn("{task.description}"), TimeRemainingColumn())
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn(units), TextColumn("{task.description}"))
             self.bar = Bar(
+                TextColumn(command),
                 *columns,
-                *figures,
+                TimeRemainingColumn(),
                 console=Console(stderr=True),
                 speed_estimate_period=3600,  # a step may take a minute
                 redirect_stdout=sys.stdout.isatty(),

@@ -175,11 +175,7 @@ class RemoteStore(Store):
 
 @contextmanager
 def store_errors(address: str, *expected: type[Exception]) -> Iterator[None]:
-    """Convert any exception raised in the block, except the `expected` types, to an `Outage` that names `address`.
-
-    Raises:
-        Outage: the store cannot be reached or refuses access.
-    """
+    """Convert any exception raised in the block, except the `expected` types, to an `Outage` that names `address`."""
     try:
         yield
     except expected:

@@ -32,10 +32,8 @@ SWEEPER = ".sweeper.lock"
 def attempt_folder(store: Store, tar: str) -> Iterator[Path]:
     """Yield a private local folder for one attempt at `tar`, and remove it afterwards, whatever the outcome.
 
-    Folders left by killed attempts at this tar on this machine are removed first.
-
-    Raises:
-        RequestError: the file system does not support file locks.
+    Folders left by killed attempts at this tar on this machine are removed first. Raises RequestError if the file
+    system does not support file locks.
     """
     attempts = store.attempts()
     with ExitStack() as owned:
@@ -61,11 +59,8 @@ def use_scratch(scratch: Path | None) -> Path:
     """Direct all temporary files of this process and its children to a private folder, and return that folder.
 
     The folder is created below `scratch` (default: the system's temporary folder), after sweeping the folders that dead
-    processes of any job left on this machine. It is removed when this process exits, or by the next process if this
-    one is killed.
-
-    Raises:
-        RequestError: the file system does not support file locks.
+    processes of any job left on this machine. It is removed when this process exits, or by the next process if this one
+    is killed. Raises RequestError if the file system does not support file locks.
     """
     owned = ExitStack()
     folder = _make_private(_scratch(scratch), owned)
@@ -78,10 +73,8 @@ def use_scratch(scratch: Path | None) -> Path:
 def private_folder() -> Iterator[Path]:
     """Yield a private folder in the system's temporary folder, and remove it afterwards.
 
-    Folders left by killed processes on this machine are removed first.
-
-    Raises:
-        RequestError: the file system does not support file locks.
+    Folders left by killed processes on this machine are removed first. Raises RequestError if the file system does not
+    support file locks.
     """
     with ExitStack() as owned:
         yield _make_private(_scratch(None), owned)

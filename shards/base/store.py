@@ -52,19 +52,11 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """Read a whole file.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-        """
+        """Read a whole file. Raises FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Read the bytes [start, end) of a file, or fewer if the file is shorter.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-        """
+        """Read the bytes [start, end) of a file, or fewer if it is shorter. Raises FileNotFoundError."""
 
     def read_many(self, names: list[str]) -> dict[str, bytes]:
         """Read many small files at once. Missing files are left out of the result."""
@@ -78,11 +70,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, name: str, target: Path) -> None:
-        """Copy a file to a local path.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-        """
+        """Copy a file to a local path. Raises FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:
@@ -99,10 +87,6 @@ class Store(ABC):
     def files(self, folder: str = "") -> list[str]:
         """List the names of all files below `folder`, relative to it, in sorted order."""
         return sorted(self.listing(folder))
-
-    def etags(self, folder: str) -> dict[str, str]:
-        """Map the name of each file below `folder`, relative to the root, to its etag."""
-        return {f"{folder}/{name}": entry.etag for name, entry in self.listing(folder).items()}
 
     @abstractmethod
     def entries(self) -> list[str]:

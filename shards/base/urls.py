@@ -36,9 +36,7 @@ def hosts_of(url: str) -> list[str]:
     Usually there is one host. There may be two if the URL contains backslashes, which browsers treat as slashes and
     other clients do not.
     """
-    first = host_of(url)
-    second = host_of(url.replace("\\", "/")) if "\\" in url else None
-    return list(dict.fromkeys(host for host in (first, second) if host))
+    return [host for host in dict.fromkeys(map(host_of, (url, url.replace("\\", "/")))) if host]
 
 
 # Characters ignored in host names: the part of Unicode's Default_Ignorable_Code_Point that UTS 46 drops.

@@ -1,6 +1,6 @@
 """Decide whether a root's stored values can be converted to a requested encoding, and list the reasons if not."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from shards.base.config import Config, flatten
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
-from shards.format.towers import CAUSAL, ImageStorage, TextStorage, TextTower
+from shards.format.towers import CAUSAL, FeatureTower, ImageStorage, TextStorage, TextTower
 
 CHANGEABLE = {
     "image": {"storage", "posterior", "scale", "shift", "weights.name"},
@@ -31,13 +31,10 @@ class Conversion:
 
 
 def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: bool = False) -> Conversion:
-    """Plan the conversion from one encoding to another.
+    """Plan the conversion from one encoding to another. Raises RequestError, whose message lists every reason, if it is
+    impossible.
 
-    Args:
-        may_encode: re-encode the stored captions with each text tower whose latents cannot be converted.
-
-    Raises:
-        RequestError: the conversion is impossible; the message lists every reason.
+    With `may_encode`, the stored captions are re-encoded with each text tower whose latents cannot be converted.
     """
     problems = [
         f"{field}: {stored!r} in the source, {wanted!r} requested"
@@ -48,7 +45,7 @@ def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: 
     by_text = {name: text_problems(name, source.texts.get(name), tower) for name, tower in target.texts.items()}
     reencoded = frozenset(name for name, reasons in by_text.items() if reasons and may_encode)
     problems += [reason for name in sorted(by_text.keys() - reencoded) for reason in by_text[name]]
-    problems += feature_problems(source, target)
+    problems += [r for n, tower in target.features.items() for r in feature_problems(n, source.features.get(n), tower)]
     if problems:
         raise RequestError(
             f"The root cannot be converted to the requested encoding: {'; '.join(problems)}. Request only what the "
@@ -65,9 +62,7 @@ def image_problems(source: EncodingRecord, target: EncodingRecord) -> list[str]:
         problems.append(
             f"image.posterior: {stored.posterior} is stored, which cannot be converted to {wanted.posterior}"
         )
-    if (stored.storage, wanted.storage) == ("int8", "float16"):
-        problems.append("image.storage: int8 is stored, and the float16 precision cannot be restored")
-    return problems
+    return problems + _lost_precision("image", stored.storage, wanted.storage)
 
 
 def text_problems(name: str, stored: TextTower | None, wanted: TextTower) -> list[str]:
@@ -81,8 +76,7 @@ def text_problems(name: str, stored: TextTower | None, wanted: TextTower) -> lis
     if wanted.pooled and wanted.pooled != stored.pooled:
         problems.append(f"{place}.pooled: the stored pooled output has width {stored.pooled}, not {wanted.pooled}")
     if wanted.states and stored.states:
-        if (stored.storage, wanted.storage) == ("float8", "float16"):
-            problems.append(f"{place}.storage: float8 is stored, and the float16 precision cannot be restored")
+        problems += _lost_precision(place, stored.storage, wanted.storage)
         if stored.trim and not wanted.trim:
             problems.append(f"{place}.trim: the states of padding tokens are not stored")
         if wanted.trim and not (stored.trim or stored.masked or CAUSAL.fullmatch(stored.class_name)):
@@ -92,20 +86,18 @@ def text_problems(name: str, stored: TextTower | None, wanted: TextTower) -> lis
     return problems
 
 
-def feature_problems(source: EncodingRecord, target: EncodingRecord) -> list[str]:
-    """List the reasons why the stored features cannot be converted to the target's."""
-    problems = []
-    for name, wanted in target.features.items():
-        stored, place = source.features.get(name), f"features.{name}"
-        if stored is None:
-            problems.append(
-                f"{place}: the root has no such feature tower, and features can only be computed from images"
-            )
-            continue
-        problems += _differences("features", place, stored, wanted)
-        if (stored.storage, wanted.storage) == ("float8", "float16"):
-            problems.append(f"{place}.storage: float8 is stored, and the float16 precision cannot be restored")
-    return problems
+def feature_problems(name: str, stored: FeatureTower | None, wanted: FeatureTower) -> list[str]:
+    """List the reasons why a tower's stored features cannot be converted to the target's."""
+    place = f"features.{name}"
+    if stored is None:
+        return [f"{place}: the root has no such feature tower, and features can only be computed from images"]
+    return _differences("features", place, stored, wanted) + _lost_precision(place, stored.storage, wanted.storage)
+
+
+def _lost_precision(place: str, stored: str, wanted: str) -> list[str]:
+    if wanted != "float16" or stored == wanted:
+        return []
+    return [f"{place}.storage: {stored} is stored, and the float16 precision cannot be restored"]
 
 
 def _differences(kind: str, place: str, stored: Config, wanted: Config) -> list[str]:
@@ -113,9 +105,7 @@ def _differences(kind: str, place: str, stored: Config, wanted: Config) -> list[
     return [
         f"{place}.{field}: {a.get(field)!r} in the source, {b.get(field)!r} requested"
         for field in a | b
-        if field not in CHANGEABLE[kind]
-        and field.partition(".")[0] not in CHANGEABLE[kind]
-        and a.get(field) != b.get(field)
+        if not {field, field.partition(".")[0]} & CHANGEABLE[kind] and a.get(field) != b.get(field)
     ]
 
 
@@ -133,44 +123,36 @@ class Changes(Config):
 
 
 def apply_changes(source: EncodingRecord, changes: Changes) -> EncodingRecord:
-    """Return the encoding of `source` with the changes applied.
+    """Return the encoding of `source` with the changes applied. Raises RequestError if a named tower does not exist or
+    no text tower would remain."""
+    existing = [f"{kind}.{name}" for kind in ("texts", "features") for name in getattr(source, kind)]
+    keep = set(existing if changes.towers is None else changes.towers)
+    named = {f"texts.{name}" for name in (*changes.text_storage, *changes.text_trim) if name != "*"}
+    if missing := sorted((keep | named) - set(existing)):
+        raise RequestError(f"The root has no tower {', '.join(missing)}. Its towers are {', '.join(existing)}.")
 
-    Raises:
-        RequestError: a named tower does not exist, or no text tower would remain.
-    """
-    keep = changes.towers
-    texts = {name: tower for name, tower in source.texts.items() if keep is None or f"texts.{name}" in keep}
-    features = {name: tower for name, tower in source.features.items() if keep is None or f"features.{name}" in keep}
-    named = [*(keep or []), *(f"texts.{n}" for n in (*changes.text_storage, *changes.text_trim) if n != "*")]
-    _check_named(source, named)
+    def chosen(choice: Mapping[str, Any], name: str, default: Any) -> Any:
+        return choice.get(name, choice.get("*", default))
+
+    texts = {
+        name: tower.model_copy(
+            update={
+                "storage": chosen(changes.text_storage, name, tower.storage),
+                "trim": chosen(changes.text_trim, name, tower.trim) and tower.states,
+            }
+        )
+        for name, tower in source.texts.items()
+        if f"texts.{name}" in keep
+    }
     if not texts:
         raise RequestError(
             "`--towers` names no text tower, but training needs at least one. Add one, such as texts.NAME."
         )
-    changed_texts = {
-        name: tower.model_copy(
-            update={
-                "storage": _chosen(changes.text_storage, name, tower.storage),
-                "trim": _chosen(changes.text_trim, name, tower.trim) and tower.states,
-            }
-        )
-        for name, tower in texts.items()
-    }
     image = {"storage": changes.image_storage, "posterior": changes.image_posterior}
     return source.model_copy(
         update={
             "image": source.image.model_copy(update={name: value for name, value in image.items() if value}),
-            "texts": changed_texts,
-            "features": features,
+            "texts": texts,
+            "features": {name: tower for name, tower in source.features.items() if f"features.{name}" in keep},
         }
     )
-
-
-def _chosen(choice: dict[str, Any], name: str, default: Any) -> Any:
-    return choice.get(name, choice.get("*", default))
-
-
-def _check_named(source: EncodingRecord, named: Sequence[str]) -> None:
-    existing = [*(f"texts.{name}" for name in source.texts), *(f"features.{name}" for name in source.features)]
-    if missing := sorted(set(named) - set(existing)):
-        raise RequestError(f"The root has no tower {', '.join(missing)}. Its towers are {', '.join(existing)}.")

@@ -2,7 +2,7 @@
 
 import functools
 import signal
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 
@@ -15,13 +15,13 @@ from shards.base.scratch import sweep_attempts, sweep_scratch, use_scratch
 from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.derive.conversion import Changes, Conversion, apply_changes, plan_conversion
-from shards.derive.part import Derivation, counts_tokens, derive_tar, kept_uncond, load_tokenizer
-from shards.derive.source import SourceTar, list_contents, superseded
+from shards.derive.part import ORIGIN, Derivation, SourceTar, counts_tokens, derive_tar, kept_uncond, load_tokenizer
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
+from shards.format.receipts import Receipt, active_parts, generations
 from shards.open import open_store
 from shards.root.commit import recall
-from shards.root.committed import TarReceipts, committed_parts
+from shards.root.committed import TarReceipts, committed_parts, list_commits, read_receipts
 from shards.root.exclusions import add_exclusion, exclusion_ids, load_exclusion
 from shards.root.index import write_streaming
 from shards.root.manifest import Manifest
@@ -32,15 +32,12 @@ PUBLISH_SECONDS = 300.0
 
 
 def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | None, processes: int) -> Manifest:
-    """Derive `target` from `source`. The target is a new root, or one from an interrupted run with the same changes.
+    """Derive `target` from `source`, and return the target's manifest. The target is a new root, or one from an
+    interrupted run with the same changes.
 
-    Returns:
-        The target's manifest.
-
-    Raises:
-        RequestError: the source cannot be converted as requested, or the target is an unrelated root.
-        WorkError: parts of the source are damaged (all others were derived), or a process was killed.
-        Preempted: the process received a stop signal.
+    Raises RequestError if the source cannot be converted as requested or the target is an unrelated root, WorkError if
+    parts of the source are damaged (all others were derived) or a process was killed, and Preempted after a stop
+    signal.
     """
     requested = None if buckets is None else dict.fromkeys(buckets)
     conversion, tars = prepare(source, target, apply_changes(EncodingRecord.load(source), changes), requested)
@@ -78,17 +75,11 @@ def prepare(
     """Check that the source can be converted as requested, and create the target's shared files.
 
     The empty caption's text latents are written only if no text tower is re-encoded. Target parts whose source part has
-    since been recalled are recalled as well.
+    since been recalled are recalled as well. `buckets` maps each bucket to derive to the rule that must have filled it
+    (None accepts any rule); None derives all of the source's buckets.
 
-    Args:
-        buckets: buckets to derive, each with the rule that must have filled it (None accepts any rule); None derives
-            all of the source's buckets.
-
-    Returns:
-        The conversion, and the tars of the source with parts in these buckets.
-
-    Raises:
-        RequestError: the source cannot be converted as requested, or the target is another root or the source itself.
+    Return the conversion, and the tars of the source with parts in these buckets. Raises RequestError if the source
+    cannot be converted as requested, or if the target is another root or the source itself.
     """
     if source.where() == target.where():
         raise RequestError(
@@ -101,28 +92,62 @@ def prepare(
         stored = conversion.source.texts[name]
         if counts_tokens(stored, conversion.target.texts[name]):
             load_tokenizer(stored.tokenizer.name, stored.tokenizer.sha256)  # fails now rather than in the workers
-    contents = list_contents(source)
-    wanted = dict.fromkeys(contents.rules) if buckets is None else buckets
-    check_buckets(source, contents.rules, wanted)
+    parts = active_parts(list_commits(source))
+    rules = rules_of(source, parts)
+    wanted = dict.fromkeys(rules) if buckets is None else buckets
+    check_buckets(source, rules, wanted)
     empty = load_uncond(source)
     create_root(target, encoding)
     for id in exclusion_ids(source):  # they also apply to tars added to the target later, and to runs on the target
         add_exclusion(target, load_exclusion(source, id))
-    record_rules(target, {Bucket.parse(bucket): contents.rules[bucket] for bucket in wanted})
+    record_rules(target, {Bucket.parse(bucket): rules[bucket] for bucket in wanted})
     if not conversion.reencoded:
-        write_uncond(target, kept_uncond(empty.items(), conversion))
+        write_uncond(target, kept_uncond(empty, conversion))
     if old := superseded(source, target):
-        recall(target, old, f"{source.where()} has recalled the part it was derived from")
+        why = f"{source.where()} has recalled the part it was derived from"
+        recall(target, {receipt.name: receipt.token for receipt in old}, why)
         print(f"Recalled {len(old)} parts of {target.where()}, because their source parts were recalled.")
-    return conversion, contents.tars(wanted)
+    return conversion, source_tars(parts, wanted)
+
+
+def source_tars(parts: Mapping[tuple[str, str], str], buckets: Container[str]) -> list[SourceTar]:
+    """Return the tars with parts in these buckets, ordered by name, from the result of `active_parts`."""
+    found: dict[str, dict[str, str]] = {}
+    for (tar, bucket), name in parts.items():
+        if bucket in buckets:
+            found.setdefault(tar, {})[bucket] = name
+    return [SourceTar(tar, tuple(names.values()), tuple(names)) for tar, names in found.items()]
+
+
+def rules_of(source: Store, parts: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """Return the rule of each bucket, read from one receipt, because all receipts of a bucket have the same rule."""
+    one_per_bucket = {bucket: name for (_, bucket), name in parts.items()}
+    return {receipt.bucket: receipt.rule for receipt in read_receipts(source, list(one_per_bucket.values()))}
+
+
+def superseded(source: Store, target: Store) -> list[Receipt]:
+    """Return the target's active receipts whose source part was recalled.
+
+    Parts whose source was re-encoded with identical content are not returned.
+    """
+    targets, sources = list_commits(target), list_commits(source)
+    recalled = {part for part, (_, tombstones) in generations(sources).items() if tombstones}
+
+    def active(store: Store, listed: Iterable[str]) -> Iterator[Receipt]:
+        return read_receipts(store, [name for part, name in active_parts(listed).items() if part in recalled])
+
+    current = {(receipt.tar, receipt.bucket): receipt.folder for receipt in active(source, sources)}
+    id = EncodingRecord.load(source).id
+    return [
+        receipt
+        for receipt in active(target, targets)
+        if (origin := str(receipt.settings.get(ORIGIN, ""))).startswith(f"{id}/")
+        and origin != f"{id}/{current.get((receipt.tar, receipt.bucket))}"
+    ]
 
 
 def check_buckets(source: Store, rules: Mapping[str, str], wanted: Mapping[str, str | None]) -> None:
-    """Check that the source has the wanted buckets, and that they were filled by the wanted rules.
-
-    Raises:
-        RequestError: a bucket is missing or was filled by a different rule.
-    """
+    """Raise RequestError if the source lacks a wanted bucket, or filled it by a different rule than the wanted one."""
     if missing := wanted.keys() - rules.keys():
         raise RequestError(
             f"{source.where()} has no samples in {', '.join(sorted(missing))}; its buckets are "
@@ -144,12 +169,8 @@ def missing(target: Store, tars: list[SourceTar]) -> list[SourceTar]:
 
 
 def _run(source: Store, target: Store, conversion: Conversion, tars: list[SourceTar], processes: int) -> list[str]:
-    """Derive each tar; return one message per failed tar.
-
-    Raises:
-        BrokenProcessPool: a worker process was killed.
-        Preempted: this process received a stop signal.
-    """
+    """Derive each tar; return one message per failed tar. Raises BrokenProcessPool if a worker was killed, and
+    Preempted if this process received a stop signal."""
     failed: list[str] = []
     derive_one = functools.partial(_derive_in_process, str(source.where()), str(target.where()), conversion)
     with (

@@ -1,7 +1,7 @@
 """Derive one tar's parts: read them from the source root, convert them, and commit them as stage 1 does."""
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,7 +18,6 @@ from shards.base.errors import UnfitNode
 from shards.base.scratch import attempt_folder
 from shards.base.store import LocalStore, Store
 from shards.derive.conversion import Conversion
-from shards.derive.source import ORIGIN, SourceTar
 from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.models import hash_weights, model_folder
@@ -27,12 +26,15 @@ from shards.format.tables import OTHER_BUCKET, REFUSED_NAME, SAMPLES_NAME
 from shards.format.text import TextLatents, unpack
 from shards.format.towers import TextTower
 from shards.root.commit import Attempt, commit, current_generation, record_file
-from shards.root.committed import TarReceipts, load_commits
+from shards.root.committed import TarReceipts, read_receipts
 from shards.root.exclusions import Exclusion, exclusion_ids, load_exclusion
 from shards.root.provenance import Stopwatch, made_by, versions
 from shards.root.reading import captions, decoded, image_latents, read_part
 from shards.root.writing import PartWriter
 
+ORIGIN = "derived_from"
+"""Receipt setting of a derived part: the encoding id and folder of its source part. `derived_from.host`, `.gpu` and
+`.gpu_uuid` record where the source part was encoded."""
 EXCLUDED, NON_FINITE = "excluded", "non_finite"
 CPU = torch.device("cpu")
 AT_ONCE = 256
@@ -51,6 +53,17 @@ def encode_nothing(captions: list[str], stopwatch: Stopwatch) -> Captions:
 
 
 @dataclass(frozen=True)
+class SourceTar:
+    """A source tar to derive."""
+
+    name: str
+    receipts: tuple[str, ...]
+    """Names of its receipts in the source root."""
+    buckets: tuple[str, ...]
+    """Buckets to derive."""
+
+
+@dataclass(frozen=True)
 class Derivation:
     """Everything that one process needs to derive tars: roots, conversion, encoder and device."""
 
@@ -65,19 +78,13 @@ class Derivation:
 def derive_tar(
     tar: SourceTar, how: Derivation, attempt: int = 1, report: Callable[[int], None] = lambda samples: None
 ) -> TarReceipts:
-    """Derive and commit the parts of one tar that the target lacks.
+    """Derive and commit the parts of one tar that the target lacks, and return the target's active receipts afterwards.
+    Raises DamagedFile if a source part does not match its receipt.
 
-    Args:
-        attempt: number of this attempt, for the receipts.
-        report: called with the number of samples processed so far. It may raise an exception to stop.
-
-    Returns:
-        The target's active receipts afterwards.
-
-    Raises:
-        DamagedFile: a source part does not match its receipt.
+    Receipts record `attempt`. `report` is called with the number of samples processed so far, and may raise an
+    exception to stop.
     """
-    receipts = [r for _, _, r in load_commits(how.source, dict.fromkeys(tar.receipts, "")) if r.bucket in tar.buckets]
+    receipts = list(read_receipts(how.source, tar.receipts))
     in_force = {receipt.bucket: current_generation(how.target, receipt.bucket, tar.name)[1] for receipt in receipts}
     committed = {bucket: receipt for bucket, receipt in in_force.items() if receipt}
     excluded = [load_exclusion(how.source, id) for id in exclusion_ids(how.source)]
@@ -92,18 +99,19 @@ def derive_tar(
                 with stopwatch("fetch"):
                     part = stack.enter_context(how.source.local(receipt.folder))
                     check_part(part, receipt)
-                converter = _PartConverter(part, receipt, folder / receipt.bucket, how, excluded, stopwatch)
-                for count in converter.write():
+                places = _places(part, receipt)
+                writer = PartWriter(folder / receipt.bucket, how.conversion.target, Bucket.parse(receipt.bucket))
+                for count in convert_part(part, receipt, writer, how, excluded, stopwatch):
                     report(done := done + count)
                 with stopwatch("write"):
-                    written = converter.writer.finish()
+                    written = writer.finish()
             committed |= commit(
                 how.target,
                 Attempt(
                     tar=tar.name,
                     folder=folder,
                     encoding=how.conversion.target,
-                    places=converter.places,
+                    places=places,
                     samples_in=receipt.samples_in,
                     parts={receipt.bucket: written},
                     rules={receipt.bucket: receipt.rule},
@@ -131,11 +139,8 @@ def _origin(receipt: Receipt) -> Settings:
 
 
 def check_part(folder: Path, receipt: Receipt) -> None:
-    """Check every file of a part against its receipt, so that damaged data does not get a new, valid receipt.
-
-    Raises:
-        DamagedFile: a file is missing or does not match the receipt.
-    """
+    """Check every file of a part against its receipt, so that damaged data does not get a new, valid receipt. Raises
+    DamagedFile if a file is missing or does not match."""
     here = LocalStore(folder)
     for name, record in receipt.files.items():
         if here.size(name) is None or record_file(here, name) != record:
@@ -145,77 +150,60 @@ def check_part(folder: Path, receipt: Receipt) -> None:
             )
 
 
-class _PartConverter:
-    """Converts one part from the source's encoding to the target's."""
+def convert_part(
+    part: Path, receipt: Receipt, writer: PartWriter, how: Derivation, excluded: list[Exclusion], stopwatch: Stopwatch
+) -> Iterator[int]:
+    """Convert a part's samples, in groups, from the source's encoding to the writer's; yield the size of each group."""
+    table = pq.read_table(part / SAMPLES_NAME)
+    is_excluded = np.logical_or.reduce([np.zeros(len(table), bool), *(exclusion.hits(table) for exclusion in excluded)])
+    for row in pq.read_table(part / REFUSED_NAME).to_pylist():
+        writer.refuse(**row)
+    writer.skip(receipt.refused.get(OTHER_BUCKET, 0))
+    stored = zip(read_part(part), table.to_pylist(), is_excluded, strict=True)
+    while group := list(islice(stored, AT_ONCE)):
+        kept = []
+        for sample, row, is_left_out in group:
+            if is_left_out:
+                writer.refuse(row["key"], row.get("url", ""), EXCLUDED, "by a list of `shards exclude`")
+            else:
+                kept.append((sample, row, captions(sample, how.conversion.source)))
+        with closing(how.encode([text for *_, texts in kept for text in texts], stopwatch)) as encoded:
+            for sample, row, texts in kept:
+                latents = [next(encoded) for _ in texts]
+                with stopwatch("write"):
+                    _append(writer, sample, row, texts, latents, how.conversion)
+        yield len(group)
 
-    def __init__(
-        self,
-        part: Path,
-        receipt: Receipt,
-        folder: Path,
-        how: Derivation,
-        excluded: list[Exclusion],
-        stopwatch: Stopwatch,
-    ):
-        self.part, self.how, self.conversion, self.stopwatch = part, how, how.conversion, stopwatch
-        self.writer = PartWriter(folder, self.conversion.target, Bucket.parse(receipt.bucket))
-        table = pq.read_table(part / SAMPLES_NAME)
-        self.rows = table.to_pylist()
-        self.excluded = np.zeros(len(table), bool)
-        for exclusion in excluded:
-            self.excluded |= exclusion.hits(table)
-        refused = pq.read_table(part / REFUSED_NAME).to_pylist()
-        self.places = _places(receipt, [row["key"] for row in self.rows], refused)
-        for row in refused:
-            self.writer.refuse(**row)
-        self.writer.skip(receipt.refused.get(OTHER_BUCKET, 0))
 
-    def write(self) -> Iterator[int]:
-        """Convert all samples in groups; yield the size of each group."""
-        stored = zip(read_part(self.part), self.rows, self.excluded, strict=True)
-        while group := list(islice(stored, AT_ONCE)):
-            kept = [(sample, row) for sample, row, is_excluded in group if not is_excluded]
-            for _, row, is_excluded in group:
-                if is_excluded:
-                    self.writer.refuse(row["key"], row.get("url", ""), EXCLUDED, "by a list of `shards exclude`")
-            self._append(kept)
-            yield len(group)
-
-    def _append(self, group: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        samples = [sample for sample, _ in group]
-        texts = [captions(sample, self.conversion.source) for sample in samples]
-        flat = [caption for sample_texts in texts for caption in sample_texts]
-        with closing(self.how.encode(flat, self.stopwatch)) as encoded:
-            for sample, sample_texts, (_, row) in zip(samples, texts, group, strict=True):
-                self._append_one(sample, sample_texts, row, [next(encoded) for _ in sample_texts])
-
-    def _append_one(
-        self,
-        sample: dict[str, Any],
-        texts: list[str],
-        row: dict[str, Any],
-        encoded: list[tuple[dict[str, TextLatents], bool]],
-    ) -> None:
-        with self.stopwatch("write"):
-            if not all(_is_finite(latents) for by_tower, _ in encoded for latents in by_tower.values()):
-                self.writer.refuse(row["key"], row.get("url", ""), NON_FINITE, "encoded in float32 too")
-                return
-            num_truncated = sum(was_truncated for _, was_truncated in encoded)
-            values = row | {"truncated": max(row["truncated"], num_truncated)}
-            columns = {name: sample[name] for name in ("key", "caption", "size", "scores")}
-            columns |= converted(sample, texts, [by_tower for by_tower, _ in encoded], self.conversion)
-            self.writer.append(columns, tuple(values.get(name, "") for name in self.writer.schema.names))
+def _append(
+    writer: PartWriter,
+    sample: dict[str, Any],
+    row: dict[str, Any],
+    texts: list[str],
+    encoded: list[tuple[dict[str, TextLatents], bool]],
+    conversion: Conversion,
+) -> None:
+    """Write a stored sample, with its row of samples.parquet, in the target's encoding."""
+    if not all(_is_finite(latents) for by_tower, _ in encoded for latents in by_tower.values()):
+        writer.refuse(row["key"], row.get("url", ""), NON_FINITE, "encoded in float32 too")
+        return
+    values = row | {"truncated": max(row["truncated"], sum(was_truncated for _, was_truncated in encoded))}
+    columns = {name: sample[name] for name in ("key", "caption", "size", "scores")}
+    columns |= converted(sample, texts, [by_tower for by_tower, _ in encoded], conversion)
+    writer.append(columns, tuple(values.get(name, "") for name in writer.schema.names))
 
 
 def _is_finite(latents: TextLatents) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in latents.tensors)
 
 
-def _places(receipt: Receipt, stored: list[str], refused: list[dict[str, str]]) -> dict[str, int]:
+def _places(part: Path, receipt: Receipt) -> dict[str, int]:
     """Recover the bit position of each key in a receipt's bitmaps.
 
     Bits are assigned to keys in sorted order, so a bitmap's n-th set bit belongs to the n-th of its sorted keys.
     """
+    stored = pq.read_table(part / SAMPLES_NAME, columns=["key"])["key"].to_pylist()
+    refused = pq.read_table(part / REFUSED_NAME).to_pylist()
     places = dict(zip(sorted(stored), np.flatnonzero(receipt.stored_samples).tolist(), strict=True))
     for reason in receipt.rejects:
         keys = sorted(row["key"] for row in refused if row["reason"] == reason)
@@ -226,12 +214,8 @@ def _places(receipt: Receipt, stored: list[str], refused: list[dict[str, str]]) 
 def converted(
     sample: dict[str, Any], texts: list[str], encoded: Sequence[dict[str, TextLatents]], how: Conversion
 ) -> dict[str, Any]:
-    """Convert the tower columns of a stored sample to those of the target.
-
-    Args:
-        texts: the sample's captions.
-        encoded: the latents of each re-encoded text tower, for each caption.
-    """
+    """Convert the tower columns of a stored sample, which has the captions `texts`, to those of the target. `encoded`
+    holds, for each caption, the latents of the re-encoded text towers."""
     columns, rows = image_columns(sample, how), unpack(sample)
     for name, wanted in how.target.texts.items():
         if name in how.reencoded:
@@ -285,12 +269,8 @@ def counts_tokens(stored: TextTower, wanted: TextTower) -> bool:
 
 @functools.lru_cache
 def load_tokenizer(name: str, sha256: str) -> Any:
-    """Load a text tower's tokenizer.
-
-    Raises:
-        RequestError: the tokenizer is not available on this machine.
-        UnfitNode: its files differ from those recorded in encoding.json.
-    """
+    """Load a text tower's tokenizer. Raises RequestError if this machine does not have it, and UnfitNode if its files
+    differ from those recorded in encoding.json."""
     import transformers  # imported late: only needed when captions are tokenised again
 
     folder = model_folder(name)
@@ -302,15 +282,14 @@ def load_tokenizer(name: str, sha256: str) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def kept_uncond(empty: Iterable[tuple[str, TextLatents]], how: Conversion) -> dict[str, TextLatents]:
+def kept_uncond(empty: Mapping[str, TextLatents], how: Conversion) -> dict[str, TextLatents]:
     """Select the source's empty-caption latents that the target keeps, keyed by text tower."""
-    kept = {}
-    for name, latents in empty:
-        if name in how.target.texts and name not in how.reencoded:
-            wanted = how.target.texts[name]
-            kept[name] = TextLatents(
-                latents.states if wanted.states else None,
-                latents.num_tokens,
-                latents.pooled if wanted.pooled else None,
-            )
-    return kept
+    return {
+        name: TextLatents(
+            empty[name].states if wanted.states else None,
+            empty[name].num_tokens,
+            empty[name].pooled if wanted.pooled else None,
+        )
+        for name, wanted in how.target.texts.items()
+        if name in empty and name not in how.reencoded
+    }

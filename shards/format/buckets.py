@@ -24,11 +24,7 @@ class Bucket:
 
     @classmethod
     def parse(cls, name: str) -> "Bucket":
-        """Parse a name such as `"576x448"` into `Bucket(576, 448)`.
-
-        Raises:
-            ValueError: the name is not WIDTHxHEIGHT with both sides at least 1.
-        """
+        """Parse a name such as `"576x448"` into `Bucket(576, 448)`. Raises ValueError for any other text."""
         match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", name)
         if not match:
             raise ValueError(f"{name!r} is not a bucket: write WIDTHxHEIGHT in pixels, such as 512x512")
@@ -42,11 +38,8 @@ class Bucket:
         return width >= self.width and height >= self.height
 
     def latent_hw(self, downsampling: int) -> tuple[int, int]:
-        """Return the latents' (h, w) for a VAE that downsamples each side by `downsampling`.
-
-        Raises:
-            ValueError: a side is not a multiple of `downsampling`.
-        """
+        """Return the latents' (h, w) for a VAE that downsamples each side by `downsampling`. Raises ValueError if a
+        side is not a multiple of it."""
         if self.width % downsampling or self.height % downsampling:
             raise ValueError(f"bucket {self} is not a multiple of the VAE's downsampling factor, {downsampling}")
         return self.height // downsampling, self.width // downsampling
@@ -118,13 +111,10 @@ def choose_buckets(
 
 
 def bucket_rules(buckets: Iterable[Bucket], aspects: Iterable[AspectTable] = ()) -> dict[Bucket, str]:
-    """Map each bucket to the rule that assigns images to it.
+    """Map each bucket to the rule that assigns images to it. Raises ValueError if two tables share a bucket.
 
-    The rule is `covers` (every image that covers the bucket) or `nearest, base …` (images whose aspect ratio is
-    closest to this bucket in a table). A bucket that is both in a table and in `buckets` has the rule `covers`.
-
-    Raises:
-        ValueError: two tables share a bucket.
+    The rule is `covers` (every image that covers the bucket) or `nearest, base …` (images whose aspect ratio is closest
+    to this bucket in a table). A bucket that is both in a table and in `buckets` has the rule `covers`.
     """
     rules: dict[Bucket, str] = {}
     for table in aspects:

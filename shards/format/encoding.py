@@ -100,12 +100,8 @@ class EncodingRecord(Config):
 
     @classmethod
     def load(cls, store: Store) -> "EncodingRecord":
-        """Read ROOT/encoding.json.
-
-        Raises:
-            RequestError: the folder is not a latents root, or has a different format version.
-            DamagedFile: the file was modified after it was written.
-        """
+        """Read ROOT/encoding.json. Raises RequestError if the folder is not a latents root, and the errors of
+        `parse`."""
         try:
             data = store.read(FILE_NAME)
         except FileNotFoundError:
@@ -117,15 +113,8 @@ class EncodingRecord(Config):
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> "EncodingRecord":
-        """Parse the bytes of an encoding.json.
-
-        Args:
-            where: the path or URL of the file, for error messages.
-
-        Raises:
-            RequestError: the record has a different format version, or was written by another version of latentmill.
-            DamagedFile: the file was modified after it was written.
-        """
+        """Parse the bytes of the encoding.json at the path or URL `where`. Raises RequestError if another format
+        version or another version of latentmill wrote it, and DamagedFile if it was modified after it was written."""
         fields = parse_sealed_json(data, where)
         id = fields.pop("id")
         check_version(fields.get("schema_version"), VERSION, where)

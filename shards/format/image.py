@@ -84,10 +84,8 @@ def unpack(latents: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def draw(moments: Tensor, noise: Tensor) -> Tensor:
-    """Sample latents (…, C, h, w) from moments (…, 2C, h, w), given standard normal noise (…, C, h, w).
-
-    Computes mean + σ·noise as diffusers' DiagonalGaussianDistribution does.
-    """
+    """Sample latents (…, C, h, w) from moments (…, 2C, h, w), given standard normal noise (…, C, h, w): mean + σ·noise,
+    as in diffusers' DiagonalGaussianDistribution."""
     mean, log_variance = moments.chunk(2, dim=-3)
     return mean + (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp() * noise
 
@@ -106,11 +104,8 @@ def pack_features(name: str, tower: FeatureTower, features: Iterable[Tensor]) ->
 
 
 def feature_columns(name: str, tower: FeatureTower, bucket: Bucket) -> dict[str, str]:
-    """Return the MDS column types of `pack_features`' output.
-
-    Raises:
-        ValueError: the bucket, resized for the tower, is not a whole number of patches.
-    """
+    """Return the MDS column types of `pack_features`' output. Raises ValueError if the bucket, resized for the tower,
+    is not a whole number of patches."""
     height, width = tower.grid(bucket)
     tokens, dtype = height * width, "float16" if tower.storage == "float16" else "uint8"
     types = {f"features.{name}": f"ndarray:{dtype}:{tokens},{tower.width}"}

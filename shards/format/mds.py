@@ -43,11 +43,8 @@ class Column:
 
     @classmethod
     def of(cls, name: str, encoding: str) -> "Column":
-        """Build a column with the size that its type implies.
-
-        Raises:
-            RequestError: stage 1 does not write this type.
-        """
+        """Build a column with the size that its type implies. Raises RequestError for a type that stage 1 does not
+        write."""
         dtype, shape = array_type(encoding)
         return cls(name, encoding, None if dtype is None or shape is None else math.prod(shape) * dtype.itemsize)
 
@@ -55,10 +52,8 @@ class Column:
 def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
     """Return the dtype and shape of a column's arrays.
 
-    The shape is None if each sample stores its own; both are None for `str`.
-
-    Raises:
-        RequestError: stage 1 does not write this type.
+    The shape is None if each sample stores its own; both are None for `str`. Raises RequestError for a type that stage
+    1 does not write.
     """
     match encoding.split(":"):
         case ["str"]:
@@ -106,11 +101,6 @@ class MdsIndex:
     def num_samples(self) -> int:
         return int(self.samples.sum())
 
-    def save(self, folder: Path) -> None:
-        """Save all arrays, but not the columns, to an existing folder."""
-        for name in ARRAYS:
-            np.save(folder / f"{name}.npy", getattr(self, name))
-
     @classmethod
     def mapped(cls, folder: Path, columns: tuple[Column, ...]) -> "MdsIndex":
         """Memory-map a saved index, so that all processes share its memory."""
@@ -123,67 +113,27 @@ def mapped(folder: Path, name: str) -> NDArray[Any]:
     return array
 
 
-def parse_index(data: bytes, where: str) -> MdsIndex:
-    """Parse the bytes of BUCKET/index.json.
-
-    Args:
-        where: the path or URL of the index, for error messages.
-
-    Raises:
-        RequestError: the index is malformed, was not written by stage 1, or names a file outside its folder.
-    """
-    known: dict[str, tuple[Column, ...]] = {}
-
-    def compact(value: dict[str, Any]) -> Any:
-        # convert each entry as soon as it is parsed, so that the index is never in memory as Python objects
-        if "raw_data" not in value:
-            return value
-        if value["format"] != "mds" or value["compression"] is not None:
-            raise RequestError(
-                f"{where} lists files that stage 1 did not write (format {value['format']}, compression "
-                f"{value['compression']}). Do not use this root."
-            )
-        fields = (value["column_names"], value["column_encodings"], value["column_sizes"])
-        columns = known.setdefault(repr(fields), tuple(Column(*column) for column in zip(*fields, strict=True)))
-        file = value["raw_data"]
-        return file["basename"].encode(), file["bytes"], value["samples"], int(file["hashes"][HASH], 16), columns
-
+def parse_index(data: bytes, where: str) -> list[tuple[str, int, list[Column]]]:
+    """Parse the index.json of a part at the path or URL `where`; return each file's name, number of samples and
+    columns. Raises RequestError if it is malformed, was not written by stage 1, or names a file outside its folder."""
+    files = []
     try:
-        index = json.loads(data, object_hook=compact)
-        entries = index["shards"]
-        names, sizes, samples, hashes, columns = zip(*entries, strict=True) if entries else ((),) * 5
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, RequestError):
-            raise
+        for entry in json.loads(data)["shards"]:
+            fields = (entry["column_names"], entry["column_encodings"], entry["column_sizes"])
+            columns = [Column(*column) for column in zip(*fields, strict=True)]
+            files.append((str(entry["raw_data"]["basename"]), int(entry["samples"]), columns))
+            if entry["format"] != "mds" or entry["compression"] is not None:
+                raise ValueError(f"format {entry['format']}, compression {entry['compression']}")
+    except (ValueError, KeyError, TypeError) as error:
         raise RequestError(
-            f"{where} is not an index written by stage 1 ({type(error).__name__}: {error}). Rewrite it with `python "
-            f"-m shards index ROOT`."
+            f"{where} is not an index written by stage 1 ({type(error).__name__}: {error}). Do not use this root, or "
+            f"restore the file from a backup."
         ) from error
-    if len(set(columns)) > 1:
-        raise RequestError(f"{where} lists files with different columns. Do not use this root.")
-    for name in names:
-        path = PurePosixPath(name.decode())
+    for name, *_ in files:
+        path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
-            raise RequestError(f"{where} names a file outside its folder, {name.decode()!r}. Do not use this root.")
-    return MdsIndex(
-        names=np.array(names, np.bytes_),
-        sizes=np.array(sizes, np.int64),
-        samples=np.array(samples, np.int64),
-        hashes=np.array(hashes, np.uint64),
-        columns=columns[0] if columns else (),
-        parts=_parts_of(names, samples),
-    )
-
-
-def _parts_of(names: Sequence[bytes], samples: Sequence[int]) -> NDArray[np.void]:
-    """Group files by folder into parts, in index order."""
-    totals: dict[bytes, int] = {}
-    for name, count in zip(names, samples, strict=True):
-        folder = name.rpartition(b"/")[0]
-        totals[folder] = totals.get(folder, 0) + count
-    longest = max(map(len, totals), default=1)
-    rows = [(folder, folder + b".g0", count, b"") for folder, count in totals.items()]
-    return np.array(rows, part_type(longest, longest + 3))
+            raise RequestError(f"{where} names a file outside its folder, {name!r}. Do not use this root.")
+    return files
 
 
 def hash_file(path: str) -> int:
@@ -195,11 +145,8 @@ def hash_file(path: str) -> int:
 
 
 def read_offsets(descriptor: int, num_samples: int, path: str) -> NDArray[np.uint32]:
-    """Read the (samples + 1,) offsets of a file: the start of each sample, and the end of the last.
-
-    Raises:
-        DamagedFile: the header does not list `num_samples` samples.
-    """
+    """Read the (samples + 1,) offsets of a file: the start of each sample, and the end of the last. Raises DamagedFile
+    if the header does not list `num_samples` samples."""
     return parse_offsets(os.pread(descriptor, header_size(num_samples), 0), num_samples, path)
 
 
@@ -209,11 +156,7 @@ def header_size(num_samples: int) -> int:
 
 
 def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32]:
-    """Parse the offsets from the first `header_size` bytes of a file. See `read_offsets`.
-
-    Raises:
-        DamagedFile: the header does not list `num_samples` samples.
-    """
+    """Parse the offsets from the first `header_size` bytes of a file, like `read_offsets`."""
     if len(data) != header_size(num_samples) or struct.unpack_from("<I", data)[0] != num_samples:
         raise DamagedFile(
             f"{path} is damaged: its header does not match its index ({num_samples} samples). Restore it from a backup."
@@ -222,11 +165,7 @@ def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32
 
 
 def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: str) -> bytes:
-    """Read the bytes of one sample, given the file's offsets.
-
-    Raises:
-        DamagedFile: the file ends before the sample does.
-    """
+    """Read the bytes of one sample, given the file's offsets. Raises DamagedFile if the file is shorter."""
     begin, end = offsets[row : row + 2].tolist()
     data = os.pread(descriptor, end - begin, begin)
     if len(data) != end - begin:

@@ -23,7 +23,7 @@ from shards.base.durable import fsync_file
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import HASH, Column, array_type, shape_header
-from shards.format.receipts import FileRecord
+from shards.format.receipts import FileRecord, MdsFile
 
 FILE_BYTES = 1 << 27
 BLOCK_BYTES = 1 << 20
@@ -59,8 +59,8 @@ class PartMDSWriter:
         self.columns = [(column, *array_type(column.encoding)) for column in columns]
         self.config = file_config(columns)
         self.config_data = json.dumps(self.config, sort_keys=True).encode()
-        self.entries: list[dict[str, Any]] = []
-        """Index entries of the files written so far."""
+        self.files: list[MdsFile] = []
+        """Files written so far."""
         self.records: dict[str, FileRecord] = {}
         """File name → size and SHA-256, for the files written so far."""
         self.ends = [0]
@@ -73,11 +73,8 @@ class PartMDSWriter:
         self.syncing: list[Future[None]] = []
 
     def write(self, sample: dict[str, Any]) -> None:
-        """Append one sample.
-
-        Raises:
-            ValueError: an array is empty, or its dtype or shape does not match its column.
-        """
+        """Append one sample. Raises ValueError if an array is empty, or its dtype or shape does not match its
+        column."""
         pieces = self._pieces(sample)
         size = sum(map(len, pieces))
         # header: the number of samples, the start of each, the end of the last, the JSON of the columns
@@ -117,7 +114,7 @@ class PartMDSWriter:
 
     def _write_file(self) -> None:
         """Write the buffered samples to one file."""
-        name = f"shard.{len(self.entries):05}.mds"
+        name = f"shard.{len(self.files):05}.mds"
         num_samples, samples = len(self.ends) - 1, self.buffer[: self.ends[-1]]
         offsets = np.array(self.ends) + 4 + 4 * len(self.ends) + len(self.config_data)
         header = np.uint32(num_samples).tobytes() + offsets.astype(np.uint32).tobytes() + self.config_data
@@ -130,21 +127,21 @@ class PartMDSWriter:
                 sha256.update(block)
                 xxh3.update(block)
         size = int(offsets[-1])
-        raw_data = {"basename": name, "bytes": size, "hashes": {HASH: xxh3.hexdigest()}}
-        self.entries.append(self.config | {"samples": num_samples, "raw_data": raw_data, "zip_data": None})
+        self.files.append(MdsFile(basename=name, bytes=size, samples=num_samples, hash=xxh3.hexdigest()))
         self.records[name] = FileRecord(bytes=size, sha256=sha256.hexdigest())
         self.syncing.append(self.disk.submit(fsync_file, self.folder / name, forget=True))
         self.ends = [0]
 
     def finish(self) -> None:
-        """Write the remaining samples and the index. On return, every file except the index has been flushed to disk.
-
-        Raises:
-            OSError: a file could not be flushed.
-        """
+        """Write the remaining samples and the index. On return, every file except the index has been flushed to disk;
+        raises OSError if that failed."""
         if len(self.ends) > 1:
             self._write_file()
-        (self.folder / "index.json").write_text(json.dumps({"version": 2, "shards": self.entries}, sort_keys=True))
+        entries = []
+        for file in self.files:
+            raw_data = {"basename": file.basename, "bytes": file.bytes, "hashes": {HASH: file.hash}}
+            entries.append(self.config | {"samples": file.samples, "raw_data": raw_data, "zip_data": None})
+        (self.folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}, sort_keys=True))
         if len(self.buffer) == FILE_BYTES:
             with suppress(queue.Full):
                 _spare.put_nowait(self.buffer)

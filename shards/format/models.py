@@ -2,16 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, RevisionNotFoundError
 
-from shards.base.durable import canonical_json, sha256_file
+from shards.base.durable import canonical_json, locked, sha256_file
 from shards.base.errors import RequestError, is_storage_error
-from shards.base.fetched import fetch_folder, fetch_lock, latest_copy
 from shards.format.towers import Weights
 
 WEIGHT_FILES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
@@ -33,6 +36,8 @@ NOT_CONTENT = {"architectures", "dtype", "torch_dtype", "transformers_version", 
 NOT_CONTENT |= {"name_or_path", "tokenizer_file"}
 # Ignored unless null, because the trainer applies shift and scale.
 NORMALISATION = {"shift_factor", "latents_mean", "latents_std"}
+FETCHING = ".fetching"
+"""Prefix of a folder whose download is not complete."""
 PIPELINE_INDEX = "model_index.json"
 """File that names the class and components of a diffusers pipeline."""
 TRAINED_GUIDANCE = "_trained_guidance"
@@ -40,36 +45,28 @@ TRAINED_GUIDANCE = "_trained_guidance"
 
 
 def model_folder(name: str, files: Sequence[str] = DOWNLOAD_PATTERNS) -> Path:
-    """Return the local folder of a model, downloading the model if necessary.
+    """Return the local folder of a model, downloading the model if necessary; only one process per machine downloads.
 
-    `name` is a local folder, a URL such as s3://bucket/vae, or a hub name, `org/repo[@revision][/sub/folder]`. Only one
-    process per machine downloads.
-
-    Raises:
-        Outage: the object store cannot be reached.
-        RequestError: the model does not exist, or the hub cannot provide it and it is not in the local cache.
-        OSError: writing to the disk failed.
+    `name` is a local folder, a URL such as s3://bucket/vae, or a hub name, `org/repo[@revision][/sub/folder]`. Raises
+    Outage if the object store cannot be reached, RequestError if neither the hub nor the local cache has the model, and
+    OSError if writing to the disk failed.
     """
     if Path(name).is_dir():
         return Path(name)
-    with fetch_lock(name, _cache()):
+    with _fetch_lock(name):
         return _fetch(name, files)
 
 
 def recorded_folder(weights: Weights) -> Path:
     """Return the local folder of a model whose content matches its record in encoding.json.
 
-    The cached copy is used if it matches. Otherwise, one process per machine downloads the model.
-
-    Raises:
-        Outage: the object store cannot be reached.
-        RequestError: the model cannot be found, or its content differs from the record.
-        OSError: writing to the disk failed.
+    The cached copy is used if it matches. Otherwise, one process per machine downloads the model, with the errors of
+    `model_folder`; RequestError also means that its content differs from the record.
     """
     cached = _cached(weights.name)
     if cached and _matches(cached, weights):
         return cached
-    with fetch_lock(weights.name, _cache()):
+    with _fetch_lock(weights.name):
         folder = _cached(weights.name)
         if folder is None or folder == cached:  # no other process has downloaded it in the meantime
             folder = _fetch(weights.name, DOWNLOAD_PATTERNS)
@@ -84,6 +81,21 @@ def _cache() -> Path:
     return Path(constants.HF_HOME) / "latentmill"
 
 
+def _id(text: str) -> str:
+    return hashlib.sha256(text.rstrip("/").encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _fetch_lock(name: str) -> Iterator[None]:
+    """Keep other processes on this machine from fetching `name`."""
+    cache = _cache()
+    if not os.access(next(folder for folder in (cache, *cache.parents) if folder.exists()), os.W_OK):
+        yield  # a read-only cache was filled beforehand, so nothing is fetched into it
+        return
+    with locked(cache / f"{_id(name)}.lock"):
+        yield
+
+
 def _matches(folder: Path, weights: Weights) -> bool:
     try:
         return hash_weights(weights.name, folder).sha256 == weights.sha256
@@ -96,7 +108,8 @@ def _cached(name: str) -> Path | None:
     if Path(name).is_dir():
         return Path(name)
     if "://" in name:
-        return latest_copy(name, _cache())
+        copies = [copy for copy in (_cache() / _id(name)).glob("*") if not copy.name.startswith(FETCHING)]
+        return max(copies, key=lambda copy: copy.stat().st_mtime, default=None)
     try:
         repo, revision, folder = _parse(name)
         snapshot = Path(snapshot_download(repo, revision=revision or None, local_files_only=True))
@@ -106,11 +119,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _parse(name: str) -> tuple[str, str, str]:
-    """Split a hub name into repository, revision and folder.
-
-    Raises:
-        RequestError: `name` is not a hub name.
-    """
+    """Split a hub name into repository, revision and folder. Raises RequestError if `name` is not a hub name."""
     parts = name.split("/")
     if len(parts) < 2 or not all(parts):
         raise RequestError(
@@ -124,7 +133,7 @@ def _fetch(name: str, files: Sequence[str]) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if "://" in name:
-        return fetch_folder(name, files, _cache())
+        return _fetch_folder(name, files)
     repo, revision, folder = _parse(name)
     patterns = [f"{folder}/{file}" if folder else file for file in files]
     try:
@@ -132,10 +141,13 @@ def _fetch(name: str, files: Sequence[str]) -> Path:
     except Exception as error:  # the hub client's own errors, and those of its HTTP libraries
         if is_storage_error(error):
             raise
+        said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise RequestError(
-            f"The model {name} is not a local folder, and {_describe_hub_error(repo, revision, error)}. "
-            f"Alternatively, pass a local folder created with `hf download {repo} --local-dir DIR` on a machine that "
-            f"can reach the hub."
+            f"The model {name} is not a local folder, and the hub at {constants.ENDPOINT} did not provide it: {said}. "
+            f"Check the name at {constants.ENDPOINT}/{repo}, the network and HF_HUB_OFFLINE, log in with `hf auth "
+            f"login` if the model is private or gated or the hub limits your requests, and run the command again. Or "
+            f"pass a local folder, created with `hf download {repo} --local-dir DIR` on a machine that can reach the "
+            f"hub."
         ) from error
     if not (snapshot / folder).is_dir():
         raise RequestError(
@@ -145,47 +157,36 @@ def _fetch(name: str, files: Sequence[str]) -> Path:
     return snapshot / folder
 
 
-def _describe_hub_error(repo: str, revision: str, error: BaseException | None) -> str:
-    """Explain why the hub did not provide a model and what to do, based on the error and its causes."""
-    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else '-'}"
-    errors: list[Any] = []
-    while error is not None:
-        errors.append(error)
-        error = error.__cause__ or error.__context__
-    status = next((e.response.status_code for e in errors if getattr(e, "response", None) is not None), 0)
-    if any(isinstance(e, OfflineModeIsEnabled) for e in errors):
-        return (
-            f"the hub's cache ({constants.HF_HUB_CACHE}) does not contain it, and HF_HUB_OFFLINE prevents a "
-            f"download. Unset HF_HUB_OFFLINE"
+def _fetch_folder(address: str, patterns: Sequence[str]) -> Path:
+    """Download the files at the top level of `address` that match `patterns`, and return their local folder.
+
+    The caller must hold `_fetch_lock`. A copy appears atomically, and its name is derived from the sizes and etags that
+    the store reports, so a changed folder is fetched again.
+    """
+    from shards.base.remote import RemoteStore  # deferred: imports fsspec and its file systems
+
+    store = RemoteStore(address)
+    entries = store.listing()
+    found = {name: entry for name, entry in entries.items() if any(fnmatch(name, pattern) for pattern in patterns)}
+    if not found:
+        raise RequestError(
+            f"{address} is not a model folder: it contains none of {', '.join(patterns)}. Check the URL."
         )
-    if any(isinstance(e, RevisionNotFoundError) for e in errors):
-        return f"the hub's {repo} has no revision {revision}. See {constants.ENDPOINT}/{repo}/commits"
-    if status in (401, 403, 404):
-        return (
-            f"the hub has no {repo} that you can read (HTTP status {status}): it was removed or renamed, or it is "
-            f"private or gated. Check {constants.ENDPOINT}/{repo}, and log in with `hf auth login` if it is gated"
-        )
-    if status == 429:
-        return (
-            "the hub answered HTTP status 429: too many requests from this IP address or account. Run the command "
-            "again in a few minutes, with HF_TOKEN set to raise the limit"
-        )
-    if status:
-        return f"the hub answered HTTP status {status}, a server error. Run the command again later"
-    if isinstance(errors[0], LocalEntryNotFoundError):
-        return (
-            f"the hub at {constants.ENDPOINT} cannot be reached ({text}). Check the network, and the values of "
-            f"HF_ENDPOINT and HTTPS_PROXY"
-        )
-    return f"its download was interrupted ({text}). Run the command again to download the missing files"
+    top = _cache() / _id(address)
+    copy = top / _id(canonical_json({name: [entry.bytes, entry.etag] for name, entry in found.items()}).decode())
+    if copy.is_dir():
+        return copy
+    for abandoned in top.glob(f"{FETCHING}*"):  # left by killed processes
+        shutil.rmtree(abandoned)
+    fetching = top / f"{FETCHING}-{uuid.uuid4().hex[:8]}"
+    fetching.mkdir(parents=True)
+    for name in found:
+        store.get(name, fetching / name)
+    return fetching.rename(copy)
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Read a model's config.json.
-
-    Raises:
-        RequestError: the file is missing or not JSON.
-    """
+    """Read a model's config.json. Raises RequestError if the file is missing or not JSON."""
     try:
         return json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -195,13 +196,8 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def hash_weights(name: str, folder: Path) -> Weights:
-    """Hash the content of a model or tokenizer folder.
-
-    The hash covers weights, vocabulary, and the config entries that affect the computation.
-
-    Raises:
-        RequestError: a model has no safetensors weights; pickled weights are never loaded.
-    """
+    """Hash the content of a model or tokenizer folder: weights, vocabulary, and the config entries that affect the
+    computation. Raises RequestError if a model has no safetensors weights; pickled weights are never loaded."""
     files = [file for file in FILES if (folder / file).is_file()]
     shards = sorted({shard for file in INDEX_FILES for shard in _weight_shards(folder / file)})
     if "config.json" in files and not (set(WEIGHT_FILES) & set(files) or shards):
@@ -218,11 +214,7 @@ def hash_weights(name: str, folder: Path) -> Weights:
 
 
 def _weight_shards(index: Path) -> set[str]:
-    """Return the names of the files that an index of sharded weights refers to.
-
-    Raises:
-        RequestError: one of them is missing.
-    """
+    """Return the files that an index of sharded weights refers to. Raises RequestError if one of them is missing."""
     if not index.is_file():
         return set()
     shards = set(json.loads(index.read_text())["weight_map"].values())
@@ -235,9 +227,7 @@ def _content_hash(path: Path) -> str:
     if path.name not in ("config.json", "tokenizer_config.json"):
         return sha256_file(path)
     fields = json.loads(path.read_text())
-    content = {key: value for key, value in fields.items() if _is_content(key, value)}
+    ignored = {key for key in fields if key in NOT_CONTENT or key.startswith("_")}
+    ignored |= {key for key in NORMALISATION if fields.get(key) is not None}
+    content = {key: value for key, value in fields.items() if key not in ignored}
     return hashlib.sha256(canonical_json(content)).hexdigest()
-
-
-def _is_content(key: str, value: Any) -> bool:
-    return not (key in NOT_CONTENT or key.startswith("_") or (key in NORMALISATION and value is not None))

@@ -24,8 +24,6 @@ from shards.base.durable import DamagedFile, check_version, parse_sealed_json, s
 from shards.base.errors import RequestError
 
 FOLDER = "commits"
-INDEX_NAME = "index.json"
-"""Name of a part's list of MDS files, in streaming's format."""
 VERSION = 2
 GENERATION = re.compile(r"(?P<tar>.+?)(?:\.g(?P<generation>[1-9]\d*))?\.json")
 TOMBSTONE = re.compile(r"(?P<tar>.+)\.g(?P<generation>\d+)\.recalled")
@@ -46,13 +44,6 @@ class MdsFile(Config):
     samples: int
     hash: str
     """xxh3_64, 16 hex digits."""
-
-
-def mds_file(entry: Mapping[str, Any]) -> MdsFile:
-    """Convert an entry of index.json into the record that a receipt stores."""
-    raw = entry["raw_data"]
-    (digest,) = raw["hashes"].values()
-    return MdsFile(basename=raw["basename"], bytes=raw["bytes"], samples=entry["samples"], hash=digest)
 
 
 class MadeBy(Config):
@@ -160,11 +151,8 @@ def pack_bits(values: NDArray[np.bool_]) -> str:
 
 
 def unpack_bits(text: str, count: int) -> NDArray[np.bool_]:
-    """Decode a boolean array (count,) from the output of `pack_bits`.
-
-    Raises:
-        ValueError: `text` encodes a different number of values.
-    """
+    """Decode a boolean array (count,) from `pack_bits`. Raises ValueError if `text` encodes another number of
+    values."""
     data = base64.b64decode(text, validate=True)
     if len(data) != -(-count // 8):
         raise ValueError(f"a bitmap of {len(data)} bytes does not match {count} samples")
@@ -172,11 +160,8 @@ def unpack_bits(text: str, count: int) -> NDArray[np.bool_]:
 
 
 def receipt_name(bucket: str, tar: str, generation: int = 0) -> str:
-    """Return the name of a receipt relative to the root.
-
-    Raises:
-        RequestError: the tar's name ends in a generation suffix.
-    """
+    """Return the name of a receipt relative to the root. Raises RequestError if the tar's name ends in a generation
+    suffix."""
     if re.search(r"\.g\d+$", tar):
         raise RequestError(
             f"The tar name {tar} ends in .gN, a suffix reserved for receipt generations. Rename the tar."
@@ -209,25 +194,23 @@ def generations(names: Iterable[str]) -> dict[tuple[str, str], tuple[set[int], s
     return found
 
 
-def active_receipts(names: Iterable[str]) -> list[str]:
-    """Return the active receipts among the names in commits/: the newest of each tar and bucket, unless recalled."""
-    return [
-        receipt_name(bucket, tar, max(made))
+def active_parts(names: Iterable[str]) -> dict[tuple[str, str], str]:
+    """Map each (tar, bucket), in sorted order, to the newest of its receipts in commits/, unless that is recalled."""
+    return {
+        (tar, bucket): receipt_name(bucket, tar, max(made))
         for (tar, bucket), (made, recalled) in sorted(generations(names).items())
         if made and max(made) not in recalled
-    ]
+    }
+
+
+def active_receipts(names: Iterable[str]) -> list[str]:
+    """Return the names of the active receipts among the names in commits/, ordered by tar and bucket."""
+    return list(active_parts(names).values())
 
 
 def parse_receipt(data: bytes, where: str) -> Receipt:
-    """Parse the bytes of a receipt.
-
-    Args:
-        where: the path or URL of the receipt, for error messages.
-
-    Raises:
-        DamagedFile: the receipt was modified after it was written, or its counts are inconsistent.
-        RequestError: the receipt has a different format version.
-    """
+    """Parse the bytes of a receipt. Raises DamagedFile if it was modified after it was written or its counts are
+    inconsistent, and RequestError if it has a different format version."""
     fields: Mapping[str, Any] = parse_sealed_json(data, where)
     check_version(fields.get("version"), VERSION, where)
     try:

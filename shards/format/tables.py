@@ -28,10 +28,8 @@ Columns = dict[str, list[Any]]
 
 
 def samples_schema(scores: Sequence[str]) -> pa.Schema:
-    """Return the schema of samples.parquet in a root with these scores.
-
-    Samples can later be excluded by `url` and by `sha256`, the hash of the image file.
-    """
+    """Return the schema of samples.parquet in a root with these scores. Samples can later be excluded by `url` and by
+    `sha256`, the hash of the image file."""
     return pa.schema(
         [("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
         + [(score, pa.float32()) for score in scores]
@@ -48,23 +46,15 @@ def write_rows(path: Path | BinaryIO, schema: pa.Schema, rows: list[tuple[Any, .
     pq.write_table(pa.table(arrays, schema=schema), path)
 
 
-def read_recorded(store: Store, folder: str, files: Mapping[str, FileRecord], names: Sequence[str]) -> dict[str, bytes]:
-    """Read some of a part's files and verify them against their records.
-
-    Raises:
-        DamagedFile: a file is missing, or its SHA-256 differs from the record.
-    """
-    places = {name: f"{folder}/{name}" for name in names}
-    found = store.read_many(list(places.values()))
-    for name, place in places.items():
-        if hashlib.sha256(found.get(place, b"")).hexdigest() != files[name].sha256:
+def read_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> tuple[Columns, Columns]:
+    """Read a part's tables of stored and refused samples. Raises DamagedFile if one is missing or its SHA-256 differs
+    from its record in `files`."""
+    places = [f"{folder}/{name}" for name in (SAMPLES_NAME, REFUSED_NAME)]
+    found, tables = store.read_many(places), []
+    for place in places:
+        data = found.get(place, b"")
+        if hashlib.sha256(data).hexdigest() != files[place.removeprefix(f"{folder}/")].sha256:
             where = store.where(place)
             raise DamagedFile(f"{where} is missing or does not match its receipt. Restore it from a backup.")
-    return {name: found[place] for name, place in places.items()}
-
-
-def read_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> tuple[Columns, Columns]:
-    """Read a part's tables of stored and refused samples. Raises the same errors as `read_recorded`."""
-    data = read_recorded(store, folder, files, (SAMPLES_NAME, REFUSED_NAME))
-    stored, refused = (pq.read_table(io.BytesIO(table)).to_pydict() for table in data.values())
-    return stored, refused
+        tables.append(pq.read_table(io.BytesIO(data)).to_pydict())
+    return tables[0], tables[1]

@@ -127,19 +127,20 @@ def pack(
             for kind, array in arrays_by_kind:
                 columns.setdefault(f"{kind}.{name}", []).append(array)
         if several:  # (captions, …)
-            yield {column: np.stack(_pad_to_longest(arrays)) for column, arrays in columns.items()}
+            yield {column: _stacked(arrays) for column, arrays in columns.items()}
         else:
             yield {column: np.atleast_1d(arrays[0]) for column, arrays in columns.items()}
 
 
 def _arrays(tower: TextTower, captions: Sequence[TextLatents]) -> Iterator[list[tuple[str, np.ndarray]]]:
     """Yield the (kind of column, array) pairs of each caption."""
-    states = (
-        encode_states((_stored_states(tower, caption) for caption in captions), tower.storage)
-        if tower.states
-        else repeat(())
+    kept = (
+        caption.states[: caption.num_tokens if tower.trim else None]
+        for caption in captions
+        if caption.states is not None
     )
-    for caption, state_arrays in zip(captions, states, strict=False):
+    states = encode_states(kept, tower.storage) if tower.states else repeat((), len(captions))
+    for caption, state_arrays in zip(captions, states, strict=True):
         arrays: list[tuple[str, np.ndarray]] = [*zip(("text_latents", "text_scales"), state_arrays, strict=False)]
         if tower.states and tower.hides_padding:
             arrays.append(("num_tokens", np.array(caption.num_tokens, np.int32)))
@@ -149,17 +150,12 @@ def _arrays(tower: TextTower, captions: Sequence[TextLatents]) -> Iterator[list[
         yield arrays
 
 
-def _stored_states(tower: TextTower, caption: TextLatents) -> Tensor:
-    assert caption.states is not None
-    return caption.states[: caption.num_tokens] if tower.trim else caption.states
-
-
-def _pad_to_longest(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Zero-pad arrays of shape (tokens, …) to the longest one."""
+def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
+    """Stack numbers, or arrays of shape (tokens, …) after zero-padding them to the longest one."""
     if not arrays[0].ndim:
-        return arrays
+        return np.stack(arrays)
     length = max(map(len, arrays))
-    return [pad_tokens(array, length) for array in arrays]
+    return np.stack([pad_tokens(array, length) for array in arrays])
 
 
 def pad_tokens(array: np.ndarray, length: int) -> np.ndarray:
@@ -185,20 +181,16 @@ def unpack(sample: dict[str, Any]) -> list[dict[str, np.ndarray]]:
     `num_tokens.NAME` is added for every tower with states. Captions shorter than the sample's longest caption keep
     their zero padding.
     """
-    columns = {column: _with_captions(column, array) for column, array in sample.items() if kind_of(column)}
-    num_captions = len(next(iter(columns.values())))
-    rows = [{column: array[i] for column, array in columns.items()} for i in range(num_captions)]
+    columns = {}
+    for column, array in sample.items():
+        if kind := kind_of(column):
+            columns[column] = array if array.ndim > AXES[kind] else array[None]
+    rows = [dict(zip(columns, arrays, strict=True)) for arrays in zip(*columns.values(), strict=True)]
     for row in rows:
         for column in [column for column in row if column.startswith("text_latents.")]:
             # without a num_tokens column, every stored token is real
             row.setdefault(column.replace("text_latents", "num_tokens", 1), np.int32(len(row[column])))
     return rows
-
-
-def _with_captions(column: str, array: np.ndarray) -> np.ndarray:
-    """Return a column's array with a leading caption axis, adding the axis if the sample has a single caption."""
-    axes = AXES[str(kind_of(column))]
-    return array if array.ndim > axes else array[None]
 
 
 def columns(name: str, tower: TextTower, several: bool = False) -> dict[str, str]:

@@ -134,11 +134,8 @@ class FeatureTower(Config):
     storage: TextStorage
 
     def grid(self, bucket: Bucket) -> tuple[int, int]:
-        """Return the (h, w) token grid of a bucket. Tokens are stored row by row.
-
-        Raises:
-            ValueError: the bucket, resized for the tower, is not a whole number of patches.
-        """
+        """Return the (h, w) token grid of a bucket; tokens are stored row by row. Raises ValueError if the bucket,
+        resized for the tower, is not a whole number of patches."""
         sides = []
         for side in (bucket.height, bucket.width):
             patches = side * self.resize / self.patch

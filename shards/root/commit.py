@@ -17,11 +17,10 @@ A tombstone next to a receipt recalls it. The next attempt then creates the rece
 import hashlib
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -34,6 +33,7 @@ from shards.format.receipts import (
     MadeBy,
     Receipt,
     pack_bits,
+    parse_name,
     parse_receipt,
     receipt_name,
     tombstone_name,
@@ -80,14 +80,9 @@ class Attempt:
 
 
 def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
-    """Move or upload an attempt's parts into the root and create their receipts.
-
-    Returns:
-        Bucket → active receipt. The receipt is another attempt's if that attempt committed the part first.
-
-    Raises:
-        WorkError: the root already has parts of this shard from a different tar, or with a different sample count.
-    """
+    """Move or upload an attempt's parts into the root and create their receipts; return bucket → active receipt, which
+    is another attempt's if that attempt committed the part first. Raises WorkError if the root already has parts of
+    this shard from a different tar, or with a different sample count."""
     record_tar(store, attempt.tar, attempt.source, attempt.samples_in)
     shared = {name: record_file(store, name) for name in (UNCOND_NAME, FILE_NAME)}
     committed = {}
@@ -97,18 +92,39 @@ def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
         name = f"{attempt.tar}.{content_hash(files)}"
         store_part(store, folder, f"{bucket}/{name}", files)
         now = time.monotonic()
-        times = {"upload": now - began, "total": now - attempt.clock}
-        receipt = make_receipt(attempt, bucket, name, files, shared, times)
+        seconds = attempt.seconds | {"upload": now - began, "total": now - attempt.clock}
+        receipt = Receipt(
+            tar=attempt.tar,
+            bucket=bucket,
+            generation=0,
+            token=attempt.token,
+            encoding_id=attempt.encoding.id,
+            rule=attempt.rules[bucket],
+            part=name,
+            files=files,
+            mds=part.mds,
+            samples_in=attempt.samples_in,
+            samples=len(part.stored),
+            stored=attempt.bits(part.stored),
+            refused=part.refused,
+            rejects={reason: attempt.bits(keys) for reason, keys in part.rejects.items()},
+            captions=part.captions,
+            input=attempt.source,
+            shared_files=shared,
+            software=attempt.software,
+            settings=attempt.settings,
+            made_by=attempt.made_by,
+            attempts=attempt.number,
+            started=attempt.started,
+            seconds={stage: round(value, 3) for stage, value in seconds.items()},
+        )
         committed[bucket] = create_receipt(store, receipt)
     return committed
 
 
 def record_tar(store: Store, tar: str, source: dict[str, str | int | None], samples_in: int) -> None:
-    """Create tars/TAR.json, or check that the existing one describes the same tar.
-
-    Raises:
-        WorkError: the SHA-256 or the sample count differs.
-    """
+    """Create tars/TAR.json, or check that the existing one has the same SHA-256 and sample count; raises WorkError if
+    not."""
     name, ours = f"tars/{tar}.json", {"tar": source, "samples_in": samples_in}
     store.create(name, sealed_json(ours))
     theirs = parse_sealed_json(store.read(name), store.where(name))
@@ -135,14 +151,17 @@ def store_part(store: Store, source: Path, folder: str, files: dict[str, FileRec
     """Store a part's files in `folder`, which is named after their content hash.
 
     Existing files are hashed and kept if they are correct. The first file is always written again, so that the part
-    looks recent to `clean` for as long as this attempt may still create its receipt.
-
-    Raises:
-        WorkError: a file does not have the expected size after the upload.
+    looks recent to `clean` for as long as this attempt may still create its receipt. Raises WorkError if a file does
+    not have the expected size after the upload.
     """
     if store.move(source, folder):
         return
-    wrong = [name for name, right in _compare(store, folder, files).items() if not right]
+    found = store.listing(folder)
+    wrong = [
+        name
+        for name, record in files.items()
+        if name not in found or found[name].bytes != record.bytes or store.sha256(f"{folder}/{name}") != record.sha256
+    ]
     store.put({f"{folder}/{name}": source / name for name in dict.fromkeys([*wrong, min(files)])})
     if wrong:
         sizes = {name: entry.bytes for name, entry in store.listing(folder).items()}
@@ -154,21 +173,9 @@ def store_part(store: Store, source: Path, folder: str, files: dict[str, FileRec
                 )
 
 
-def _compare(store: Store, folder: str, files: dict[str, FileRecord]) -> dict[str, bool]:
-    """Check the files in `folder` by size and SHA-256, and return for each file name whether the file is correct."""
-    found = store.listing(folder)
-    return {
-        name: name in found and found[name].bytes == record.bytes and store.sha256(f"{folder}/{name}") == record.sha256
-        for name, record in files.items()
-    }
-
-
 def create_receipt(store: Store, receipt: Receipt) -> Receipt:
-    """Create the receipt of a stored part.
-
-    Returns:
-        The active receipt: this one, or that of the attempt that committed the part first.
-    """
+    """Create the receipt of a stored part, and return the active receipt: this one, or that of the attempt that
+    committed the part first."""
     while True:
         generation, _ = current_generation(store, receipt.bucket, receipt.tar)
         receipt = receipt.model_copy(update={"generation": generation})
@@ -192,77 +199,21 @@ def current_generation(store: Store, bucket: str, tar: str) -> tuple[int, Receip
         generation += 1
 
 
-class Recallable(Protocol):
-    """The properties of a receipt that its tombstone records."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def token(self) -> str: ...
-    @property
-    def tar(self) -> str: ...
-    @property
-    def bucket(self) -> str: ...
-    @property
-    def generation(self) -> int: ...
-
-
-def recall(store: Store, receipts: Iterable[Recallable], why: str) -> None:
-    """Invalidate each receipt by creating a tombstone, so that the next job re-encodes the part.
+def recall(store: Store, receipts: Mapping[str, str], why: str) -> None:
+    """Invalidate each receipt (name → token) by creating a tombstone, so that the next job re-encodes the part.
 
     The part's files are kept, so that training runs that already read them can continue.
     """
-    for receipt in receipts:
-        stone = {"receipt": receipt.name, "token": receipt.token, "why": why, "at": datetime.now(UTC).isoformat()}
-        store.create(tombstone_name(receipt.bucket, receipt.tar, receipt.generation), sealed_json(stone))
-
-
-def make_receipt(
-    attempt: Attempt,
-    bucket: str,
-    name: str,
-    files: dict[str, FileRecord],
-    shared: dict[str, FileRecord],
-    times: dict[str, float],
-) -> Receipt:
-    """Build the generation-0 receipt for an attempt's part in `bucket`.
-
-    Raises:
-        ValidationError: the sample counts are inconsistent.
-    """
-    part = attempt.parts[bucket]
-    return Receipt(
-        tar=attempt.tar,
-        bucket=bucket,
-        generation=0,
-        token=attempt.token,
-        encoding_id=attempt.encoding.id,
-        rule=attempt.rules[bucket],
-        part=name,
-        files=files,
-        mds=part.mds,
-        samples_in=attempt.samples_in,
-        samples=len(part.stored),
-        stored=attempt.bits(part.stored),
-        refused=part.refused,
-        rejects={reason: attempt.bits(keys) for reason, keys in part.rejects.items()},
-        captions=part.captions,
-        input=attempt.source,
-        shared_files=shared,
-        software=attempt.software,
-        settings=attempt.settings,
-        made_by=attempt.made_by,
-        attempts=attempt.number,
-        started=attempt.started,
-        seconds={stage: round(value, 3) for stage, value in (attempt.seconds | times).items()},
-    )
+    for name, token in receipts.items():
+        parsed = parse_name(name)
+        assert parsed is not None
+        stone = {"receipt": name, "token": token, "why": why, "at": datetime.now(UTC).isoformat()}
+        store.create(tombstone_name(*parsed[:3]), sealed_json(stone))
 
 
 def record_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, FileRecord]:
-    """Map the relative path of every file below `folder`, sorted, to its size and SHA-256.
-
-    Files with an entry in `known` are not read again.
-    """
+    """Map the relative path of every file below `folder`, sorted, to its size and SHA-256, taken from `known` if it is
+    there."""
     here = LocalStore(folder)
     return {name: known.get(name) or record_file(here, name) for name in here.files()}
 

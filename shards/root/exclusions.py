@@ -10,7 +10,7 @@ them. The stored samples are not modified.
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,11 +76,9 @@ def make_exclusion(kind: str, values: Iterable[str]) -> Exclusion:
     """Build an exclusion list from values; blank lines and duplicates are dropped.
 
     URLs and hosts are stored in canonical form, so that different spellings match. A host covers all URLs at it and at
-    its subdomains. Addresses with other schemes than http and https are matched as they are written.
-
-    Raises:
-        RequestError: there are no values, a value of kind `sha256` is not a SHA-256, or one of kind `url` names
-            neither a URL nor a host.
+    its subdomains. Addresses with other schemes than http and https are matched as they are written. Raises
+    RequestError if there are no values, if one of kind `sha256` is not a SHA-256, or if one of kind `url` names neither
+    a URL nor a host.
     """
     assert kind in KINDS
     lines = {value.strip() for value in values} - {""}
@@ -126,11 +124,7 @@ def exclusion_ids(store: Store) -> list[str]:
 
 
 def load_exclusion(store: Store, id: str) -> Exclusion:
-    """Load an exclusion list.
-
-    Raises:
-        DamagedFile: the list is missing or its content does not match its name.
-    """
+    """Load an exclusion list. Raises DamagedFile if it is missing or its content does not match its name."""
     name = f"{FOLDER}/{id}.txt"
     data = store.read_many([name]).get(name, b"")
     exclusion = Exclusion(id.partition(".")[0], pa.array(data.decode(errors="replace").split("\n")[:-1], pa.string()))
@@ -141,25 +135,10 @@ def load_exclusion(store: Store, id: str) -> Exclusion:
     return exclusion
 
 
-def damaged_exclusions(store: Store) -> Iterator[str]:
-    """Yield an error message for each exclusion list that is damaged."""
-    for id in exclusion_ids(store):
-        try:
-            load_exclusion(store, id)
-        except DamagedFile as error:
-            yield str(error)
-
-
 def read_samples(store: Store, bucket: str, part: np.void, columns: Sequence[str]) -> pa.Table:
-    """Read `key` and `columns` from a part's sample table, in stored order.
-
-    Args:
-        part: a record of dtype `part_type`.
-
-    Raises:
-        DamagedFile: the table is not the one that was committed, or its row count is not the part's sample count.
-        RequestError: the table is missing.
-    """
+    """Read `key` and `columns` from the sample table of a part (a record of dtype `part_type`), in stored order. Raises
+    RequestError if the table is missing, and DamagedFile if it is not the one that was committed or its row count is
+    not the part's sample count."""
     folder, expected = part["folder"].decode(), part["table"].decode()
     name = f"{bucket}/{folder}/{SAMPLES_NAME}"
     data = store.read_many([name]).get(name)

@@ -8,7 +8,6 @@ All files are written with create-if-absent and are never replaced, except to re
 """
 
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -17,7 +16,6 @@ from shards.base.config import Config
 from shards.base.durable import DamagedFile, check_version, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Store
-from shards.root.segments import FOLDER as SEGMENTS
 from shards.root.segments import content_id, load_segment, merge, names_outside
 
 FOLDER = "index/manifests"
@@ -50,10 +48,8 @@ class Manifest(Config):
 
 
 class BucketIndex(Config):
-    """A bucket's index, stored as a list of segments.
-
-    The id determines the set of rows, but not how they are divided into segments.
-    """
+    """A bucket's index, stored as a list of segments. Its id determines the set of rows, but not how they are
+    divided."""
 
     version: Literal[2] = VERSION
     bucket: str
@@ -66,26 +62,20 @@ class BucketIndex(Config):
 
 
 def newest_manifest(store: Store) -> Manifest | None:
-    """Load the manifest with the highest number; return None if nothing has been published.
-
-    Raises:
-        DamagedFile: the manifest is damaged.
-        RequestError: the manifest has a different format version.
-    """
+    """Load the manifest with the highest number, or return None if nothing has been published. Raises DamagedFile if it
+    is damaged, and RequestError if it has a different format version."""
     numbers = [name for name in store.files(FOLDER) if NUMBER.fullmatch(name)]
-    if not numbers:
-        return None
-    name = f"{FOLDER}/{max(numbers)}"
+    return parse_manifest(store, f"{FOLDER}/{max(numbers)}") if numbers else None
+
+
+def parse_manifest(store: Store, name: str) -> Manifest:
+    """Load the manifest with this path relative to the root."""
     return Manifest.model_validate(_parse_version_2(store.read(name), store.where(name)))
 
 
 def read_index(store: Store, bucket: str, id: str) -> BucketIndex:
-    """Load the index `id` of a bucket.
-
-    Raises:
-        RequestError: the root has no such index, or the index has a different format version.
-        DamagedFile: the index is damaged.
-    """
+    """Load the index `id` of a bucket. Raises RequestError if it is missing or has a different format version, and
+    DamagedFile if it is damaged."""
     name = index_name(id)
     data = store.read_many([name]).get(name)
     if data is None:
@@ -97,12 +87,8 @@ def read_index(store: Store, bucket: str, id: str) -> BucketIndex:
 
 
 def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
-    """Load all rows of an index.
-
-    Raises:
-        DamagedFile: a segment is missing or damaged, or the rows do not match `id`.
-        RequestError: a row names a path outside the bucket's folder, so the index may have been tampered with.
-    """
+    """Load all rows of an index. Raises DamagedFile if a segment is missing or damaged or the rows do not match `id`,
+    and RequestError if a row names a path outside the bucket's folder, so the index may have been tampered with."""
     try:
         rows = merge([load_segment(store, sha256) for sha256 in index.segments])
     except FileNotFoundError as error:
@@ -127,22 +113,6 @@ def current_ids(store: Store) -> dict[str, str]:
     """Return bucket → id of its current index; empty if nothing has been published."""
     manifest = newest_manifest(store)
     return {bucket: size.id for bucket, size in manifest.buckets.items()} if manifest else {}
-
-
-def damaged_indexes(store: Store) -> Iterator[str]:
-    """Yield an error message for each manifest, index or segment that is damaged."""
-    for name in [f"{folder}/{file}" for folder in (FOLDER, INDEXES, SEGMENTS) for file in store.files(folder)]:
-        folder, _, file = name.rpartition("/")
-        data, stem = store.read(name), file.partition(".")[0]
-        try:
-            if folder == SEGMENTS:
-                load_segment(store, stem)
-            elif folder == FOLDER:
-                Manifest.model_validate(_parse_version_2(data, store.where(name)))
-            else:
-                load_rows(store, stem, BucketIndex.model_validate(_parse_version_2(data, store.where(name))))
-        except (DamagedFile, RequestError) as error:
-            yield str(error)
 
 
 def index_name(id: str) -> str:

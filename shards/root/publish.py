@@ -16,13 +16,13 @@ from pydantic import Field
 from shards.base.config import Config
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
-from shards.format.receipts import active_receipts, parse_name
-from shards.root.committed import list_commits, load_commits
+from shards.format.receipts import active_receipts, parse_name, parse_receipt
+from shards.root.committed import list_commits
 from shards.root.manifest import BucketIndex, BucketSize, Manifest, newest_manifest, read_index
 from shards.root.segments import content_id, load_segment, make_rows, merge, part_name, receipts_of, save_segment, sizes
 
 RECEIPTS_AT_ONCE = 512
-"""Number of receipts that are loaded into memory at once and converted to rows."""
+"""Number of receipts that are read at once and converted to rows."""
 JOIN_TIMEOUT_SECONDS = 5.0
 """Maximum time that a stopping process waits for its publisher's current step. Only a listing can take longer."""
 MERGE_BELOW = 2
@@ -53,11 +53,7 @@ class Publisher:
 
     def publish(self) -> Manifest:
         """Publish all committed parts, unless the newest manifest already lists them; return the current manifest.
-
-        Raises:
-            DamagedFile: a receipt or a segment is damaged.
-            PublishStopped: `stop` returned True.
-        """
+        Raises DamagedFile if a receipt or a segment is damaged, and PublishStopped if `stop` returned True."""
         while True:
             newest, listed = newest_manifest(self.store), list_commits(self.store)
             wanted, recalled = in_force(listed)
@@ -85,7 +81,21 @@ class Publisher:
                 loose.append(self.tables.pop(sha256).filter(pa.array(current)))
         if known and not loose and not fresh:
             return known
-        return self._store(bucket, kept, merge([*loose, *self._fetch(fresh)]), repair=tables is None)
+        rows = merge([*loose, *read_rows(self.store, fresh, self._check)])
+        kept.sort(key=lambda segment: len(segment[1]), reverse=True)
+        while kept and len(kept[-1][1]) < MERGE_BELOW * len(rows):
+            sha256, smaller = kept.pop()
+            rows = merge([smaller, rows])
+            del self.tables[sha256]
+        self._check()
+        segments = dict(kept)
+        if len(rows) or not kept:
+            segments[save_segment(self.store, rows)] = rows
+        id = content_id(merge(list(segments.values()), ["tar", "generation", "digest"]))
+        # an index that lost a segment is replaced, because it is stored under the same id
+        BucketIndex(bucket=bucket, segments=tuple(segments)).save(self.store, id, replace=tables is None)
+        self.tables |= segments
+        return BucketSize(id=id, **sizes(segments.values()))
 
     def _load(self, bucket: str, id: str) -> dict[str, pa.Table] | None:
         """Load an index's segments by SHA-256. Return None if a file is missing; it can be rebuilt from receipts."""
@@ -99,43 +109,23 @@ class Publisher:
             return None
         return {sha256: self.tables[sha256] for sha256 in index.segments}
 
-    def _fetch(self, etags: Mapping[str, str]) -> Iterator[pa.Table]:
-        names = sorted(etags)
-        for first in range(0, len(names), RECEIPTS_AT_ONCE):
-            self._check()
-            loaded = load_commits(self.store, {name: etags[name] for name in names[first : first + RECEIPTS_AT_ONCE]})
-            yield make_rows((committed.receipt, committed.etag) for committed in loaded)
-
-    def _store(self, bucket: str, kept: list[tuple[str, pa.Table]], rows: pa.Table, repair: bool) -> BucketSize:
-        """Store an index of the `kept` segments and the new `rows`, after merging small segments into `rows`.
-
-        With `repair`, replace an index stored under the same id, because it may refer to a missing segment.
-        """
-        kept.sort(key=lambda segment: len(segment[1]), reverse=True)
-        while kept and len(kept[-1][1]) < MERGE_BELOW * len(rows):
-            sha256, smaller = kept.pop()
-            rows = merge([smaller, rows])
-            del self.tables[sha256]
-        self._check()
-        segments = dict(kept)
-        if len(rows) or not kept:
-            segments[save_segment(self.store, rows)] = rows
-        id = content_id(merge(list(segments.values()), ["tar", "generation", "digest"]))
-        BucketIndex(bucket=bucket, segments=tuple(segments)).save(self.store, id, repair)
-        self.tables |= segments
-        return BucketSize(id=id, **sizes(segments.values()))
-
     def _check(self) -> None:
         if self.stop():
             raise PublishStopped
 
 
-def in_force(listed: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, tuple[str, ...]]]:
-    """Split a listing of commits/ by bucket.
+def read_rows(store: Store, etags: Mapping[str, str], check: Callable[[], None] = lambda: None) -> Iterator[pa.Table]:
+    """Yield the rows of these receipts (name → ETag) in blocks, and call `check` before each block."""
+    names = sorted(etags)
+    for first in range(0, len(names), RECEIPTS_AT_ONCE):
+        check()
+        found = store.read_many(names[first : first + RECEIPTS_AT_ONCE])
+        yield make_rows((parse_receipt(data, store.where(name)), etags[name]) for name, data in found.items())
 
-    Returns:
-        Bucket → active receipts (name → ETag), and bucket → sorted names of the recalled parts.
-    """
+
+def in_force(listed: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, tuple[str, ...]]]:
+    """Split a listing of commits/ by bucket: bucket → active receipts (name → ETag), and bucket → sorted names of the
+    recalled parts."""
     wanted: dict[str, dict[str, str]] = {}
     recalled: dict[str, list[str]] = {}
     for name in active_receipts(listed):
@@ -171,11 +161,8 @@ class PeriodicPublisher:
         self.thread.join(JOIN_TIMEOUT_SECONDS)
 
     def finish(self) -> Manifest:
-        """Stop the thread and publish all committed parts; return the manifest.
-
-        Raises:
-            DamagedFile, RequestError: see `Publisher.publish`.
-        """
+        """Stop the thread and publish all committed parts; return the manifest. Raises the errors of
+        `Publisher.publish`."""
         self.over.set()
         self.thread.join()
         self.publisher.stop = lambda: False

@@ -14,32 +14,24 @@ from shards.format import image
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import Decoder, parse_index, read_offsets, read_sample
 from shards.format.text import dequantise, unpack
-from shards.format.towers import TextTower
 
 
 def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a bucket's parts in order, at most `each` per part.
-
-    If the root is remote, each part is downloaded when it is reached.
-    """
+    """Yield the samples of a bucket's parts in order, at most `each` per part. Remote parts are downloaded when
+    reached."""
     for shard in shards:
         with store.local(f"{bucket}/{shard}") as folder:
             yield from islice(read_part(folder), each)
 
 
 def read_part(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the samples in a part's folder in order, each as a dict of columns.
-
-    Raises:
-        DamagedFile: an MDS file does not match the part's index.
-    """
+    """Yield the samples in a part's folder in order, each as a dict of columns. Raises DamagedFile if an MDS file does
+    not match the part's index."""
     index = folder / "index.json"
-    files = parse_index(index.read_bytes(), str(index))
-    decode = Decoder(files.columns)
-    for number in range(len(files)):
-        path = str(folder / files.name(number))
+    for name, num_samples, columns in parse_index(index.read_bytes(), str(index)):
+        path, decode = str(folder / name), Decoder(columns)
         with open(path, "rb", buffering=0) as file:
-            offsets = read_offsets(file.fileno(), int(files.samples[number]), path)
+            offsets = read_offsets(file.fileno(), num_samples, path)
             for row in range(len(offsets) - 1):
                 yield decode(read_sample(file.fileno(), offsets, row, path))
 
@@ -58,17 +50,16 @@ def image_latents(sample: dict[str, Any]) -> np.ndarray:
 
 
 def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> list[dict[str, np.ndarray]]:
-    """Return, for each of a sample's captions, a dict from text tower to hidden states, (tokens, width) float32.
-
-    If the root stores trimmed states, padding tokens are left out.
-    """
-    states = {name: tower for name, tower in encoding.texts.items() if tower.states}
-    return [{name: _states(row, name, tower) for name, tower in states.items()} for row in unpack(sample)]
-
-
-def _states(row: dict[str, np.ndarray], name: str, tower: TextTower) -> np.ndarray:
-    num_tokens = int(row[f"num_tokens.{name}"]) if tower.trim else None
-    return decoded(row, f"text_latents.{name}", f"text_scales.{name}", slice(num_tokens))
+    """Return, for each of a sample's captions, a dict from text tower to hidden states, (tokens, width) float32;
+    trimmed states come without padding tokens."""
+    found: list[dict[str, np.ndarray]] = []
+    for row in unpack(sample):
+        found.append({})
+        for name, tower in encoding.texts.items():
+            if tower.states:
+                kept = slice(int(row[f"num_tokens.{name}"]) if tower.trim else None)
+                found[-1][name] = decoded(row, f"text_latents.{name}", f"text_scales.{name}", kept)
+    return found
 
 
 def features(sample: dict[str, Any], encoding: EncodingRecord) -> dict[str, np.ndarray]:

@@ -156,12 +156,7 @@ def save_segment(store: Store, rows: pa.Table) -> str:
 
 
 def load_segment(store: Store, sha256: str) -> pa.Table:
-    """Load a segment.
-
-    Raises:
-        FileNotFoundError: the segment is missing.
-        DamagedFile: its content does not match its SHA-256.
-    """
+    """Load a segment. Raises FileNotFoundError if it is missing, and DamagedFile if it does not match its SHA-256."""
     name = segment_name(sha256)
     data = store.read(name)
     if hashlib.sha256(data).hexdigest() != sha256:

@@ -4,13 +4,9 @@ The first job creates them, and every later job must match them. torch is import
 that reading a config or a root does not require this slow import.
 """
 
-from __future__ import annotations
-
 import hashlib
 import uuid
-from collections.abc import Iterator
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
@@ -19,21 +15,15 @@ from shards.format.buckets import NEAREST, Bucket
 from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.receipts import active_receipts
 from shards.format.text import TextLatents
-from shards.root.committed import list_commits, load_commits
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from shards.root.committed import list_commits, read_receipts
 
 UNCOND_NAME = "uncond.safetensors"
 RULES = "rules"
 
 
 def check_root(store: Store, encoding: EncodingRecord) -> None:
-    """Check that a root has this encoding, or does not exist yet.
-
-    Raises:
-        RequestError: the root's encoding differs (the message names the fields), or the folder is not a latents root.
-    """
+    """Check that a root has this encoding, or does not exist yet. Raises RequestError if its encoding differs (the
+    message names the fields), or if the folder is not a latents root."""
     # listed before looking for encoding.json, because another job may create the root in between
     existing = [name for name in store.entries() if not name.startswith(".")]
     if store.size(FILE_NAME) is None:
@@ -58,13 +48,8 @@ def check_root(store: Store, encoding: EncodingRecord) -> None:
 
 
 def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
-    """Check that the root's buckets were filled by the same rules.
-
-    Otherwise, the assignment of images to buckets would differ from tar to tar.
-
-    Raises:
-        RequestError: a bucket, or an aspect table of the same base, has a different rule; the message names both.
-    """
+    """Check that the root's buckets were filled by the same rules, so that images are assigned alike in all tars.
+    Raises RequestError if a bucket, or an aspect table of the same base, has a different rule."""
     ours = rule_files(rules)
     for name, data in store.read_many(list(ours)).items():
         theirs = parse_sealed_json(data, store.where(name))["rule"]
@@ -86,11 +71,8 @@ def rule_files(rules: dict[Bucket, str]) -> dict[str, str]:
 
 
 def create_root(store: Store, encoding: EncodingRecord) -> None:
-    """Write encoding.json, or check the existing one. Several jobs may call this concurrently.
-
-    Raises:
-        RequestError: the existing encoding differs, or the store does not support create-if-absent.
-    """
+    """Write encoding.json, or check the existing one; several jobs may call this concurrently. Raises RequestError if
+    the existing encoding differs, or if the store does not support create-if-absent."""
     check_root(store, encoding)
     check_create_if_absent(store)
     store.create(FILE_NAME, encoding.sealed())
@@ -98,22 +80,14 @@ def create_root(store: Store, encoding: EncodingRecord) -> None:
 
 
 def record_rules(store: Store, rules: dict[Bucket, str]) -> None:
-    """Write the rules of these buckets, or check the existing ones.
-
-    Raises:
-        RequestError: an existing rule differs.
-    """
+    """Write the rules of these buckets, or check the existing ones. Raises RequestError if an existing rule differs."""
     for name, rule in rule_files(rules).items():
         store.create(name, sealed_json({"rule": rule}))
     check_rules(store, rules)
 
 
 def check_create_if_absent(store: Store) -> None:
-    """Check that the store supports create-if-absent, which the commit protocol needs.
-
-    Raises:
-        RequestError: a second create request overwrote the first object.
-    """
+    """Raise RequestError if the store ignores create-if-absent, which the commit protocol needs."""
     name, first, second = f"{STAGING_FOLDER}/{uuid.uuid4().hex}", b"first", b"second"
     store.create(name, first)
     again = store.create(name, second)
@@ -137,29 +111,21 @@ def write_uncond(store: Store, empty: dict[str, TextLatents]) -> None:
 
     Existing latents are kept; even if another GPU model computed them, they differ only by rounding.
     """
+    import torch
     from safetensors.torch import save
 
-    store.create(UNCOND_NAME, save(dict(_uncond_tensors(empty))))
-
-
-def _uncond_tensors(empty: dict[str, TextLatents]) -> Iterator[tuple[str, Tensor]]:
-    import torch
-
+    tensors = {}
     for name, caption in empty.items():
-        yield f"num_tokens.{name}", torch.tensor(caption.num_tokens)
-        if caption.states is not None:
-            yield f"text_latents.{name}", caption.states.half().contiguous()
-        if caption.pooled is not None:
-            yield f"pooled.{name}", caption.pooled.half().contiguous()
+        tensors[f"num_tokens.{name}"] = torch.tensor(caption.num_tokens)
+        for kind, tensor in (("text_latents", caption.states), ("pooled", caption.pooled)):
+            if tensor is not None:
+                tensors[f"{kind}.{name}"] = tensor.half().contiguous()
+    store.create(UNCOND_NAME, save(tensors))
 
 
 def load_uncond(store: Store) -> dict[str, TextLatents]:
-    """Load the empty caption's float16 text latents, keyed by text tower.
-
-    Raises:
-        RequestError: the file is missing, so no shard has ever been encoded into this root.
-        DamagedFile: the file does not match the SHA-256 that the receipts record.
-    """
+    """Load the empty caption's float16 text latents, keyed by text tower. Raises RequestError if no shard has ever been
+    encoded into this root, and DamagedFile if the file does not match the SHA-256 that the receipts record."""
     from safetensors.torch import load
 
     try:
@@ -169,12 +135,12 @@ def load_uncond(store: Store) -> dict[str, TextLatents]:
             f"{store.where(UNCOND_NAME)} is missing: no shard has been encoded into this root. "
             f"Run `make precompute` first."
         ) from None
-    names = active_receipts(etags := list_commits(store))[:1]  # every receipt records the file's hash
-    for name, _, receipt in load_commits(store, {name: etags[name] for name in names})[:1]:
+    names = active_receipts(list_commits(store))[:1]  # every receipt records the file's hash
+    for receipt in read_receipts(store, names):
         if receipt.shared_files[UNCOND_NAME].sha256 != hashlib.sha256(data).hexdigest():
             raise DamagedFile(
-                f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 does not match {store.where(name)}. Restore it "
-                f"from a backup."
+                f"{store.where(UNCOND_NAME)} is damaged: its SHA-256 does not match {store.where(receipt.name)}. "
+                f"Restore it from a backup."
             )
     tensors = load(data)
     names = sorted(name.removeprefix("num_tokens.") for name in tensors if name.startswith("num_tokens."))

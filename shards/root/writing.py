@@ -13,7 +13,7 @@ from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds_writer import PartMDSWriter
-from shards.format.receipts import FileRecord, MdsFile, mds_file
+from shards.format.receipts import FileRecord, MdsFile
 from shards.format.tables import (
     CAPTION_CHANGES,
     OTHER_BUCKET,
@@ -157,6 +157,6 @@ class PartWriter:
             | ({OTHER_BUCKET: self.elsewhere} if self.elsewhere else {}),
             rejects={reason: rows for reason, rows in sorted(keys.items()) if reason != TOO_SMALL},
             captions=dict(zip(("stored", *CAPTION_CHANGES), counts or [0] * (1 + len(CAPTION_CHANGES)), strict=True)),
-            mds=tuple(map(mds_file, self.writer.entries)),
+            mds=tuple(self.writer.files),
             records=self.writer.records,
         )

@@ -32,11 +32,8 @@ ABOUT_COLUMNS = {
 
 
 def dataset_card(store: Store) -> str:
-    """Return the dataset card of a latents root as Markdown.
-
-    Raises:
-        RequestError: `store` is not a latents root, or nothing has been committed to it.
-    """
+    """Return the dataset card of a latents root as Markdown. Raises RequestError if `store` is not a latents root or
+    nothing has been committed to it."""
     encoding, totals, captions = EncodingRecord.load(store), RootTotals(), caption_counts()
     settings, days = SettingCounts(), set[str]()
     for tar_receipts in iter_committed_tars(store):
@@ -47,6 +44,8 @@ def dataset_card(store: Store) -> str:
             captions.update(counts)
     sizes = totals.buckets
     bucket = next(iter(sizes))
+    record = flatten(encoding.model_dump(mode="json"))
+    fixed = [(path, value) for path, value in record.items() if not path.endswith((".name", ".sha256"))]
     columns = encoding.columns(Bucket.parse(bucket))
     about = ABOUT_COLUMNS | {"scores": f": {', '.join(encoding.scores)}; NaN where absent"}
     return CARD.read_text().format(
@@ -64,7 +63,7 @@ def dataset_card(store: Store) -> str:
         samples_in=totals.samples_in,
         rejected=_rows((why, f"{n:,}") for why, n in (totals.rejected.most_common() or [("none", 0)])),
         exclusions=_exclusions(store),
-        settings=_rows([*_encoding_settings(encoding), *settings.described()]),
+        settings=_rows([*fixed, *settings.described()]),
         columns=_rows((f"`{name}`", f"`{kind}`{about.get(name, '')}") for name, kind in columns.items()),
         name=store.where().rstrip("/").rpartition("/")[2],
         bucket=bucket,
@@ -122,12 +121,6 @@ class SettingCounts:
                 listed = [value if len(ordered) == 1 else f"{value} ({tars} shards)" for value, tars in ordered]
                 more = [f"and {len(listed) - VALUES_SHOWN:,} more values"] if len(listed) > VALUES_SHOWN else []
                 yield key, ", ".join(listed[:VALUES_SHOWN] + more)
-
-
-def _encoding_settings(encoding: EncodingRecord) -> Iterator[tuple[str, Any]]:
-    """Return the settings in encoding.json, which apply to every sample."""
-    record = flatten(encoding.model_dump(mode="json"))
-    return ((path, value) for path, value in record.items() if not path.endswith((".name", ".sha256")))
 
 
 def _decoding(encoding: EncodingRecord) -> Iterator[str]:

@@ -23,11 +23,8 @@ WRITTEN_BY_JOBS = re.compile(r"(\d+x\d+/[^/]+|\.attempts|\.unfinished|tars)/.+|c
 
 
 def parse_age(text: str) -> float:
-    """Convert an age such as `7d`, `36h` or `90m` to seconds.
-
-    Raises:
-        RequestError: the age is malformed, or less than one hour.
-    """
+    """Convert an age such as `7d`, `36h` or `90m` to seconds. Raises RequestError if it is malformed or under an
+    hour."""
     match = re.fullmatch(r"(\d+)([dhms])", text)
     seconds = int(match[1]) * UNITS[match[2]] if match else -1.0
     if seconds < LEAST_AGE:
@@ -39,16 +36,11 @@ def parse_age(text: str) -> float:
 
 
 def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
-    """Delete orphaned parts, folders of attempts, unfinished files and unfinished uploads.
+    """Delete orphaned parts, folders of attempts, unfinished files and unfinished uploads, and return their names.
 
     A part is orphaned if no receipt refers to it, whether active or recalled. A folder is deleted only if all of its
-    files are older than `older_than` seconds. Attempts that are running on this machine keep their folders.
-
-    Returns:
-        The deleted folders, files and uploads.
-
-    Raises:
-        RequestError: a job wrote to the root less than `quiet` seconds ago, or `store` is not a latents root.
+    files are older than `older_than` seconds. Attempts that are running on this machine keep their folders. Raises
+    RequestError if a job wrote to the root less than `quiet` seconds ago, or if `store` is not a latents root.
     """
     EncodingRecord.load(store)
     now, found = clock(store), store.listing()
@@ -65,24 +57,19 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
         if (folder := folder_of(name)) and folder not in young:
             old.setdefault(folder, []).append(name)
     named = named_parts(store)  # read after the listing, so that receipts created in between count
-    orphans = sorted(folder for folder in old if folder not in named and not _is_alive(store, folder))
+    top = ".attempts/"  # of these, the ones of attempts that are running on this machine are kept
+    alive = {f for f in old if f.startswith(top) and has_live_owner(store.attempts() / f.removeprefix(top))}
+    orphans = sorted(old.keys() - named - alive)
     for folder in orphans:
         store.remove(old[folder])
     return orphans + [f"{name} (unfinished upload)" for name in store.abort_uploads(now - older_than)]
 
 
 def folder_of(name: str) -> str:
-    """Return the folder of the part or attempt that a file belongs to.
-
-    For an unfinished file, return its own name. For any other file, which is never deleted, return an empty string.
-    """
+    """Return the folder of the part or attempt that a file belongs to, the name of an unfinished file itself, or an
+    empty string for any other file, which is never deleted."""
     match = PART.fullmatch(name)
     return match[1] if match else name if name.startswith(f"{STAGING_FOLDER}/") else ""
-
-
-def _is_alive(store: Store, folder: str) -> bool:
-    """Return whether `folder` is the private folder of an attempt that is running on this machine."""
-    return folder.startswith(".attempts/") and has_live_owner(store.attempts() / folder.removeprefix(".attempts/"))
 
 
 def named_parts(store: Store) -> set[str]:

@@ -1,7 +1,6 @@
 """`python -m shards exclude ROOT`: add an exclusion list of keys, URLs or image SHA-256s."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -17,25 +16,11 @@ from shards.root.segments import parts_of
 NUM_READERS = 16
 
 
-@dataclass(frozen=True)
-class Matches:
-    """Number of samples and parts that an exclusion list matches in one bucket."""
+def exclude(store: Store, exclusion: Exclusion) -> str:
+    """Add an exclusion list to a root, and describe for the terminal what it matches and which values match nothing.
 
-    bucket: str
-    samples: int
-    parts: int
-    """Parts with at least one matched sample."""
-    all_parts: int
-
-
-def add_and_match(store: Store, exclusion: Exclusion) -> tuple[bool, list[Matches], list[str]]:
-    """Add an exclusion list to a root. It also applies to parts that are written later.
-
-    Returns:
-        Whether the list is new, its matches per bucket, and its values that match no published sample.
-
-    Raises:
-        RequestError: `store` is not a latents root; or the list consists of keys, none of which exists.
+    The list also applies to parts that are written later. Raises RequestError if `store` is not a latents root, or if
+    the list consists of keys, none of which exists.
     """
     EncodingRecord.load(store)
     is_matched = np.zeros(len(exclusion.values), bool)
@@ -47,12 +32,23 @@ def add_and_match(store: Store, exclusion: Exclusion) -> tuple[bool, list[Matche
             f"excluded. Look up keys with `python -m shards where {store.where()} KEY`. Only published parts are "
             f"searched: if a job has just encoded the samples, run `python -m shards index {store.where()}` first."
         )
-    return add_exclusion(store, exclusion), found, unmatched
+    added = "Added" if add_exclusion(store, exclusion) else "Already present:"
+    lines = [
+        f"{added} exclusions/{exclusion.id}.txt ({len(exclusion.values):,} lines, matched by {exclusion.kind}). Runs "
+        f"that start from now on skip these samples.",
+        *found,
+    ]
+    if unmatched:
+        lines.append(
+            f"No sample matches {_examples(unmatched, 'the line', 'the lines')}. Check the spelling. The list also "
+            f"applies to parts that are written later."
+        )
+    return "\n".join(lines)
 
 
-def _match(store: Store, bucket: str, id: str, exclusion: Exclusion, is_matched: NDArray[np.bool_]) -> Matches:
-    """Match a list against one bucket, and set `is_matched` for each value with a match."""
-    parts = _parts(store, bucket, id)
+def _match(store: Store, bucket: str, id: str, exclusion: Exclusion, is_matched: NDArray[np.bool_]) -> str:
+    """Count a list's matches in one bucket, and set `is_matched` for each value with a match."""
+    parts = parts_of(load_rows(store, id, read_index(store, bucket, id)))
 
     def match(part: np.void) -> NDArray[np.int64]:
         lines = exclusion.lines_of(read_samples(store, bucket, part, [exclusion.kind]))
@@ -64,7 +60,7 @@ def _match(store: Store, bucket: str, id: str, exclusion: Exclusion, is_matched:
             is_matched[lines] = True
             samples += len(lines)
             matched_parts += len(lines) > 0
-    return Matches(bucket, samples, matched_parts, all_parts=len(parts))
+    return f"{bucket}: {samples:,} samples in {matched_parts:,} of {len(parts):,} parts"
 
 
 def _examples(values: list[str], one: str, several: str) -> str:
@@ -73,25 +69,3 @@ def _examples(values: list[str], one: str, several: str) -> str:
         return f"{one} {values[0]!r}"
     more = f" and {len(values) - 3:,} more" if len(values) > 3 else ""
     return f"{several} {', '.join(map(repr, values[:3]))}{more}"
-
-
-def _parts(store: Store, bucket: str, id: str) -> NDArray[np.void]:
-    return parts_of(load_rows(store, id, read_index(store, bucket, id)))
-
-
-def describe_matches(exclusion: Exclusion, is_new: bool, found: list[Matches], unmatched: list[str]) -> str:
-    """Format the results of `add_and_match` for the terminal."""
-    lines = [
-        f"{'Added' if is_new else 'Already present:'} exclusions/{exclusion.id}.txt ({len(exclusion.values):,} lines, "
-        f"matched by {exclusion.kind}). Runs that start from now on skip these samples."
-    ]
-    for matches in found:
-        lines.append(
-            f"{matches.bucket}: {matches.samples:,} samples in {matches.parts:,} of {matches.all_parts:,} parts"
-        )
-    if unmatched:
-        lines.append(
-            f"No sample matches {_examples(unmatched, 'the line', 'the lines')}. Check the spelling. The list also "
-            f"applies to parts that are written later."
-        )
-    return "\n".join(lines)

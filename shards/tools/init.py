@@ -27,11 +27,8 @@ CHECKOUT = Path(__file__).parents[2] / "configs"
 
 
 def write_configs(folder: Path) -> Path:
-    """Copy the configs to FOLDER/configs, and return that path.
-
-    Raises:
-        RequestError: FOLDER/configs already exists or cannot be written.
-    """
+    """Copy the configs to FOLDER/configs, and return that path. Raises RequestError if it exists or cannot be
+    written."""
     target = folder / "configs"
     try:
         # copyfile drops the mode bits: an installed package may be read-only, but the copies must be editable

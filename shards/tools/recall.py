@@ -6,22 +6,22 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shards.base.errors import RequestError
 from shards.base.store import Store
-from shards.derive.source import ORIGIN
+from shards.base.table import format_table
+from shards.derive.part import ORIGIN
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import Receipt, receipt_name
-from shards.root.committed import iter_receipts, iter_tars, rejected_once
+from shards.format.receipts import Receipt
+from shards.root.committed import iter_receipts, iter_tars
 
 
 def node_totals(store: Store) -> list[dict[str, Any]]:
     """Return totals per host and GPU: active parts, samples stored and rejected, and samples per second.
 
-    Unlike in `stats`, a sample counts as rejected if any part rejects it, even if another bucket stores it. A sample
-    that several parts of a tar reject for the same reason counts once. Rates use the total time of each attempt.
-
-    Raises:
-        RequestError: `store` is not a latents root.
+    Unlike in `stats`, a sample counts as rejected if any part rejects it, even if another bucket stores it. Rates use
+    the total time of each attempt. Raises RequestError if `store` is not a latents root.
     """
     EncodingRecord.load(store)
     found: dict[tuple[str, str, str], NodeTotals] = {}
@@ -42,7 +42,6 @@ class NodeTotals:
     parts: int = 0
     samples_in: int = 0
     samples: int = 0
-    total_seconds: float = 0.0
     rejects: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     """Stage → seconds."""
@@ -54,11 +53,13 @@ class NodeTotals:
         self.parts += len(parts)
         self.samples_in += parts[0].samples_in
         self.samples += sum(part.samples for part in parts)
-        self.rejects.update(rejected_once(parts))
+        # a sample that several buckets reject for the same reason counts once
+        for reason in dict.fromkeys(reason for part in parts for reason in part.rejects):
+            rows = [part.rejected_samples(reason) for part in parts if reason in part.rejects]
+            self.rejects[reason] += int(np.logical_or.reduce(rows).sum())
         self.sources |= {part.made_by.source_sha256[:12] for part in parts}
         # every part records its attempt's times, so count the times once per attempt
         for seconds in {part.token: part.seconds for part in parts}.values():
-            self.total_seconds += seconds["total"]
             self.seconds.update(seconds)
 
     def described(self, host: str, gpu: str, uuid: str) -> dict[str, Any]:
@@ -72,22 +73,20 @@ class NodeTotals:
             "samples_in": self.samples_in,
             "samples": self.samples,
             "rejects": dict(self.rejects.most_common()),
-            "samples_per_second": round(self.samples_in / max(self.total_seconds, 1e-9), 2),
+            "samples_per_second": round(self.samples_in / max(self.seconds["total"], 1e-9), 2),
             "seconds": {stage: round(value, 1) for stage, value in sorted(self.seconds.items())},
         }
 
 
 def nodes_table(found: list[dict[str, Any]]) -> str:
     """Format the result of `node_totals` as a table."""
-    lines = [f"{'host':20} {'gpu':28} {'parts':>8} {'samples':>12} {'in/s':>8}  rejects, sources"]
+    rows = [["host", "gpu", "parts", "samples", "in/s", "rejects, sources"]]
     for node in found:
         gpu = f"{node['gpu']} {node['gpu_uuid'][:12]}".strip()
         rejects = ", ".join(f"{reason} {count:,}" for reason, count in node["rejects"].items()) or "none"
-        lines.append(
-            f"{node['host']:20} {gpu:28} {node['parts']:>8,} {node['samples']:>12,} "
-            f"{node['samples_per_second']:>8,.1f}  {rejects}; {' '.join(node['sources'])}"
-        )
-    return "\n".join(lines)
+        numbers = [f"{node['parts']:,}", f"{node['samples']:,}", f"{node['samples_per_second']:,.1f}"]
+        rows.append([node["host"], gpu, *numbers, f"{rejects}; {' '.join(node['sources'])}"])
+    return format_table(rows, "<<>>><")
 
 
 @dataclass(frozen=True)
@@ -110,21 +109,15 @@ class RecallFilter:
         if self.since:
             _time(self.since)
 
-    def _fits(self, host: object, gpu: object, gpu_uuid: object) -> bool:
-        return (not self.node or self.node == host) and (not self.gpu or self.gpu in (gpu, gpu_uuid))
-
     def matches(self, receipt: Receipt) -> bool:
         """Return whether the part, or the part that it was derived from, matches every criterion."""
-        return any(self._fits(*who) for who in makers(receipt)) and (
-            not self.since or _time(receipt.started) >= _time(self.since)
-        )
-
-
-def makers(receipt: Receipt) -> list[tuple[object, object, object]]:
-    """Return (host, GPU, GPU UUID) for a part and for the part it was derived from (all None if it was not derived)."""
-    made = receipt.made_by
-    host, gpu, gpu_uuid = (receipt.settings.get(f"{ORIGIN}.{name}") for name in ("host", "gpu", "gpu_uuid"))
-    return [(made.host, made.gpu, made.gpu_uuid), (host, gpu, gpu_uuid)]
+        made, origin = dict(receipt.made_by), receipt.settings
+        makers = [made, {name: origin.get(f"{ORIGIN}.{name}") for name in ("host", "gpu", "gpu_uuid")}]
+        return any(
+            (not self.node or self.node == maker["host"])
+            and (not self.gpu or self.gpu in (maker["gpu"], maker["gpu_uuid"]))
+            for maker in makers
+        ) and (not self.since or _time(receipt.started) >= _time(self.since))
 
 
 def _time(text: str) -> datetime:
@@ -140,33 +133,17 @@ def _time(text: str) -> datetime:
 class RecallCandidate(NamedTuple):
     """The fields of a receipt that `recall` needs. A root can have 158,000 receipts, so other fields are dropped."""
 
-    tar: str
-    bucket: str
-    generation: int
+    name: str
     token: str
-    part: str
+    folder: str
     samples: int
-
-    @property
-    def name(self) -> str:
-        """Path of the receipt relative to the root."""
-        return receipt_name(self.bucket, self.tar, self.generation)
-
-    @property
-    def folder(self) -> str:
-        """Path of the part's folder relative to the root."""
-        return f"{self.bucket}/{self.part}"
 
 
 def recall_candidates(store: Store, recall_filter: RecallFilter) -> list[RecallCandidate]:
-    """Return the active receipts that match a filter.
-
-    Raises:
-        RequestError: `store` is not a latents root.
-    """
+    """Return the active receipts that match a filter. Raises RequestError if `store` is not a latents root."""
     EncodingRecord.load(store)
     return [
-        RecallCandidate(*(getattr(receipt, name) for name in RecallCandidate._fields))
+        RecallCandidate(receipt.name, receipt.token, receipt.folder, receipt.samples)
         for receipt in iter_receipts(store)
         if recall_filter.matches(receipt)
     ]

@@ -20,10 +20,7 @@ from shards.root.reading import captions, image_latents, read_parts
 
 def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
     """Compute counts from receipts, and latent and caption statistics from each bucket's first `max_samples` samples.
-
-    Raises:
-        RequestError: `store` is not a latents root, or nothing has been committed to it.
-    """
+    Raises RequestError if `store` is not a latents root or nothing has been committed to it."""
     encoding, totals, captions = EncodingRecord.load(store), RootTotals(), caption_counts()
     first_parts: dict[str, list[str]] = {}
     for tar_receipts in iter_committed_tars(store):
@@ -76,20 +73,13 @@ class RootTotals:
     def buckets(self) -> dict[str, dict[str, Any]]:
         """Bucket → number of samples and bytes per sample (MDS files with headers), smallest bucket first."""
         return {
-            bucket: {
-                "samples": samples,
-                "bytes_per_sample": round(self.bytes[bucket] / samples) if samples else 0,
-            }
+            bucket: {"samples": samples, "bytes_per_sample": round(self.bytes[bucket] / max(samples, 1))}
             for bucket, samples in sorted(self.samples.items(), key=lambda item: Bucket.parse(item[0]))
         }
 
 
 def root_totals(store: Store) -> RootTotals:
-    """Compute a root's totals.
-
-    Raises:
-        RequestError: nothing has been committed to the root.
-    """
+    """Compute a root's totals. Raises RequestError if nothing has been committed to it."""
     totals = RootTotals()
     for tar_receipts in iter_committed_tars(store):
         totals.add(tar_receipts)
@@ -104,7 +94,8 @@ def caption_counts() -> Counter[str]:
 def captions_once(store: Store, tar_receipts: TarReceipts) -> Iterator[dict[str, int]]:
     """Yield caption counts for each bucket, without the samples that were already counted in a smaller bucket."""
     counted = np.zeros(tar_receipts.samples_in, bool)
-    for bucket in sorted(tar_receipts.parts, key=_area):
+    areas = {name: (size.width * size.height, name) for name in tar_receipts.parts if (size := Bucket.parse(name))}
+    for bucket in sorted(areas, key=areas.__getitem__):
         part, stored = tar_receipts.parts[bucket], tar_receipts.parts[bucket].stored_samples
         # usually a bucket's samples are all new (aspect buckets) or were all counted in a smaller bucket
         if not (stored & counted).any():
@@ -119,16 +110,9 @@ def captions_once(store: Store, tar_receipts: TarReceipts) -> Iterator[dict[str,
         counted |= stored
 
 
-def _area(bucket: str) -> tuple[int, str]:
-    size = Bucket.parse(bucket)
-    return size.width * size.height, bucket
-
-
 def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) -> dict[str, Any]:
-    """Compute the scaled latents' mean and standard deviation per channel, and percentiles of caption lengths.
-
-    Return an empty dict if there are no samples.
-    """
+    """Compute the scaled latents' mean and standard deviation per channel, and percentiles of caption lengths; an empty
+    dict if there are no samples."""
     moments, lengths, image = [], [], encoding.image
     scale, shift = (np.array(values)[:, None, None] for values in (image.scale, image.shift))
     for sample in samples:
@@ -144,9 +128,7 @@ def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) ->
         "measured_on": len(moments),
         "latent_mean": means.round(4).tolist(),
         "latent_std": np.sqrt(squares - means**2).round(4).tolist(),
-        "caption_characters": dict(
-            zip(("p5", "p50", "p95"), np.percentile(lengths, [5, 50, 95]).tolist(), strict=True)
-        ),
+        "caption_characters": {f"p{percent}": float(np.percentile(lengths, percent)) for percent in (5, 50, 95)},
     }
 
 
@@ -183,9 +165,15 @@ def plot_stats(stats: dict[str, Any], path: Path) -> None:
     axes = figure.subplots(2, 3).flatten()
     buckets = stats["buckets"]
     measured = {bucket: b for bucket, b in buckets.items() if "latent_std" in b}
-    _bars(axes[0], {bucket: b["samples"] for bucket, b in buckets.items()}, "samples per bucket", "#08519c")
-    _bars(axes[1], {bucket: b["bytes_per_sample"] for bucket, b in buckets.items()}, "bytes per sample", "#08519c")
-    _bars(axes[2], stats["rejected"] or {"none": 0}, f"rejected, of {stats['samples_in']:,} samples in", "#b45309")
+    for axis, title, color, values in (
+        (axes[0], "samples per bucket", "#08519c", {bucket: b["samples"] for bucket, b in buckets.items()}),
+        (axes[1], "bytes per sample", "#08519c", {bucket: b["bytes_per_sample"] for bucket, b in buckets.items()}),
+        (axes[2], f"rejected, of {stats['samples_in']:,} samples in", "#b45309", stats["rejected"] or {"none": 0}),
+    ):
+        axis.bar_label(axis.barh(list(values), list(values.values()), color=color), fmt="{:,.0f}", padding=3)
+        axis.margins(x=0.2)
+        axis.invert_yaxis()
+        axis.set_title(title)
     for axis, name, title, ideal in (
         (axes[3], "latent_mean", "mean of scaled latents", 0),
         (axes[4], "latent_std", "standard deviation of scaled latents", 1),
@@ -201,18 +189,10 @@ def plot_stats(stats: dict[str, Any], path: Path) -> None:
         low, middle, high = b["caption_characters"].values()
         axes[5].plot([low, high], [place, place], color="#08519c", linewidth=6, solid_capstyle="butt", alpha=0.4)
         axes[5].plot([middle], [place], "o", color="#08519c")
-        axes[5].annotate(
-            f"{low:.0f} / {middle:.0f} / {high:.0f}", (middle, place), (0, 8), textcoords="offset points", ha="center"
-        )
+        text = f"{low:.0f} / {middle:.0f} / {high:.0f}"
+        axes[5].annotate(text, (middle, place), (0, 8), textcoords="offset points", ha="center")
     axes[5].set_yticks(range(len(measured)), list(measured))
     axes[5].set(ylim=(len(measured) - 0.4, -0.6), title="caption characters: 5, 50 and 95 %")
     figure.suptitle(f"encoding {stats['encoding']}: {stats['encoded']:,} of {stats['samples_in']:,} samples encoded")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-
-
-def _bars(axis: Any, values: dict[str, int], title: str, color: str) -> None:
-    axis.bar_label(axis.barh(list(values), list(values.values()), color=color), fmt="{:,.0f}", padding=3)
-    axis.margins(x=0.2)
-    axis.invert_yaxis()
-    axis.set_title(title)

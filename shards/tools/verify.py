@@ -1,13 +1,13 @@
 """`python -m shards verify ROOT`: check every byte of a latents root, and the consistency of its files."""
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from shards.base.durable import DamagedFile, parse_sealed_json
 from shards.base.errors import RequestError
@@ -18,11 +18,15 @@ from shards.format.receipts import FileRecord, Receipt, active_receipts, parse_n
 from shards.format.tables import OTHER_BUCKET, read_tables
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
-from shards.root.committed import TarReceipts, by_tar_and_bucket, list_commits, tar_of
-from shards.root.exclusions import damaged_exclusions
-from shards.root.index import RowsByBucket, index_digest
-from shards.root.manifest import damaged_indexes
+from shards.root.committed import TarReceipts, list_commits
+from shards.root.exclusions import exclusion_ids, load_exclusion
+from shards.root.index import bucket_index
+from shards.root.manifest import FOLDER as MANIFESTS
+from shards.root.manifest import INDEXES, load_rows, parse_manifest, read_index
+from shards.root.publish import read_rows
 from shards.root.reading import captions, features, read_part, text_latents
+from shards.root.segments import FOLDER as SEGMENTS
+from shards.root.segments import load_segment, merge
 from shards.root.shared import RULES
 
 
@@ -43,9 +47,10 @@ def verify_root(store: Store) -> Iterator[str]:
     """
     encoding, listed = EncodingRecord.load(store), list_commits(store)
     in_force, all_readable = set(active_receipts(listed)), True
-    rows, rules = RowsByBucket(), dict[str, set[str]]()
-    names = by_tar_and_bucket(name for name in listed if name in in_force or _is_receipt(name))
-    for tar, files in groupby(read_each(store, names), key=lambda file: tar_of(file[0])):
+    rules: dict[str, set[str]] = {}
+    tars = {name: parsed[1] for name in listed if (parsed := parse_name(name)) and not parsed[3]}
+    names = sorted(tars, key=lambda name: (tars[name], name))
+    for tar, files in groupby(read_each(store, names), key=lambda file: tars[file[0]]):
         parts: dict[str, Receipt] = {}
         for name, data in files:
             try:
@@ -59,32 +64,34 @@ def verify_root(store: Store) -> Iterator[str]:
             yield from verify_receipt(store, name, receipt, encoding)
             if name in in_force:
                 parts[receipt.bucket] = receipt
-                rows.add(receipt)
                 rules.setdefault(receipt.bucket, set()).add(receipt.rule)
         if parts:
             yield from verify_tar(store, TarReceipts(tar, parts))
-    yield from verify_records(store, [name for name in listed if name not in in_force and not _is_receipt(name)])
-    yield from verify_rules(store, rules)
-    yield from damaged_indexes(store)
-    yield from damaged_exclusions(store)
+    records = [name for name in listed if name not in tars]
+    records += [f"{folder}/{name}" for folder in ("tars", RULES) for name in store.files(folder)]
+    for name, data in read_each(store, sorted(records)):
+        yield from errors_of(parse_sealed_json, data, store.where(name))
+    for bucket, found in sorted(rules.items()):
+        if len(found) > 1:
+            yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(found))}"
+    for name in store.files(MANIFESTS):
+        yield from errors_of(parse_manifest, store, f"{MANIFESTS}/{name}")
+    for id in (name.removesuffix(".json") for name in store.files(INDEXES)):
+        yield from errors_of(lambda id: load_rows(store, id, read_index(store, "", id)), id)
+    for name in store.files(SEGMENTS):
+        yield from errors_of(load_segment, store, name.partition(".")[0])
+    for id in exclusion_ids(store):
+        yield from errors_of(load_exclusion, store, id)
     if all_readable:
-        yield from verify_indexes(store, encoding, rows.tables())
+        yield from verify_indexes(store, encoding, in_force)
 
 
-def _is_receipt(name: str) -> bool:
-    parsed = parse_name(name)
-    return parsed is not None and not parsed[3]
-
-
-def verify_records(store: Store, names: list[str]) -> Iterator[str]:
-    """Check the checksums of the sealed records `names` and of everything in tars/ and rules/."""
-    for folder in ("tars", RULES):
-        names = names + [f"{folder}/{name}" for name in store.files(folder)]
-    for name, data in read_each(store, sorted(names)):
-        try:
-            parse_sealed_json(data, store.where(name))
-        except DamagedFile as error:
-            yield str(error)
+def errors_of(check: Callable[..., object], *arguments: object) -> Iterator[str]:
+    """Yield the message of the error, if any, that a check raises for damaged or inconsistent data."""
+    try:
+        check(*arguments)
+    except (DamagedFile, RequestError) as error:
+        yield str(error)
 
 
 def verify_receipt(store: Store, name: str, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:
@@ -140,13 +147,6 @@ def _matches_tables(
     return found == [set(stored["key"]), *listed] and counts == part.captions
 
 
-def verify_rules(store: Store, rules: Mapping[str, set[str]]) -> Iterator[str]:
-    """Check that each bucket was filled by a single rule, given the rules that its receipts name."""
-    for bucket, found in sorted(rules.items()):
-        if len(found) > 1:
-            yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(found))}"
-
-
 def verify_file(store: Store, name: str, record: FileRecord, where: str) -> Iterator[str]:
     """Check that a file exists and has the recorded size and SHA-256."""
     size = store.size(name)
@@ -185,11 +185,17 @@ def text_fits(states: np.ndarray, tower: TextTower) -> bool:
     return width == tower.width and (1 <= tokens <= tower.length if tower.trim else tokens == tower.length)
 
 
-def verify_indexes(store: Store, encoding: EncodingRecord, tables: Mapping[str, pa.Table]) -> Iterator[str]:
-    """Check that every bucket's index.json is byte-identical to the one built from the receipts."""
-    for bucket, rows in tables.items():
-        name = f"{bucket}/index.json"
-        if store.size(name) is None or store.sha256(name) != index_digest(encoding, bucket, rows):
+def verify_indexes(store: Store, encoding: EncodingRecord, receipts: Iterable[str]) -> Iterator[str]:
+    """Check that every bucket's index.json is byte-identical to the one built from its active receipts."""
+    names_by_bucket: dict[str, dict[str, str]] = {}
+    for receipt in receipts:
+        names_by_bucket.setdefault(receipt.split("/")[1], {})[receipt] = ""
+    for bucket, names in sorted(names_by_bucket.items()):
+        rows, name = merge(list(read_rows(store, names))), f"{bucket}/index.json"
+        digest = hashlib.sha256()
+        for piece in bucket_index(encoding, bucket, rows):
+            digest.update(piece)
+        if store.size(name) is None or store.sha256(name) != digest.hexdigest():
             yield (
                 f"{store.where(name)} does not match the receipts: rebuild it with `python -m shards index "
                 f"{store.where()}`"

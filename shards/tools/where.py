@@ -15,35 +15,27 @@ from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import Receipt, active_receipts
+from shards.format.receipts import active_parts
 from shards.format.tables import REFUSED_NAME, SAMPLES_NAME
-from shards.root.committed import TarReceipts, group_by_tar, list_commits, load_commits, tar_of
+from shards.root.committed import TarReceipts, list_commits, read_receipts
 
 
 def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
-    """Look up the sample `key`. The result has one entry per tar that contains the key, normally exactly one.
-
-    Raises:
-        RequestError: `store` is not a latents root, or no committed tar contains the key.
-    """
-    encoding, etags = EncodingRecord.load(store), list_commits(store)
+    """Look up the sample `key`. The result has one entry per tar that contains the key, normally exactly one. Raises
+    RequestError if `store` is not a latents root or no committed tar contains the key."""
+    encoding = EncodingRecord.load(store)
     names: dict[str, list[str]] = {}
-    for name in active_receipts(etags):
-        names.setdefault(tar_of(name), []).append(name)
+    for (tar, _), name in active_parts(list_commits(store)).items():
+        names.setdefault(tar, []).append(name)
     # img2dataset's keys start with the name of their tar, so search those tars first
     for chosen in ([tar for tar in names if key.startswith(tar)], names):
-        grouped = (item for tar in chosen for item in group_by_tar(_load(store, {n: etags[n] for n in names[tar]})))
-        found = [entry for tar in grouped if (entry := _in_tar(store, key, tar, encoding))]
-        if found:
+        tars = (TarReceipts(tar, {r.bucket: r for r in read_receipts(store, names[tar])}) for tar in chosen)
+        if found := [entry for tar in tars if (entry := _in_tar(store, key, tar, encoding))]:
             return found
     raise RequestError(
         f"The key {key} is in none of the {len(names)} committed shards of {store.where()}. Check the key, and whether "
         f"its shard has been encoded."
     )
-
-
-def _load(store: Store, etags: dict[str, str]) -> list[Receipt]:
-    return [committed.receipt for committed in load_commits(store, etags)]
 
 
 def _in_tar(store: Store, key: str, tar: TarReceipts, encoding: EncodingRecord) -> dict[str, Any] | None:

@@ -30,7 +30,8 @@ def root_of(models: Path, folder: Path) -> Path:
     """Make a root of two small tars, with a part that was recalled and re-encoded."""
     world = make_world(folder, models, num_shards=2, num_samples=3)
     root = shutil.copytree(world.reference, folder / "root")
-    recall(open_store(root), load_receipts(open_store(root))[:1], "a test")
+    receipt = load_receipts(open_store(root))[0]
+    recall(open_store(root), {receipt.name: receipt.token}, "a test")
     encode_all(world.config(root), models)
     return root
 

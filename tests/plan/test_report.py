@@ -1,29 +1,32 @@
 """Whole plans: assumption marks, effects of changed inputs, and refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from plan.arithmetic.work import Work
-from plan.config import GPU_KINDS, Plan
+from plan.config import ASSUMED, GPU_KINDS, Plan
 from plan.measured import BenchFile
 from plan.report import make_report
-from plan.text import render
+from plan.text import render, scaling_verdict
 from shards.base.errors import RequestError
 from tests.plan.conftest import MakePlan, MakeReport
 from train.model.flops import PEAK_TFLOPS
 
+MEASURED = "configs/plan/mosaicml-a100.json"
+
 
 def bench(path: Path, **changes: object) -> str:
-    values = json.loads(Path("configs/plan/mosaicml-a100.json").read_text()) | changes
+    values = json.loads(Path(MEASURED).read_text()) | changes
     path.write_text(json.dumps(values))
     return str(path)
 
 
 def test_the_file_spells_out_the_defaults(plan: MakePlan) -> None:
-    assert plan() == Plan(measured=["configs/plan/mosaicml-a100.json"])
+    assert plan() == Plan(measured=[MEASURED])
 
 
 def test_every_assumed_number_is_marked(plan: MakePlan, report: MakeReport) -> None:
@@ -57,16 +60,13 @@ def test_a_changed_number_loses_its_source(report: MakeReport, given: str, assum
 
 def test_a_plan_can_vouch_for_its_numbers(plan: MakePlan, sd2: Work) -> None:
     quoted = {"gpu.price_per_hour": {"value": 1.5, "source": "quote of 3 May"}}
-    vouched = Plan.model_validate(plan("--gpu.price_per_hour", "1.5").model_dump() | {"sources": quoted})
-    price = next(fact for fact in make_report(vouched, sd2).facts if fact.field == "gpu.price_per_hour")
+    vouched = plan("--gpu.price_per_hour", "1.5").model_dump() | {"sources": quoted}
+    facts = {fact.field: fact for fact in make_report(Plan.model_validate(vouched), sd2).facts}
+    price = facts["gpu.price_per_hour"]
     assert (price.source, price.assumed) == ("quote of 3 May", False)
-
-
-def test_vouching_for_no_number_is_refused(plan: MakePlan, sd2: Work) -> None:
-    wrong = Plan.model_validate(plan().model_dump() | {"sources": {"gpu.prise": {"value": 1, "source": "x"}}})
-    message = r"sources has an entry for gpu\.prise, which is not a numeric input of the plan"
-    with pytest.raises(RequestError, match=message):
-        make_report(wrong, sd2)
+    vouched["sources"] = {"gpu.prise": {"value": 1, "source": "x"}}
+    with pytest.raises(RequestError, match=r"sources has an entry for gpu\.prise, which is not a numeric input of the"):
+        make_report(Plan.model_validate(vouched), sd2)
 
 
 def test_numbers_that_do_not_matter_are_not_listed(report: MakeReport) -> None:
@@ -77,15 +77,12 @@ def test_numbers_that_do_not_matter_are_not_listed(report: MakeReport) -> None:
 
 
 def test_between_measurements_the_nearest_below_predicts(report: MakeReport) -> None:
+    start = "128 GPUs, 256x256: the measured rate is 29% below the prediction"
+    assert any(note.startswith(start) for note in report().notes)
     rows = {row.gpus: row.phases[0] for row in report("--gpu_counts", "[4, 8, 256]").rows}
     assert [rows[gpus].basis for gpus in (4, 8, 256)] == ["predicted", "measured", "predicted"]
     assert rows[4].images_per_second == pytest.approx(550, rel=0.01)
     assert 90.6 * 256 * 0.8 < rows[256].images_per_second < 90.7 * 256
-
-
-def test_the_fall_at_128_gpus_is_pointed_out(report: MakeReport) -> None:
-    start = "128 GPUs, 256x256: the measured rate is 29% below the prediction"
-    assert any(note.startswith(start) for note in report().notes)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +155,7 @@ def test_planned_checkpoints_lose_more_than_the_best(report: MakeReport) -> None
         (("--gpu.kind", "B200"), r"the GPU kind B200 is not one of A100, H100, H200; set its price_per_hour, peak_t"),
         (("--regions.data", '{"here": 0.5}'), r"shares must not be negative and must sum to 1"),
         (("--data.samples", '{"256": 5}'), r"is not a bucket"),
+        (("--measured", f'["{MEASURED}", "{MEASURED}"]'), r"repeats a measurement .*: train 256x256 on 8 A100s"),
         (("--measured", "nowhere.json"), r"The benchmark file nowhere\.json does not exist"),
         (("--measured", ""), r"The benchmark file `` cannot be read: Is a dir.*`--measured \[\]` to plan without"),
         (("--measured", "configs/vae/sd2.json"), r"sd2\.json is not a valid benchmark file: `device`: Field required"),
@@ -179,22 +177,12 @@ def test_rows_that_cannot_share_a_batch_are_left_out(report: MakeReport) -> None
     assert "Omitted 512, 1024 GPUs, which do not divide the global batch sizes evenly." in small.notes
 
 
-def test_two_measurements_of_one_thing_are_refused(report: MakeReport, tmp_path: Path) -> None:
-    twice = json.dumps([bench(tmp_path / "a.json"), bench(tmp_path / "b.json")])
-    with pytest.raises(RequestError, match=r"b\.json repeats a measurement .*: train 256x256 on 8 A100s"):
-        report("--measured", twice)
-
-
 def test_measured_encoders_replace_the_assumed_utilisation(report: MakeReport, tmp_path: Path) -> None:
-    rates = [
-        {"stage": "encode", "bucket": name, "images_per_second_per_gpu": rate}
-        for name, rate in (("256x256", 500), ("512x512", 100))
-    ]
-    rates.append({"stage": "text", "images_per_second_per_gpu": 5000})
-    path = bench(
-        tmp_path / "encode.json", measurements=rates, published=False, date="2026-01-02", command="bench/encode.py"
-    )
-    measured = report("--measured", json.dumps(["configs/plan/mosaicml-a100.json", path]))
+    stages = (("encode", "256x256", 500), ("encode", "512x512", 100), ("text", None, 5000))
+    rates = [{"stage": stage, "bucket": name, "images_per_second_per_gpu": rate} for stage, name, rate in stages]
+    about = {"published": False, "date": "2026-01-02", "command": "bench/encode.py"}
+    path = bench(tmp_path / "encode.json", measurements=rates, **about)
+    measured = report("--measured", json.dumps([MEASURED, path]))
     assert measured.rows[0].precompute_hours == pytest.approx((790e6 / 500 + 300e6 / 100 + 790e6 / 5000) / 3600)
     assert measured.rates["encode 256x256"].source == "measured 2026-01-02: bench/encode.py"
     assert "gpu.encode_utilisation" not in {fact.field for fact in measured.facts}
@@ -215,10 +203,8 @@ def test_what_keeps_a_gpus_encoders_fed(report: MakeReport, tmp_path: Path) -> N
     def notes(measured: list[tuple[str, str | None, float]], *overrides: str) -> list[str]:
         rows = [{"stage": a, "bucket": b, "images_per_second_per_gpu": rate} for a, b, rate in measured]
         path = bench(tmp_path / "bench.json", device="NVIDIA H200", measurements=rows, published=False, command="a run")
-        samples = '{"256x256": 4000, "512x512": 1000}'
-        made = report(
-            "--measured", path, "--gpu.kind", "H200", "--data.samples", samples, "--data.pictures", "4000", *overrides
-        )
+        data = ("--data.samples", '{"256x256": 4000, "512x512": 1000}', "--data.pictures", "4000")
+        made = report("--measured", path, "--gpu.kind", "H200", *data, *overrides)
         return [note for note in made.notes if "cores" in note]
 
     # 4,000 captions, 4,000 and 1,000 pictures: 1 + 4 + 4 s of a GPU
@@ -227,3 +213,15 @@ def test_what_keeps_a_gpus_encoders_fed(report: MakeReport, tmp_path: Path) -> N
     share = " Decoding on the GPU would take 22% of its time and produce different pixels."
     assert notes([*encoding, on_core, on_gpu]) == [fed + share]
     assert notes([*encoding, on_gpu]) == [] and notes([*encoding, on_core], "--encoding", "online") == []
+
+
+def test_scaling_stops_paying(report: MakeReport) -> None:
+    verdict = "Scaling stops paying off at 512 GPUs: on 1024, the speedup per doubling is 1.34x (below 1.5x),"
+    assert scaling_verdict(report()).startswith(verdict)
+    few = report("--gpu_counts", "[8, 16]")
+    assert scaling_verdict(few) == "Scaling pays off up to 16 GPUs: the speedup per doubling is at least 1.5x."
+
+
+def test_a_text_without_notes_ends_with_its_numbers(report: MakeReport) -> None:
+    assert "Notes" not in render(replace(report(), notes=[]))
+    assert ASSUMED.upper() in render(report())

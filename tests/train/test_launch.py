@@ -381,7 +381,7 @@ def test_a_single_process_saves_before_it_and_the_launcher_exit(
     assert "Traceback" not in errors
     (folder,) = list_checkpoints(tmp_path / "run")
     assert f"received a stop signal and saved after step {step_of(folder)}" in errors
-    assert f"The launcher received {number.name} and the run saved. Run the same command again to resume." in errors
+    assert f"The launcher received {number.name}, and the run saved a checkpoint. Run the same command again" in errors
     verify_checkpoint(folder)
 
 

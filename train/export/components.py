@@ -154,7 +154,7 @@ def network_name(pipeline: PipelineConfig) -> str:
 
 
 def recorded_components(pipeline: PipelineConfig, image: ImageTower, texts: list[TextTower]) -> dict[str, Weights]:
-    """Return a dict from component to the model that encoded the latents: VAE, text encoders and tokenizers.
+    """Return a dict from each component (VAE, text encoders, tokenizers) to the model used for it in stage 1.
 
     Raises:
         RequestError: the number of text towers differs from the pipeline's number of text encoders.

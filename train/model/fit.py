@@ -44,7 +44,12 @@ def check_fit(network: Any, spec: DataSpec, backbone: BackboneConfig | None = No
         RequestError: something differs. The message gives both values.
     """
     backbone = backbone or BackboneConfig().resolved(spec.texts)
-    problems = [*_argument_problems(network, backbone), *_size_problems(network, spec, backbone)]
+    problems = [
+        *_argument_problems(network, backbone),
+        *_channel_problems(network.config, spec, backbone),
+        *_text_problems(network, spec, backbone),
+        *_side_problems(network.config, spec, backbone),
+    ]
     if not problems:
         problems = [*_call_problems(network, spec, backbone)]
     if problems:
@@ -121,13 +126,6 @@ def _argument_problems(network: Any, backbone: BackboneConfig) -> Iterator[str]:
     for field, supported in EXTRA_INPUTS.items():
         if config.get(field) not in supported:
             yield f"with {field} {config[field]}, it requires inputs that this trainer does not provide"
-
-
-def _size_problems(network: Any, spec: DataSpec, backbone: BackboneConfig) -> Iterator[str]:
-    """List differences between the sizes in the network's config and those of the latents."""
-    yield from _channel_problems(network.config, spec, backbone)
-    yield from _text_problems(network, spec, backbone)
-    yield from _side_problems(network.config, spec, backbone)
 
 
 def _channel_problems(config: Any, spec: DataSpec, backbone: BackboneConfig) -> Iterator[str]:

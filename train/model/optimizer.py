@@ -19,7 +19,7 @@ from train.model.sharding import gather
 
 
 def learning_rate(step: int, base: float, config: ScheduleConfig, max_steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (the first is 0).
+    """Return the learning rate for optimizer step `step`, counted from 0.
 
     It rises linearly during warm-up, and is then constant or falls to zero at `max_steps` by half a cosine.
     """

@@ -25,7 +25,8 @@ class AlarmConfig(Config):
 
 @dataclass
 class AlarmState:
-    """The alarm's memory. Checkpoints contain it, so that a resumed run raises the same alarms."""
+    """What the alarm remembers between steps. It is saved in checkpoints, so that a resumed run raises the same alarms
+    as an uninterrupted one."""
 
     losses: list[float] = field(default_factory=list)
     """Mean losses of the last `window` steps with a finite loss."""

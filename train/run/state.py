@@ -42,7 +42,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "TrainState":
-        """Restore the result of `to_json`."""
+        """Rebuild the state from the output of `to_json`."""
         rest = {name: value for name, value in fields.items() if name not in ("quarters", "alarm")}
         sums, alarm = LossSums.from_json(fields["quarters"]), AlarmState(**fields["alarm"])
         return cls(**rest, sums=sums, alarm=alarm)

@@ -98,12 +98,7 @@ def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> P
 
 
 def _cluster_squares(e: np.ndarray, labels: np.ndarray) -> tuple[Any, float]:
-    """Return (…,) the sum of the clusters' squared sums, and the sum of their squared sizes.
-
-    Args:
-        e: (…, N).
-        labels: (N,) the cluster of each vote.
-    """
+    """Return (…,) the sum of the squared sums of `e`, (…, N), over the (N,) clusters, and of their squared sizes."""
     order = np.argsort(labels, kind="stable")
     starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
     sums = np.add.reduceat(e[..., order], starts, axis=-1)

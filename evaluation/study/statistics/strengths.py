@@ -111,10 +111,6 @@ def shares(theta: np.ndarray) -> np.ndarray:
 
 
 def _resampled_counts(rng: np.random.Generator, clusters: np.ndarray) -> np.ndarray:
-    """Draw clusters with replacement, and return (N,) the number of times each vote's cluster was drawn.
-
-    Args:
-        clusters: (N,) index of each vote's cluster.
-    """
+    """Draw from the votes' (N,) clusters with replacement; return (N,) the number of times each vote's was drawn."""
     count = int(clusters.max()) + 1
     return np.bincount(rng.integers(count, size=count), minlength=count)[clusters].astype(float)

@@ -24,6 +24,7 @@ from evaluation.features.extractors import (
     load_text_features,
 )
 from evaluation.features.open_clip import read_preprocessing, weights_file
+from evaluation.metrics.table import ExtractorName
 from shards.base.errors import RequestError
 
 GOLDEN = [5.3117069853e-08, 6.9220661203e-08, 3.7036953504e-09]
@@ -48,29 +49,27 @@ def test_inception_features_match_golden_values(inception: Path) -> None:
     assert features[0, :3].tolist() == pytest.approx(GOLDEN, rel=1e-3)
 
 
-def test_weights_that_execute_code_are_refused(tmp_path: Path) -> None:
-    torch.save({"weight": Path("x")}, tmp_path / "weights.pth")
-    with pytest.raises(RequestError, match=r"weights\.pth cannot be loaded as a weights-only file"):
-        load_extractor("inception", tmp_path / "weights.pth", "cpu")
-
-
-def test_missing_and_unexpected_weights_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "inception.pth"
-    with pytest.raises(RequestError, match="weights of inception do not exist at"):
-        describe_extractor("inception", ExtractorsConfig(inception=ExtractorConfig(weights=path)))
-    with pytest.raises(RequestError, match=r"are not set. Set extractors\.inception\.weights to a local path"):
-        describe_extractor("inception", ExtractorsConfig())
-    with pytest.raises(RequestError, match=r"does not contain the weights of inception\. Set .* to torch-fidelity"):
-        describe_extractor("inception", ExtractorsConfig(inception=ExtractorConfig(weights=tmp_path)))
-    path.write_bytes(b"other")
-    for weights in (path, tmp_path):  # a file, and a folder without the expected files
-        with pytest.raises(
-            RequestError, match=r"does not contain the weights of clip\. Set .* to a transformers folder"
-        ):
-            describe_extractor("clip", ExtractorsConfig(clip=ExtractorConfig(weights=weights)))
-    with pytest.raises(RequestError, match=r"has the SHA-256 d9298a10.* extractors\.inception\.sha256 is 0000"):
-        config = ExtractorsConfig(inception=ExtractorConfig(weights=path, sha256="0000"))
-        describe_extractor("inception", config)
+def test_unusable_weights_are_refused(tmp_path: Path) -> None:
+    torch.save({"weight": Path("x")}, tmp_path / "code.pth")
+    with pytest.raises(RequestError, match=r"code\.pth cannot be loaded as a weights-only file"):
+        load_extractor("inception", tmp_path / "code.pth", "cpu")
+    (file := tmp_path / "file").write_bytes(b"other")
+    no_clip = r"does not contain the weights of clip\. Set .* to a transformers folder"
+    cases: list[tuple[ExtractorName, dict[str, Any], str]] = [
+        ("inception", {"weights": tmp_path / "absent"}, "weights of inception do not exist at"),
+        ("inception", {}, r"are not set. Set extractors\.inception\.weights to a local path"),
+        ("inception", {"weights": tmp_path}, r"does not contain the weights of inception\. Set .* to torch-fidelity"),
+        (
+            "inception",
+            {"weights": file, "sha256": "0000"},
+            r"has the SHA-256 d9298a10.* extractors\.inception\.sha256 is",
+        ),
+        ("clip", {"weights": file}, no_clip),
+        ("clip", {"weights": tmp_path}, no_clip),
+    ]
+    for kind, given, message in cases:
+        with pytest.raises(RequestError, match=message):
+            describe_extractor(kind, ExtractorsConfig.model_validate({kind: given}))
 
 
 @pytest.fixture(scope="module")

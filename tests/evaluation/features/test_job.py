@@ -69,7 +69,7 @@ def test_only_pictures_that_kill_their_worker_are_lost(tmp_path: Path, monkeypat
 
     valid = extract([tar_unit(tmp_path / "valid", VALID)], "toy", TOY, tmp_path / "one", WORKERS)
     monkeypatch.setattr("evaluation.features.job.run_units", twice)
-    unit = tar_unit(tmp_path / "killed", [*VALID[:3], b"KILLED", b"<html>", *VALID[3:]])
+    unit = tar_unit(tmp_path / "killed", [*VALID[:3], b"<html>", *VALID[3:], b"KILLED"])
     found = extract([unit], "toy", TOY, tmp_path / "two", WORKERS)
     assert found.rejected == {"decoder_crash": 1, "not_an_image": 1} and valid.rejected == {}
     assert len(found.values) == len(VALID) and np.array_equal(found.values, valid.values)

@@ -1,6 +1,7 @@
 """Check metrics against closed forms, scipy, plain loops, and properties that they must have."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_bias_at_n_samples_and_at_infinity() -> None:
 def test_too_few_samples_are_refused() -> None:
     x, reference = features(0, count=25, dimensions=22), features(1, count=200, dimensions=22)
     with pytest.raises(
-        RequestError, match="22-dimensional features needs at least 28 images, but there are only 25 drawn"
+        RequestError, match="22-dimensional features needs at least 28 images, but there are only 25 dr"
     ):
         frechet_at_n(x, np.arange(25), Moments.of(reference))
     few = MetricInputs(reference, np.arange(200), x, None, lambda: Moments.of(x))
@@ -116,15 +117,13 @@ def test_metrics_are_invariant_to_order_and_rotation(seed: int) -> None:
     for name, metric in METRICS.items():
         found = metric.compute(MetricInputs(x, clusters, y, texts, lambda: Moments.of(y)))
         assert found.low <= found.value <= found.high, name
-        rotated = metric.compute(
-            MetricInputs(x @ rotation, clusters, y @ rotation, texts @ rotation, lambda: Moments.of(y @ rotation))
-        )
+        turned = MetricInputs(x @ rotation, clusters, y @ rotation, texts @ rotation, lambda: Moments.of(y @ rotation))
+        rotated = metric.compute(turned)
         ends = [found.value, found.low, found.high]
         assert [rotated.value, rotated.low, rotated.high] == pytest.approx(ends, rel=1e-6, abs=1e-9), name
         if name != "fid_infinity":
-            shuffled = metric.compute(
-                MetricInputs(x[rows], clusters[rows], y[others], texts[rows], lambda: Moments.of(y[others]))
-            )
+            mixed = MetricInputs(x[rows], clusters[rows], y[others], texts[rows], lambda: Moments.of(y[others]))
+            shuffled = metric.compute(mixed)
             assert shuffled.value == pytest.approx(found.value, rel=1e-9, abs=1e-12), name
         if metric.better == "higher":
             assert 0 <= found.value <= (100 if name == "clip_score" else 1), name
@@ -153,8 +152,8 @@ def test_kernel_distances_match_their_definition(per_prompt: int) -> None:
 def test_kid_is_unbiased() -> None:
     """The mean over draws from equal distributions is 0, which is not true of the biased estimator."""
     rng = np.random.default_rng(3)
-    found = [kid(rng.normal(size=(48, 4)), np.arange(48), rng.normal(size=(48, 4))).value for _ in range(200)]
-    assert abs(np.mean(found)) < 3 * np.std(found) / 200**0.5
+    found = [kid(rng.normal(size=(48, 4)), np.arange(48), rng.normal(size=(48, 4))).value for _ in range(100)]
+    assert abs(np.mean(found)) < 3 * np.std(found) / 100**0.5
 
 
 # --- precision and recall ---
@@ -277,12 +276,8 @@ def test_groups_keep_prompts_together() -> None:
     groups = groups_of(clusters, 20)
     assert all(len(set(groups[clusters == cluster])) == 1 for cluster in range(100))
     assert np.bincount(groups).tolist() == [15] * 20
-    assert np.array_equal(
-        groups, groups_of(clusters + 7, 20)
-    )  # groups depend on the order of clusters, not on their ids
-
-
-def test_alternating_kinds_of_prompts_are_in_every_group() -> None:
+    assert np.array_equal(groups, groups_of(clusters + 7, 20))  # they depend on the clusters' order, not on their ids
+    # alternating kinds of prompts are in every group
     kinds = np.arange(1000) % 20
     shares = [np.bincount(kinds[groups_of(np.arange(1000), 20) == group], minlength=20).max() for group in range(20)]
     assert max(shares) < 15  # of 50; round-robin assignment would give 50
@@ -292,14 +287,8 @@ def test_alternating_kinds_of_prompts_are_in_every_group() -> None:
 
 
 def test_metric_id_covers_everything_except_the_seed() -> None:
-    drawing = {
-        "prompts": "p",
-        "seed": 1,
-        "num_samples": 5,
-        "size": "64x64",
-        "setting": {"sampler": "own"},
-        "codec": "png",
-    }
+    drawing: dict[str, Any] = {"prompts": "p", "seed": 1, "num_samples": 5, "size": "64x64"}
+    drawing |= {"setting": {"sampler": "own"}, "codec": "png"}
     parts = ("fid", {"kind": "inception", "resize": "x"}, drawing, "r")
     first = metric_id(*parts)
     assert metric_id(*parts[:2], drawing | {"seed": 2}, "r") == first

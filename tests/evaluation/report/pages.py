@@ -46,13 +46,8 @@ def make_run(folder: Path, steps: int = 40, **config: Any) -> Path:
     fields = {"max_steps": 100, "global_batch_size": 8, "init_from": None, **config}
     fields["data"] = {"streams": [{"root": "absent/root", "bucket": "64x64"}]}
     (folder / "config.yaml").write_text(yaml.safe_dump(fields))
-    line = {
-        "images_per_second": 20.0,
-        "images_per_second_per_gpu": 10.0,
-        "mfu": 0.25,
-        "data_wait": 0.0,
-        "memory_gb": 1.0,
-    }
+    line = {"images_per_second": 20.0, "images_per_second_per_gpu": 10.0, "mfu": 0.25}
+    line |= {"data_wait": 0.0, "memory_gb": 1.0}
     rows = [{"step": step, "loss": 1 / step, **line} for step in range(10, steps + 1, 10)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

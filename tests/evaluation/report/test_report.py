@@ -15,7 +15,6 @@ from shards.base.durable import sealed_json
 from shards.base.errors import exit_code_of
 from shards.open import open_store
 from tests.evaluation.report.pages import add_evaluation, make_run, report
-from tests.runs import run_module, train_fields, write_config
 
 
 def test_a_page_of_two_phases(tmp_path: Path) -> None:
@@ -38,17 +37,14 @@ def test_a_page_of_two_phases(tmp_path: Path) -> None:
     assert "phase1, step 40: a" in source and "Runs side by side" in source
 
 
-def test_a_page_of_a_real_run_accounts_for_its_data(latents: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=4))
-    trained = run_module("train", "--config", str(config))
-    assert trained.returncode == 0, trained.stderr
-    source = report(tmp_path / "run", "--output", tmp_path / "page.html").source
+def test_a_page_of_a_real_run_accounts_for_its_data(trained: Path, tmp_path: Path) -> None:
+    source = report(trained, "--output", tmp_path / "page.html").source
     assert "The root cannot be read" not in source and "run reads 64x64" in source
     for row in (("in the tars", 46), ("encoded", 30), ("rejected", 16), ("tars", 2)):
         assert '<th scope="row">{}</th><td>{}</td>'.format(*row) in source, row
     assert "Rejected samples" in source and '<th scope="row">not_an_image</th><td>2</td>' in source
     assert '<th scope="row">64x64</th><td>30</td>' in source and '<th scope="row">128x128</th><td>20</td>' in source
-    assert len(read_runs([str(tmp_path / "run")])[0].curve("loss")) == 4
+    assert len(read_runs([str(trained)])[0].curve("loss")) == 6
 
 
 def test_the_page_is_self_contained_and_accessible(tmp_path: Path) -> None:
@@ -125,9 +121,8 @@ def test_runs_without_evaluations_or_a_log_and_folders_that_are_not_runs(
     assert "is not a training run: it has no config.yaml" in said("report", tmp_path)
     assert "name the runs first" in said("report")
     assert "A run is given twice" in said("report", bare, bare)
-    assert "bare and other have no metric in common: bare and other have none" in said(
-        "compare", bare, make_run(tmp_path / "other")
-    )
+    other = make_run(tmp_path / "other")
+    assert "bare and other have no metric in common: bare and other have none" in said("compare", bare, other)
 
 
 def test_metrics_with_different_ids_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,19 +155,9 @@ def test_first_pictures_of_a_sample_set(tmp_path: Path) -> None:
     assert [prompt.id for prompt in first_pictures(place, 9, side=64)] == ["p2"]
 
 
-@pytest.mark.parametrize(
-    ("names", "short"),
-    [
-        (["runs/a", "runs/b/"], ["a", "b"]),
-        (["x/run", "y/run"], ["x/run", "y/run"]),
-        (["s3://k/phase1"], ["phase1"]),
-    ],
-)
-def test_short_names_distinguish_runs(names: list[str], short: list[str]) -> None:
-    assert short_names(names) == short
-
-
-def test_step_offsets_bins_and_spreads(tmp_path: Path) -> None:
+def test_short_names_step_offsets_bins_and_spreads(tmp_path: Path) -> None:
+    assert short_names(["runs/a", "runs/b/"]) == ["a", "b"] and short_names(["s3://k/phase1"]) == ["phase1"]
+    assert short_names(["x/run", "y/run"]) == ["x/run", "y/run"]
     a = make_run(tmp_path / "a")
     b = make_run(tmp_path / "b", steps=20, init_from=str(a))
     c = make_run(tmp_path / "c", init_from=str(b))

@@ -14,7 +14,7 @@ from evaluation.sampling.prompts import Prompt, prompts_sha256
 from evaluation.sampling.settings import Drawing, SamplingConfig, Setting
 from evaluation.study.prepare import prepare
 from evaluation.study.protocol import ProtocolConfig, Study, read_study
-from evaluation.study.schedule import KeyedDraws, Showing, make_schedule
+from evaluation.study.schedule import Showing, make_schedule
 from evaluation.study.votes import Vote
 from shards.open import open_store
 
@@ -26,20 +26,8 @@ def make_set(place: Path, model: int, prompts: list[Prompt] = PROMPTS, **changes
     """Make a sample set whose images encode their model in the red value of the first pixel. Return its folder."""
     config = SamplingConfig.model_validate({"size": "64x48", "part_size": 5, "seed": 3} | changes)
     count = len(prompts) * config.images_per_prompt
-    setting = Setting(8.0, 50, "own")
-    drawing = Drawing(
-        prompts_sha256(prompts),
-        config.seed,
-        config.images_per_prompt,
-        count,
-        config.size,
-        setting,
-        "s",
-        None,
-        None,
-        "float32",
-        "png",
-    )
+    setting, sha256, per_prompt = Setting(8.0, 50, "own"), prompts_sha256(prompts), config.images_per_prompt
+    drawing = Drawing(sha256, config.seed, per_prompt, count, config.size, setting, "s", None, None, "float32", "png")
     width, height = map(int, config.size.split("x"))
 
     def draw(part: SamplePart) -> Callable[[Path], PartReceipt]:
@@ -67,11 +55,6 @@ def make_study(folder: Path, num_models: int = 2, **protocol: Any) -> Study:
     return read_study(folder / "study")
 
 
-def schedule_of(study: Study) -> list[list[Showing]]:
-    """Return a study's schedule."""
-    return make_schedule(study.protocol, KeyedDraws(study.secret, study.protocol.seed))
-
-
 def maker(study: Study, name: str) -> int:
     """Return the model that an image of `make_set` encodes."""
     with Image.open(study.folder / "pictures" / name) as picture:
@@ -82,7 +65,7 @@ def votes_of(study: Study, score: Callable[[int, Showing, str], float]) -> list[
     """Return all votes of a study, given the score of the item's first image: 1, 0, or 0.5 for a tie."""
     words = {1.0: "first", 0.0: "second", 0.5: "tie"}
     votes = []
-    for rater, showings in enumerate(schedule_of(study)):
+    for rater, showings in enumerate(make_schedule(study)):
         for showing in showings:
             for question in study.protocol.questions:
                 worth = score(rater, showing, question)

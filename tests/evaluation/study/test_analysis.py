@@ -1,5 +1,6 @@
 """Analysis of votes (sides, gold items, repeats, exclusion), and the study's commands."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,13 +9,16 @@ import pytest
 
 from evaluation.study.__main__ import run
 from evaluation.study.analysis import analyse
+from evaluation.study.figure import draw
 from evaluation.study.protocol import Study, read_study
-from evaluation.study.results import format_results
-from evaluation.study.schedule import Showing
+from evaluation.study.results import format_results, write_results
+from evaluation.study.results import page as render
+from evaluation.study.schedule import Showing, make_schedule
 from evaluation.study.statistics.preference import preference
 from evaluation.study.votes import Vote, open_votes
+from shards.base.durable import read_sealed_json
 from shards.base.errors import RequestError, exit_code_of
-from tests.evaluation.study.studies import make_set, make_study, random_score, schedule_of, votes_of
+from tests.evaluation.study.studies import make_set, make_study, random_score, votes_of
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,7 @@ def test_swapped_sides_are_undone(study: Study) -> None:
         assert row["verdict"] == "no difference shown" and row["high"] == pytest.approx(1)  # with three raters
     sided = [Vote(v.rater, v.showing, v.question, "first", 1.0) for v in votes_of(study, lambda r, s, q: 1.0)]
     about = analyse(study, sided)
-    left = [own for own, rater in zip(schedule_of(study), about["raters"], strict=True) if not rater["excluded"]]
+    left = [own for own, rater in zip(make_schedule(study), about["raters"], strict=True) if not rater["excluded"]]
     swapped = np.mean([showing.swapped for own in left for showing in own if showing.kind == "first"])
     assert about["preferences"][0]["preference"] == pytest.approx(1 - swapped)
     # reveals raters who always click on the same side
@@ -65,7 +69,7 @@ def test_intervals_use_the_counted_votes(study: Study) -> None:
     results = analyse(study, votes)
     for row in results["preferences"]:
         scores, prompts, raters = [], [], []
-        for rater, showings in enumerate(schedule_of(study)):
+        for rater, showings in enumerate(make_schedule(study)):
             for showing in showings:
                 if showing.kind == "first":
                     scores.append(random_score(1)(rater, showing, row["question"]))
@@ -101,7 +105,7 @@ def test_raters_who_fail_gold_items_are_excluded_if_the_protocol_says_so(
 @pytest.mark.parametrize(("wrong", "out"), [(1, False), (2, True)])
 def test_raters_exactly_at_the_threshold_are_not_excluded(study: Study, wrong: int, out: bool) -> None:
     """3 of 4 correct gold answers are exactly 75 %."""
-    golds = [s.number for s in schedule_of(study)[1] if s.kind == "gold"]
+    golds = [s.number for s in make_schedule(study)[1] if s.kind == "gold"]
 
     def score(rater: int, showing: Showing, question: str) -> float:
         is_wrong = rater == 1 and question == "quality" and showing.number in golds[:wrong]
@@ -152,6 +156,33 @@ def test_three_models(three: Study) -> None:
         assert rows[0]["value"] > rows[1]["value"] > rows[2]["value"]
         assert all(row["low"] - 1e-9 < row["value"] < row["high"] + 1e-9 for row in rows)  # B is always midway
     assert analyse(three, votes_of(three, score)) == results
+
+
+# --- the files ---
+
+
+@pytest.mark.parametrize("name", ["study", "three"])
+def test_files_refer_to_no_other_files(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    its = request.getfixturevalue(name)
+    results = analyse(its, votes_of(its, random_score(4)))
+    write_results(results, tmp_path)
+    assert read_sealed_json(tmp_path / "results.json") == json.loads(json.dumps(results))
+    picture = (tmp_path / "results.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and b"Software" not in picture[:200]
+    page = (tmp_path / "results.html").read_text()
+    assert not re.search(r"(?:src|href)=\"(?!data:)|<script|\$\w", page)  # no external resources, no unfilled fields
+    assert its.protocol.sha256 in page and 'alt="Share of votes for each model.' in page
+    assert page.count("<table>") == len(its.protocol.models) + 1
+    assert "<h1>&lt;b&gt;&amp;</h1>" in render(results | {"name": "<b>&"}, picture)
+
+
+def test_dollar_signs_are_not_parsed_as_mathematics(study: Study) -> None:
+    """matplotlib would fail to parse the text between two of them."""
+    results = analyse(study, votes_of(study, random_score(4)))
+    asked = {name: r"Which is worth $\frac$ more?" for name in results["questions"]}
+    by_category = [row | {"category": "$_$"} for row in results["by_category"]]
+    changed = {"name": "Worth $^$", "questions": asked, "by_category": by_category}
+    assert draw(results | changed).startswith(b"\x89PNG")
 
 
 # --- the commands ---

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ import pytest
 
 from evaluation.study.analysis import analyse
 from evaluation.study.protocol import Study
+from evaluation.study.schedule import make_schedule
 from evaluation.study.votes import Vote, open_votes
 from tests.evaluation.study.browser import Browser, Page, browsing, chromium
-from tests.evaluation.study.studies import make_study, schedule_of
+from tests.evaluation.study.studies import make_study
 from tests.runs import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -106,7 +107,7 @@ def test_a_whole_study_of_three_raters(tmp_path: Path) -> None:
     """One uses the keyboard, one double-clicks, and one reloads the page on a phone. All votes are stored correctly."""
 
     async def main(serving: Serving) -> dict[tuple[int, int, str], str]:
-        totals = [len(showings) for showings in schedule_of(serving.study)]
+        totals = [len(showings) for showings in make_schedule(serving.study)]
         said: dict[tuple[int, int, str], str] = {}
         pressed = {"1": "first", "2": "second", "0": "tie"} | {
             "ArrowLeft": "first",
@@ -167,83 +168,86 @@ def test_a_whole_study_of_three_raters(tmp_path: Path) -> None:
 SIZES = ((1280, 800), (1024, 700), (390, 844))
 
 
-def test_two_tabs_of_one_rater(tmp_path: Path) -> None:
-    """The first vote counts, and the other tab continues from there."""
+def act(folder: Path, scene: Callable[[Page, Serving], Awaitable[None]], *size: int) -> list[Vote]:
+    """Run a scene on the page of the only invited rater, who has begun, and return the votes."""
 
     async def main(serving: Serving) -> None:
         (link,) = serving.links(1)
         async with browsing() as browser:
-            first = await begin(browser, link)
-            second = await browser.page(beside=first)
-            await second.go(link.partition("#")[0])  # both tabs share the cookie
-            await second.wait("!document.getElementById('intro').hidden")
-            await second.click("#begin")
-            await second.wait(READY)
-            total = len(schedule_of(serving.study)[0])
-            await by_keys(first, ("1", "1"), f"1 of {total}")
-            await by_keys(first, ("1", "1"), f"2 of {total}")
-            await by_keys(second, ("2", "2"), f"2 of {total}")  # it still showed the first pair
-            await by_keys(second, ("0", "0"), f"3 of {total}")
+            await scene(await begin(browser, link, *size), serving)
 
-    with served(tmp_path) as serving:
+    with served(folder) as serving:
         asyncio.run(main(serving))
-        answers = ["first", "first", "first", "first", "tie", "tie"]
-        assert [vote.answer for vote in serving.votes()] == answers
+        return serving.votes()
+
+
+def address_of(serving: Serving) -> str:
+    """Return the page's address without an invitation."""
+    return f"http://127.0.0.1:{serving.port}/"
+
+
+def test_two_tabs_of_one_rater(tmp_path: Path) -> None:
+    """The first vote counts, and the other tab continues from there."""
+
+    async def scene(first: Page, serving: Serving) -> None:
+        second = await first.browser.page(beside=first)
+        await second.go(address_of(serving))  # both tabs share the cookie
+        await second.wait("!document.getElementById('intro').hidden")
+        await second.click("#begin")
+        await second.wait(READY)
+        total = len(make_schedule(serving.study)[0])
+        await by_keys(first, ("1", "1"), f"1 of {total}")
+        await by_keys(first, ("1", "1"), f"2 of {total}")
+        await by_keys(second, ("2", "2"), f"2 of {total}")  # it still showed the first pair
+        await by_keys(second, ("0", "0"), f"3 of {total}")
+
+    assert [vote.answer for vote in act(tmp_path, scene)] == ["first", "first", "first", "first", "tie", "tie"]
 
 
 def test_a_vote_survives_a_lost_network(tmp_path: Path) -> None:
     """The vote is kept, even if the page is closed, and arrives once."""
 
-    async def main(serving: Serving) -> None:
-        (link,) = serving.links(1)
-        total = len(schedule_of(serving.study)[0])
-        async with browsing() as browser:
-            page = await begin(browser, link)
-            await page.network(False)
-            for key in ("1", "2", "Enter", "Enter"):
-                await page.press(key)
-            await page.wait("document.getElementById('message').textContent.startsWith('Waiting for the network')")
-            assert serving.votes() == []
-            await page.network(True)
-            await page.wait(f"{COUNT} === '1 of {total}' && {READY}")
-            assert await page.run("document.getElementById('message').textContent") == ""
-            # again, closing the page before the vote is sent
-            await page.network(False)
-            for key in ("0", "1", "Enter"):
-                await page.press(key)
-            await page.wait("document.getElementById('message').textContent.startsWith('Waiting')")
-            again = await browser.page(beside=page)
-            await page.send("Page.close")
-            await again.go(link.partition("#")[0])
-            await again.wait(f"{COUNT} === '2 of {total}' && {READY}")
+    async def scene(page: Page, serving: Serving) -> None:
+        total = len(make_schedule(serving.study)[0])
+        await page.network(False)
+        for key in ("1", "2", "Enter", "Enter"):
+            await page.press(key)
+        await page.wait("document.getElementById('message').textContent.startsWith('Waiting for the network')")
+        assert serving.votes() == []
+        await page.network(True)
+        await page.wait(f"{COUNT} === '1 of {total}' && {READY}")
+        assert await page.run("document.getElementById('message').textContent") == ""
+        # again, closing the page before the vote is sent
+        await page.network(False)
+        for key in ("0", "1", "Enter"):
+            await page.press(key)
+        await page.wait("document.getElementById('message').textContent.startsWith('Waiting')")
+        again = await page.browser.page(beside=page)
+        await page.send("Page.close")
+        await again.go(address_of(serving))
+        await again.wait(f"{COUNT} === '2 of {total}' && {READY}")
 
-    with served(tmp_path) as serving:
-        asyncio.run(main(serving))
-        assert [vote.answer for vote in serving.votes()] == ["first", "second", "tie", "first"]
+    assert [vote.answer for vote in act(tmp_path, scene)] == ["first", "second", "tie", "first"]
 
 
 def test_pictures_appear_together(tmp_path: Path) -> None:
     """Raters cannot see which image loads slowly."""
 
-    async def main(serving: Serving) -> None:
-        (link,) = serving.links(1)
-        async with browsing() as browser:
-            page = await begin(browser, link)
-            await page.send("Fetch.enable", patterns=[{"urlPattern": "*/second"}])
-            total = len(schedule_of(serving.study)[0])
-            await by_keys(page, ("1", "1"), f"1 of {total}")  # it was loaded before
-            for key in ("1", "1", "Enter"):
-                await page.press(key)
-            await page.wait(f"{COUNT} === '2 of {total}'")
-            await asyncio.sleep(1.0)
-            hidden = "getComputedStyle(document.getElementById('first')).visibility"
-            assert await page.run(hidden) == "hidden"
-            await page.send("Fetch.disable")
-            await page.wait(READY)
-            assert await page.run(hidden) == "visible"
+    async def scene(page: Page, serving: Serving) -> None:
+        await page.send("Fetch.enable", patterns=[{"urlPattern": "*/second"}])
+        total = len(make_schedule(serving.study)[0])
+        await by_keys(page, ("1", "1"), f"1 of {total}")  # it was loaded before
+        for key in ("1", "1", "Enter"):
+            await page.press(key)
+        await page.wait(f"{COUNT} === '2 of {total}'")
+        await asyncio.sleep(1.0)
+        hidden = "getComputedStyle(document.getElementById('first')).visibility"
+        assert await page.run(hidden) == "hidden"
+        await page.send("Fetch.disable")
+        await page.wait(READY)
+        assert await page.run(hidden) == "visible"
 
-    with served(tmp_path) as serving:
-        asyncio.run(main(serving))
+    act(tmp_path, scene)
 
 
 AUTOPILOT = """
@@ -275,7 +279,7 @@ def test_thirty_concurrent_raters_and_a_killed_server(tmp_path: Path) -> None:
     raters = 30
 
     async def main(serving: Serving) -> dict[tuple[int, int, str], str]:
-        totals = [len(showings) for showings in schedule_of(serving.study)]
+        totals = [len(showings) for showings in make_schedule(serving.study)]
         async with browsing() as browser:
             pages = [await browser.page() for _ in range(raters)]
             for page, link in zip(pages, serving.links(raters), strict=True):
@@ -301,7 +305,7 @@ def test_thirty_concurrent_raters_and_a_killed_server(tmp_path: Path) -> None:
     with served(tmp_path, raters=raters, votes_per_item=raters) as serving:
         said = asyncio.run(main(serving))
         assert answered(serving.votes()) == said
-        assert len(said) == 2 * sum(map(len, schedule_of(serving.study)))
+        assert len(said) == 2 * sum(map(len, make_schedule(serving.study)))
 
 
 def test_invalid_and_foreign_links(tmp_path: Path) -> None:
@@ -331,62 +335,42 @@ def test_invalid_and_foreign_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (360, 640), (844, 390)])
-def test_a_long_prompt_does_not_cover_a_picture(tmp_path: Path, width: int, height: int) -> None:
-    """Content scrolls instead of overlapping, which could favour one side."""
-
-    async def main(serving: Serving) -> None:
-        (link,) = serving.links(1)
-        async with browsing() as browser:
-            page = await begin(browser, link, width, height)
-            await page.run("document.querySelector('.prompt q').textContent = 'a very long prompt '.repeat(16)")
-            boxes = await page.run(
-                "[...document.querySelectorAll('figure, #answers')].map(e => e.getBoundingClientRect())"
-                ".map(b => [b.left, b.top, b.right, b.bottom])"
-            )
-            assert len(boxes) == 3
-            for number, (x0, y0, x1, y1) in enumerate(boxes):
-                assert x1 - x0 > 100 and y1 - y0 > 80
-                for left, top, right, bottom in boxes[number + 1 :]:
-                    assert x1 <= left or right <= x0 or y1 <= top or bottom <= y0
-            await page.picture(tmp_path / f"{width}.png")
-
-    with served(tmp_path) as serving:
-        asyncio.run(main(serving))
-
-
-@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844), (360, 640), (844, 390)])
 def test_everything_is_visible_without_scrolling_and_has_a_name(tmp_path: Path, width: int, height: int) -> None:
-    async def main(serving: Serving) -> None:
-        (link,) = serving.links(1)
-        async with browsing() as browser:
-            page = await begin(browser, link, width, height)
-            root = "document.documentElement"
-            assert await page.run(f"{root}.scrollWidth <= innerWidth && {root}.scrollHeight <= innerHeight")
-            boxes = await page.run(
-                "[...document.querySelectorAll('img, label, button, q')].filter(e => e.offsetParent)"
-                ".map(e => e.getBoundingClientRect()).map(b => [b.left, b.top, b.right, b.bottom])"
-            )
-            assert len(boxes) == 10  # a prompt, two images, six answers, a button
-            assert all(0 <= x0 < x1 <= width and 0 <= y0 < y1 <= height for x0, y0, x1, y1 in boxes)
-            tall = await page.run("[...document.querySelectorAll('label, #send')].map(e => e.offsetHeight)")
-            assert min(tall) >= 44  # large enough for a finger
-            pictures = [box for box in boxes if box[3] - box[1] > 100]
-            assert len(pictures) == 2
-            await page.press("1")
-            focus = "document.activeElement.name + document.activeElement.type"
-            assert await page.run(focus) == "alignmentradio"  # the focus moves to the next question
-            tree = await page.send("Accessibility.getFullAXTree")
-            named = {
-                (node["role"]["value"], node["name"]["value"])
-                for node in tree["nodes"]
-                if not node["ignored"] and node.get("name")
-            }
-            assert {("radio", "Picture 1"), ("radio", "No difference"), ("radio", "Picture 2")} <= named
-            assert {("group", text) for text in serving.study.protocol.questions.values()} <= named
-            assert {("image", "Picture 1"), ("image", "Picture 2"), ("button", "Next")} <= named
-            assert any(role.lower().startswith("progress") and " of " in name for role, name in named)
-            await page.picture(tmp_path / f"{width}.png")
-            assert browser.messages == []
+    """A long prompt scrolls instead of covering a picture, which could favour one side."""
 
-    with served(tmp_path) as serving:
-        asyncio.run(main(serving))
+    async def scene(page: Page, serving: Serving) -> None:
+        root = "document.documentElement"
+        assert await page.run(f"{root}.scrollWidth <= innerWidth && {root}.scrollHeight <= innerHeight")
+        boxes = await page.run(
+            "[...document.querySelectorAll('img, label, button, q')].filter(e => e.offsetParent)"
+            ".map(e => e.getBoundingClientRect()).map(b => [b.left, b.top, b.right, b.bottom])"
+        )
+        assert len(boxes) == 10  # a prompt, two images, six answers, a button
+        assert all(0 <= x0 < x1 <= width and 0 <= y0 < y1 <= height for x0, y0, x1, y1 in boxes)
+        tall = await page.run("[...document.querySelectorAll('label, #send')].map(e => e.offsetHeight)")
+        assert min(tall) >= 44  # large enough for a finger
+        assert len([box for box in boxes if box[3] - box[1] > 100]) == 2  # the pictures
+        await page.press("1")
+        focus = "document.activeElement.name + document.activeElement.type"
+        assert await page.run(focus) == "alignmentradio"  # the focus moves to the next question
+        tree = await page.send("Accessibility.getFullAXTree")
+        nodes = [node for node in tree["nodes"] if not node["ignored"] and node.get("name")]
+        named = {(node["role"]["value"], node["name"]["value"]) for node in nodes}
+        assert {("radio", "Picture 1"), ("radio", "No difference"), ("radio", "Picture 2")} <= named
+        assert {("group", text) for text in serving.study.protocol.questions.values()} <= named
+        assert {("image", "Picture 1"), ("image", "Picture 2"), ("button", "Next")} <= named
+        assert any(role.lower().startswith("progress") and " of " in name for role, name in named)
+        await page.picture(tmp_path / f"{width}.png")
+        await page.run("document.querySelector('.prompt q').textContent = 'a very long prompt '.repeat(16)")
+        boxes = await page.run(
+            "[...document.querySelectorAll('figure, #answers')].map(e => e.getBoundingClientRect())"
+            ".map(b => [b.left, b.top, b.right, b.bottom])"
+        )
+        assert len(boxes) == 3
+        for number, (x0, y0, x1, y1) in enumerate(boxes):
+            assert x1 - x0 > 100 and y1 - y0 > 80
+            for left, top, right, bottom in boxes[number + 1 :]:
+                assert x1 <= left or right <= x0 or y1 <= top or bottom <= y0
+        assert page.browser.messages == []
+
+    act(tmp_path, scene, width, height)

@@ -17,13 +17,13 @@ from PIL.PngImagePlugin import PngInfo
 
 from evaluation.study.prepare import prepare
 from evaluation.study.protocol import ProtocolConfig, check_pictures, make_secret, read_study
-from evaluation.study.schedule import KeyedDraws, Showing, assign_raters, make_schedule
+from evaluation.study.schedule import Showing, assign_raters, make_schedule
 from shards.base.config import load_config
 from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
 from tests.evaluation.sets import draw_here, pictures, sampling
-from tests.evaluation.study.studies import PROMPTS, make_set, make_study, maker, schedule_of
+from tests.evaluation.study.studies import PROMPTS, make_set, make_study, maker
 
 
 def config(**changes: object) -> ProtocolConfig:
@@ -206,11 +206,11 @@ def test_items_are_assigned_evenly(items: int, raters: int, data: st.DataObject)
 
 def test_raters_are_not_assigned_in_fixed_groups(tmp_path: Path) -> None:
     """Otherwise, some raters would never share a prompt, and their effects could not be separated from the prompts'."""
-    few = make_study(tmp_path).protocol
-    items = [replace(few.items[0], id=f"item {number}") for number in range(200)]
-    many = replace(few, items=items, raters=15, votes_per_item=5)
+    few = make_study(tmp_path)
+    items = [replace(few.protocol.items[0], id=f"item {number}") for number in range(200)]
+    many = replace(few, protocol=replace(few.protocol, items=items, raters=15, votes_per_item=5))
     seen: dict[str, list[int]] = defaultdict(list)
-    for rater, showings in enumerate(make_schedule(many, KeyedDraws(b"secret", 0))):
+    for rater, showings in enumerate(make_schedule(many)):
         for showing in showings:
             if showing.kind == "first":
                 seen[showing.item.id].append(rater)
@@ -222,8 +222,8 @@ def test_raters_are_not_assigned_in_fixed_groups(tmp_path: Path) -> None:
 
 def test_showings_of_each_rater(tmp_path: Path) -> None:
     study = make_study(tmp_path, num_models=3, raters=4, votes_per_item=3)
-    schedule = schedule_of(study)
-    assert schedule == schedule_of(study)  # a restart changes nothing
+    schedule = make_schedule(study)
+    assert schedule == make_schedule(study)  # a restart changes nothing
     seen: Counter[str] = Counter()
     for showings in schedule:
         assert [showing.number for showing in showings] == list(range(1, len(showings) + 1))
@@ -249,10 +249,10 @@ def test_sides_are_balanced_and_unpredictable(tmp_path: Path) -> None:
         ordered = [sorted(showings, key=lambda showing: showing.item.id) for showings in schedule]
         return np.array([[showing.swapped for showing in own if showing.kind == "first"] for own in ordered])
 
-    table = sides(schedule_of(study))
+    table = sides(make_schedule(study))
     assert abs(table.mean() - 0.5) < 4 * 0.5 / np.sqrt(table.size)
     assert np.abs(table.mean(0) - 0.5).max() < 4 * 0.5 / np.sqrt(60)
-    other = make_schedule(study.protocol, KeyedDraws(b"another secret", study.protocol.seed))
+    other = make_schedule(replace(study, secret=b"another secret"))
     assert abs((table == sides(other)).mean() - 0.5) < 4 * 0.5 / np.sqrt(table.size)
 
 

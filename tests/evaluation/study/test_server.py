@@ -15,9 +15,10 @@ from aiohttp import test_utils as web_utils
 
 from evaluation.study.config import ServeConfig
 from evaluation.study.protocol import Study
+from evaluation.study.schedule import make_schedule
 from evaluation.study.server import HEADER, HEADERS, MAX_KEYS, RateLimit, Server
 from evaluation.study.votes import Votes, open_votes
-from tests.evaluation.study.studies import make_study, schedule_of
+from tests.evaluation.study.studies import make_study
 
 ANSWERS = {"quality": "first", "alignment": "tie"}
 Scene = Callable[["Stage"], Awaitable[None]]
@@ -120,7 +121,7 @@ def on_stage(**config: Any) -> Callable[[Scene], Callable[[Callable[..., None]],
 @on_stage(rater_rate=1000)
 async def test_a_whole_study_by_its_requests(stage: Stage) -> None:
     """Three concurrent raters complete the study, and their answers refer to the displayed sides."""
-    schedule = schedule_of(stage.study)
+    schedule = make_schedule(stage.study)
 
     async def rate(rater: int) -> None:
         browser = await stage.browser(stage.votes.invite(rater))
@@ -291,7 +292,7 @@ async def test_wrong_replaced_and_missing_tokens(stage: Stage) -> None:
 @on_stage()
 async def test_a_rater_who_has_finished(stage: Stage) -> None:
     token = stage.votes.invite(0)
-    total = len(schedule_of(stage.study)[0])
+    total = len(make_schedule(stage.study)[0])
     for number in range(1, total + 1):
         stage.votes.cast(0, number, ANSWERS, "x", 1.0)
     browser = await stage.browser(token)
@@ -334,7 +335,7 @@ async def test_unknown_paths_and_numbers(stage: Stage) -> None:
 @on_stage(rater_rate=1000)
 async def test_replies_do_not_reveal_the_kind_of_an_item(stage: Stage) -> None:
     """Replies to repeats and gold items differ only in length and date."""
-    schedule = schedule_of(stage.study)[0]
+    schedule = make_schedule(stage.study)[0]
     browser = await stage.browser(stage.votes.invite(0))
     shapes, kinds = set(), set()
     for showing in schedule:
@@ -356,7 +357,7 @@ async def test_a_picture_is_addressed_by_its_position_in_the_raters_order(stage:
     """So URLs reveal nothing about models, and differ between raters."""
     browsers = [await stage.browser(stage.votes.invite(rater)) for rater in range(3)]
     bodies = [await (await browser.get("/picture/1/first")).read() for browser in browsers]
-    names = [showings[0].pictures[0] for showings in schedule_of(stage.study)]
+    names = [showings[0].pictures[0] for showings in make_schedule(stage.study)]
     assert bodies == [(stage.study.folder / "pictures" / name).read_bytes() for name in names]
     assert len(set(names)) == 3
 

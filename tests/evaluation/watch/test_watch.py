@@ -16,8 +16,8 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from evaluation.report import records
-from evaluation.report.records import evaluations, lines
+from evaluation.report import runs
+from evaluation.report.runs import evaluations, lines
 from evaluation.sampling.model import hash_pipeline
 from evaluation.watch import follow
 from shards.base.durable import read_sealed_json
@@ -211,8 +211,8 @@ def test_a_slower_watcher_never_removes_lines(alone: Path, tmp_path: Path, monke
     """It lists the records, another watcher adds some and writes the file, and then the first one writes its own."""
     every = evaluations(alone)
     listings = [every[:1], every, every]
-    monkeypatch.setattr(records, "evaluations", lambda place: listings.pop(0))
-    records.write_lines(tmp_path)
+    monkeypatch.setattr(runs, "evaluations", lambda place: listings.pop(0))
+    runs.write_lines(tmp_path)
     assert written(tmp_path) == written(alone) and listings == []
 
 
@@ -236,11 +236,11 @@ def test_a_run_in_an_object_store(trained: Path, words: list[str], s3: str, tmp_
     store = open_store(f"{s3}/run")
     store.put({path.relative_to(trained).as_posix(): path for path in trained.rglob("*") if path.is_file()})
     before = store.listing("checkpoints")
-    assert watch(f"{s3}/run", words, "--every", "4") == 0
+    assert watch(f"{s3}/run", words, "--every", "4", "--until", "4") == 0
     found = [json.loads(line) for line in store.read("evaluations.jsonl").decode().splitlines()]
-    assert [(row["step"], row["metric"]) for row in found] == [(s, m) for s in (4, 6) for m in ("toy_fid", "toy_kid")]
+    assert [(row["step"], row["metric"]) for row in found] == [(4, "toy_fid"), (4, "toy_kid")]
     assert store.listing("checkpoints") == before
-    assert len(store.files("tracker/evaluations")) == 2 and not store.files("evaluations/step-00000004-auto/model")
+    assert len(store.files("tracker/evaluations")) == 1 and not store.files("evaluations/step-00000004-auto/model")
     # the same checkpoint, exported by the command
     there, here = (
         export([str(run), "--output", str(tmp_path / f"{at}")]) for at, run in enumerate((f"{s3}/run", trained))

@@ -20,22 +20,11 @@ def test_daly_interval_is_within_a_permille_of_the_best(checkpoint: float, betwe
     daly = restarts.daly_interval(checkpoint, between)
     brute_force = min(cost(daly * 1.02**power) for power in range(-100, 101))
     assert cost(daly) <= brute_force * 1.001
-    assert cost(daly) <= cost(restarts.young_interval(checkpoint, between)) * 1.001
+    assert cost(daly) <= cost(math.sqrt(2 * checkpoint * between)) * 1.001
 
 
 def test_daly_interval_where_checkpoints_outlast_the_machine() -> None:
     assert restarts.daly_interval(200, 100) == 100
-
-
-@pytest.mark.parametrize("checkpoint, between", [(0, 1), (1, 0), (-1, 1)])
-def test_intervals_need_positive_times(checkpoint: float, between: float) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        restarts.daly_interval(checkpoint, between)
-
-
-def test_expected_time_needs_work() -> None:
-    with pytest.raises(ValueError, match="work 0 and interval 1 must be positive"):
-        restarts.expected_time(0, 1, 1, 1, 1)
 
 
 def test_expected_time_is_what_a_simulation_finds() -> None:

@@ -201,14 +201,15 @@ def compile_with(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
 
 def test_a_compiled_encoder_gives_the_same(
-    pictures: list[np.ndarray], captions: list[str], monkeypatch: pytest.MonkeyPatch
+    pictures: list[np.ndarray], captions: list[str], models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graph can be traced, and the compiled one is used."""
     seen = compile_with(monkeypatch)
-    image, text = image_encoder("float32", compiled=True), text_encoder("float32", compiled=True)
-    assert torch.equal(image(pictures, BATCH), image_encoder("float32")(pictures, BATCH))
+    vae = models / "vae"
+    image, text = image_encoder("float32", vae, compiled=True), text_encoder("float32", models, compiled=True)
+    assert torch.equal(image(pictures, BATCH), image_encoder("float32", vae)(pictures, BATCH))
     num_image_graphs = len(seen)
-    for one, other in zip(text(captions, BATCH), text_encoder("float32")(captions, BATCH), strict=True):
+    for one, other in zip(text(captions, BATCH), text_encoder("float32", models)(captions, BATCH), strict=True):
         assert torch.equal(states(one), states(other))
     assert 0 < num_image_graphs < len(seen)
 

@@ -1,5 +1,6 @@
 """Arbitrary frozen encoders: each tower stores what transformers and diffusers compute, with the same guarantees."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,7 @@ from shards.root.shared import load_uncond
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of
 from tests.conftest import make_towers as towers_of
-from tests.runs import train_fields
+from tests.runs import UNET, train_fields
 from tests.tiny_towers import BUCKET, PATCH, T5_LENGTH, T5_WIDTH, character_tokenizer, config_of, make_towers, texts
 from train.__main__ import run as train
 from train.config import TrainConfig
@@ -86,24 +87,29 @@ def samples_of(root: Path) -> list[dict[str, Any]]:
     return list(read_part(next((root / BUCKET).glob("00000*"))))
 
 
+@functools.cache
+def load(kind: Any, folder: Path) -> Any:
+    return kind.from_pretrained(folder)
+
+
 @torch.no_grad()
 def clip_reference(towers: Path, models: Path, caption: str) -> tuple[Tensor, Tensor]:
     """Compute what StableDiffusionXLPipeline.encode_prompt uses: the second-to-last layer, and the projection."""
-    ids = AutoTokenizer.from_pretrained(models / "tokenizer")(
+    ids = load(AutoTokenizer, models / "tokenizer")(
         caption, padding="max_length", max_length=16, truncation=True, return_tensors="pt"
     ).input_ids
-    outputs = CLIPTextModelWithProjection.from_pretrained(towers / "clip")(ids, output_hidden_states=True)
+    outputs = load(CLIPTextModelWithProjection, towers / "clip")(ids, output_hidden_states=True)
     return outputs.hidden_states[-2][0], outputs[0][0]
 
 
 @torch.no_grad()
-def t5_reference(towers: Path, caption: str, masked: bool = True) -> tuple[Tensor, int]:
+def t5_reference(towers: Path, caption: str) -> tuple[Tensor, int]:
     """Compute what PixArtSigmaPipeline.encode_prompt uses, and the number of real tokens."""
-    inputs = AutoTokenizer.from_pretrained(towers / "t5_tokenizer")(
+    inputs = load(AutoTokenizer, towers / "t5_tokenizer")(
         caption, padding="max_length", max_length=T5_LENGTH, truncation=True, return_tensors="pt"
     )
-    mask = inputs.attention_mask if masked else None
-    states = T5EncoderModel.from_pretrained(towers / "t5")(inputs.input_ids, attention_mask=mask).last_hidden_state
+    model = load(T5EncoderModel, towers / "t5")
+    states = model(inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state
     return states[0], int(inputs.attention_mask.sum())
 
 
@@ -411,7 +417,10 @@ def of_t5(**changes: Any) -> Callable[[Path, Path], dict[str, Any]]:
         (of_t5(max_tokens=None), r"texts\.t5\.max_tokens: T5EncoderModel accepts captions of any length"),
         (of_t5(class_name="NoSuchModel"), r"needs the class 'NoSuchModel', which transformers"),
         (of_t5(class_name="T5ForConditionalGeneration"), r"texts\.t5: .* not return hidden states for a caption alone"),
-        (of_t5(layer=99), r"texts\.t5\.layer: T5EncoderModel .* has no hidden states 99\. Use an index from -3 to 2"),
+        (
+            of_t5(layer=99),
+            r"texts\.t5\.layer: T5EncoderModel .* no hidden state at index 99\. Use an index from -3 to 2",
+        ),
         (of_t5(keep=[[5, 3]]), r"texts\.t5\.keep: .* must select at least one of the 24 tokens"),
         (of_t5(keep=[[4, 9], [0, 5]]), r"in increasing order"),
         (of_t5(model="no/such/place", tokenizer="none"), r"no/such"),
@@ -455,12 +464,15 @@ def test_the_trainer_reads_every_tower_into_its_batches(root: Path, tmp_path: Pa
     assert batch.columns["text_latents.t5"].shape == (8, T5_LENGTH, T5_WIDTH)
 
 
+def t5_unet(folder: Path) -> str:
+    """Write the config of a U-Net with T5's width."""
+    (folder / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | {"cross_attention_dim": T5_WIDTH}))
+    return str(folder / "unet.json")
+
+
 def test_a_run_names_the_tower_that_it_trains_on(root: Path, tmp_path: Path) -> None:
     fields = train_fields(root, tmp_path / "run", max_steps=2)
-    unet = tmp_path / "unet.json"
-    config = json.loads(Path(fields["backbone"]["config"]).read_text())
-    unet.write_text(json.dumps(config | {"cross_attention_dim": T5_WIDTH}))
-    fields["backbone"] = {"config": str(unet)}
+    fields["backbone"] = {"config": t5_unet(tmp_path)}
 
     def run(**data: Any) -> None:
         path = tmp_path / "config.yaml"
@@ -481,16 +493,13 @@ def test_a_run_names_the_tower_that_it_trains_on(root: Path, tmp_path: Path) -> 
 def test_a_run_reads_only_the_towers_that_it_uses(root: Path, tmp_path: Path) -> None:
     """Of two text towers and features, it reads the text that its network uses, and features only for alignment."""
     fields = train_fields(root, tmp_path / "run")
-    unet = tmp_path / "unet.json"
-    config = json.loads(Path(fields["backbone"]["config"]).read_text())
-    unet.write_text(json.dumps(config | {"cross_attention_dim": T5_WIDTH}))
     states = {"kind": "states", "towers": [["t5"]], "mask": "encoder_attention_mask"}
     held_out = {"root": str(root), "bucket": BUCKET, "samples": 8, "batch_size": 8, "every": 5}
     for repa, of_features in ({}, set()), ({"layer": "mid_block", "hidden": 8}, {"features.dino"}):
         config = TrainConfig.model_validate(
             {
                 **fields,
-                "backbone": {"config": str(unet), "inputs": {"encoder_hidden_states": states}},
+                "backbone": {"config": t5_unet(tmp_path), "inputs": {"encoder_hidden_states": states}},
                 "repa": repa,
                 "validation": held_out,
                 "log": {"every": 5},
@@ -509,7 +518,7 @@ def test_a_run_resumes_only_with_the_tower_that_it_began_with(root: Path, tmp_pa
     found = []
     for tower in ("texts.clip", "texts.t5"):
         spec = open_data(data.model_copy(update={"towers": [tower]}), 8)
-        unet = build_network(Path(train_fields(root, tmp_path / "run")["backbone"]["config"]), 0)
+        unet = build_network(UNET, 0)
         found.append(make_fingerprint(0, 8, data, spec, ObjectiveConfig(), unet))
     with pytest.raises(RequestError, match=r"towers: clip ≠ t5"):
         check_resume(tmp_path, found[0], found[1])

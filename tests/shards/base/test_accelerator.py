@@ -14,7 +14,6 @@ from precompute.encode.networks import DeviceCopies
 from precompute.encode.towers import DeviceClock
 from shards.base import device
 from shards.base.device import (
-    Accelerator,
     best_device,
     collectives_backend,
     is_accelerator,
@@ -31,52 +30,44 @@ PACKAGES = ("shards", "precompute", "train", "evaluation", "plan")
 CPU = torch.device("cpu")
 
 
-class Npu(Accelerator):
-    """A fake accelerator with the CPU's device type, which counts calls."""
-
-    calls: list[str]
-
-    def __init__(self) -> None:
-        super().__init__("cpu", "nccl-like", "NPU fault")
-        object.__setattr__(self, "calls", [])
-
-    @property
-    def torch_module(self) -> Any:
-        def note(name: str) -> Any:
-            return lambda *_, **__: self.calls.append(name)
-
-        @contextmanager
-        def stream(_: Any) -> Iterator[None]:
-            self.calls.append("stream")
-            yield
-
-        def event(**_: bool) -> Any:
-            return SimpleNamespace(
-                record=note("record"), synchronize=note("synchronize"), elapsed_time=lambda other: 500.0
-            )
-
-        return SimpleNamespace(
-            is_available=lambda: True,
-            is_bf16_supported=lambda including_emulation: not including_emulation,
-            max_memory_allocated=lambda which: 7,
-            synchronize=note("synchronize"),
-            Stream=lambda which: SimpleNamespace(wait_stream=note("wait")),
-            current_stream=lambda which: SimpleNamespace(wait_stream=note("wait")),
-            stream=stream,
-            Event=event,
-        )
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        self.calls.append("pinned")
-        return torch.empty(shape, dtype=dtype)
-
-
 @pytest.fixture
-def npu(monkeypatch: pytest.MonkeyPatch) -> Npu:
-    made = Npu()
-    monkeypatch.setattr(device, "ACCELERATOR", made)
+def npu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Describe a fake accelerator with the CPU's device type; return the list of calls to it."""
+    calls: list[str] = []
+    empty = torch.empty
+
+    def note(name: str) -> Any:
+        return lambda *_, **__: calls.append(name)
+
+    @contextmanager
+    def stream(_: Any) -> Iterator[None]:
+        calls.append("stream")
+        yield
+
+    def event(**_: bool) -> Any:
+        return SimpleNamespace(record=note("record"), synchronize=note("synchronize"), elapsed_time=lambda other: 500.0)
+
+    def empty_with_note(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            calls.append("pinned")
+        return empty(*shape, **options)
+
+    module = SimpleNamespace(
+        is_available=lambda: True,
+        is_bf16_supported=lambda including_emulation: not including_emulation,
+        max_memory_allocated=lambda which: 7,
+        synchronize=note("synchronize"),
+        Stream=lambda which: SimpleNamespace(wait_stream=note("wait")),
+        current_stream=lambda which: SimpleNamespace(wait_stream=note("wait")),
+        stream=stream,
+        Event=event,
+    )
+    for name, value in (("ACCELERATOR", "cpu"), ("COLLECTIVES", "nccl-like"), ("DEVICE_ERROR", "NPU fault")):
+        monkeypatch.setattr(device, name, value)
+    monkeypatch.setattr(torch, "get_device_module", {"cpu": module}.__getitem__)
+    monkeypatch.setattr(torch, "empty", empty_with_note)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    return made
+    return calls
 
 
 @pytest.mark.usefixtures("npu")
@@ -88,12 +79,12 @@ def test_choices_follow_the_accelerator() -> None:
     assert peak_memory(CPU) == 7
 
 
-def test_stage_1_copies_and_times_on_the_accelerator(npu: Npu) -> None:
+def test_stage_1_copies_and_times_on_the_accelerator(npu: list[str]) -> None:
     copies, pixels = DeviceCopies(CPU), torch.arange(6.0).reshape(2, 3)
     host = copies.buffer((2, 3), torch.float32).copy_(pixels)
     (result,) = copies.to_host(copies.to_device(host))()
     assert result.equal(pixels)
-    assert npu.calls == ["pinned", "stream", "wait", "wait", "stream", "pinned", "record", "synchronize"]
+    assert npu == ["pinned", "stream", "wait", "wait", "stream", "pinned", "record", "synchronize"]
     clock = DeviceClock(CPU, Stopwatch())
     with clock("image"):
         pass
@@ -101,11 +92,11 @@ def test_stage_1_copies_and_times_on_the_accelerator(npu: Npu) -> None:
     assert clock.stopwatch.seconds["device"] == 0.5
 
 
-def test_checkpoints_are_copied_through_pinned_memory(npu: Npu) -> None:
+def test_checkpoints_are_copied_through_pinned_memory(npu: list[str]) -> None:
     copies = HostCopies()
     taken = copies.take("x", {"a": torch.ones(3)}, ["a"])
     copies.wait()
-    assert taken["a"].equal(torch.ones(3)) and npu.calls == ["pinned", "synchronize"]
+    assert taken["a"].equal(torch.ones(3)) and npu == ["pinned", "synchronize"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,12 +1,14 @@
 """Devices, precisions and cores: what a command selects on this machine, and warnings about slow choices."""
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from shards.base import device
-from shards.base.device import available_cores, choose_device, cpu_slowdown, resolve_precision
+from shards.base.device import available_cores, choose_attention, choose_device, cpu_slowdown, resolve_precision
 from shards.base.errors import RequestError
 
 
@@ -21,13 +23,12 @@ def test_auto_is_bfloat16_where_it_is_no_slower(slowdown: float, chosen: str, mo
 
 
 @pytest.mark.parametrize("asked", ["bfloat16", "float16"])
-def test_an_emulated_precision_is_kept_but_warned_about(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "cpu_slowdown", lambda precision: 17.3)
+def test_an_emulated_precision_is_kept_but_warned_about(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    assert resolve_precision(asked, "cpu", said.append) == asked  # type: ignore[arg-type]
+    for slowdown in (17.3, 0.5):  # the second one is not worth a warning
+        monkeypatch.setattr(device, "cpu_slowdown", lambda precision, slowdown=slowdown: slowdown)
+        assert resolve_precision(asked, "cpu", said.append) == asked
     assert len(said) == 1 and "emulates" in said[0] and "17 times as long" in said[0] and "--precision auto" in said[0]
-    monkeypatch.setattr(device, "cpu_slowdown", lambda precision: 0.5)
-    assert resolve_precision(asked, "cpu", said.append) == asked and len(said) == 1
 
 
 def test_float32_and_gpus_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,26 +73,37 @@ def test_the_driver_and_the_build_are_named(tmp_path: Path, monkeypatch: pytest.
     assert "built for the CPU only" in device.unusable_gpu(True, tmp_path / "absent")
 
 
-def test_cores_are_those_of_the_affinity_and_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("", {}, 6),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n"}, 6),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "250000 100000\n"}, 3),  # the parent group's 2.5
+        ("0::/a/b\n", {"a/cpu.max": "250000 100000\n", "cpu.max": "50000 100000\n"}, 1),  # the container's own group
+        ("5:memory:/x\n4:cpu,acct:/x\n", {"cpu,acct/x/cpu.cfs_quota_us": "-1"}, 6),  # version 1
+        ("5:memory:/x\n4:cpu,acct:/x\n", {"cpu,acct/x/cpu.cfs_quota_us": "400000"}, 4),
+    ],
+)
+def test_cores_are_those_of_the_affinity_and_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], cores: int
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
-    own, cgroups = tmp_path / "own", tmp_path / "cgroups"
-    assert available_cores(cgroups, own) == 6
-    own.write_text("0::/a/b\n")
-    (cgroups / "a" / "b").mkdir(parents=True)
-    (cgroups / "a" / "b" / "cpu.max").write_text("max 100000\n")
-    assert available_cores(cgroups, own) == 6
-    (cgroups / "a" / "cpu.max").write_text("250000 100000\n")  # the parent group allows 2.5 cores
-    assert available_cores(cgroups, own) == 3
-    (cgroups / "cpu.max").write_text("50000 100000\n")  # the container's own cgroup
-    assert available_cores(cgroups, own) == 1
+    if own:
+        (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+        (tmp_path / "groups" / name).with_name("cpu.cfs_period_us").write_text("100000")
+    assert available_cores(tmp_path / "groups", tmp_path / "own") == cores
 
 
-def test_quotas_of_cgroups_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
-    own, folder = tmp_path / "own", tmp_path / "cpu,cpuacct" / "job"
-    own.write_text("5:memory:/job\n4:cpu,cpuacct:/job\n")
-    folder.mkdir(parents=True)
-    (folder / "cpu.cfs_period_us").write_text("100000")
-    for quota, cores in ((-1, 6), (400000, 4)):
-        (folder / "cpu.cfs_quota_us").write_text(str(quota))
-        assert available_cores(tmp_path, own) == cores
+@pytest.mark.parametrize(("chosen", "cudnn", "flash"), [("cuda:0", False, True), ("cpu", True, False)])
+def test_attention_kernels_that_are_wrong_or_slow_are_disabled(
+    chosen: str, cudnn: bool, flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward pass of cuDNN attention returns NaN for some lengths on Hopper, and flash is slow on CPUs."""
+    enabled = {"cudnn": True, "flash": True}
+    for name in enabled:
+        monkeypatch.setattr(torch.backends.cuda, f"enable_{name}_sdp", functools.partial(enabled.__setitem__, name))
+    choose_attention(torch.device(chosen))
+    assert enabled == {"cudnn": cudnn, "flash": flash}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from precompute.input.tars import local_copy
-from shards.base.durable import locked
+from shards.base.durable import locked, write_atomically
 from shards.base.errors import RequestError
 from shards.base.scratch import (
     OWNER,
@@ -31,7 +31,7 @@ from shards.open import open_store
 from tests.forks import fork, wait_for
 from tests.runs import environment
 
-KILLS = 20
+KILLS = 10
 
 
 def begin(scratch: Path, ready: Path) -> None:
@@ -47,25 +47,27 @@ def begin(scratch: Path, ready: Path) -> None:
         time.sleep(600)
 
 
-def test_twenty_kills_leave_nothing_behind(tmp_path: Path) -> None:
+def wait_until(path: Path) -> None:
+    until = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_kills_leave_nothing_behind(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     held = []
     for number in range(KILLS):
         ready = tmp_path / f"ready-{number}"
         child = fork(lambda ready=ready: begin(scratch, ready))  # type: ignore[misc]
-        until = time.monotonic() + 120
-        while number % 2 and not ready.exists():  # every second process dies before it has finished
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        if number % 2:  # every second process dies before it has finished
+            wait_until(ready)
         os.kill(child, signal.SIGKILL)
         assert wait_for(child) == -signal.SIGKILL
         held.append(len([folder for folder in scratch.glob("*/*.*") if folder.is_dir()]))
     assert max(held) == 1  # each process removed the previous one's files
     alive = fork(lambda: begin(scratch, tmp_path / "alive"))
-    until = time.monotonic() + 120
-    while not (tmp_path / "alive").exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(tmp_path / "alive")
     sweep_scratch(scratch)
     (top,) = scratch.iterdir()
     assert {path.name for path in top.iterdir()} == {SWEEPER, next(path.name for path in top.glob(f"{alive}.*"))}
@@ -80,7 +82,7 @@ def hold(ready: Path) -> None:
     """Hold a private folder with a file until this process is killed."""
     with private_folder() as folder:
         (folder / "file").write_bytes(bytes(1 << 16))
-        ready.write_text(str(folder))
+        write_atomically(ready, str(folder).encode())
         time.sleep(600)
 
 
@@ -89,10 +91,7 @@ def test_a_killed_process_s_private_folder_is_removed_by_the_next(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     child = fork(lambda: hold(tmp_path / "ready"))
-    until = time.monotonic() + 120
-    while not (tmp_path / "ready").is_file() or not (tmp_path / "ready").read_text():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(tmp_path / "ready")
     other = Path((tmp_path / "ready").read_text())
     with private_folder() as ours:
         assert tmp_path in ours.parents and tmp_path in other.parents

@@ -14,7 +14,7 @@ from shards.base.remote import RemoteStore
 from shards.base.store import STAGING_FOLDER, LocalStore, Place, Store
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
-from shards.root.committed import load_receipts
+from shards.root.committed import list_commits, load_receipts
 from shards.root.shared import load_uncond
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
@@ -79,7 +79,7 @@ def test_of_many_creators_one_is_told_so(store: Store) -> None:
     if "memory" not in store.where() and "s3" not in store.where():  # there, two writers may win
         assert told.count(True) == 1 and store.read("commits/a.json") == b"%d" % told.index(True)
     assert not store.create("commits/a.json", b"9") and store.files() == ["commits/a.json"]
-    assert store.etags("commits").keys() == {"commits/a.json"}
+    assert list_commits(store).keys() == {"commits/a.json"}
 
 
 def test_a_store_without_conditions_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """A derived root equals the root that stage 1 would have written, or the derivation is refused."""
 
+import json
+import multiprocessing
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,10 @@ from shards.__main__ import run as shards
 from shards.base.errors import Preempted, RequestError, WorkError
 from shards.base.store import LocalStore
 from shards.derive import job
-from shards.derive.job import missing, prepare
-from shards.derive.source import list_contents
+from shards.derive.job import missing, prepare, rules_of
 from shards.format.encoding import EncodingRecord
-from shards.root.committed import load_receipts
+from shards.format.receipts import active_parts
+from shards.root.committed import list_commits, load_receipts
 from shards.root.exclusions import exclusion_ids
 from shards.root.index import write_indexes
 from shards.root.provenance import source_sha256
@@ -26,6 +29,7 @@ from shards.root.reading import read_part, text_latents
 from shards.root.shared import load_uncond
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
+from tests.ranks import SERVER
 from tests.tiny_towers import config_of, make_towers, texts
 
 pytestmark = pytest.mark.heavy
@@ -33,12 +37,14 @@ pytestmark = pytest.mark.heavy
 SMALL = ("--image.storage", "int8", "--text.storage", "float8", "--text.trim", "true", "--image.posterior", "mean")
 
 
-WIDER = (("--text.storage", "float16"), ("--text.trim", "false"), ("--image.storage", "float16"))
+WIDER = ("--text.storage", "float16", "--text.trim", "false", "--image.storage", "float16")
 
 
 def derive(source: Path, out: Path, *options: str, in_processes: bool = False) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        if not in_processes:  # each process imports torch first
+        if in_processes:  # forked from a server that has imported torch
+            patch.setattr("shards.base.pool.multiprocessing.get_context", lambda method: SERVER)
+        else:
             patch.setattr("shards.base.pool.start_pool", lambda most, *_: ThreadPoolExecutor(most))
         shards(["derive", str(source), str(out), *options])
     return out
@@ -117,20 +123,19 @@ def test_receipts_name_their_source(latents: Path, tmp_path: Path) -> None:
     assert ours["derived_from.host"] == theirs["derived_from.host"]  # the machine that encoded the original part
 
 
-def test_what_is_excluded_is_left_out_and_counted(latents: Path, tmp_path: Path) -> None:
-    source = shutil.copytree(latents, tmp_path / "source")
-    everything = {sample["key"] for folder in parts(source) for sample in read_part(source / folder)}
+def test_what_is_excluded_is_left_out_and_counted(root: Path, tmp_path: Path) -> None:
+    everything = {sample["key"] for folder in parts(root) for sample in read_part(root / folder)}
     gone = sorted(everything)[2::9]
-    shards(["exclude", str(source), "--keys", *gone])
-    derived = derive(source, tmp_path / "derived")
+    shards(["exclude", str(root), "--keys", *gone])
+    derived = derive(root, tmp_path / "derived")
     keys = {sample["key"] for folder in parts(derived) for sample in read_part(derived / folder)}
     assert everything - keys == set(gone) and len(gone) > 2
     excluded = sum(receipt.refused.get("excluded", 0) for receipt in load_receipts(LocalStore(derived)))
-    assert excluded == sum(receipt.samples for receipt in load_receipts(LocalStore(source))) - sum(
+    assert excluded == sum(receipt.samples for receipt in load_receipts(LocalStore(root))) - sum(
         receipt.samples for receipt in load_receipts(LocalStore(derived))
     )
     check_sound(derived)
-    assert exclusion_ids(LocalStore(derived)) == exclusion_ids(LocalStore(source))  # for tars that are added later
+    assert exclusion_ids(LocalStore(derived)) == exclusion_ids(LocalStore(root))  # for tars that are added later
 
 
 def test_the_same_command_again_makes_what_is_left_or_was_recalled(
@@ -147,54 +152,33 @@ def test_the_same_command_again_makes_what_is_left_or_was_recalled(
     assert "30 samples in 64x64" in capsys.readouterr().out
 
 
-def test_a_damaged_part_gets_no_new_receipt(latents: Path, tmp_path: Path) -> None:
-    source = shutil.copytree(latents, tmp_path / "source")
-    (folder,) = (source / name for name in parts(source) if name.startswith("64x64/00001."))
+def test_a_damaged_part_gets_no_new_receipt(latents: Path, root: Path, tmp_path: Path) -> None:
+    (folder,) = (root / name for name in parts(root) if name.startswith("64x64/00001."))
     path = folder / "shard.00000.mds"
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
     with pytest.raises(WorkError, match=r"1 of 2 tars .*\(00001: .*shard.00000.mds is missing or damaged"):
-        derive(source, tmp_path / "derived")
+        derive(root, tmp_path / "derived")
     assert {name.split(".")[0] for name in parts(tmp_path / "derived")} == {
         "128x128/00000",
         "128x128/00001",
         "64x64/00000",
     }
-    shutil.copytree(latents, source, dirs_exist_ok=True)
-    assert len(parts(derive(source, tmp_path / "derived"))) == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ("--towers", "texts.nobody"),
-            "The root has no tower texts.nobody. Its towers are texts.clip, texts.t5",
-        ),
-        (("--towers", "features.dino"), "names no text tower"),
-        (("--text.storage", "float7"), "--text.storage float7: Input should be 'float16' or 'float8'"),
-        (("--buckets", "64x64", "32x32"), "has no samples in 32x32; its buckets are 64x64"),
-    ],
-)
-def test_refusals(many: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        derive(many, tmp_path / "out", *options)
-    assert not (tmp_path / "out").exists()
+    shutil.copytree(latents, root, dirs_exist_ok=True)
+    assert len(parts(derive(root, tmp_path / "derived"))) == 4
 
 
 def test_what_is_not_there_cannot_be_asked_for(latents: Path, tmp_path: Path, models: Path, towers: Path) -> None:
     small = derive(latents, tmp_path / "small", *SMALL)
     with pytest.raises(RequestError) as refusal:
-        derive(small, tmp_path / "out", *(word for option in WIDER for word in option))
+        derive(small, tmp_path / "out", *WIDER)
     for part in (
         "image.storage: int8 is stored, and the float16 precision cannot be restored",
         "texts.text.storage: float8 is stored, and the float16 precision cannot be restored",
         "texts.text.trim: the states of padding tokens are not stored",
     ):
         assert part in str(refusal.value)
-    with pytest.raises(RequestError, match="cannot be derived from itself"):
-        derive(small, small)
     with pytest.raises(RequestError, match=r"was written with a different encoding: .*texts.text.storage"):
         derive(latents, small, "--image.storage", "int8", "--image.posterior", "mean", "--text.trim", "true")
 
@@ -256,25 +240,29 @@ def test_a_text_tower_is_added_without_a_picture(
     assert text_latents(sample, encoding)[0]["t5"].any()
 
 
-def test_other_rules_are_refused_before_a_root_is_made(latents: Path, models: Path, tars: Path, tmp_path: Path) -> None:
-    aspect = {"bases": [128], "step": 64, "max_ratio": 1.0}
-    config = precompute_config(models, tars, tmp_path / "out", buckets=["64x64"], aspect=aspect)
-    with pytest.raises(RequestError, match=r"latents fills bucket 128x128 by the rule `covers`.*`nearest"):
-        derive_by_config(config, latents)
-    assert not (tmp_path / "out").exists()
-
-
-def test_features_are_made_of_pictures(latents: Path, models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
-    config = precompute_config(models, tars, tmp_path / "out", features={"dino": {"model": str(towers / "dino")}})
-    with pytest.raises(RequestError, match=r"features.dino: the root has no such feature tower"):
-        derive_by_config(config, latents)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"buckets": ["64x64"], "aspect": {"bases": [128], "step": 64, "max_ratio": 1.0}},
+            r"latents fills bucket 128x128 by the rule `covers`.*`nearest",
+        ),
+        ({"features": {"dino": {"model": "TOWERS/dino"}}}, r"features.dino: the root has no such feature tower"),
+    ],
+)
+def test_what_needs_pictures_is_refused_before_a_root_is_made(
+    latents: Path, models: Path, tars: Path, tmp_path: Path, towers: Path, changes: dict[str, Any], message: str
+) -> None:
+    changes = json.loads(json.dumps(changes).replace("TOWERS", str(towers)))
+    with pytest.raises(RequestError, match=message):
+        derive_by_config(precompute_config(models, tars, tmp_path / "out", **changes), latents)
     assert not (tmp_path / "out").exists()
 
 
 def test_what_the_source_recalls_is_derived_anew(
-    latents: Path, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, config = shutil.copytree(latents, tmp_path / "source"), precompute_config(models, tars, tmp_path / "source")
+    source, config = root, precompute_config(models, tars, root)
     derived = derive(source, tmp_path / "derived", *SMALL)
     whole = parts(derived)
     shards(["recall", str(source), "--node", os.uname().nodename])
@@ -294,21 +282,20 @@ def test_what_the_source_recalls_is_derived_anew(
 
 
 def test_a_missing_tokenizer_is_found_before_a_root_is_made(
-    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = shutil.copytree(latents, tmp_path / "source")
-    record = EncodingRecord.load(LocalStore(source))
+    record = EncodingRecord.load(LocalStore(root))
     texts = {
         name: tower.model_copy(
             update={"tokenizer": tower.tokenizer.model_copy(update={"name": str(tmp_path / "moved")})}
         )
         for name, tower in record.texts.items()
     }
-    (source / "encoding.json").write_bytes(record.model_copy(update={"texts": texts}).sealed())
+    (root / "encoding.json").write_bytes(record.model_copy(update={"texts": texts}).sealed())
     with pytest.raises(RequestError, match="moved"):
-        derive(source, tmp_path / "out", "--text.trim", "true")
+        derive(root, tmp_path / "out", "--text.trim", "true")
     assert not (tmp_path / "out").exists()
-    derive(source, tmp_path / "out", "--text.storage", "float8")  # this conversion needs no tokenizer
+    derive(root, tmp_path / "out", "--text.storage", "float8")  # this conversion needs no tokenizer
 
 
 def test_receipts_are_not_all_read_to_find_the_tars(latents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,34 +307,38 @@ def test_receipts_are_not_all_read_to_find_the_tars(latents: Path, monkeypatch: 
         return read_many(self, names)
 
     monkeypatch.setattr(LocalStore, "read_many", counting)
-    held = list_contents(store)
-    assert {(tar, bucket) for tar, buckets in held.parts.items() for bucket in buckets} == {
-        (tar, bucket) for tar in ("00000", "00001") for bucket in ("64x64", "128x128")
-    }
-    assert set(held.rules.values()) == {"covers"} and len(read) == 2  # of four
-
-
-def test_a_process_that_is_killed_ends_the_command(
-    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job, "_derive_in_process", kill_process)
-    with pytest.raises(WorkError, match="A worker process was killed while deriving tars"):
-        derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)
-
-
-def test_a_signal_to_all_processes_is_one_to_leave(
-    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slurm and service managers signal all processes: a worker dies, and the parent receives the signal too."""
-    monkeypatch.setattr(job, "_derive_in_process", signal_both)
-    with pytest.raises(Preempted, match="Stopped by a signal before all tars were derived"):
-        derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)
-
-
-def signal_both(*arguments: object) -> None:
-    for process in (os.getppid(), os.getpid()):
-        os.kill(process, signal.SIGTERM)
+    found = active_parts(list_commits(store))
+    assert set(found) == {(tar, bucket) for tar in ("00000", "00001") for bucket in ("64x64", "128x128")}
+    assert rules_of(store, found) == {"64x64": "covers", "128x128": "covers"} and len(read) == 2  # of four
 
 
 def kill_process(*arguments: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def signal_both(*arguments: object) -> None:
+    """Signal all processes, as Slurm and service managers do: a worker dies, and its parent is signalled too."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    for process in (parent.pid, os.getpid()):
+        os.kill(process, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        (kill_process, WorkError, "A worker process was killed while deriving tars"),
+        (signal_both, Preempted, "Stopped by a signal before all tars were derived"),
+    ],
+)
+def test_a_process_that_is_killed_or_signalled_ends_the_command(
+    latents: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[..., None],
+    error: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.setattr(job, "_derive_in_process", fault)
+    with pytest.raises(error, match=message):
+        derive(latents, tmp_path / "out", "--processes", "1", in_processes=True)

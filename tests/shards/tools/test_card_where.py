@@ -14,7 +14,6 @@ import yaml
 from streaming import StreamingDataset
 
 from shards.__main__ import run
-from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights
 from shards.open import open_store
@@ -78,11 +77,6 @@ def test_a_score_that_is_absent_is_null(
     assert "NaN" not in printed and json.loads(printed)[0]["stored"]["64x64"]["aesthetic"] is None
     run(["where", str(latents), "000000000"])
     assert "aesthetic none" in capsys.readouterr().out
-
-
-def test_a_sample_that_never_was(latents: Path) -> None:
-    with pytest.raises(RequestError, match=r"The key 999 is in none of the 2 committed shards of"):
-        run(["where", str(latents), "999"])
 
 
 def test_the_card(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
-from bench.kit.receipts import ThinStore, synthetic_receipt
+from bench.kit.receipts import synthetic_receipt
 from bench.kit.roots import encoding_record
 from evaluation.report.page import data
 from examples.shapes.report import root_totals
 from precompute.preview import pick_samples
 from shards.__main__ import run
-from shards.base.errors import RequestError, WorkError
-from shards.base.store import LocalStore, Store, read_each
+from shards.base.errors import WorkError
+from shards.base.store import LocalStore, read_each
 from shards.format.receipts import Receipt, parse_receipt
+from shards.format.tables import CAPTION_CHANGES, read_tables
 from shards.open import open_store
-from shards.root.committed import iter_receipts, iter_tars, load_receipts, load_tars
+from shards.root.committed import load_receipts, load_tars
 from shards.tools.clean import named_parts
 from shards.tools.recall import RecallFilter, node_totals, recall_candidates
 from shards.tools.stats import root_stats
@@ -32,8 +33,6 @@ pytestmark = pytest.mark.heavy
 TARS, BUCKETS = 400, ("256x256", "512x512")
 MOST_ALIVE = 8
 """Limit on receipts in memory: those of two or three tars."""
-MOST_ALIVE_IN_VERIFY = MOST_ALIVE + 2 * 64
-"""Limit for `verify`, which also holds 64 receipts per bucket before they become rows of an index."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ class Alive:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = self.most = self.parsed = 0
-        for module in ("shards.root.committed", "shards.tools.verify"):
+        for module in ("shards.root.committed", "shards.root.publish", "shards.tools.verify"):
             monkeypatch.setattr(f"{module}.parse_receipt", self.parse)
 
     def parse(self, data: bytes, where: str) -> Receipt:
@@ -73,7 +72,7 @@ class Alive:
 def write_report(root: Path) -> None:
     streams = [{"root": str(root), "bucket": BUCKETS[0]}]
     runs: list[Any] = [SimpleNamespace(name="run", config={"data": {"streams": streams}})]
-    assert "cannot be read" not in data(runs).content
+    assert "cannot be read" not in "".join(data(runs))
 
 
 COMMANDS: dict[str, Callable[[Path], object]] = {
@@ -102,32 +101,41 @@ def test_the_receipts_in_memory_do_not_grow_with_the_root(
     else:
         COMMANDS[name](many)
     assert alive.parsed >= TARS  # `preview` needs the receipts of one bucket
-    assert 0 < alive.most <= (MOST_ALIVE_IN_VERIFY if name == "verify" else MOST_ALIVE)
+    assert 0 < alive.most <= MOST_ALIVE
     kept = Alive(monkeypatch)
     receipts = load_receipts(open_store(many))  # the counter works: this exceeds the limit
-    assert kept.most == len(receipts) == len(BUCKETS) * TARS > MOST_ALIVE_IN_VERIFY
+    assert kept.most == len(receipts) == len(BUCKETS) * TARS > MOST_ALIVE
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_books_and_receipts_come_in_the_order_of_tars_each_once(tmp_path: Path, seed: int) -> None:
-    store = open_store(random_root(tmp_path / "root", seed))
-    receipts = list(iter_receipts(store))
-    places = [(receipt.tar, receipt.bucket) for receipt in receipts]
-    assert places == sorted(set(places)) and len(places) == len(list((tmp_path / "root" / "commits").rglob("*.json")))
-    books = list(iter_tars(store))
-    assert [tar.tar for tar in books] == sorted({receipt.tar for receipt in receipts})
-    assert [receipt for tar in books for receipt in tar.parts.values()] == receipts
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_what_commands_add_up_is_what_all_receipts_say(tmp_path: Path, seed: int) -> None:
+def test_what_commands_add_up_is_what_all_receipts_say(
+    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = open_store(random_root(tmp_path / "root", seed))
     receipts, books = load_receipts(store), load_tars(store)
+    places = [(receipt.tar, receipt.bucket) for receipt in receipts]
+    assert places == sorted(set(places)) and len(places) == len(list((tmp_path / "root" / "commits").rglob("*.json")))
+    assert [tar.tar for tar in books] == sorted({receipt.tar for receipt in receipts})
+    assert [receipt for tar in books for receipt in tar.parts.values()] == receipts
     stats = root_stats(store, 5)
     assert stats["shards"] == len(books)
     assert stats["samples_in"] == sum(tar.samples_in for tar in books)
     assert stats["encoded"] == sum(tar.encoded for tar in books)
     assert stats["rejected"] == sum((Counter(tar.rejected) for tar in books), Counter())
+    # captions are counted once from the parts' tables, no matter how many buckets hold a sample
+    captions = dict.fromkeys(("stored", *CAPTION_CHANGES), 0)
+    for tar in books:
+        rows: dict[str, tuple[int, ...]] = {}
+        for part in tar.parts.values():
+            stored, _ = read_tables(store, part.folder, part.files)
+            columns = (stored[name] for name in ("captions", *CAPTION_CHANGES))
+            rows |= zip(stored["key"], zip(*columns, strict=True), strict=True)
+        for name, column in zip(captions, zip(*rows.values(), strict=True), strict=False):
+            captions[name] += sum(column)
+    assert stats["captions"] == captions and captions["stored"] == stats["encoded"]
+    run(["card", store.where()])
+    changes = ", ".join(f"{name} {captions[name]:,}" for name in CAPTION_CHANGES)
+    assert f"Of {captions['stored']:,} captions: {changes}." in capsys.readouterr().out
     for bucket, found in stats["buckets"].items():
         parts = [receipt for receipt in receipts if receipt.bucket == bucket]
         samples = sum(part.samples for part in parts)
@@ -169,13 +177,6 @@ def test_verify_names_all_that_is_wrong(tmp_path: Path) -> None:
     assert first.name in lines[0] and lines[1].startswith(f"{last.folder}/samples.parquet") and len(lines) == 2
 
 
-def test_nothing_committed_is_said(tmp_path: Path) -> None:
-    encoding_record(4, 4).save(LocalStore(tmp_path))
-    for command in ("stats", "card"):
-        with pytest.raises(RequestError, match="has no committed shards yet"):
-            run([command, str(tmp_path)])
-
-
 def test_a_settings_values_are_counted_by_tar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(random_root(tmp_path / "root", 2))
     run(["card", store.where()])
@@ -205,35 +206,25 @@ def test_of_a_setting_with_many_values_the_card_shows_some(
     )
 
 
-class Listening(ThinStore):
-    """Records the purpose of each request, and the receipts returned by then."""
+def test_small_files_are_read_ahead_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, requests = LocalStore(tmp_path), list[list[str]]()
 
-    def __init__(self, root: Path):
-        super().__init__(root)
-        self.requests: list[list[str]] = []
+    def read_many(names: list[str]) -> dict[str, bytes]:
+        requests.append(names)
+        return LocalStore.read_many(store, names)
 
-    def read_many(self, names: list[str]) -> dict[str, bytes]:
-        self.requests.append(names)
-        return super().read_many(names)
-
-
-def test_small_files_are_read_ahead_in_batches(tmp_path: Path) -> None:
-    store: Store = Listening(tmp_path)
-    assert isinstance(store, Listening)
+    monkeypatch.setattr(store, "read_many", read_many)
     names = [f"{(7 * number) % 23:02d}" for number in range(23)]
-    for name in names:
-        if name != "05":
-            (tmp_path / name).write_text(name)
+    for name in set(names) - {"05"}:
+        (tmp_path / name).write_text(name)
     got = []
     for name, content in read_each(store, names, 4):
         assert content == name.encode()
+        assert len(requests) <= (names.index(name) // 4 + 1) + 1  # the batch in use and the next one
         got.append(name)
-        # the batch in use and the next one
-        assert len(store.requests) <= (names.index(name) // 4 + 1) + 1
     assert got == [name for name in names if name != "05"]
-    assert store.requests == [names[first : first + 4] for first in range(0, 23, 4)]
+    assert requests == [names[first : first + 4] for first in range(0, 23, 4)]
     assert list(read_each(store, [], 4)) == []
-    # the rest is not read if the caller stops
-    store.requests.clear()
-    next(read_each(store, names, 4))
-    assert 1 <= len(store.requests) <= 2
+    requests.clear()
+    next(read_each(store, names, 4))  # the rest is not read if the caller stops
+    assert 1 <= len(requests) <= 2

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from collections import Counter
@@ -32,11 +33,6 @@ def words(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err.replace("\n", " ")
 
 
-@pytest.fixture
-def root(latents: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(latents, tmp_path / "root")
-
-
 def test_what_is_recalled_is_made_anew_and_its_part_stays(
     models: Path, tars: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,17 +55,6 @@ def test_what_is_recalled_is_made_anew_and_its_part_stays(
     assert list(verify_root(open_store(root))) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [([], "recall needs --node, --gpu or --since"), (["--since", "lately"], "'lately' is not a valid date or time")],
-)
-def test_recalls_that_are_refused(
-    root: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code_of(lambda: run(["recall", str(root), *options])) == 2
-    assert message in words(capsys)
-
-
 def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "commits" / "64x64" / "00001.json"
     receipt = read_sealed_json(path)
@@ -84,7 +69,7 @@ def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture
     assert found["gpu-17"]["samples_per_second"] > 0
     assert {"fetch", "decode", "encode", "write", "upload", "total"} <= found["gpu-17"]["seconds"].keys()
     run(["by-node", str(root)])
-    assert "gpu-17               H100 GPU-9" in capsys.readouterr().out
+    assert "gpu-17  H100 GPU-9" in re.sub(" {2,}", "  ", capsys.readouterr().out)
     for gpu in ("H100", "GPU-9"):  # by name, and by UUID
         run(["recall", str(root), "--gpu", gpu, "--dry-run"])
         assert "1 parts with 15 samples would be recalled" in capsys.readouterr().out
@@ -115,6 +100,12 @@ def test_by_node_counts_a_reject_once_for_all_buckets(root: Path, tmp_path: Path
     assert {node["gpu_uuid"]: node["rejects"] for node in node_totals(store)} == expected
 
 
+def make_orphan(root: Path) -> Path:
+    """Make a copy of a part that no receipt names."""
+    (receipt, *_) = load_receipts(open_store(root))
+    return shutil.copytree(root / receipt.folder, root / receipt.bucket / "00000.00000000")
+
+
 def aged(root: Path, seconds: float) -> Path:
     """Make all files look this old."""
     then = time.time() - seconds
@@ -124,10 +115,9 @@ def aged(root: Path, seconds: float) -> Path:
 
 
 def test_clean_removes_what_no_receipt_names_and_nothing_else(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (receipt, *_) = load_receipts(open_store(root))
+    orphan = make_orphan(root)
     run(["recall", str(root), "--since", "2020-01-01"])
-    before = tree(root)
-    orphan = shutil.copytree(root / receipt.folder, root / receipt.bucket / "00000.00000000")
+    before = {name: data for name, data in tree(root).items() if orphan.name not in name}
     (root / ".unfinished" / "torn").write_text("x")
     aged(root, 3 * 86400)
     run(["clean", str(root), "--older-than", "7d"])
@@ -146,15 +136,6 @@ def test_clean_waits_until_nobody_writes(root: Path, capsys: pytest.CaptureFixtu
         os.utime(orphan / "index.json", (written, written))  # one is in the future
         assert exit_code_of(lambda: run(["clean", str(root), "--older-than", "1h"])) == 2
         assert message in words(capsys) and orphan.is_dir()
-    assert exit_code_of(lambda: run(["clean", str(root), "--older-than", "59m"])) == 2
-    assert "at least one hour" in words(capsys)
-
-
-def test_a_receipt_of_another_version_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = root / "commits" / "64x64" / "00000.json"
-    write_sealed_json(path, read_sealed_json(path) | {"version": 3})
-    assert exit_code_of(lambda: run(["stats", str(root)])) == 2
-    assert "has format version 3, but this version of latentmill reads only version 2" in words(capsys)
 
 
 def test_clean_gives_up_uploads_that_never_ended(
@@ -203,8 +184,7 @@ def test_clean_gives_up_uploads_that_never_ended(
 
 def test_finished_commands_do_not_block_clean(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run the commands of docs/how-to/look-into-a-root.md in order."""
-    (receipt, *_) = load_receipts(open_store(root))
-    orphan = shutil.copytree(root / receipt.folder, root / receipt.bucket / "00000.00000000")
+    orphan = make_orphan(root)
     aged(root, 30 * 86400)
     run(["card", str(root), "--output", str(root / "README.md")])
     run(["index", str(root)])

@@ -1,26 +1,17 @@
 """Verification names all injected damage, and statistics of a latents root."""
 
 import random
-import shutil
 from pathlib import Path
 
 import pytest
 
 from shards.__main__ import run
 from shards.base.durable import read_sealed_json, write_sealed_json
-from shards.base.errors import RequestError, WorkError, exit_code_of
-from shards.format.tables import CAPTION_CHANGES, read_tables
+from shards.base.errors import WorkError, exit_code_of
 from shards.open import open_store
-from shards.root.committed import load_tars
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
-from tests.random_roots import random_root
 from tests.roots import part_of
-
-
-@pytest.fixture
-def root(latents: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(latents, tmp_path / "root")
 
 
 def committed_files(root: Path) -> list[Path]:
@@ -29,24 +20,18 @@ def committed_files(root: Path) -> list[Path]:
     )
 
 
-def test_a_sound_root(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(["verify", str(root)])
-    assert "is intact" in capsys.readouterr().out
-
-
 def test_a_flipped_bit_in_any_file_names_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Flip a bit at a seeded position of every file."""
     rng = random.Random(0)
     for path in committed_files(root):
         data = path.read_bytes()
-        for _ in range(4):
-            position = rng.randrange(8 * len(data))
-            flipped = bytearray(data)
-            flipped[position // 8] ^= 1 << position % 8
-            path.write_bytes(flipped)
-            assert exit_code_of(lambda: run(["verify", str(root)])) == 1, (path, position)
-            captured = capsys.readouterr()
-            assert str(path.relative_to(root)) in (captured.out + captured.err).replace("\n", ""), (path, position)
+        position = rng.randrange(8 * len(data))
+        flipped = bytearray(data)
+        flipped[position // 8] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        assert exit_code_of(lambda: run(["verify", str(root)])) == 1, (path, position)
+        captured = capsys.readouterr()
+        assert str(path.relative_to(root)) in (captured.out + captured.err).replace("\n", ""), (path, position)
         path.write_bytes(data)
     assert list(verify_root(open_store(root))) == []
 
@@ -98,44 +83,8 @@ def test_stats(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert (tmp_path / "new" / "stats.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_caption_in_several_buckets_is_counted_once(
-    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Captions are counted from the parts' tables, no matter which buckets hold a sample, also in the dataset card."""
-    store = open_store(random_root(tmp_path / "root", seed))
-    expected = dict.fromkeys(("stored", *CAPTION_CHANGES), 0)
-    for books in load_tars(store):
-        rows: dict[str, tuple[int, ...]] = {}
-        for part in books.parts.values():
-            stored, _ = read_tables(store, part.folder, part.files)
-            columns = (stored[name] for name in ("captions", *CAPTION_CHANGES))
-            rows |= zip(stored["key"], zip(*columns, strict=True), strict=True)
-        for name, column in zip(expected, zip(*rows.values(), strict=True), strict=False):
-            expected[name] += sum(column)
-    found = root_stats(store, 10)
-    assert found["captions"] == expected and found["captions"]["stored"] == found["encoded"]
-    run(["card", store.where()])
-    changes = ", ".join(f"{name} {expected[name]:,}" for name in CAPTION_CHANGES)
-    assert f"Of {expected['stored']:,} captions: {changes}." in capsys.readouterr().out
-
-
-def test_not_a_root(tmp_path: Path) -> None:
-    for command in ("verify", "stats", "index"):
-        with pytest.raises(RequestError, match="is not a latents root"):
-            run([command, str(tmp_path)])
-
-
 def test_a_damaged_encoding_stops_the_verification(root: Path) -> None:
     path = root / "encoding.json"
     path.write_bytes(path.read_bytes().replace(b"moments", b"momenta"))
     with pytest.raises(WorkError, match=r"encoding\.json is damaged"):
-        run(["verify", str(root)])
-
-
-def test_a_root_of_another_version_is_refused_in_words(root: Path) -> None:
-    fields = read_sealed_json(root / "encoding.json")
-    del fields["captions"]
-    write_sealed_json(root / "encoding.json", fields)
-    with pytest.raises(RequestError, match=r"written by another version of latentmill.*\(captions\)"):
         run(["verify", str(root)])

@@ -203,7 +203,6 @@ def test_downloads_are_retried(root: Path, tmp_path: Path, failures: int) -> Non
     assert len(asked) == 3
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -213,7 +212,9 @@ def test_downloads_are_retried(root: Path, tmp_path: Path, failures: int) -> Non
     ],
     ids=["flipped-bit", "cut-short", "missing"],
 )
-@pytest.mark.parametrize("cached", [False, True], ids=["in-place", "cached"])
+@pytest.mark.parametrize(
+    ("num_workers", "cached"), [(0, False), (2, False), (0, True)], ids=["in-place", "in-place-workers", "cached"]
+)
 def test_a_file_that_differs_from_its_index_stops_the_run(
     root: Path, tmp_path: Path, damage: Callable[[Path], None], message: str, num_workers: int, cached: bool
 ) -> None:

@@ -24,13 +24,13 @@ from train.run.reporting.json_lines import read_json_lines
 
 pytestmark = pytest.mark.heavy
 
-STEPS = 6
+STEPS = 4
 FILES = ("unet/diffusion_pytorch_model.safetensors", "ema/diffusion_pytorch_model.safetensors", "optimizer.safetensors")
 
 
 def train(folder: Path, latents: Path, name: str, num_processes: int, **changes: Any) -> Path:
-    """Train a run with checkpoints after step 3 and at the end, and return its folder."""
-    changes = {"max_steps": STEPS, "checkpoint": {"every": 3, "keep": 9}, "collective_timeout": 120.0} | changes
+    """Train a run with checkpoints after step 2 and at the end, and return its folder."""
+    changes = {"max_steps": STEPS, "checkpoint": {"every": 2, "keep": 9}, "collective_timeout": 120.0} | changes
     fields = train_fields(latents, folder / name, microbatch_size=2, **changes)
     ranks.run(folder / f"{name}.log", ["--config", str(write_config(folder, fields))], num_processes)
     return folder / name
@@ -82,17 +82,17 @@ def test_full_sharding_gives_the_curve_the_norms_and_the_checkpoints_of_ddp(whol
 
 
 def test_grad_op_gives_the_curve_and_the_checkpoints_of_ddp(whole: Path, latents: Path, tmp_path: Path) -> None:
-    grad_op = train(tmp_path, latents, "grad_op", 2, sharding="grad_op", max_steps=3)
-    assert curve(grad_op)[0] == pytest.approx(curve(whole)[0][:3], rel=1e-5)
-    same_weights(whole, grad_op, 3)
+    grad_op = train(tmp_path, latents, "grad_op", 2, sharding="grad_op", max_steps=2)
+    assert curve(grad_op)[0] == pytest.approx(curve(whole)[0][:2], rel=1e-5)
+    same_weights(whole, grad_op, 2)
 
 
-def copy_of_step_3(run: Path, target: Path) -> None:
+def copy_of_step_2(run: Path, target: Path) -> None:
     """Make a run folder with hard links to that one checkpoint."""
-    source = step_folder(run, 3)
+    source = step_folder(run, 2)
     for path in source.rglob("*"):
         if path.is_file():
-            link = step_folder(target, 3) / path.relative_to(source)
+            link = step_folder(target, 2) / path.relative_to(source)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.hardlink_to(path)
 
@@ -111,11 +111,11 @@ def test_a_run_goes_on_with_another_sharding(
     num_processes: int,
     sharding: str,
 ) -> None:
-    """A checkpoint survives loading and saving, apart from three steps of training."""
-    copy_of_step_3(request.getfixturevalue(source), tmp_path / "run")
+    """A checkpoint survives loading and saving, apart from two steps of training."""
+    copy_of_step_2(request.getfixturevalue(source), tmp_path / "run")
     resumed = train(tmp_path, latents, "run", num_processes, sharding=sharding)
-    assert rows(resumed, "step") == [4, 5, 6]
-    assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss")[3:], rel=1e-5)
+    assert rows(resumed, "step") == [3, 4]
+    assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss")[2:], rel=1e-5)
     same_weights(whole, resumed, STEPS)
 
 

@@ -173,7 +173,7 @@ def find_orphan(store: Store, copies: Path, found: Mapping[str, str]) -> Checkpo
 
 
 def obtain(store: Store, stored: Stored, name: str, copies: Path, downloads: ExitStack) -> Checkpoint:
-    """Return the checkpoint `name`: from `copies` if an intact copy is there, otherwise downloaded, as in `find`.
+    """Return the checkpoint `name`: an intact copy from `copies`, or else a download, as `find` does it.
 
     Raises:
         DamagedFile: a file at the URL is missing or differs.
@@ -232,19 +232,18 @@ def install(checkpoint: Checkpoint | None, lease: Lease, store: Store, copies: P
             target = work / "checkpoints" / checkpoint.folder.name
             if not target.exists():
                 target.parent.mkdir(exist_ok=True)
+                source = checkpoint.folder
                 try:
-                    # one rename if possible, so that an orphan is in one of the two places even after a kill
-                    publish(move_beside(checkpoint.folder, staging, copies), target, staging)
+                    # one rename if possible, so that an orphan is in one of the two places even after a kill; a
+                    # download may be on another file system
+                    if not source.is_relative_to(copies):
+                        source = Path(shutil.move(source, staging / source.name))
+                    publish(source, target, staging)
                 except FileNotFoundError as error:
                     raise replaced(store, checkpoint.folder.name) from error
             for path in sorted((target / LINES).glob("*")):
                 publish(copy_file(path, staging / path.name), work / path.name, staging)
         remove_stale_copies(lease, copies)
-
-
-def move_beside(folder: Path, staging: Path, copies: Path) -> Path:
-    """Move a download to the staging folder, which may be on a different file system; a local copy stays in place."""
-    return folder if folder.is_relative_to(copies) else Path(shutil.move(folder, staging / folder.name))
 
 
 def remove_stale_copies(lease: Lease, copies: Path) -> None:

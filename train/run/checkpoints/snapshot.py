@@ -16,7 +16,7 @@ from train.run.state import TrainState
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of a checkpoint: the tensors of the run, or copies of them so that training can continue."""
+    """Contents of a checkpoint: the run's own tensors, or copies of them if training continues while it is written."""
 
     state: TrainState
     files: dict[str, dict[str, Tensor]]

@@ -162,7 +162,7 @@ class HeartbeatReporter:
         """
         if self.store is None:
             return [self.status._replace(sent=time.time())]
-        keys = [heartbeat_key(rank) for rank in range(self.world_size)]
+        keys = [f"beat/{rank}" for rank in range(self.world_size)]
         present = keys if self.store.check(keys) else [key for key in keys if self.store.check([key])]
         found = dict(zip(present, self.store.multi_get(present), strict=True))
         return [RankStatus(**json.loads(found[key])) if key in found else None for key in keys]
@@ -203,7 +203,7 @@ class HeartbeatReporter:
         assert self.store is not None
         status = self.status._replace(sent=time.time())
         try:
-            self.store.set(heartbeat_key(status.rank), json.dumps(status._asdict()))
+            self.store.set(f"beat/{status.rank}", json.dumps(status._asdict()))
         except RuntimeError:  # the store is gone, so the next collective fails and reports it
             return False
         return True
@@ -225,8 +225,3 @@ class HeartbeatReporter:
         missing = self.find_missing()
         if missing and min(set(range(self.world_size)) - set(missing.ranks), default=-1) == self.status.rank:
             print(f"warning: {missing.message}. The run ends once this has lasted for {self.timeout:g} s.", flush=True)
-
-
-def heartbeat_key(rank: int) -> str:
-    """Return the key of a rank's last status in the process group's store."""
-    return f"beat/{rank}"

@@ -12,7 +12,7 @@ from tests.train.run.lease import mutants, scenarios
 from tests.train.run.lease.machines import FolderMachine, LeaseMachine, StoreMachine, patch_modules
 from tests.train.run.lease.mutants import folder_mutant, store_mutant
 
-FEW = settings(REPRODUCIBLE, max_examples=60, stateful_step_count=30)
+FEW = settings(REPRODUCIBLE, max_examples=25, stateful_step_count=30)
 MANY = settings(FEW, max_examples=500, stateful_step_count=60, derandomize=False)
 MACHINES = [StoreMachine, FolderMachine]
 Scenario = Callable[[Any], None]

@@ -1,5 +1,7 @@
 """A study's statistics, compared with loops, scipy, closed forms, and simulated studies."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -10,6 +12,7 @@ from scipy.optimize import minimize
 from scipy.special import expit
 from scipy.stats import t
 
+from evaluation.study.schedule import assign_raters
 from evaluation.study.statistics.power import (
     PowerConfig,
     VoteModel,
@@ -20,9 +23,45 @@ from evaluation.study.statistics.power import (
 )
 from evaluation.study.statistics.preference import preference
 from evaluation.study.statistics.strengths import PRIOR, bradley_terry, shares, strengths
-from tests.evaluation.study.simulation import Design, share_of, simulate
 
 seeds = st.integers(0, 2**32 - 1)
+
+
+@dataclass(frozen=True)
+class Design:
+    """The prompt and the rater of each of N votes: (N,) indices each."""
+
+    prompts: np.ndarray
+    raters: np.ndarray
+
+    @classmethod
+    def make(cls, num_prompts: int, num_raters: int, votes: int, seed: int = 0) -> "Design":
+        """Assign raters to prompts as a study's schedule does."""
+        assigned = assign_raters(np.random.default_rng(seed).random((num_prompts, num_raters)), votes)
+        return cls(np.repeat(np.arange(num_prompts), votes), assigned.ravel())
+
+
+def simulate(model: VoteModel, design: Design, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return (count, N) scores of `count` studies, each with its own prompts and raters."""
+    a = rng.normal(scale=model.prompt_sd, size=(count, design.prompts.max() + 1))
+    b = rng.normal(scale=model.rater_sd, size=(count, design.raters.max() + 1))
+    d = model.mean + a[:, design.prompts] + b[:, design.raters]
+    d += rng.logistic(size=d.shape)
+    return np.where(np.abs(d) < model.threshold, 0.5, (d > 0).astype(float))
+
+
+def share_of(
+    test: Callable[[np.ndarray], np.ndarray],
+    model: VoteModel,
+    design: Design,
+    draws: int,
+    seed: int,
+    batch: int = 500,
+) -> float:
+    """Return the share of simulated studies for which `test` ((count, N) scores → (count,)) is true."""
+    rng = np.random.default_rng(seed)
+    counts = [min(batch, draws - start) for start in range(0, draws, batch)]
+    return float(sum(test(simulate(model, design, count, rng)).sum() for count in counts) / draws)
 
 
 def random_votes(seed: int, count: int = 60) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -184,9 +223,8 @@ def test_more_raters_and_prompts_have_more_power() -> None:
             assert by[more].difference >= by[raters, prompts].difference
             assert by[more].equivalence >= by[raters, prompts].equivalence
     text = format_power(rows, 0.08, 0.8)
-    assert (
-        "Sufficient to detect a preference of 58% with probability 80%: " in text and "45 raters × 200 prompts" in text
-    )
+    assert "Sufficient to detect a preference of 58% with probability 80%: " in text
+    assert "45 raters × 200 prompts" in text
     assert "none of these" in format_power(rows, 0.08, 0.9999)
 
 

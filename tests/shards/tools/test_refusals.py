@@ -1,0 +1,65 @@
+"""Requests that `python -m shards` refuses without changing the root."""
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bench.kit.roots import encoding_record
+from shards.__main__ import run
+from shards.base.durable import read_sealed_json, write_sealed_json
+from shards.base.errors import RequestError, exit_code_of
+from shards.base.store import LocalStore
+from tests.roots import tree
+
+REFUSALS = {
+    "recall": "recall needs --node, --gpu or --since",
+    "recall --since lately": "'lately' is not a valid date or time",
+    "exclude --keys": "No values to exclude were given",
+    "exclude --hashes abc": "'abc' is not a SHA-256 (64 hex digits)",
+    "exclude --urls nonsense": "name neither a URL nor a host:   'nonsense': 'nonsense' is a single label",
+    "exclude --urls 'a b' me@example.org": "name neither a URL nor a host:   'a b': contains ' '",
+    "exclude --urls --file nowhere.txt": "--file nowhere.txt cannot be read",
+    "exclude --keys 0123nowhere": "has the key '0123nowhere', so nothing was excluded",
+    "exclude --keys a b c d e": "any of the keys 'a', 'b', 'c' and 2 more",
+    "where 999": "The key 999 is in none of the 2 committed shards of",
+    "clean --older-than 59m": "is not an age of at least one hour",
+    "derive OUT --towers texts.nobody": "The root has no tower texts.nobody. Its towers are texts.text",
+    "derive OUT --towers": "names no text tower",
+    "derive OUT --text.storage float7": "--text.storage float7: Input should be 'float16' or 'float8'",
+    "derive OUT --buckets 64x64 32x32": "has no samples in 32x32; its buckets are 128x128, 64x64",
+    "derive OUT --processes 0": "--processes 0: at least one worker process is needed",
+    "derive ROOT": "cannot be derived from itself",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSALS.items())
+def test_refusals(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
+    before, places = tree(root), {"OUT": str(tmp_path / "out"), "ROOT": str(root)}
+    command, *options = (places.get(word, word) for word in shlex.split(words))
+    assert exit_code_of(lambda: run([command, str(root), *options])) == RequestError.exit_code
+    assert message in capsys.readouterr().err.replace("\n", " ")
+    assert tree(root) == before and os.listdir(tmp_path) == ["root"]
+
+
+def test_what_is_no_root_or_is_empty(tmp_path: Path) -> None:
+    for command in ("verify", "stats", "index"):
+        with pytest.raises(RequestError, match="is not a latents root"):
+            run([command, str(tmp_path)])
+    encoding_record(4, 4).save(LocalStore(tmp_path))
+    for command in ("stats", "card"):
+        with pytest.raises(RequestError, match="has no committed shards yet"):
+            run([command, str(tmp_path)])
+
+
+def test_another_version_is_named(root: Path) -> None:
+    path = root / "commits" / "64x64" / "00000.json"
+    write_sealed_json(path, read_sealed_json(path) | {"version": 3})
+    with pytest.raises(RequestError, match="has format version 3, but this version of latentmill reads only version 2"):
+        run(["stats", str(root)])
+    fields = read_sealed_json(root / "encoding.json")
+    del fields["captions"]
+    write_sealed_json(root / "encoding.json", fields)
+    with pytest.raises(RequestError, match=r"written by another version of latentmill.*\(captions\)"):
+        run(["verify", str(root)])
