@@ -208,7 +208,8 @@ def launch(arguments: list[str]) -> None:
 
     subprocess.Popen = handler.Popen = popen  # type: ignore[assignment,misc]
     sys.argv[1:] = arguments
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
+    for number in (signal.SIGHUP, signal.SIGINT):  # ignored if the tests run under nohup, or in a script's background
+        signal.signal(number, signal.SIG_DFL)
     launch.main()
 
 
