@@ -55,11 +55,11 @@ class FailureLog:
             "trace": ANSI_COLOURS.sub("", failed.failure.trace),
         }
         self.unwritten.append(f"{json.dumps(line)}\n")
-        if failed.failure.outage is None:  # during an outage, this store may also be unavailable, and slow to fail
+        if failed.failure.outage is None:  # during an outage, writing the log may fail as well, and slowly
             self._write()
 
     def _write(self) -> Exception | None:
-        """Write pending lines. Return the error if that fails."""
+        """Write the pending lines. Return the error if writing fails, or None."""
         text = "".join(self.unwritten)
         try:
             if text and self.file:
