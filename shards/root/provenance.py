@@ -47,7 +47,7 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 @functools.cache
 def made_by(device: torch.device) -> MadeBy:
-    """Describe this process and `device` for a receipt."""
+    """Describe this process's machine, `device` and code, for a receipt."""
     gpu = device_module().get_device_properties(device) if is_accelerator(device) else None
     return MadeBy(
         host=os.uname().nodename,
@@ -59,7 +59,7 @@ def made_by(device: torch.device) -> MadeBy:
 
 
 class Stopwatch:
-    """Seconds per stage, summed over all threads."""
+    """Stopwatch that records seconds per stage, summed over all threads."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
