@@ -109,7 +109,8 @@ def save_config(config: BaseModel, path: Path) -> None:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys, as YAML 1.2 requires (3.2.1.3). PyYAML silently keeps the last one."""
+    """YAML loader that rejects duplicate keys, as YAML 1.2 requires (3.2.1.3). PyYAML itself silently keeps the last
+    value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build the mapping after checking its keys for duplicates."""
@@ -203,7 +204,7 @@ def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[s
 
 
 def _parse_value(text: str) -> Any:
-    """Parse `null`, a list or a dict; all other text, including invalid JSON, is left for pydantic to validate."""
+    """Parse `null`, a list or a dict. Any other text, including invalid JSON, is returned for pydantic to validate."""
     if text == "null" or text.startswith(("[", "{")):
         with suppress(ValueError):
             return json.loads(text)
@@ -263,7 +264,7 @@ def _place(item: Any) -> str:
 def _explain(model: type[BaseModel], item: Any) -> str:
     place = _place(item) or "config"
     if item["type"] == "extra_forbidden":
-        known = _field_paths(model)  # contains `place` if the key belongs to a section of another `kind`
+        known = _field_paths(model)  # has `place` if the key is valid for another `kind`
         return f"unknown key `{place}`{_nearest(place, known) if place not in known else ''}"
     if item["type"] == "missing":
         return f"`{place}` is missing: set it in the file or with --{place} VALUE"

@@ -200,8 +200,8 @@ class Decoder:
 
 
 def shape_header(shape: tuple[int, ...]) -> bytes:
-    """Encode the shape stored before an array: one byte (number of axes × 4 + log2 of the bytes per side), then the
-    sides."""
+    """Encode the shape stored before an array: one byte (number of axes × 4 + log2 of the bytes per size), then the
+    size of each axis."""
     width = next(i for i in range(3) if max(shape) < 1 << (8 << i))
     return bytes([len(shape) << 2 | width]) + np.array(shape, f"<u{1 << width}").tobytes()
 

@@ -60,8 +60,8 @@ class Exclusion:
         return self.lines_of(table) >= 0
 
     def lines_of(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return, for each sample, the index in `values` of the line that excludes it, or -1 if no line does:
-        (rows,)."""
+        """Return a (rows,) array with the index in `values` of the line that excludes each sample, or -1 if no line
+        does."""
         column = table[self.kind].combine_chunks()
         lines = np.full(len(column), -1, np.int64)
         is_present = np.asarray(column.is_valid())

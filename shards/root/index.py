@@ -54,8 +54,7 @@ def index_columns(encoding: EncodingRecord, bucket: str) -> list[Column]:
 
 
 def bucket_index(encoding: EncodingRecord, bucket: str, rows: pa.Table) -> Iterator[bytes]:
-    """Yield the content of ROOT/BUCKET/index.json for these parts in pieces, because the whole file can reach 600
-    MB."""
+    """Yield the content of ROOT/BUCKET/index.json for these parts in pieces, because it can reach 600 MB."""
     # all entries have the same columns, so only the values of each file are converted to JSON
     entry = file_config(index_columns(encoding, bucket)) | {"raw_data": PLACEHOLDER, "zip_data": None}
     head, tail = _json(entry).split(_json(PLACEHOLDER))
