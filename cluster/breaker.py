@@ -29,7 +29,7 @@ class OutageConfig(Config):
 
 
 class Breaker:
-    """Decides whether the job is paused and when it probes. The breaker is open while the job is paused."""
+    """Circuit breaker that decides whether the job is paused and when it probes. It is open while the job is paused."""
 
     def __init__(self, config: OutageConfig):
         self.most = config.outage_probes

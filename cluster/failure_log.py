@@ -17,7 +17,7 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class FailureLog:
-    """Log of a job's failed attempts, next to the root at `place`; a context manager.
+    """Context manager for the log of a job's failed attempts, which is stored next to the root at `place`.
 
     For a folder, the log is the file `FOLDER.failures.jsonl`, to which later jobs append. Object stores cannot append,
     so for a URL, each object `URL.failures/TIME.jsonl` holds some of the lines. Lines that cannot be written yet, for

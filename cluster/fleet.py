@@ -70,7 +70,7 @@ class Failed:
     node: str | None
     """Address of the node."""
     which: str
-    """Description of the attempt: `attempt 2 of 3 failed`."""
+    """Description of the attempt, such as `attempt 2 of 3 failed`."""
     failure: Failure
     again: bool
     """Whether the unit will be tried again."""
@@ -105,14 +105,15 @@ Event = Done[Result] | Failed | News | UnderWay
 
 
 class Fleet(Generic[Work, Result]):
-    """Runs units of work on the Ray cluster that `start_ray` joined or started. Iterate over it once.
+    """Units of work and the workers that run them, on the cluster that `start_ray` joined or started. Iterating over
+    the fleet, which is possible only once, runs the units and yields events.
 
     Iteration ends when every unit is done or has failed for good. On SIGTERM, SIGUSR1 or SIGINT, the fleet interrupts
     the running attempts, and iteration ends with the results of those that had already finished.
 
     Raises:
-        WorkError: no node could take a worker for `wait_for_resources` seconds, or an outage lasted for
-            `outage_probes` attempts.
+        WorkError: no node could take a worker for `wait_for_resources` seconds, or `outage_probes` consecutive attempts
+            failed because of an outage.
     """
 
     def __init__(

@@ -72,7 +72,8 @@ def address_of(node: str, has: Resources) -> str:
 
 
 def describe(resources: Resources, wanted: Resources | None = None) -> str:
-    """Format amounts for messages: `1 GPUs and 8 CPUs`; with `wanted`, only the resources named there."""
+    """Format amounts for messages, such as `1 GPUs and 8 CPUs`. With `wanted`, include only the resources named
+    there."""
     named = [f"{resources.get(name, 0):g} {plural(name)}" for name in wanted or resources]
     return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
@@ -83,7 +84,7 @@ def plural(name: str) -> str:
 
 
 class NodeWatch:
-    """Keeps track of the nodes that can take a worker, and of how long no such node has existed."""
+    """Record of the nodes that can take a worker, and of how long no such node has existed."""
 
     def __init__(self, config: ResourcesConfig):
         self.needs, self.limit = config.needs, config.wait_for_resources
@@ -94,7 +95,7 @@ class NodeWatch:
         self.addresses: dict[str, str] = {}
         """Node id → address, for every node that was ever alive."""
         self.shortages: dict[str, str] = {}
-        """Node id → message about GPUs that cannot be used."""
+        """Node id → message about GPUs that workers cannot use."""
         self.looked_at = self.reminded_at = -float("inf")
         self.able_at = time.monotonic()
         """Last time at which a node was able to take a worker, by `time.monotonic`."""
@@ -109,8 +110,8 @@ class NodeWatch:
         return None if node is None else self.addresses.get(node, node)
 
     def look(self, alive: dict[str, Resources]) -> str | None:
-        """Update from the total resources of all live nodes. Return a message for the user, or None; raise WorkError if
-        no node could take a worker for `wait_for_resources` seconds."""
+        """Update this object from the total resources of all live nodes. Return a message for the user, or None; raise
+        WorkError if no node could take a worker for `wait_for_resources` seconds."""
         now = self.looked_at = time.monotonic()
         self.addresses |= {node: address_of(node, has) for node, has in alive.items()}
         self.able = {node for node, has in alive.items() if not is_too_small(has, self.needs)}

@@ -12,7 +12,7 @@ Avoided = Callable[[Unit[Any]], frozenset[str]]
 
 @dataclass(eq=False)
 class Worker:
-    """A process that runs one or more units at a time."""
+    """A worker process, which runs one or more units at a time."""
 
     actor: Any
     """Handle of the Ray actor."""
@@ -63,9 +63,11 @@ def assign(
 def missing_workers(
     units: list[Unit[Any]], num_running: int, workers: list[Worker], most: int, avoided: Avoided
 ) -> list[frozenset[str]]:
-    """Return the workers to request so that there are up to `most`, each as the set of nodes that it must avoid.
+    """Return the workers to request, each as the set of nodes that it must avoid. They bring the total to at most
+    `most`.
 
-    If none are missing, one more worker is requested for a unit that must avoid the nodes of all current workers.
+    If no worker is missing, one more may be requested, even beyond `most`, for a unit that must avoid the nodes of all
+    current workers.
     """
     missing = min(len(units) + num_running, most) - len(workers)
     if missing > 0:

@@ -1,4 +1,4 @@
-"""Workers as Ray actors: start them, run attempts on them, and collect results, failures and progress."""
+"""Run workers as Ray actors: start them, run attempts on them, and collect results, failures and progress."""
 
 import time
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from shards.base.errors import DamagedInput, Outage, RequestError, WorkError, is
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 NODE_ID = "ray.io/node-id"
-"""Ray's label for a node's id."""
+"""Name of the Ray node label that holds the node's id."""
 GRACE_SECONDS = 10
 """Seconds that attempts have to clean up when the job stops."""
 CLUSTER_ERRORS = (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.ActorUnschedulableError)
@@ -176,7 +176,7 @@ class WorkerPool(Generic[Work, Result]):
         return sum(report.done for attempt, report in self.reports.items() if attempt in running)
 
     def last_report(self, attempt: Attempt[Work]) -> ProgressReport | None:
-        """Remove and return the last report of an attempt that has ended; None if it has no report."""
+        """Remove and return the last report from an attempt that has ended, or return None if there is none."""
         try:
             reference = self.board.take.remote(attempt.unit.key, attempt.number)
             report: ProgressReport | None = ray.get(reference, timeout=BOARD_SECONDS)

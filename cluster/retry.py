@@ -56,7 +56,7 @@ class Unit(Generic[Work]):
 
     @property
     def attempt(self) -> int:
-        """Number of the current or next attempt, from 1."""
+        """Number of the current or next attempt, counted from 1."""
         return self.errors + self.lost + 1
 
     @property
@@ -74,7 +74,7 @@ class Unit(Generic[Work]):
         return self.errors < config.attempts and self.lost < config.lost_attempts
 
     def describe_failure(self, lost: bool, config: RetryConfig) -> str:
-        """Describe the last failure for a message: `attempt 2 of 3 failed`."""
+        """Describe the last failure for a message, such as `attempt 2 of 3 failed`."""
         if lost:
             return f"an attempt was lost ({self.lost} of {config.lost_attempts})"
         return f"attempt {self.errors} of {config.attempts} failed"
@@ -98,7 +98,8 @@ class Unit(Generic[Work]):
 
 
 def backoff(failures: int, seconds: float) -> float:
-    """Return the delay after `failures` failed attempts: s, 2s, 4s, …, up to five minutes."""
+    """Return the delay after `failures` failed attempts: `seconds` at first, then doubled each time, up to five
+    minutes."""
     return min(seconds * 2 ** (failures - 1), MAX_BACKOFF_SECONDS)
 
 

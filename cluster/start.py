@@ -56,7 +56,7 @@ def start_ray(config: ResourcesConfig) -> None:
             address="local",  # otherwise Ray joins any cluster that runs on this machine
             **({"num_cpus": cores} if cores < (os.cpu_count() or 1) else {}),  # Ray ignores CPU affinity
             include_dashboard=False,
-            object_store_memory=256 << 20,  # units are passed by name, and only small results come back
+            object_store_memory=256 << 20,  # small, because units are passed by name and results are small
         )
     except Exception as error:  # after a timeout Ray raises a plain Exception
         raise WorkError(

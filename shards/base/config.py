@@ -24,8 +24,8 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
     short_for: ClassVar[dict[str, str]] = {}
-    """Maps each shorthand field to the field it abbreviates. Setting the full field discards a shorthand inherited
-    from a lower layer."""
+    """Shorthand field → the field that it abbreviates. Setting the full field discards a shorthand inherited from a
+    lower layer."""
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -181,7 +181,7 @@ def _parse_overrides(
 
 def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Extract options such as `--texts.t5.max_tokens 77`, which set values in a field that holds named sections;
-    pydantic-settings offers no such options, because it cannot know the names.
+    pydantic-settings offers no such options, because it cannot know the names of the sections.
 
     Return the remaining words, and the entries as nested dicts. Values stay text unless they are `null` or JSON.
     """

@@ -206,7 +206,8 @@ def _trial(precision: Precision) -> float:
 
 
 def available_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of CPU cores this process may use: its affinity mask, capped by its cgroups' CPU quotas."""
+    """Return the number of CPU cores this process may use: the size of its affinity mask, capped by the CPU quotas of
+    its cgroups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min([cores, *_quotas(cgroups, own)])))
 

@@ -107,7 +107,7 @@ def matching_hosts(urls: pa.Array, hosts: Collection[str]) -> pa.Array:
     domain of it, or null if there is no such entry.
 
     Args:
-        hosts: hosts in the canonical form of `comparable_host`.
+        hosts: hosts in the canonical form that `comparable_host` returns.
     """
     hosts = frozenset(hosts)
     plain = np.asarray(pc.match_substring_regex(urls, PLAIN_HOST)) & ~np.asarray(

@@ -62,7 +62,7 @@ def run_each(
                         try:
                             running[pool.submit(function, waiting[0])] = waiting[0]
                             waiting.popleft()
-                        except BrokenProcessPool:  # a worker died between two calls
+                        except BrokenProcessPool:  # a worker died since the last wait
                             is_broken = True
                     if not running:
                         break

@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class Store(ABC):
-    """Storage of a latents root. Names are relative to the root and use forward slashes:
+    """Storage for a latents root. Names are relative to the root and use forward slashes:
     `commits/256x256/00042.json`."""
 
     @abstractmethod
@@ -249,7 +249,7 @@ class LocalStore(Store):
 
 
 def parse_place(value: Any) -> Path | str:
-    """Parse a latents root given as a path or a URL. `file://` URLs become paths."""
+    """Parse the path or URL of a latents root. `file://` URLs become paths."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not text:
         raise ValueError("give a folder, or a URL such as s3://bucket/latents")

@@ -91,14 +91,14 @@ def prepare(
     for name in conversion.target.texts.keys() - conversion.reencoded:
         stored = conversion.source.texts[name]
         if counts_tokens(stored, conversion.target.texts[name]):
-            load_tokenizer(stored.tokenizer.name, stored.tokenizer.sha256)  # fails now rather than in the workers
+            load_tokenizer(stored.tokenizer.name, stored.tokenizer.sha256)  # fails here rather than in the workers
     parts = active_parts(list_commits(source))
     rules = rules_of(source, parts)
     wanted = dict.fromkeys(rules) if buckets is None else buckets
     check_buckets(source, rules, wanted)
     empty = load_uncond(source)
     create_root(target, encoding)
-    for id in exclusion_ids(source):  # they also apply to tars added to the target later, and to runs on the target
+    for id in exclusion_ids(source):  # they also apply to tars that are added later, and to training runs
         add_exclusion(target, load_exclusion(source, id))
     record_rules(target, {Bucket.parse(bucket): rules[bucket] for bucket in wanted})
     if not conversion.reencoded:

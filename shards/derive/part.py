@@ -94,7 +94,7 @@ def derive_tar(
         for receipt in receipts:
             if receipt.bucket in committed:
                 continue
-            report(done)  # a stopping worker raises here, before it downloads another part
+            report(done)  # raises an exception if the worker is stopping, before another part is downloaded
             stopwatch, started = Stopwatch(), datetime.now(UTC)
             with ExitStack() as stack:
                 with stopwatch("fetch"):

@@ -96,7 +96,7 @@ class EncodingRecord(Config):
         return sealed_json({**self.model_dump(mode="json"), "id": self.id})
 
     def save(self, store: Store) -> None:
-        """Write ROOT/encoding.json, replacing an existing one."""
+        """Write ROOT/encoding.json, replacing any existing file."""
         store.write(FILE_NAME, self.sealed())
 
     @classmethod

@@ -37,7 +37,8 @@ class Column:
 
     name: str
     encoding: str
-    """`str`; `ndarray:float16:8,32,32`; or `ndarray:float16`, if each sample stores its own shape."""
+    """Type of the column: `str`; `ndarray:float16:8,32,32`; or `ndarray:float16` if each sample stores its own
+    shape."""
     size: int | None
     """Size in bytes, or None if it varies and each sample stores it."""
 
@@ -52,8 +53,8 @@ class Column:
 def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
     """Return the dtype and shape of a column's arrays.
 
-    The shape is None if each sample stores its own; both are None for `str`. Raises RequestError for a type that stage
-    1 does not write.
+    The shape is None if each sample stores its own shape. Both are None for `str`. Raises RequestError for a type that
+    stage 1 does not write.
     """
     match encoding.split(":"):
         case ["str"]:
@@ -81,11 +82,11 @@ class MdsIndex:
     names: NDArray[np.bytes_]
     """(files,) Paths relative to the bucket's folder, such as 00042/shard.00000.mds."""
     sizes: NDArray[np.int64]
-    """(files,) Sizes in bytes."""
+    """(files,) Size of each file in bytes."""
     samples: NDArray[np.int64]
     """(files,) Number of samples in each file."""
     hashes: NDArray[np.uint64]
-    """(files,) xxh3_64 hashes."""
+    """(files,) xxh3_64 hash of each file."""
     columns: tuple[Column, ...]
     parts: NDArray[np.void]
     """(parts,) Records of dtype `part_type`, in the order of the files. The files of a part are adjacent."""

@@ -49,7 +49,7 @@ def file_config(columns: Sequence[Column]) -> dict[str, Any]:
 
 
 class PartMDSWriter:
-    """Writer of a part's MDS files into a new folder. A full file is flushed to disk while the next one is being
+    """Writer that stores a part's MDS files in a new folder. A full file is flushed to disk while the next one is being
     filled."""
 
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):

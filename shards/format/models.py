@@ -41,7 +41,7 @@ FETCHING = ".fetching"
 PIPELINE_INDEX = "model_index.json"
 """File that names the class and components of a diffusers pipeline."""
 TRAINED_GUIDANCE = "_trained_guidance"
-"""Field in an exported network's config.json: the constant value that its guidance input had in training."""
+"""Field of an exported network's config.json that holds the constant value of its guidance input in training."""
 
 
 def model_folder(name: str, files: Sequence[str] = DOWNLOAD_PATTERNS) -> Path:

@@ -104,9 +104,9 @@ class Receipt(Config):
     attempts: int
     started: str
     seconds: dict[str, float]
-    """Stage → wall-clock seconds spent waiting for it: fetch, decode, encode, write, upload. In addition, `device`
-    is the time the device was busy, with a share per tower (`device.texts.NAME`), `worker` is the time since the
-    worker's previous commit, and `total` counts overlapping stages once."""
+    """Stage (fetch, decode, encode, write, upload) → wall-clock seconds spent waiting for the stage. In addition,
+    `device` is the time the device was busy, with a share per tower (`device.texts.NAME`), `worker` is the time since
+    the worker's previous commit, and `total` counts overlapping stages once."""
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Receipt":

@@ -10,8 +10,8 @@ latentmill:
     from shards.format.scores import SCORES, Score
     SCORES.append(Score("hps", "Human preference score v2"))
 
-Ray workers do not see such an appended entry. They read the score from the JSON field of the same name, but do not know
-its aliases.
+Ray workers do not see an entry that a program appends. They read its score from the JSON field of the same name, but do
+not know its aliases.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Score:
     """One number per sample, or NaN if the sample does not have the score."""
 
     name: str
-    """Name of the score: column of samples.parquet, and field of `data.filter`."""
+    """Name of the score, of its column in samples.parquet, and of its field in `data.filter`."""
     description: str
     """Meaning of the score, for help texts."""
     metadata_name: str = ""

@@ -40,11 +40,11 @@ class TextLatents:
     """Output of one text tower for one caption, in CPU memory."""
 
     states: Tensor | None
-    """(tokens, width), including padding. None if only the pooled output is stored."""
+    """(tokens, width), including padding, or None if only the pooled output is stored."""
     num_tokens: int
     """Number of real tokens (begin, words, end), which precede the padding."""
     pooled: Tensor | None = None
-    """(pooled,). None if not stored."""
+    """(pooled,), or None if no pooled output is stored."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -107,7 +107,7 @@ def _quantise_together(quantise: Quantise, tensors: list[Tensor]) -> Iterator[tu
 
 
 def encode_states(latents: Iterable[Tensor], storage: TextStorage) -> Iterator[tuple[np.ndarray, ...]]:
-    """Encode each (tokens, width) tensor as a float16 array, or as codes and scales."""
+    """Encode each (tokens, width) tensor as a float16 array, or as arrays of e4m3 codes and scales."""
     if storage == "float16":
         return ((tensor.half().numpy(),) for tensor in latents)
     return quantise_in_chunks(quantise, latents)
@@ -118,8 +118,8 @@ def pack(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the columns of each sample, given its captions as encoded by the text tower `name`.
 
-    Unless samples may have `several` captions, each sample has exactly one. If captions are trimmed, those of one
-    sample are zero-padded to the length of its longest caption.
+    Unless samples may have `several` captions, each sample has exactly one caption. If captions are trimmed, those of
+    one sample are zero-padded to the length of its longest caption.
     """
     caption_arrays = _arrays(tower, [caption for captions in samples for caption in captions])
     for captions in samples:

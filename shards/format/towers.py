@@ -86,7 +86,7 @@ class TextTower(Config):
     states: bool = True
     """Whether hidden states are stored."""
     keep: tuple[Slice, ...] = ((None, None),)
-    """Slices of the tower's tokens that are stored, as (start, stop) with Python's meaning, concatenated in this
+    """Slices of the tower's tokens that are stored, as (start, stop) bounds of Python slices, concatenated in this
     order."""
     length: int
     """Number of stored tokens of an untrimmed caption, including padding."""

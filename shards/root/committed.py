@@ -107,5 +107,5 @@ def load_receipts(store: Store) -> list[Receipt]:
 
 
 def load_tars(store: Store) -> list[TarReceipts]:
-    """Load the receipts of all tars, ordered by tar name. Only for small roots; see `iter_tars`."""
+    """Load the active receipts of all tars, ordered by tar name. Only for small roots; see `iter_tars`."""
     return list(iter_tars(store))

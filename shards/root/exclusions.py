@@ -4,8 +4,8 @@
     ROOT/exclusions/key.SHA256.txt      sorted keys
     ROOT/exclusions/sha256.SHA256.txt   sorted SHA-256s of image files
 
-Lists are immutable and only ever added. A run applies the lists that exist when it starts, and its fingerprint names
-them. The stored samples are not modified.
+Lists are immutable: they are added, but never changed or removed. A run applies the lists that exist when it starts,
+and its fingerprint names them. The stored samples are not modified.
 """
 
 import hashlib
@@ -122,7 +122,7 @@ def add_exclusion(store: Store, exclusion: Exclusion) -> bool:
 
 
 def exclusion_ids(store: Store) -> list[str]:
-    """Return the ids of all exclusion lists of a root, sorted."""
+    """Return the ids of all exclusion lists in a root, sorted."""
     return [name.removesuffix(".txt") for name in store.files(FOLDER) if name.partition(".")[0] in KINDS]
 
 

@@ -111,7 +111,7 @@ def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
 
 
 def current_ids(store: Store) -> dict[str, str]:
-    """Return bucket → id of its current index; empty if nothing has been published."""
+    """Return a dict from bucket to the id of its current index. It is empty if nothing has been published."""
     manifest = newest_manifest(store)
     return {bucket: size.id for bucket, size in manifest.buckets.items()} if manifest else {}
 

@@ -40,8 +40,8 @@ def source_sha256() -> str:
 
 @functools.cache
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return package → version. Cached, because looking up six versions takes as long as processing a dozen small
-    images."""
+    """Return a dict from package to version. The result is cached, because looking up six versions takes as long as
+    processing a dozen small images."""
     return {name: version(name) for name in packages}
 
 

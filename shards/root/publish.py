@@ -39,11 +39,12 @@ class IndexConfig(Config):
 
 
 class PublishStopped(Exception):
-    """Publishing was abandoned because the process is stopping."""
+    """Exception that ends publishing because the process is stopping."""
 
 
 class Publisher:
-    """Publishes a root's committed parts repeatedly, and caches the segments of the newest manifest in memory."""
+    """Publisher of a root's committed parts, which caches the segments of the newest manifest in memory between
+    calls."""
 
     def __init__(self, store: Store, stop: Callable[[], bool] = lambda: False):
         """Prepare a publisher. `stop` is polled before each step (about a second of work); PublishStopped is raised

@@ -44,8 +44,8 @@ class Sample:
 
     key: str
     captions: list[Caption | None]
-    """One entry per caption field of the encoding, or None if the sample has no such caption; at least one entry is not
-    None."""
+    """One entry per caption field of the encoding, which is None if the sample has no such caption. At least one entry
+    is not None."""
     image_latents: Tensor
     """(planes, h, w): the posterior's mean and log-variance, or only its mean, before the VAE's shift and scale."""
     size: tuple[int, int, int, int]
@@ -82,7 +82,7 @@ class WrittenPart:
 
 
 class PartWriter:
-    """Writes the samples of one bucket to `folder`, which is incomplete until `finish` returns.
+    """Writer of one bucket's samples to `folder`, which is incomplete until `finish` returns.
 
     This is deliberately not a context manager: finishing the part after an exception would leave a valid-looking index.
     """

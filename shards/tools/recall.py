@@ -46,7 +46,7 @@ class NodeTotals:
     seconds: Counter[str] = field(default_factory=Counter)
     """Stage → seconds."""
     sources: set[str] = field(default_factory=set)
-    """Source code hashes (first 12 digits)."""
+    """First 12 digits of each source code hash."""
 
     def add(self, parts: list[Receipt]) -> None:
         """Add the parts of one tar."""
