@@ -1,6 +1,6 @@
-"""Circuit breaker: while storage, credentials, models or the cluster are unavailable, the job pauses and uses up no
-attempts. During a pause, one attempt at a time probes whether the outage is over, with growing delays in between. Pure
-logic, without Ray.
+"""Circuit breaker: while storage, credentials, models or the cluster are unavailable, the job pauses and does not use
+up attempts. During a pause, one attempt at a time probes whether the outage is over, with growing delays in between.
+Pure logic, without Ray.
 """
 
 import math

@@ -48,7 +48,8 @@ def is_too_small(has: Resources, needs: Resources) -> bool:
 
 
 def places(has: Resources, needs: Resources) -> dict[str, int]:
-    """Return the number of workers that each resource of a node allows at once; the smallest number is the limit."""
+    """Return, for each resource, how many workers it allows on a node at once. The smallest number is the node's
+    limit."""
     fit = {name: int(has.get(name, 0) / amount + EPSILON) for name, amount in needs.items() if amount}
     if 0 < needs.get("GPU", 0) < 1:  # a fraction is part of one GPU and never spans two
         fit["GPU"] = int(has.get("GPU", 0)) * int(1 / needs["GPU"] + EPSILON)

@@ -25,7 +25,7 @@ CLUSTER_ERRORS = (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.ActorUnsch
 
 @dataclass(eq=False)
 class Failure(Exception):
-    """The failure of an attempt: it raised an exception, or its process or node died."""
+    """Failure of an attempt that raised an exception, or whose process or node died."""
 
     is_lost: bool
     """Whether the attempt's process or node died."""
@@ -149,7 +149,7 @@ class WorkerPool(Generic[Work, Result]):
 
     def drain(self) -> list[Attempt[Work]]:
         """Interrupt all attempts, wait until they have cleaned up, and kill the workers. Return the attempts that ended
-        in time; `result` returns their outcome."""
+        in time, to be passed to `result`."""
         results = [attempt.result for attempt in self.running]
         ended: set[Any] = set()
         if results:

@@ -1,7 +1,8 @@
 """Retry policy: when and where a failed unit of work runs again. Pure logic over units and nodes, without Ray.
 
 An attempt that raised an exception counts as an error, because the unit may have caused it. An attempt whose process or
-node died counts as lost, because the cause, such as preemption, may not be the unit. Each kind has its own limit.
+node died counts as lost, because the cause, such as preemption, may not be the unit. Errors and lost attempts have
+separate limits.
 """
 
 import time

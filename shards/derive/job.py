@@ -1,4 +1,4 @@
-"""`python -m shards derive ROOT OUT`: derive a root from an existing root in several processes."""
+"""`python -m shards derive ROOT OUT`: derive a root from an existing root, using several processes."""
 
 import functools
 import signal
@@ -75,11 +75,11 @@ def prepare(
     """Check that the source can be converted as requested, and create the target's shared files.
 
     The empty caption's text latents are written only if no text tower is re-encoded. Target parts whose source part has
-    since been recalled are recalled as well. `buckets` maps each bucket to derive to the rule that must have filled it
+    since been recalled are recalled as well. `buckets` maps each wanted bucket to the rule that must have filled it
     (None accepts any rule). If `buckets` is None, all of the source's buckets are derived.
 
     Return the conversion, and the tars of the source with parts in these buckets. Raises RequestError if the source
-    cannot be converted as requested, or if the target is another root or the source itself.
+    cannot be converted as requested, or if the target is an unrelated root or the source itself.
     """
     if source.where() == target.where():
         raise RequestError(

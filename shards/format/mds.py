@@ -157,8 +157,8 @@ def header_size(num_samples: int) -> int:
 
 
 def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32]:
-    """Parse the first `header_size` bytes of a file. Returns the same offsets and raises the same error as
-    `read_offsets`."""
+    """Parse the first `header_size` bytes of a file. Return the same offsets as `read_offsets`, and raise the same
+    error."""
     if len(data) != header_size(num_samples) or struct.unpack_from("<I", data)[0] != num_samples:
         raise DamagedFile(
             f"{path} is damaged: its header does not match its index ({num_samples} samples). Restore it from a backup."
@@ -177,7 +177,7 @@ def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: st
 
 
 class Decoder:
-    """Decoder from a sample's bytes to its columns. Arrays are views of the bytes."""
+    """Decoder that converts a sample's bytes to its columns. Decoded arrays are views of the bytes."""
 
     def __init__(self, columns: Sequence[Column]):
         """Prepare the column types. Raises RequestError for a type that stage 1 does not write."""

@@ -1,4 +1,4 @@
-"""Write a part, the samples of one tar for one bucket, to a private attempt folder: MDS files and sample tables."""
+"""Write a part (the samples of one tar for one bucket) to a private attempt folder, as MDS files and sample tables."""
 
 import json
 from collections.abc import Iterator, Sequence

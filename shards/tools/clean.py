@@ -39,7 +39,7 @@ def parse_age(text: str) -> float:
 def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
     """Delete orphaned parts, folders of attempts, unfinished files and unfinished uploads, and return their names.
 
-    A part is orphaned if no receipt refers to it, whether active or recalled. A folder is deleted only if all of its
+    A part is orphaned if neither an active nor a recalled receipt refers to it. A folder is deleted only if all of its
     files are older than `older_than` seconds. Attempts that are running on this machine keep their folders. Raises
     RequestError if a job wrote to the root less than `quiet` seconds ago, or if `store` is not a latents root.
     """

@@ -71,7 +71,8 @@ class RootTotals:
 
     @property
     def buckets(self) -> dict[str, dict[str, Any]]:
-        """Bucket → number of samples and bytes per sample (MDS files with headers), smallest bucket first."""
+        """Bucket → number of samples and bytes per sample (in MDS files, including their headers), smallest bucket
+        first."""
         return {
             bucket: {"samples": samples, "bytes_per_sample": round(self.bytes[bucket] / max(samples, 1))}
             for bucket, samples in sorted(self.samples.items(), key=lambda item: Bucket.parse(item[0]))

@@ -187,7 +187,8 @@ def text_fits(states: np.ndarray, tower: TextTower) -> bool:
 
 
 def verify_indexes(store: Store, encoding: EncodingRecord, receipts: Iterable[str]) -> Iterator[str]:
-    """Check that every bucket's index.json is byte-identical to the one built from its active receipts."""
+    """Check that every bucket's index.json is byte-identical to an index.json built from the bucket's active
+    receipts."""
     names_by_bucket: dict[str, dict[str, str]] = {}
     for receipt in receipts:
         names_by_bucket.setdefault(receipt.split("/")[1], {})[receipt] = ""
