@@ -209,7 +209,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "clean": (clean_up, " --older-than 7d"),
     "derive": (derive_root, " runs/data/small --image.storage int8 --text.storage float8 --text.trim true"),
 }
-"""The function of each command, whose docstring is the help text, and example arguments to show after ROOT."""
+"""Command → its function, whose docstring is the help text, and example arguments to show after ROOT."""
 
 main = console(run)
 
