@@ -17,7 +17,7 @@ from shards.base.errors import DamagedInput
 IMAGE_SUFFIXES = {"jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "avif"}
 MAGIC = {
     re.compile(rb"\x1f\x8b"): "gzip",
-    re.compile(rb"BZh[1-9]1AY&SY"): "bzip2",  # longer than the magic bytes BZh, with which a member's name may start
+    re.compile(rb"BZh[1-9]1AY&SY"): "bzip2",  # the first four bytes alone may also start a member's name
     re.compile(rb"\xfd7zXZ"): "xz",
     re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
 }
