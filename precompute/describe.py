@@ -33,11 +33,11 @@ from shards.format.towers import (
 )
 
 VOCABULARIES = (("vocab.json", "merges.txt"), ("tokenizer.json",), ("spiece.model",), ("tokenizer.model",))
-"""Alternative sets of files that contain a tokenizer's vocabulary."""
+"""Alternative sets of files, each of which contains a tokenizer's vocabulary."""
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation for vision models without a preprocessor_config.json."""
 PIXELS_PER_TOKEN = 16
-"""Default side, in pixels, of the image area that one feature token represents."""
+"""Default side, in pixels, of the square image area that one feature token represents."""
 MAX_EXTRA_TOKENS = 32
 """Maximum number of tokens (class token and registers) before a vision model's patch tokens."""
 PROBE_SIDE = 256
@@ -46,7 +46,7 @@ NORMALISED_BY_CONFIG = ("AutoencoderKL", "AutoencoderDC", "AutoencoderKLHunyuanI
 """Autoencoder classes whose diffusers pipelines normalise latents using only the config fields that `_normalisation`
 reads. Check the pipelines' `vae.decode` calls before adding a class."""
 UNSUITABLE = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
-"""Exceptions that an unsuitable model raises when it is built, or run, without weights."""
+"""Exceptions that an unsuitable model raises when it is built or run without weights."""
 
 
 def _check_name(name: str) -> str:
@@ -86,7 +86,7 @@ class ImageConfig(Config):
 
 
 class TextTowerConfig(Config):
-    """One frozen text encoder."""
+    """A frozen text encoder."""
 
     model: FolderOrName
     """Local folder or hub name of a transformers text model."""
@@ -106,7 +106,7 @@ class TextTowerConfig(Config):
     beyond_template: bool = False
     """Add the number of the template's own tokens, including special tokens, to `max_tokens`."""
     masked: bool = False
-    """Mask padding in the encoder's attention. Training then masks it too."""
+    """Mask padding in the encoder's attention. Training then masks the padding too."""
     layer: Literal["last"] | int = "last"
     """Hidden states to store: `last`, or an index into `hidden_states` such as -2."""
     states: bool = True
@@ -123,7 +123,7 @@ class TextTowerConfig(Config):
     """`int8` or `float8` quantises the weights of linear layers to one byte each with torchao, to save GPU memory. The
     outputs differ slightly, so the root gets a different encoding id."""
     batch_size: int | None = Field(None, ge=1)
-    """Captions per batch; overrides `workers.batch_size`."""
+    """Number of captions per batch; overrides `workers.batch_size`."""
 
     @model_validator(mode="after")
     def _check(self) -> "TextTowerConfig":
@@ -135,7 +135,7 @@ class TextTowerConfig(Config):
 
 
 class FeatureTowerConfig(Config):
-    """One frozen vision encoder. Its per-patch features of each image are stored as a target for training (REPA)."""
+    """A frozen vision encoder. Its per-patch features of each image are stored as a target for training (REPA)."""
 
     model: FolderOrName
     """Local folder or hub name of a transformers vision model with one token per patch: DINOv2, DINOv3, ViT or I-JEPA;
@@ -148,11 +148,11 @@ class FeatureTowerConfig(Config):
     storage: TextStorage = "float16"
     """Storage of the features; see `text.storage`."""
     batch_size: int | None = Field(None, ge=1)
-    """Images per batch; overrides `workers.batch_size`."""
+    """Number of images per batch; overrides `workers.batch_size`."""
 
 
 def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **settings: Any) -> ImageTower:
-    """Describe an autoencoder.
+    """Build the record of an autoencoder for encoding.json.
 
     Args:
         name: local folder, hub name or URL.
@@ -203,8 +203,8 @@ def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **se
 
 
 def _normalisation(config: Mapping[str, Any], channels: int, where: str) -> dict[str, tuple[float, ...]]:
-    """Return the per-channel scale and shift with which diffusers' pipelines would normalise a VAE's latents. `config`
-    is the config of the built VAE, in which missing fields have their defaults; errors call it `where`.
+    """Return the per-channel scale and shift that diffusers' pipelines use to normalise a VAE's latents. `config` is
+    the config of the built VAE, in which missing fields have their defaults; `where` names it in error messages.
 
     Raises RequestError if the config has no valid scale, an incomplete per-channel normalisation, or two kinds of
     shift.
@@ -242,7 +242,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def describe_text(name: str, config: TextTowerConfig, default: TextConfig) -> TextTower:
-    """Describe a text encoder and its tokenizer.
+    """Build the record of a text encoder and its tokenizer for encoding.json.
 
     Raises:
         RequestError: The model or the tokenizer is missing or unsuitable, they do not belong together, or the
@@ -308,7 +308,8 @@ def describe_text(name: str, config: TextTowerConfig, default: TextConfig) -> Te
 
 
 def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: Any, config: TextTowerConfig) -> None:
-    """Run the model without weights, and check that it needs only captions as input and has the requested layer."""
+    """Run the model without weights. Raises RequestError unless it needs only captions as input and has the requested
+    layer."""
     try:
         with torch.device("meta"):
             model = model_class(class_name)(text_config)
@@ -338,8 +339,8 @@ def _needs_values(error: Exception) -> bool:
 
 
 def _num_kept(name: str, keep: list[Slice], max_tokens: int) -> int:
-    """Return the number of tokens that `keep` selects. Raises RequestError unless they are in increasing order, which
-    keeps padding last."""
+    """Return the number of tokens that `keep` selects. Raises RequestError unless it selects at least one token,
+    and all of them in increasing order, which keeps padding last."""
     kept = [token for bounds in keep for token in range(max_tokens)[slice(*bounds)]]
     if not kept or sorted(set(kept)) != kept:
         raise RequestError(
@@ -374,7 +375,8 @@ def _load_tokenizer(name: str, folder: Path, length: int | None, num_embeddings:
     """Load a tokenizer, and check that it fits a text model with `length` positions and `num_embeddings` token
     embeddings; None skips a check.
 
-    A token without an embedding would crash the process on a GPU, so this is checked before any worker starts.
+    A token without an embedding would crash the process on a GPU, so the number of embeddings is checked before any
+    worker starts.
     """
     path = folder / "tokenizer_config.json"
     if not path.is_file():
@@ -418,7 +420,7 @@ def _load_tokenizer(name: str, folder: Path, length: int | None, num_embeddings:
 
 
 def describe_features(name: str, config: FeatureTowerConfig, buckets: Sequence[Bucket]) -> FeatureTower:
-    """Describe a vision encoder.
+    """Build the record of a vision encoder for encoding.json.
 
     Raises:
         RequestError: The model is missing, is not a vision model with one token per patch, or does not fit a bucket.

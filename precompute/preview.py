@@ -58,9 +58,9 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
 def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, list[dict[str, Any]]]:
     """Choose a bucket, by default the first one with samples, and `count` samples spread over its parts.
 
-    The samples are split as evenly as possible among the chosen parts, and each part contributes its first ones. If the
-    bucket has more than `count` parts, `count` of them contribute one sample each. If the bucket has fewer than `count`
-    samples, all of them are returned.
+    The samples are split as evenly as possible among the chosen parts, and each part contributes its first samples. If
+    the bucket has more than `count` parts, `count` of them contribute one sample each. If the bucket has fewer than
+    `count` samples, all of them are returned.
 
     Raises:
         RequestError: The bucket, or the whole root, has no samples.

@@ -21,7 +21,7 @@ class ImagesConfig(Config):
 
 
 class RequestsConfig(Config):
-    """Limits on a request, and hosts that are never contacted."""
+    """Limits on each request, and on the hosts that may be contacted."""
 
     timeout_seconds: PositiveFloat = 10.0
     """Timeout for connecting to a server, and for each read from it."""

@@ -29,8 +29,8 @@ LOW_SPACE = 2**26
 
 
 def require_img2dataset() -> None:
-    """Raise RequestError if img2dataset, or a module that it needs and that Python 3.13 removed, is not installed."""
-    # img2dataset imports imghdr, which Python 3.13 removed; the extra installs a replacement
+    """Raise RequestError unless img2dataset and the module `imghdr`, which it needs, are installed."""
+    # Python 3.13 removed imghdr from its standard library; the download extra installs a replacement
     missing = [name for name in ("img2dataset", "imghdr") if importlib.util.find_spec(name) is None]
     if missing:
         raise RequestError(
@@ -50,7 +50,7 @@ def _import_img2dataset() -> Any:
 
 @contextlib.contextmanager
 def _hidden(*names: str) -> Iterator[None]:
-    """Make these modules appear to be missing inside the block."""
+    """Make the modules `names` appear to be missing inside the block."""
     hidden = {name: sys.modules.get(name) for name in names}
     sys.modules |= dict.fromkeys(names)  # type: ignore[arg-type]  # importing a module whose entry is None fails
     try:

@@ -32,7 +32,7 @@ def fetch_missing(
 
     Returns:
         The number of tars published by this call, and a dict from the name of each tar that failed `shard_attempts`
-        times to the reason.
+        times to the reason for its failure.
     """
     shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)  # left by a killed run
     missing = [tar for tar in tars if not is_published(config, tar)]
@@ -67,8 +67,8 @@ def fetch_missing(
 
 
 def is_published(config: DownloadConfig, tar: PlannedTar) -> bool:
-    """Return whether the tar's three files exist and the tar is intact. Its size is checked or, with `recheck`, all of
-    its content."""
+    """Return whether the tar's three files exist and the tar is intact. Checks the tar's size or, with `recheck`,
+    all of its content."""
     stats, file = stats_path(config.output, tar), config.output / f"{tar.name}.tar"
     if not stats.exists():
         return False

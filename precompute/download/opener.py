@@ -1,7 +1,7 @@
 """A restricted urllib opener for img2dataset's requests: public hosts only, with size and time limits.
 
 img2dataset calls `urllib.request.urlopen`, which also opens `file://` URLs and private addresses, follows redirects to
-them, and reads responses of any length. `install` replaces the opener that this function uses in the calling process.
+them, and reads responses of any length. In the calling process, `install` replaces the opener that this function uses.
 """
 
 import io

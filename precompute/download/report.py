@@ -1,4 +1,4 @@
-"""Summary of a folder of tars, from the published tars' stats, for the terminal and download_report.json."""
+"""Summary of a download, from the stats of the published tars, for the terminal and download_report.json."""
 
 import json
 import re

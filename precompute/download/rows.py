@@ -20,7 +20,7 @@ from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 
 PLAN_NAME = "download_plan.json"
-MAX_TARS = 100_000  # a tar's name has five digits, with which its keys begin
+MAX_TARS = 100_000  # a tar's name has five digits, and its keys start with its name
 # Names of the columns that img2dataset itself adds.
 RESERVED = {
     *("key", "caption", "url", "width", "height", "original_width", "original_height", "status", "error_message"),
@@ -122,7 +122,8 @@ def _keep_to_plan(path: Path, now: dict[str, Any]) -> None:
 
 
 def name_columns(schema: pa.Schema, extra_columns: list[str] | None, place: str) -> dict[str, str]:
-    """Return a dict from the name of each column of `schema` to store to its name in tars.
+    """Choose the columns of `schema` to store, and return a dict from each column's name in the file to its name in
+    tars.
 
     The spellings of LAION's columns are unified, and names that img2dataset reserves get the prefix `source_`. The text
     and URL columns come last, under img2dataset's names `caption` and `url`.
@@ -172,7 +173,8 @@ def _check_types(schema: pa.Schema, names: dict[str, str], place: str) -> None:
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type in which to store a column: `string` for any string, and the value type for a dictionary."""
+    """Return the type in which to store a column: `string` for any string, and the value type for a dictionary
+    column."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.string() if pa.types.is_large_string(kind) else kind
 

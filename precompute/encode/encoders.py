@@ -153,7 +153,7 @@ class FeatureEncoder(Network):
         self.options = vision_options(model)
 
     def encode(self, model: nn.Module, pixels: Tensor) -> tuple[Tensor]:
-        """Encode (N, H, W, 3) uint8 pixels into (N, tokens, width), without class and register tokens."""
+        """Encode (N, H, W, 3) uint8 pixels into (N, tokens, width) features, without class and register tokens."""
         height, width = self.tower.grid(Bucket(pixels.shape[2], pixels.shape[1]))
         size = (height * self.tower.patch, width * self.tower.patch)
         pictures = pixels.permute(0, 3, 1, 2).float().div_(255)

@@ -30,7 +30,8 @@ from shards.format.towers import Quantised
 Item = TypeVar("Item")
 Model = TypeVar("Model", bound=nn.Module)
 MAX_SHAPES = 64
-"""Maximum number of shapes for which one network is compiled; an aspect table has many buckets."""
+"""Maximum number of shapes for which one network is compiled. The limit is high because an aspect table has many
+buckets."""
 
 
 def model_class(name: str) -> Any:
@@ -205,7 +206,7 @@ class DeviceSettings:
     compiled: bool = False
     """Whether the network is compiled, once per shape. The float32 retry is never compiled."""
     offload: Offload | None = None
-    """Moves the network to the device when it runs; None keeps the network on the device."""
+    """Offload that moves the network to the device when it runs; None keeps the network on the device."""
 
 
 class Network:

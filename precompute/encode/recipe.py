@@ -24,7 +24,7 @@ class WorkerConfig(Config):
     """Processing of tars in a worker. None of these settings changes the meaning of the stored numbers."""
 
     decode_threads: int = Field(8, ge=1)
-    """Threads per worker that decode images."""
+    """Number of threads per worker that decode images."""
     batch_size: int = Field(64, ge=1)
     """Number of images up to 512x512 that are encoded together; a batch of larger images has the same total number of
     pixels. A tar's last batch may be smaller."""

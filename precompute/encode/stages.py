@@ -32,7 +32,7 @@ LOST = "lost_in_tar"
 MAX_DETAIL, MAX_URL = 1000, 4096
 """Maximum number of characters stored for a refused sample's detail and for its URL."""
 MAX_DECODED_IN_A_ROW = 8
-"""Maximum number of images that a thread decodes before it reports results."""
+"""Maximum number of images that a thread decodes in one call."""
 Decoding = Callable[[Iterable[RawSample]], Iterator[DecodedSample | Rejected]]
 
 
@@ -57,8 +57,8 @@ def decoding(recipe: Recipe, fresh: list[Bucket], isolate: bool) -> Iterator[Dec
 
 
 def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode: Decode) -> DecodedSample | Rejected:
-    """Clean the captions of a sample and decode its image. Raises DamagedInput if the image differs from the one that
-    was downloaded, unless the policy is `salvage`."""
+    """Clean the captions of a sample and decode its image, or reject the sample. Raises DamagedInput if the image
+    differs from the one that was downloaded, unless the policy is `salvage`."""
     url = valid_text(str(raw.metadata.get("url") or "")[:MAX_URL])
     encoding = recipe.encoding
     try:
@@ -135,7 +135,7 @@ def start_batches(
             held[-1].finish_pictures()
         groups = [captions[first : first + size] for first in range(0, len(captions), size)]
         for group, wait in zip(groups, towers.start_groups([texts_of(group) for group in groups], clock), strict=True):
-            yield from ready(held)  # these need only earlier groups, and the device already has the next group
+            yield from ready(held)  # their captions are in earlier groups; the device already has the next one
             set_started(group, wait)
     # all work of this tar is queued on the device, so the next tar may use the device
     yield from held

@@ -72,7 +72,7 @@ class PictureLatents:
 
 
 CaptionLatents = tuple[dict[str, TextLatents], bool]
-"""Latents of one caption by text tower, and whether a tower truncated the caption."""
+"""Latents of one caption, by text tower, and whether any tower truncated the caption."""
 WaitForCaptions = Callable[[], Iterator[CaptionLatents]]
 """Function that waits for captions that were started, and yields the latents of each."""
 

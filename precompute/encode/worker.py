@@ -83,7 +83,7 @@ def encode_on_worker(
 
 
 def check_source(expected: str) -> None:
-    """Raise UnfitNode unless this process's source code has the SHA-256 of the driver's, `expected`. Otherwise, nothing
+    """Raise UnfitNode unless the SHA-256 of this process's source code is `expected`, the driver's. Otherwise, nothing
     would distinguish parts that were encoded by different versions."""
     if source_sha256() != expected:
         raise UnfitNode(
@@ -222,7 +222,7 @@ def _recorded(weights: Weights) -> Path:
 
 
 def prepare_process() -> None:
-    """Tune the process once its encoders are loaded."""
+    """Tune memory allocation and garbage collection in this process, once its encoders are loaded."""
     configure_malloc()
     # this imports pandas, if installed; importing it later would stall the device at the end of the first tar
     pa.array([None])

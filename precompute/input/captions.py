@@ -31,7 +31,7 @@ class CleanCaption:
 
 
 def check_caption_fields(fields: Sequence[str]) -> None:
-    """Raise ValueError unless each of `fields` is `txt` or `json:NAME`, without duplicates."""
+    """Raise ValueError unless each of `fields` is `txt` or `json:NAME`, and none is listed twice."""
     for field in fields:
         if field != "txt" and not (field.startswith(JSON_PREFIX) and len(field) > len(JSON_PREFIX)):
             raise ValueError(f"{field!r} is not a caption field; use txt or json:FIELD, such as json:blip_caption")

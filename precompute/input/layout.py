@@ -22,7 +22,7 @@ MAGIC = {
     re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
 }
 REPLACE = "Download this tar again, or create it again if it is your own."
-"""Remedy for a damaged tar."""
+"""Advice at the end of error messages about a damaged tar."""
 BLOCK = tarfile.BLOCKSIZE
 EXTENDED = (
     tarfile.GNUTYPE_LONGNAME,
@@ -55,7 +55,7 @@ class Layout:
     lost: dict[str, str] = field(default_factory=dict)
     """Key → reason why its sample is unusable."""
     damage: list[str] = field(default_factory=list)
-    """Descriptions of the damage, each a predicate that follows the tar's name; empty for an intact tar."""
+    """Descriptions of the damage, each phrased to follow the tar's name in a sentence; empty for an intact tar."""
 
 
 def read_layout(path: Path) -> Layout:

@@ -181,7 +181,7 @@ def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Counted:
-    """Samples of a tar according to img2dataset's side files."""
+    """The samples that a tar should contain, according to img2dataset's side files."""
 
     counts: dict[str, int]
     """Name of each existing side file → number of samples that it lists."""

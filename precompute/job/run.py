@@ -22,8 +22,8 @@ from shards.root.manifest import Manifest
 from shards.root.provenance import source_sha256
 
 UNET_STEP = 64
-"""Number of pixels of which both image sides must be multiples for a U-Net that halves the latents three times: 8 for
-the VAE, times 8 for the U-Net."""
+"""U-Nets that halve the latents three times need image sides that are multiples of this number of pixels: 8 for the
+VAE, times 8 for the U-Net."""
 
 
 def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: FleetConfig) -> Ledger:
@@ -74,7 +74,7 @@ def explain_lack(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> 
 
 
 def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:
-    """Return the tars that have no active receipt for at least one of `buckets`. The root is listed only once. Raises
+    """Return the tars that lack an active receipt for one or more of `buckets`. The root is listed only once. Raises
     RequestError if a tar's name cannot be used for a receipt."""
     for tar in tars:
         receipt_name("", tar.name)

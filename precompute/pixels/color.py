@@ -23,7 +23,8 @@ SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 
 def scale_transparency(image: ImageFile) -> None:
-    """Scale the transparent colour of a PNG that is not loaded yet to 8 bits, because Pillow scales only the samples.
+    """Scale the transparent colour of a PNG to 8 bits before the image is loaded, because Pillow scales only the
+    samples.
 
     In 16-bit RGB images, all colours that equal the transparent colour after scaling to 8 bits become transparent.
     """
@@ -108,8 +109,8 @@ def color_space(profile: bytes) -> str:
 @functools.lru_cache(maxsize=64)
 def srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     """Return the transform from this profile and `mode` (`L`, `RGB` or `CMYK`) to sRGB, or None if it would not visibly
-    change any colour. Raises Reject (`bad_profile`) if it cannot be built. Building a transform takes milliseconds, so
-    threads share them."""
+    change any colour. Raises Reject (`bad_profile`) if the transform cannot be built. Building one takes milliseconds,
+    so transforms are cached and shared by all threads."""
     try:
         # exact values for all 256 greys: LittleCMS's optimisation uses a 33-entry table, which is off by up to 10
         # levels for dark greys

@@ -29,7 +29,7 @@ SHRINK = {
 
 @dataclass(frozen=True)
 class Placement:
-    """The crop for a bucket on a width × height image that is scaled to scaled_width × scaled_height."""
+    """The crop for a bucket in a width × height image that is scaled to scaled_width × scaled_height."""
 
     width: int
     height: int
@@ -48,8 +48,8 @@ class Placement:
 
     @property
     def box(self) -> tuple[float, float, float, float]:
-        """Crop as (left, top, right, bottom) in original pixels, so that `Image.resize(bucket, filter, box)` scales and
-        crops in one step."""
+        """Crop as (left, top, right, bottom) in original pixels, for `Image.resize(bucket, filter, box)`, which scales
+        and crops in one step."""
         x, y = self.width / self.scaled_width, self.height / self.scaled_height
         right, bottom = self.left + self.bucket.width, self.top + self.bucket.height
         return self.left * x, self.top * y, min(right * x, self.width), min(bottom * y, self.height)

@@ -32,7 +32,7 @@ def hash_urls(urls: pa.ChunkedArray | pa.Array) -> np.ndarray:
 
 
 def count_partitions(num_rows: int, partition_rows: int) -> int:
-    """Return the smallest power of two for which partitions have at most `partition_rows` rows on average, but at most
+    """Return the smallest power of two for which partitions have at most `partition_rows` rows on average, capped at
     4096."""
     return min(2 ** math.ceil(math.log2(max(num_rows / partition_rows, 1))), 4096)
 

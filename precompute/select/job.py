@@ -61,7 +61,7 @@ def select(config: SelectConfig) -> dict[str, Any]:
         counts = [[len(rows) for rows in duplicates.rows_to_drop(drops, number)] for number in range(len(filtered))]
         kept = [file.rows_out - sum(count) for file, count in zip(filtered, counts, strict=True)]
 
-        # pass 3: write the other rows, in input order
+        # pass 3: write the rows that are left, in input order
         outputs = plan_outputs(sum(kept), config.rows_per_file)
         tallies = run(write_output, [(folder, output, filtered, kept, drops, config.buckets) for output in outputs])
         selected = sum(tallies, Counter[str]())

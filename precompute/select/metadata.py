@@ -44,7 +44,7 @@ class MetadataFile:
     num_bytes: int
     footer_sha256: str
     columns: dict[str, str]
-    """Canonical column name → the name in this file."""
+    """Canonical column name → name of the column in this file."""
 
     @property
     def name(self) -> str:

@@ -155,6 +155,7 @@ def write_output(
     Args:
         filtered: all filtered files, in input order.
         kept: number of rows left in each filtered file after `drops` are removed.
+        drops: files that `find_drops` wrote, one per partition.
     """
     path, counts_path = folder / output.name, folder / f"{output.name}.counts.json"
     if counts_path.exists():  # written last, so the parquet file is complete

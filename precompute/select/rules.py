@@ -76,7 +76,7 @@ def build_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[st
     ):
         if bound is not None:
             option = f"filters.{'min' if sign == '≥' else 'max'}_{name}"
-            # numpy compares in the column's own precision: a float32 0.7 is not below 0.7
+            # numpy compares in the column's own precision: a float32 0.7 is not below a bound of 0.7
             passes = partial(operator.le if sign == "≥" else operator.gt, bound)
             rules.append(Rule(name, f"{column} {sign} {bound:g}", (column,), option, _numeric_predicate(passes)))
     sides = ("WIDTH", "HEIGHT")
@@ -160,8 +160,8 @@ def _is_unreadable(texts: pa.Array) -> np.ndarray:
 def tally(batch: pa.RecordBatch | pa.Table, buckets: Sequence[str]) -> Counter[str]:
     """Count the rows of `batch`, which has canonical column names.
 
-    The keys are `rows` for all rows, `size N` and `score N` for each histogram bin N, and the name of each bucket for
-    the rows that are large enough for it.
+    The keys of the result are `rows` for all rows, `size N` and `score N` for each histogram bin N, and the name of
+    each bucket for the rows that are large enough for it.
     """
     counts = Counter(rows=batch.num_rows)
     if {"WIDTH", "HEIGHT"} <= set(batch.schema.names):
