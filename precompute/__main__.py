@@ -86,7 +86,7 @@ def find_work(
     config: PrecomputeConfig, encoding: EncodingRecord, store: Store
 ) -> tuple[Conversion | None, Sequence[Named], Sequence[Named]]:
     """Check the request against the root and the tars, or raise RequestError. Return the conversion of the source's
-    data (None without a source), the requested tars, and those of them that are not committed yet."""
+    data (None without a source), the requested tars, and the requested tars that are not committed yet."""
     check_root(store, encoding)
     check_rules(store, config.to_fill.rules)
     if config.source is None:

@@ -43,8 +43,8 @@ DECODE_TOGETHER = 4
 
 
 def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
-    """Load the VAE that produced the latents, from the model `name` or, if `name` is None, from the one that
-    encoding.json records. Raises RequestError if the model is missing, or its weights differ from the recorded ones."""
+    """Load the VAE that produced the latents, from `name` if it is given, or else from the model named in
+    encoding.json. Raises RequestError if the model is missing, or its weights differ from the recorded ones."""
     folder = model_folder(name or encoding.image.weights.name)
     if hash_weights(str(folder), folder).sha256 != encoding.image.weights.sha256:
         raise RequestError(

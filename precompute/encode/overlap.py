@@ -25,7 +25,7 @@ class Pool(ThreadPoolExecutor):
     def __init__(self, number: int):
         super().__init__(number)
         self.closing = threading.Event()
-        """Set once no consumer is waiting for results."""
+        """Set once nothing waits for results anymore."""
 
 
 @contextmanager

@@ -111,8 +111,8 @@ def batched_by_bucket(
 def start_batches(
     batches: Generator[PixelBatch, None, None], towers: Towers, clock: DeviceClock, turns: Turns
 ) -> Generator[StartedBatch, None, None]:
-    """Submit batches of images to the device, and yield them in order, each once all of its captions have been started
-    too.
+    """Submit batches of images to the device, and yield them in order, each as soon as all of its captions have been
+    started too.
 
     Captions form separate batches, shared by all buckets. A batch of captions is started as soon as it is full or, if
     towers run one by one, after all images, so that each tower is moved to the device only once per tar.

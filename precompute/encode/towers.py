@@ -32,7 +32,8 @@ class DeviceClock:
 
     @contextmanager
     def __call__(self, tower: str) -> Iterator[None]:
-        """Count the time of work started in the block as that of `tower`: `image`, `texts.NAME` or `features.NAME`."""
+        """Add the device time of work started in the block to the total for `tower`: `image`, `texts.NAME` or
+        `features.NAME`."""
         stage = f"device.{tower}"
         if not self.is_accelerator:
             with self.stopwatch(stage):
@@ -140,7 +141,7 @@ class TextTowers:
         self, names: list[str], texts: list[str], timer: Timer
     ) -> Callable[[], Iterator[dict[str, TowerCaption]]]:
         """Start encoding `texts`, in batches, with the towers in `names`. The returned function waits for the results,
-        and yields those of each caption by tower."""
+        and yields each caption's results by tower."""
         batches: dict[str, list[Callable[[], list[TowerCaption]]]] = {name: [] for name in names}
         for name in names:
             size = self.size_of(name)
