@@ -104,7 +104,7 @@ class Breaker:
             tried = ", ".join(sorted(set(self.probed)))
             raise WorkError(
                 f"{len(self.probed)} consecutive attempts ({tried}) failed because of an outage that has lasted "
-                f"{seconds:.0f} s. The last error: {outage} Fix the cause and run the same command again. Committed "
+                f"{seconds:.0f} s. Last error: {outage} Fix the cause and run the same command again. Committed "
                 f"work is kept."
             )
         pause = backoff(len(self.probed), FIRST_PAUSE_SECONDS)

@@ -254,7 +254,8 @@ class Fleet(Generic[Work, Result]):
         if self.health.record_failure(node):
             address = self.watch.address(node)
             yield News(
-                f"{self.config.node_failures} attempts in a row failed on node {address}, so it gets no work for now"
+                f"{self.config.node_failures} attempts in a row failed on node {address}, so the node gets no work for "
+                f"now"
             )
 
     def _drain(self) -> Iterator[Done[Result] | UnderWay]:

@@ -60,7 +60,7 @@ def start_ray(config: ResourcesConfig) -> None:
         )
     except Exception as error:  # after a timeout Ray raises a plain Exception
         raise WorkError(
-            f"Ray did not start on this machine: {first_line(error)} The most likely cause is a busy machine, too "
+            f"Ray did not start on this machine: {first_line(error)} Likely causes are a busy machine, too "
             f"little memory, or too little space in /tmp. Ray's logs are in /tmp/ray/session_latest/logs. Run the same "
             f"command again."
         ) from error

@@ -103,7 +103,8 @@ class PrecomputeConfig(Config):
         rounded = [name for name, tower in self.texts.items() if tower.weights == "int8"]
         if rounded and self.precision == "float16":
             raise ValueError(
-                f"texts.{rounded[0]}.weights: products with int8 weights overflow float16; set precision: bfloat16"
+                f"texts.{rounded[0]}.weights: matrix products with int8 weights overflow float16; set precision: "
+                f"bfloat16"
             )
         return self
 

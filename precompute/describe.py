@@ -328,8 +328,8 @@ def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: A
                 f"index from {-num_layers} to {num_layers - 1}."
             ) from error
         raise RequestError(
-            f"texts.{name}: {class_name} in {folder} does not return hidden states for a caption alone ({error}). Set "
-            f"`class_name` to an encoder, such as T5EncoderModel or Gemma2Model."
+            f"texts.{name}: {class_name} in {folder} does not return hidden states when its only input is a caption "
+            f"({error}). Set `class_name` to an encoder, such as T5EncoderModel or Gemma2Model."
         ) from error
 
 

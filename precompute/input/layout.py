@@ -74,7 +74,7 @@ def read_layout(path: Path) -> Layout:
         for header, next_header in read_headers(path, file, size):
             before, (key, suffix) = key, split_name(header.name)
             if header.offset != end and header.offset != after_global_header(file, end):
-                layout.damage.append(f"is damaged: bytes {end} to {header.offset} are not tar members")
+                layout.damage.append(f"is damaged: bytes {end} to {header.offset} do not belong to any tar member")
                 keys_near_damage += [before, key]
             end = next_header
             if end > size:

@@ -53,7 +53,7 @@ def to_srgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and not profile and "transparency" not in image.info:
         return image
     if image.mode in ("I", "F"):
-        raise Reject("undecodable", f"mode {image.mode}: 32-bit samples have no agreed range")
+        raise Reject("undecodable", f"mode {image.mode}: 32-bit samples have no standard value range")
     if image.mode.startswith("I;16"):
         image = _eight_bit_grey(image)
     if image.mode == "CMYK" and image.format == "JPEG" and "adobe" not in image.info:

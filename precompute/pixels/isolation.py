@@ -125,7 +125,7 @@ class Child:
             raise ChildDied(self._cause_of_death()) from None
         returned, value = self._receive(CLOCK_PER_PROCESSOR_SECOND * self.limits.decode_seconds)
         if isinstance(value, MemoryError):
-            raise ChildDied(f"needs more than {self.limits.decode_bytes} bytes of memory")
+            raise ChildDied(f"needed more than {self.limits.decode_bytes} bytes of memory")
         if not returned:
             raise value
         result: Result = value
@@ -137,7 +137,7 @@ class Child:
         poll.register(self.replies)
         if not poll.poll(1000 * seconds):
             self.kill()
-            raise ChildDied(f"did not end in {seconds:g} s" if self.ready else f"not ready after {seconds:g} s")
+            raise ChildDied(f"did not finish within {seconds:g} s" if self.ready else f"not ready after {seconds:g} s")
         try:
             return pickle.load(self.replies)
         except (EOFError, pickle.UnpicklingError):
@@ -155,7 +155,7 @@ class Child:
         code = self.process.wait()  # returns quickly, because the child has closed its pipes
         self.kill()
         if code == -signal.SIGXCPU:
-            return f"used more than {self.limits.decode_seconds} s of processor time"
+            return f"used more than {self.limits.decode_seconds} s of CPU time"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 

@@ -169,7 +169,7 @@ def store_part(store: Store, source: Path, folder: str, files: dict[str, FileRec
             if sizes.get(name) != files[name].bytes:
                 raise WorkError(
                     f"{store.where(f'{folder}/{name}')} was uploaded with {sizes.get(name)} bytes instead of "
-                    f"{files[name].bytes}. The part was not committed; run the job again to retry it."
+                    f"{files[name].bytes}. The part was not committed. Run the job again to retry."
                 )
 
 

@@ -31,7 +31,7 @@ FOLDER = "exclusions"
 MAX_LISTED = 5
 KINDS = {
     "key": "keys of samples",
-    "url": "urls from which the images were downloaded, or hosts, which include their subdomains",
+    "url": "urls that the images were downloaded from, or hosts (including their subdomains)",
     "sha256": "hashes (SHA-256) of the image files",
 }
 """Column of samples.parquet → description. The description's first word is also the name of the command-line option."""
