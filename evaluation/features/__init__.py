@@ -1,1 +1,1 @@
-"""Image features: extractors with local weights, applied once to sample sets and references and stored in parts."""
+"""Image features: extractors with local weights, run once on each sample set and reference, with results in parts."""

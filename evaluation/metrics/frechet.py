@@ -55,7 +55,7 @@ class GroupSums:
     def __init__(self, features: np.ndarray, groups: np.ndarray):
         """Sum (N, D) features by their (N,) groups."""
         features = features.astype(np.float64)
-        self.origin = features.mean(0)  # centre first: sums of squares of large values lose precision
+        self.origin = features.mean(0)  # subtracted first, because sums of squares of large values lose precision
         parts = [features[groups == group] - self.origin for group in range(GROUPS)]
         self.counts = np.array([len(part) for part in parts])
         self.sums = np.stack([part.sum(0) for part in parts])
@@ -72,10 +72,12 @@ class GroupSums:
 
 
 def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments) -> Estimate:
-    """Estimate the distance of (N, D) features, with (N,) prompt ids, from a reference. The upward bias remains.
+    """Estimate the distance between (N, D) features, which have (N,) prompt ids, and a reference.
+
+    The estimate is not corrected for its upward bias.
 
     Raises:
-        RequestError: there are fewer samples than the covariance needs.
+        RequestError: there are too few samples for a nonsingular covariance.
     """
     check_enough(features)
     sums = GroupSums(features, groups_of(clusters))
@@ -84,12 +86,13 @@ def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments)
 
 
 def frechet_infinity(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
-    """Estimate the distance at infinitely many samples on both sides, from (N, D) and (M, D) features.
+    """Estimate the distance between (N, D) features and an (M, D) reference for infinitely many samples on both sides.
 
-    The jackknife leaves out the same group of the (N,) prompt ids and of the reference at once.
+    Prompts, given as (N,) ids, and reference images are divided into the same number of groups. The jackknife leaves
+    out one group of each, or two, at a time.
 
     Raises:
-        RequestError: either side has fewer samples than its covariance needs.
+        RequestError: either side has too few samples for a nonsingular covariance.
     """
     check_enough(features)
     check_enough(reference, "in the reference")

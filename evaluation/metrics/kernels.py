@@ -53,7 +53,7 @@ class KernelSums:
 
 
 def kid(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
-    """Estimate the kernel Inception distance over all pairs, not over random subsets, which have the same mean."""
+    """Estimate the kernel Inception distance over all pairs, which has the same expectation as with random subsets."""
     return mmd(features, clusters, reference, cubic).interval(ESTIMAND)
 
 
@@ -65,9 +65,10 @@ def cmmd(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> E
 
 
 def mmd(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray, kernel: Kernel) -> Jackknife:
-    """Estimate MMD²ᵤ between (N, D) features, with (N,) prompt ids, and (M, D) features in float64.
+    """Estimate MMD²ᵤ between (N, D) features, which have (N,) prompt ids, and an (M, D) reference, in float64.
 
-    The jackknife leaves out the same group on both sides at once.
+    Prompts and reference images are divided into the same number of groups. The jackknife leaves out one group of each,
+    or two, at a time.
     """
     reference_clusters = np.arange(len(reference))
     groups, reference_groups = groups_of(clusters), groups_of(reference_clusters)
@@ -89,7 +90,7 @@ def kernel_sums(
     y_clusters: np.ndarray | None,
     kernel: Kernel,
 ) -> KernelSums:
-    """Sum a kernel over all pairs of (N, D) and (M, D) rows, by group.
+    """Sum a kernel over all pairs of a row of `x`, (N, D), and a row of `y`, (M, D), for each pair of groups.
 
     If clusters are given, pairs within the same cluster are excluded.
     """
