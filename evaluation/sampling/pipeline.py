@@ -31,14 +31,14 @@ SCHEDULERS: dict[SamplerName, str] = {
     "heun": "HeunDiscreteScheduler",
     "unipc": "UniPCMultistepScheduler",
 }
-"""Sampler → diffusers class name."""
+"""Sampler → name of its diffusers class."""
 FLOW = "flow_prediction"
 PACKED = 4
 """Number of latent pixels (2 × 2) that some pipelines pack into one token."""
 DISABLED_OPTIONS = ("use_resolution_binning", "clean_caption")
-"""Options that default to true in some pipelines. `use_resolution_binning` draws at the nearest of the pipeline's
-preset sizes and rescales the result. `clean_caption` rewrites prompts, but stage 1 did not rewrite captions in this
-way."""
+"""Options that are true by default in some pipelines, and are always disabled here. `use_resolution_binning` draws at
+the nearest of the pipeline's preset sizes and rescales the result. `clean_caption` rewrites prompts, but stage 1 does
+not rewrite captions in this way."""
 ZEROS = "force_zeros_for_empty_prompt"
 
 
@@ -54,7 +54,7 @@ class Sample:
 
 
 def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_code: bool = False) -> Any:
-    """Load a pipeline to `device`, without its safety checker, which would replace flagged images with black ones.
+    """Load a pipeline onto `device`, without its safety checker, which would replace flagged images with black ones.
 
     Raises:
         RequestError: the folder contains untrusted code.
@@ -70,7 +70,7 @@ def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_
 
 
 def load_scheduler(folder: Path) -> Any:
-    """Load the scheduler of a pipeline's folder."""
+    """Load the scheduler from a pipeline's folder."""
     _, name = DiffusionPipeline.load_config(folder)["scheduler"]
     return getattr(diffusers, name).from_pretrained(folder, subfolder="scheduler")
 
@@ -152,7 +152,7 @@ def guidance_arguments(pipeline: Any, drawing: Drawing, count: int) -> dict[str,
     scale = drawing.guidance_input
     if scale is None:
         scale = pipeline.transformer.config.get(TRAINED_GUIDANCE)
-    # here, `guidance_scale` is an input of the network; without a value, the pipeline's default applies
+    # in these pipelines, `guidance_scale` is an input of the network; if it is omitted, the pipeline's default applies
     return arguments | ({} if scale is None else {"guidance_scale": scale})
 
 
@@ -163,5 +163,5 @@ def has_guidance_input(folder: Path) -> bool:
 
 
 def to_bytes(pictures: Tensor) -> Tensor:
-    """Round to the nearest level: (N, 3, H, W) in [0, 1] → (N, H, W, 3) uint8 on the CPU."""
+    """Round pixels to the nearest of 256 levels: (N, 3, H, W) in [0, 1] → (N, H, W, 3) uint8 on the CPU."""
     return (pictures * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()

@@ -1,4 +1,4 @@
-"""Sampling settings, and the identity of a sample set: everything that its images depend on."""
+"""Sampling settings, and the identity of a sample set: everything that its images depend on, except the model."""
 
 import hashlib
 from dataclasses import asdict, dataclass
@@ -22,11 +22,11 @@ class SamplingConfig(Config):
     set."""
 
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the noise, which is keyed by seed, prompt id and image index."""
+    """Seed of the noise. An image's noise depends on the seed, the prompt id and the image's index."""
     images_per_prompt: int = Field(1, ge=1)
-    """Number of images per prompt, each from different noise."""
+    """Number of images per prompt, each drawn from different noise."""
     size: BucketName = "512x512"
-    """WIDTHxHEIGHT in pixels."""
+    """Size of the images (WIDTHxHEIGHT, in pixels)."""
     guidance: list[float] = Field([8.0], min_length=1)
     """Classifier-free guidance scales. 1 disables guidance."""
     guidance_input: float | None = None
@@ -48,7 +48,7 @@ class SamplingConfig(Config):
     part_size: int = Field(256, ge=1)
     """Images per part, the unit of work, retry and commit."""
     codec: Codec = "png"
-    """File format of the images. Both are lossless."""
+    """File format of the images. Both formats are lossless."""
 
     @property
     def grid(self) -> list["Setting"]:
@@ -72,7 +72,7 @@ class Setting:
 class Drawing:
     """Everything that the images of a sample set depend on, except the model.
 
-    Batch and part size are not included, because they affect only rounding.
+    The batch size and part size are not included, because they affect only rounding.
     """
 
     prompts: str
