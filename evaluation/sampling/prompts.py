@@ -1,5 +1,5 @@
-"""Prompt files: one prompt per line, CSV (DrawBench), TSV (PartiPrompts, MLPerf's COCO list), JSON (COCO captions, MJHQ)
-and parquet."""
+"""Prompt files: one prompt per line, CSV (DrawBench), TSV (PartiPrompts, MLPerf's COCO list), JSON (COCO, MJHQ) and
+parquet."""
 
 import csv
 import hashlib
