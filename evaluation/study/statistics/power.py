@@ -123,7 +123,7 @@ def variance_components(model: VoteModel) -> tuple[float, float, float]:
 
 
 def preference_variance(model: VoteModel, raters: int, prompts: int, votes: int) -> tuple[float, float]:
-    """Return the variance of the preference and its degrees of freedom, for `votes` evenly assigned votes per prompt."""
+    """Return the variance and degrees of freedom of the preference, for `votes` evenly assigned votes per prompt."""
     between_prompts, between_raters, residual = variance_components(model)
     count = prompts * votes
     single = (between_prompts + between_raters + residual) / count
