@@ -27,7 +27,7 @@ FOLDER = "receipts"
 
 
 def read_receipts(store: Store, folder: str, names: Sequence[str]) -> dict[str, PartReceipt]:
-    """Read the receipts of parts `names` in `folder` in one batch. Uncommitted parts are omitted.
+    """Read the receipts of the parts `names` in `folder` in one batch. Uncommitted parts are omitted.
 
     Raises:
         DamagedFile: a receipt is damaged.
@@ -85,7 +85,7 @@ def read_part(store: Store, receipt: PartReceipt) -> dict[str, bytes]:
 def create_once(store: Store, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the sealed JSON at `name`, after creating it from `make()` if it does not exist.
 
-    If several calls run concurrently, one creates the file, and all return its content.
+    If several calls run concurrently, only one of them creates the file, and all of them return its content.
 
     Raises:
         DamagedFile: the file is damaged.

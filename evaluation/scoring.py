@@ -32,7 +32,7 @@ def choose_metrics(
     """Choose the metrics to compute, and check that their extractors' weights exist.
 
     Returns:
-        The metrics in `wanted`, or all metrics whose extractor has weights if it is None.
+        `wanted`, or, if it is None, all metrics whose extractor has weights.
 
     Raises:
         RequestError: an extractor's weights are missing, a metric needs the reference's features but only moments are

@@ -105,7 +105,7 @@ class Networks(Config):
 
 
 class Data(Config):
-    """The dataset."""
+    """The dataset, and what is stored of it."""
 
     pictures: int = Field(790_000_000, gt=0)
     """Number of distinct images. Each has one caption, which is encoded once."""
@@ -154,9 +154,10 @@ class Phase(Config):
     steps: int = Field(550_000, gt=0)
     """Number of optimizer steps."""
     global_batch_size: int = Field(2048, gt=0)
-    """Images per step, summed over all GPUs."""
+    """Number of images per step, summed over all GPUs."""
     microbatch_size: int = Field(64, gt=0)
-    """Images per GPU in one forward and backward pass. Gradients are all-reduced during the last backward pass."""
+    """Number of images per GPU in one forward and backward pass. Gradients are all-reduced during a step's last
+    backward pass."""
     ema: bool = False
     """Maintain an exponential moving average of the weights, which makes checkpoints larger."""
 
@@ -174,7 +175,7 @@ class SecondPhase(Phase):
     steps: int = Field(850_000, gt=0)
     """Number of optimizer steps."""
     microbatch_size: int = Field(16, gt=0)
-    """Images per GPU in one forward and backward pass."""
+    """Number of images per GPU in one forward and backward pass."""
     ema: bool = True
     """Maintain an exponential moving average of the weights."""
 
@@ -293,7 +294,7 @@ class Plan(Config):
     gpus: int | None = Field(None, gt=0)
     """GPU count to add to the table and highlight."""
     gpu_counts: list[Annotated[int, Field(gt=0)]] = Field([8, 16, 32, 64, 128, 256, 512, 1024], min_length=1)
-    """GPU counts in the table."""
+    """GPU counts to list in the table."""
     least_speedup: float = Field(1.5, gt=1, le=2)
     """Scaling counts as worthwhile if doubling the number of GPUs gives at least this speedup."""
     measured: list[str] = Field([])

@@ -17,11 +17,11 @@ IGNORED_WORDS = re.compile(r"nvidia|tesla|quadro|geforce|amd|instinct|generation
 
 
 class Measurement(Config):
-    """Measured throughput of one stage on a given number of GPUs."""
+    """Throughput of one stage on a given number of GPUs."""
 
     stage: Literal["train", "encode", "text", "decode", "decode_on_gpu"]
-    """Stage that was measured. `train`: training steps; `encode`: encoding images, from tar bytes to moments; `text`:
-    encoding captions; `decode`: decoding image files into the pixels of every bucket, on one CPU core;
+    """Stage to which the rate applies. `train`: training steps; `encode`: encoding images, from tar bytes to moments;
+    `text`: encoding captions; `decode`: decoding image files into the pixels of every bucket, on one CPU core;
     `decode_on_gpu`: decoding JPEG files on the GPU."""
     bucket: str | None = None
     """Bucket (WIDTHxHEIGHT); required for `train` and `encode`, not allowed for other stages."""

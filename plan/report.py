@@ -1,6 +1,6 @@
 """The report on a plan: time and cost per GPU count, storage, online encoding, inputs and notes.
 
-Speeds come from the measurement with the nearest GPU count or, if there is none, from an assumed utilisation.
+Speeds come from measurements or, for stages without a measurement, from an assumed utilisation.
 """
 
 import math
@@ -228,7 +228,7 @@ class BucketReport:
     bucket: str
     samples: int
     passes: float
-    """Number of times that training passes over the samples, according to the plan."""
+    """Number of planned training passes over the samples."""
     sample_bytes: float
     stored_tb: float
     price_per_month: float
@@ -251,7 +251,7 @@ class Traffic:
     cost: float
     """Cost of reading `foreign_tb` across regions."""
     copy_cost: float
-    """Cost of copying the data from other regions to the GPUs' region once instead, excluding storage of the copy."""
+    """Cost of copying all data in other regions to the GPUs' region once instead, excluding storage of the copy."""
 
 
 def precompute_hours(inputs: Inputs) -> float:

@@ -32,7 +32,7 @@ TOY_CELLS = 4
 WEIGHTS_NAME = "model.safetensors"
 
 Pixels = np.ndarray
-"""(N, height, width, 3) uint8."""
+"""Images, (N, height, width, 3) uint8."""
 Extractor = Callable[[Pixels], Tensor]
 """Function that maps images to (N, D) float32 features."""
 
@@ -59,7 +59,7 @@ class ExtractorsConfig(Config):
     toy: bool = Field(False)
     """Use the mean colours of 4 × 4 cells as features, for `toy_fid` and `toy_kid`. Meant for demos without weights."""
     batch_size: int = Field(64, ge=1)
-    """Images per batch."""
+    """Number of images per batch."""
 
 
 def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
 
 
 def _check_files(kind: ExtractorName, weights: Path, open_clip_weights: Path | None, option: str) -> None:
-    """Check that existing weights are in a format from which `kind` can be loaded."""
+    """Check that the weights, which exist, have a format from which the extractor `kind` can be loaded."""
     file = open_clip_weights or (weights if kind == "inception" else weights / WEIGHTS_NAME)
     if not file.is_file():
         expected = f"a transformers folder with config.json and {WEIGHTS_NAME}"
@@ -104,7 +104,7 @@ def _check_files(kind: ExtractorName, weights: Path, open_clip_weights: Path | N
         raise RequestError(f"{weights} does not contain the weights of {kind}. Set {option} to {expected}.")
     if kind != "inception" and open_clip_weights is None:
         found = read_model_config(weights).get("model_type")
-        if found != kind:  # transformers would load none of the weights, and silently initialise the model randomly
+        if found != kind:  # transformers would load none of the weights, and silently initialise the model at random
             raise RequestError(
                 f"{weights} contains a model of type {found!r} instead of {kind!r}. Set {option} to a {kind} model."
             )
@@ -134,8 +134,8 @@ def load_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Ex
 def load_text_features(weights: Path, device: str) -> Callable[[list[str]], Tensor]:
     """Load CLIP's text encoder, a function from prompts to (N, D) float32 features.
 
-    The features are comparable with the image features from the `clip` extractor.
-    Prompts are truncated to the tokenizer's maximum length.
+    The features are comparable with the image features from the `clip` extractor. Prompts are truncated to the
+    tokenizer's maximum length.
     """
     from transformers import AutoTokenizer, CLIPModel
 

@@ -40,7 +40,7 @@ SELECTING_LIMITS = {"formats", "max_pixels", "max_side", "max_bytes"}
 
 
 class ReferenceConfig(Config):
-    """The images that a model's samples are compared with."""
+    """The reference: images that a model's samples are compared with."""
 
     place: Place | None = None
     """Folder or URL where the reference's features are stored."""
@@ -90,7 +90,7 @@ class SampleUnit:
 
     name: str
     place: Path | str
-    """The sample set."""
+    """Folder or URL of the sample set."""
     receipt: PartReceipt
     texts: tuple[str, ...]
     """Prompt of each image."""

@@ -50,7 +50,7 @@ def frechet_distance(first: Moments, second: Moments) -> float:
 
 
 class GroupSums:
-    """Per-group counts, sums and products of features, for computing the moments with some groups left out."""
+    """Counts, sums and products of features per group, from which moments with some groups left out are computed."""
 
     def __init__(self, features: np.ndarray, groups: np.ndarray):
         """Sum (N, D) features by their (N,) groups."""
@@ -103,7 +103,7 @@ def frechet_infinity(features: np.ndarray, clusters: np.ndarray, reference: np.n
 
 
 def check_enough(features: np.ndarray, where: str = "drawn") -> None:
-    """Check that the covariance of (N, D) features is nonsingular even with the jackknife's groups left out.
+    """Check that the covariance of (N, D) features stays nonsingular when the jackknife leaves out groups.
 
     Raises:
         RequestError: there are too few samples.

@@ -21,9 +21,9 @@ MIN_CLUSTERS = 2 * GROUPS
 """Minimum number of prompts, or of images in a reference: two per group. With fewer, intervals are too narrow."""
 COVERAGE = 0.95
 MIN_SHARE = 0.6
-"""Lower bound on the corrected variance, as a fraction of the plain jackknife's. In theory one half would suffice,
-because the plain variance counts the second-order part twice, but with 12 groups both parts are noisy.
-`python -m bench.outputs.intervals` measures the effect."""
+"""Lower bound on the corrected variance, as a fraction of the plain jackknife's variance. In theory, one half would
+suffice, because the plain variance counts the second-order part twice. With only 12 groups, however, both parts are
+noisy. `python -m bench.outputs.intervals` measures the effect of this bound."""
 MIN_DEVIATIONS = 4.0
 """Lower bound on the distance that determines an interval's width, in standard deviations (`Jackknife.interval`)."""
 
@@ -55,15 +55,15 @@ class Jackknife:
     """Part of the variance that is due to first-order terms."""
 
     def interval(self, estimand: str, unbiased: bool = False) -> Estimate:
-        """Return the 95 % interval for a squared distance, by Student's t over the groups.
+        """Return the 95 % interval for a squared distance, based on Student's t distribution over the groups.
 
-        The first-order part of a squared distance's variance is proportional to the distance. As in Wilson's interval
+        The first-order part of a squared distance's variance is proportional to the distance. As in the Wilson interval
         for a proportion, the interval therefore contains every θ whose variance is large enough to produce this value:
 
             (θ − value)² ≤ t²·(variance + slope·(θ − value)),    slope = linear / distance
 
-        where the distance is taken to be at least `MIN_DEVIATIONS` standard deviations, in case it is
-        indistinguishable from 0.
+        where the distance is taken to be at least `MIN_DEVIATIONS` standard deviations, in case it cannot be
+        distinguished from 0.
 
         A distance is never negative, so the interval is truncated at 0. An unbiased estimate can be negative; if the
         distributions are equal, about half of all estimates are negative. A negative estimate gets the interval for an
@@ -83,7 +83,8 @@ class Jackknife:
 def jackknife(statistic: Statistic) -> Jackknife:
     """Estimate bias and variance by leaving out each group, and each pair of groups.
 
-    The statistic is computed 1 + G + G(G − 1)/2 times, for G groups. With its values S, S₍ᵢ₎ and S₍ᵢⱼ₎:
+    For G groups, the statistic is computed 1 + G + G(G − 1)/2 times. Let S be its value over all samples, S₍ᵢ₎ without
+    group i, and S₍ᵢⱼ₎ without groups i and j:
 
         unbiased   G·S − (G − 1)·mean S₍ᵢ₎                                     (without a 1/N term)
         variance   (G − 1)/G·Σᵢ(S₍ᵢ₎ − mean)² − 1/(G(G − 1))·Σᵢ﹤ⱼ(Qᵢⱼ − mean Q)²

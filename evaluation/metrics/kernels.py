@@ -22,7 +22,7 @@ CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
 ESTIMAND = "squared discrepancy between the model's distribution and the reference's"
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
-"""(N, D), (M, D) → (N, M)."""
+"""Function from features (N, D) and (M, D) to their kernel matrix (N, M)."""
 
 
 def cubic(x: Tensor, y: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class KernelSums:
 
 
 def kid(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
-    """Estimate the kernel Inception distance over all pairs, which has the same expectation as with random subsets."""
+    """Estimate the kernel Inception distance from all pairs. The usual random subsets give the same expected value."""
     return mmd(features, clusters, reference, cubic).interval(ESTIMAND)
 
 
@@ -90,7 +90,7 @@ def kernel_sums(
     y_clusters: np.ndarray | None,
     kernel: Kernel,
 ) -> KernelSums:
-    """Sum a kernel over all pairs of a row of `x`, (N, D), and a row of `y`, (M, D), for each pair of groups.
+    """Sum a kernel over all pairs of rows from `x`, (N, D), and `y`, (M, D), separately for each pair of groups.
 
     If clusters are given, pairs within the same cluster are excluded.
     """

@@ -34,7 +34,7 @@ def recall(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) ->
 def covered(queries: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Return whether each of the (N, D) queries is inside the manifold of the (M, D) points, as (N,) bool."""
     device = best_device()
-    origin = points.mean(0)  # centring leaves distances unchanged and improves their precision
+    origin = points.mean(0)  # subtracting it leaves distances unchanged and improves their precision
     x, y = (torch.from_numpy((rows - origin).astype(np.float64)).to(device) for rows in (queries, points))
     # + 1 because each point is its own nearest neighbour
     radii = torch.cat([distances.kthvalue(NEIGHBOURS + 1, dim=1).values for distances in _squared_distances(y, y)])

@@ -150,5 +150,5 @@ def _text(x: float, y: float, anchor: str, text: str) -> str:
 
 
 def tick(value: float) -> str:
-    """Format a number with four significant digits, or, from 1,000 up, as an integer with thousands separators."""
+    """Format a number with up to four significant digits or, from 1,000 up, as an integer with thousands separators."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

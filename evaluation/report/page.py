@@ -23,8 +23,8 @@ from shards.open import open_store
 from shards.tools.stats import root_totals
 
 TABLE_ROWS = 12
-"""Maximum number of table rows for each line of a chart. If a line has more points, the table lists a sample of them,
-evenly spaced."""
+"""Maximum number of table rows for each line of a chart. If a line has more points, only evenly spaced ones are
+listed."""
 
 
 class ReportConfig(Config):

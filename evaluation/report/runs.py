@@ -160,7 +160,7 @@ class LoggedRun:
         return round(last["images_per_second"] / (last.get("images_per_second_per_gpu") or last["images_per_second"]))
 
     def median(self, field: str) -> float | None:
-        """Return the median of a logged field, or None if no line has it."""
+        """Return the median of a logged field, or None if no line has the field."""
         values = [value for _, value in self.curve(field)]
         return median(values) if values else None
 
@@ -196,8 +196,8 @@ def short_names(names: list[str]) -> list[str]:
 def step_offsets(runs: Sequence[LoggedRun]) -> dict[str, int]:
     """Return a dict from run name to the number of steps that were trained before it.
 
-    This is the sum over the run that it was initialised from, that run's own predecessor, and so on, as far as they are
-    among `runs`.
+    The steps of all predecessors count: the run from which a run was initialised, that run's own predecessor, and so
+    on. Predecessors that are not in `runs` are not counted.
     """
     by_place = {str(run.place): run for run in runs}
     offsets: dict[str, int] = {}

@@ -73,7 +73,7 @@ def checkpoints_in(names: Iterable[str]) -> dict[int, list[str]]:
 
 
 def choose_step(run: Store, step: int | None) -> int:
-    """Return the requested step after checking that it has a checkpoint, or the newest step if None was requested.
+    """Return `step` after checking that it has a checkpoint. If `step` is None, return the newest checkpoint's step.
 
     Raises:
         RequestError: the checkpoint does not exist.
@@ -195,9 +195,9 @@ def hash_pipeline(folder: Path) -> str:
 def code_files(folder: Path) -> list[Path]:
     """List the files that diffusers executes to load the pipeline, and all Python files that they may import.
 
-    model_index.json names them. If `_class_name` is [module, class], the pipeline's class is defined in module.py. If a
-    component is [module, class] and its folder contains module.py, the component's class is defined there. Python files
-    in other folders are never executed.
+    model_index.json determines the files. If `_class_name` is [module, class], the pipeline's class is defined in
+    module.py. If a component is [module, class] and its folder contains module.py, the component's class is defined
+    there. Python files in other folders are never executed.
     """
     index = json.loads((folder / INDEX).read_text())
     found = list(folder.glob("*.py")) if isinstance(index.get("_class_name"), list) else []

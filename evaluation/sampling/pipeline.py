@@ -44,7 +44,7 @@ ZEROS = "force_zeros_for_empty_prompt"
 
 @dataclass(frozen=True)
 class Sample:
-    """An image to draw."""
+    """An image to draw, identified by its prompt and index."""
 
     number: int
     """Position in the sample set."""
@@ -76,7 +76,7 @@ def load_scheduler(folder: Path) -> Any:
 
 
 def sampler_of(scheduler: Any, name: SamplerName) -> Any:
-    """Return the pipeline's own scheduler, or build the named one with the same noise schedule.
+    """Return the pipeline's own scheduler for `own`; otherwise build the named scheduler with the same noise schedule.
 
     Raises:
         RequestError: the model was trained with flow matching, which the named samplers do not support.
@@ -140,8 +140,8 @@ def guidance_arguments(pipeline: Any, drawing: Drawing, count: int) -> dict[str,
     """Build the pipeline's guidance arguments for a batch of `count` prompts, as `drawing` specifies.
 
     Without a negative prompt, the unconditional input is the one that training used for dropped captions. A pipeline
-    that replaces a missing negative prompt with zeros gets no negative prompt. All others get the empty caption,
-    because some of them skip guidance if there is no negative prompt.
+    that replaces a missing negative prompt with zeros gets no negative prompt. All other pipelines get the empty
+    caption, because some of them skip guidance if there is no negative prompt.
     """
     text = drawing.negative_prompt
     zeros = text is None and pipeline.config.get(ZEROS, False)

@@ -33,7 +33,7 @@ class SamplingConfig(Config):
     """Guidance scale passed to the network as an input, as in guidance-distilled models. null: the scale used in the
     run's training; for other models, the pipeline's default."""
     steps: list[PositiveInt] = Field([50], min_length=1)
-    """Numbers of sampling steps."""
+    """Numbers of sampling steps per image."""
     sampler: list[SamplerName] = Field(["own"], min_length=1)
     """Samplers. `own` is the pipeline's own scheduler; the others are diffusers schedulers with the pipeline's noise
     schedule."""
@@ -44,9 +44,9 @@ class SamplingConfig(Config):
     """Data type of the whole pipeline. `auto`: the data type of an existing sample set; for a new one, bfloat16 if the
     workers' device supports it, otherwise float32."""
     batch_size: int = Field(16, ge=1)
-    """Images per batch. Guidance runs the network twice per image."""
+    """Number of images per batch. With guidance, the network gets two inputs per image."""
     part_size: int = Field(256, ge=1)
-    """Images per part, the unit of work, retry and commit."""
+    """Number of images per part. Parts are the units of work, retry and commit."""
     codec: Codec = "png"
     """File format of the images. Both formats are lossless."""
 

@@ -18,7 +18,7 @@ class ServeConfig(Config):
     port: int = Field(8770, ge=0, le=65535)
     """Port to listen on."""
     origin: str | None = Field(None, pattern=r"^https?://[^/]+$")
-    """Public origin of the page, such as https://study.example.org; null: the host named in each request."""
+    """Public origin of the page, such as https://study.example.org. null: the origin is taken from each request."""
     proxies: int = Field(0, ge=0)
     """Number of reverse proxies in front of the server, each of which appends to X-Forwarded-For."""
     rater_rate: float = Field(5.0, gt=0)

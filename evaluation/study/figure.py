@@ -73,7 +73,7 @@ def _bars(axis: Axes, question: str, letters: list[str], results: dict[str, Any]
 
 
 def _dots(axis: Axes, question: str, categories: list[str], results: dict[str, Any]) -> None:
-    """Draw the preference for the first model in each category."""
+    """Draw the preference for the first model, with its interval, in each category."""
     rows = {row["category"]: row for row in results["by_category"] if row["question"] == question}
     for place, category in enumerate(reversed(categories)):
         if row := rows.get(category):

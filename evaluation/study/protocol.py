@@ -55,7 +55,7 @@ class ProtocolConfig(Config):
     """The questions, and how votes are counted. Changing the protocol requires a new study."""
 
     name: Text = "Which picture is better?"
-    """Title of the page."""
+    """Title of the raters' page."""
     questions: dict[str, Text] = Field(QUESTIONS, min_length=1)
     """Short name → question shown to raters. Each question is answered separately."""
     raters: int = Field(15, ge=2)

@@ -24,7 +24,7 @@ class Showing:
     """A trial: one presentation of an item to one rater."""
 
     number: int
-    """Position in the rater's order, from 1."""
+    """Position in the rater's order, counting from 1."""
     item: Item
     swapped: bool
     """Whether the item's second image is shown first."""

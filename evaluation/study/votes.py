@@ -61,7 +61,7 @@ class Votes:
         self._path = path
 
     def invite(self, rater: int) -> str:
-        """Create an invitation token for a rater (from 0), and invalidate the rater's earlier tokens."""
+        """Create an invitation token for a rater (counting from 0), and invalidate the rater's earlier tokens."""
         token = secrets.token_urlsafe(TOKEN_BYTES)
         with self._transaction():
             values = (rater, _sha256(token), _now())

@@ -77,7 +77,7 @@ class WatchedCheckpoint:
 
 @dataclass
 class Follower:
-    """The loop of `evaluation watch`."""
+    """The main loop of `evaluation watch`."""
 
     run: Store
     output: Path | str
@@ -91,7 +91,7 @@ class Follower:
     log_step: Callable[[int, list[Evaluation]], None]
     """Function that logs a step to the run's tracker, given all evaluations of the run."""
     log_remaining: Callable[[], None]
-    """Function called once, after the last step."""
+    """Function that is called once after the last step, to log results that have not been logged yet."""
     checkpoints: dict[int, WatchedCheckpoint] = field(default_factory=dict)
     """Step → checkpoint, for all steps seen so far."""
     is_reported_empty: bool = False

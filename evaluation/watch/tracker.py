@@ -30,7 +30,7 @@ from shards.base.store import Store
 from shards.open import open_store
 
 STRIP_PROMPTS = 4
-"""Number of prompts shown as strips: a prompt's images at successive steps, side by side."""
+"""Number of prompts shown as strips. A strip shows a prompt's images at successive steps side by side."""
 MAX_STRIP_STEPS = 12
 """Maximum number of images in a strip."""
 GRID_PICTURES, GRID_COLUMNS = 16, 4
@@ -93,7 +93,7 @@ def images(step: int, found: list[Evaluation]) -> dict[str, Image.Image]:
 
 
 def strips(found: list[Evaluation], count: int) -> dict[str, Image.Image]:
-    """Return prompt id → the prompt's images at successive steps, side by side, for the first `count` prompts."""
+    """Return a dict from prompt id to a strip of the prompt's images at successive steps, for `count` prompts."""
     by_step = {evaluation.step: evaluation for evaluation in found}
     pictures: dict[str, dict[str, Image.Image]] = {}
     for step in spread(sorted(by_step), MAX_STRIP_STEPS):

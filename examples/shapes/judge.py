@@ -68,7 +68,11 @@ def _nearest_colour(foreground: Array) -> str | None:
 
 
 def _best_shape(coverage: Array) -> str | None:
-    """Return the shape that, drawn with equal area and centroid, overlaps the coverage best; None if none does well."""
+    """Return the shape that overlaps the coverage best when drawn with equal area and centroid.
+
+    Returns:
+        None if no shape overlaps the coverage well enough.
+    """
     overlaps = {shape: _overlap(coverage, shape) for shape in OUTLINES}
     best = max(overlaps, key=lambda shape: overlaps[shape])
     return best if overlaps[best] >= MIN_OVERLAP else None

@@ -15,7 +15,7 @@ from examples.shapes.captions import write_caption
 from examples.shapes.scenes import BACKGROUNDS, Scene, draw_scene, sample_scene
 
 NUM_PICTURES = 4000
-# Share of images of each unusual kind; there is at least one image of each kind. All other images are "plain".
+# Share of images of each unusual kind, with at least one image per kind. All other images are "plain".
 KINDS: dict[str, float] = {
     # usable, but only if decoded correctly
     "rotated": 0.01,  # a JPEG with an EXIF orientation

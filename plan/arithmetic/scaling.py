@@ -1,8 +1,9 @@
 """Performance model of a training step with three potential bottlenecks: compute, gradient traffic and data reads.
 
 In a step on n GPUs, each GPU computes on global_batch_size / n images, all-reduces the gradients and reads its samples.
-Reads overlap with everything else. Gradients are all-reduced in sequential buckets during the backward pass of the last
-microbatch, each as soon as it is complete. The communication left after the backward pass is exposed:
+Reads overlap with everything else. Gradients are divided into buckets. During the backward pass of the last microbatch,
+the buckets are all-reduced one after another, each as soon as it is complete. The communication left after the backward
+pass is exposed:
 
     step = max(data, compute + exposed)
 
@@ -55,7 +56,7 @@ class Step:
     gradient_bytes: int
     """Bytes per gradient element in the all-reduce."""
     sample_bytes: float
-    """Bytes read per image."""
+    """Bytes read for each image."""
     bucket_bytes: float = 25e6
     """Size of a gradient bucket."""
     backward: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
@@ -92,7 +93,7 @@ class StepTime:
 
 
 def all_reduce_seconds(num_bytes: float, gpus: int, machine: Machine) -> float:
-    """Return the seconds a ring all-reduce over n GPUs takes: 2 (n − 1) / n × bytes ÷ the slowest link's bandwidth.
+    """Return the seconds for a ring all-reduce over n GPUs: 2 (n − 1) / n × bytes ÷ the slowest link's bandwidth.
 
     The factor is from nccl-tests (PERFORMANCE.md, "AllReduce"). Across nodes, all rings share the node's network, so
     the bandwidth is the minimum of the node's network and one GPU's link.
@@ -172,10 +173,10 @@ def step_time(
 
 
 def calibrate(images_per_second_per_gpu: float, step: Step, gpus: int, machine: Machine) -> float:
-    """Return the seconds per image for which `step_time` reproduces the measured rate, ignoring data reads.
+    """Return the `seconds_per_image` with which `step_time` reproduces a measured rate, ignoring data reads.
 
     Raises:
-        ValueError: at the given bandwidths, gradients and optimizer alone take longer than the measured step.
+        ValueError: at the given bandwidths, the gradients and the optimizer alone take longer than the measured step.
     """
     images = step.global_batch_size / gpus
     measured = images / images_per_second_per_gpu

@@ -29,9 +29,9 @@ class PowerConfig(Config):
     """Study designs to compare, and the assumed differences between raters and between prompts."""
 
     raters: list[Several] = Field([5, 10, 15, 20, 30], min_length=1)
-    """Numbers of raters to try."""
+    """Numbers of raters to compare."""
     prompts: list[Several] = Field([50, 100, 200, 400], min_length=1)
-    """Numbers of prompts to try with each number of raters."""
+    """Numbers of prompts to compare, each combined with every number of raters."""
     prompt_sd: float = Field(1.0, ge=0)
     """How much the preference for one model varies between prompts: its standard deviation in log odds."""
     rater_sd: float = Field(0.4, ge=0)

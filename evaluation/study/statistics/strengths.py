@@ -1,4 +1,4 @@
-"""Strengths of three or more models, fitted to votes on pairs of models by the Bradley–Terry model. Ties are halves.
+"""Strengths of three or more models, from votes on pairs of models, by the Bradley–Terry model. Ties count as halves.
 
 P(i is preferred to j) = 1 / (1 + exp(θⱼ − θᵢ)), with Σθ = 0. PRIOR votes are added to each side of every pair, so that
 a model that lost every vote still has a finite strength. For two models, this is the Haldane–Anscombe correction of

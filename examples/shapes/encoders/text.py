@@ -119,7 +119,7 @@ def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> torch.Tensor:
 
 
 def _loss(logits: list[torch.Tensor], labels: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all facts of the mean cross-entropy at the tokens that `ends`, (batch, tokens), marks."""
+    """Return the mean cross-entropy over the tokens marked in `ends`, (batch, tokens), summed over the facts."""
     labels = labels[:, None].expand(-1, ends.shape[1], -1)  # (batch, tokens, facts)
     losses = [F.cross_entropy(fact_logits[ends], labels[..., i][ends]) for i, fact_logits in enumerate(logits)]
     return torch.stack(losses).sum()
