@@ -32,7 +32,7 @@ def collate(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_index(root: str, bucket: str) -> dict[str, Any]:
-    """Read the bucket's index.json. If it is missing, fail with a clear error, where streaming would print a traceback.
+    """Read the bucket's index.json. If it is missing, raise a clear error, because streaming would print a traceback.
 
     Raises:
         RequestError: the root or the bucket does not exist.

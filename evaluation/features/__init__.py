@@ -1,1 +1,1 @@
-"""Image features: extractors with local weights, run once on each sample set and reference, with results in parts."""
+"""Image features, computed once for each sample set or reference by extractors with local weights, and then stored."""

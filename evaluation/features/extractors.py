@@ -93,7 +93,7 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
 
 
 def _check_files(kind: ExtractorName, weights: Path, open_clip_weights: Path | None, option: str) -> None:
-    """Check that the weights, which exist, have a format from which the extractor `kind` can be loaded."""
+    """Check that `weights`, a path that exists, has a format from which the extractor `kind` can be loaded."""
     file = open_clip_weights or (weights if kind == "inception" else weights / WEIGHTS_NAME)
     if not file.is_file():
         expected = f"a transformers folder with config.json and {WEIGHTS_NAME}"

@@ -72,9 +72,11 @@ class GroupSums:
 
 
 def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments) -> Estimate:
-    """Estimate the distance between (N, D) features, which have (N,) prompt ids, and a reference.
+    """Estimate the distance between N samples and a reference, without correcting the estimate's upward bias.
 
-    The estimate is not corrected for its upward bias.
+    Args:
+        features: (N, D) features of the samples.
+        clusters: (N,) prompt ids of the samples.
 
     Raises:
         RequestError: there are too few samples for a nonsingular covariance.
@@ -86,10 +88,15 @@ def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments)
 
 
 def frechet_infinity(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
-    """Estimate the distance between (N, D) features and an (M, D) reference for infinitely many samples on both sides.
+    """Estimate the distance that samples and a reference would have with infinitely many images on both sides.
 
-    Prompts, given as (N,) ids, and reference images are divided into the same number of groups. The jackknife leaves
-    out one group of each, or two, at a time.
+    Prompts and reference images are divided into the same number of groups. The jackknife leaves out one group of each,
+    or two, at a time.
+
+    Args:
+        features: (N, D) features of the samples.
+        clusters: (N,) prompt ids of the samples.
+        reference: (M, D) features of the reference.
 
     Raises:
         RequestError: either side has too few samples for a nonsingular covariance.

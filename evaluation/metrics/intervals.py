@@ -1,4 +1,4 @@
-"""Confidence intervals for metrics. A statistic's bias and variance follow from its values with some samples left out.
+"""Confidence intervals for metrics. Bias and variance are estimated from a metric's values with some samples left out.
 
 Samples are left out in groups of whole prompts, because images of the same prompt are not independent. The variance
 estimator is from Efron and Stein ("The jackknife estimate of variance", Annals of Statistics 9, 1981, section 5). It
@@ -123,10 +123,14 @@ def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
 def mean_interval(
     values: np.ndarray, clusters: np.ndarray, estimand: str, lowest: float = -math.inf, highest: float = math.inf
 ) -> Estimate:
-    """Estimate the mean of (N,) values, which have (N,) cluster ids, such as prompt ids.
+    """Estimate the mean of values in clusters.
 
     The interval is based on the linearised variance of the ratio estimator, and is clipped to the range of possible
     values, `lowest` to `highest`.
+
+    Args:
+        values: (N,) values.
+        clusters: (N,) ids of the values' clusters, such as prompt ids.
     """
     _, inverse = np.unique(clusters, return_inverse=True)
     sizes = np.bincount(inverse)
@@ -139,10 +143,14 @@ def mean_interval(
 
 
 def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Estimate:
-    """Estimate the share of true values in (N,) bool hits, which have (N,) cluster ids.
+    """Estimate the share of samples that are hits.
 
     The interval is the Wilson interval at the effective sample size: the number of independent samples for which the
     share would have the same variance.
+
+    Args:
+        hits: (N,) bool.
+        clusters: (N,) ids of the samples' clusters, such as prompt ids.
     """
     share = float(hits.mean())
     plain = mean_interval(hits.astype(np.float64), clusters, estimand)

@@ -65,10 +65,15 @@ def cmmd(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> E
 
 
 def mmd(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray, kernel: Kernel) -> Jackknife:
-    """Estimate MMD²ᵤ between (N, D) features, which have (N,) prompt ids, and an (M, D) reference, in float64.
+    """Estimate MMD²ᵤ between samples and a reference, in float64.
 
     Prompts and reference images are divided into the same number of groups. The jackknife leaves out one group of each,
     or two, at a time.
+
+    Args:
+        features: (N, D) features of the samples.
+        clusters: (N,) prompt ids of the samples.
+        reference: (M, D) features of the reference.
     """
     reference_clusters = np.arange(len(reference))
     groups, reference_groups = groups_of(clusters), groups_of(reference_clusters)

@@ -38,7 +38,7 @@ class GoldConfig(Config):
     """CSV file with the columns prompt, better and worse; image paths are relative to the file. null: gold items are
     made from the sample sets, and the worse image is a pixelated image of another prompt."""
     exclude_below: float | None = Field(0.75, gt=0, le=1)
-    """Exclude raters who answer a smaller share of the gold questions correctly than this; null: exclude nobody."""
+    """Exclude raters whose share of correct answers to gold questions is below this value; null: exclude nobody."""
 
     @field_validator("share")
     @classmethod

@@ -17,7 +17,7 @@ PROMPT_SEED = 7
 MIN_SHARES = {"colour": 0.9, "shape": 0.8}
 """Minimum shares of correct samples for seen combinations after phase 2, in a full-size demo."""
 MAX_SIDE = 1024
-"""Side length, in pixels, above that of any image in the demo, so that all images are judged at their original size."""
+"""Side length in pixels, larger than any image in the demo, so that all images are judged at their original size."""
 
 
 @dataclass(frozen=True)
