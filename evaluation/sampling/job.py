@@ -101,7 +101,7 @@ def draw_sets(
 
 
 def resolve_precision(config: SamplingConfig, output: Path | str, workers: FleetConfig) -> Precision:
-    """Resolve `auto` to an existing sample set's precision or, if there is no set, to one that suits the workers."""
+    """Resolve `auto`: reuse the precision of an existing sample set, or else choose one that suits the workers."""
     precision = config.precision
     if precision == "auto":
         records = (read_sealed(open_store(below(output, str(setting))), RECORD) for setting in config.grid)
