@@ -206,7 +206,7 @@ class Server:
         return web.json_response(state)
 
     def _proof(self, token: str) -> str:
-        """From a token, derive a value that other sites cannot know and that differs between raters who share a browser."""
+        """Derive from a token a value that other sites cannot know. It differs between raters who share a browser."""
         return hmac.digest(self.study.secret, b"proof" + as_bytes(token), "sha256").hex()
 
     def _rater(self, request: web.Request) -> tuple[int, str]:
