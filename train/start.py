@@ -59,6 +59,8 @@ def _train_here(
             print_once(accelerator, nothing_to_do(config))
             return
         lease = on_main_process(accelerator, lambda: acquire(config, prepared))
+        if not accelerator.is_main_process:  # on another machine, temporary folders may have another path
+            lease.backend = local_copy.lease_backend(config.run_dir)
     accelerator.project_configuration = ProjectConfiguration(str(lease.run_dir), str(lease.run_dir))
     remote = None
     if isinstance(config.run_dir, str):

@@ -379,7 +379,7 @@ def test_a_suspended_upload_harms_nothing_that_the_successor_saves(
 
 
 def test_sharded_checkpoints_of_two_machines_resume_bit_exactly_on_empty_ones(
-    failing_s3: str, latents: Path, tmp_path: Path
+    failing_s3: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two machines has one process, which holds and uploads a share of the weights."""
     if not ranks.nodes_can_be_simulated():
@@ -388,11 +388,15 @@ def test_sharded_checkpoints_of_two_machines_resume_bit_exactly_on_empty_ones(
     near = train_fields(latents, tmp_path / "near", max_steps=2, **changes)
     ranks.run(tmp_path / "near.log", ["--config", str(write_config(tmp_path, near))], 2)
     store = open_store("s3://mill/parts")
+    (machines := tmp_path / "machines").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(machines))
     for max_steps in (1, 2):
         fields = near | {"run_dir": "s3://mill/parts", "max_steps": max_steps}
         codes = ranks.wait(start_elsewhere(tmp_path / "log", write_config(tmp_path, fields), 2, 2))
         assert codes == [0, 0], (tmp_path / "log").read_text()[-3000:]
     assert "resuming s3://mill/parts after step 1" in (tmp_path / "log").read_text()
+    folders = [list(machine.glob("latentmill-runs-*/*/*/parts")) for machine in machines.glob("node-*")]
+    assert [len(found) for found in folders] == [1] * 4, "a process worked in another machine's temporary folder"
     download_run(store, tmp_path / "copy")
     assert curve(tmp_path / "copy") == curve(tmp_path / "near")
     ours, theirs = (verify_checkpoint(step_folder(tmp_path / run, 2)).content["files"] for run in ("copy", "near"))
