@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 BLOCKED_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that are blocked in `tee`. A scheduler signals every process of a job, but the rank still prints afterward."""
+"""Signals that are blocked in `tee`. A scheduler signals every process of a job, but the rank still prints later."""
 DRAIN_SECONDS = 5.0
 """Seconds to wait for `tee` to finish. A child process that outlives the rank may keep the input of `tee` open."""
 

@@ -32,7 +32,7 @@ class Seen(NamedTuple):
     free: Heartbeat | None = None
     """Result of `wait_until_free`; None: it has not been called yet."""
     checkpoints: Mapping[str, str] | None = None
-    """Identity of each checkpoint that readers saw, by name, from `Backend.checkpoints`; None: they are not compared."""
+    """Identity of each checkpoint that readers saw, by name, from `Backend.checkpoints`; None: it is not compared."""
     orphans: Mapping[str, str] = {}
     """Identity of each checkpoint to accept although it was never uploaded, by name."""
 
