@@ -285,7 +285,7 @@ def to_exit_code(returncode: int) -> int:
 
 
 def launch_on_hosts(arguments: list[str]) -> int:
-    """Start launchers by ssh, unless the run has finished, and return the exit code of the first one to fail.
+    """Start launchers over ssh, unless the run has finished, and return the exit code of the first launcher to fail.
 
     Raises:
         RequestError: the arguments or the training config are wrong, or a machine cannot be reached.

@@ -180,7 +180,7 @@ class Order:
         return origins, numbers
 
     def _make_layout(self, epoch: int, group: int) -> Layout:
-        """Lay out an epoch's passes over a group's files, the complete passes of each stream before its partial one."""
+        """Lay out an epoch's passes over a group's files, with complete passes of a stream before its partial pass."""
         passes = []
         for k, stream in enumerate(self.groups[group]):
             present = np.flatnonzero(stream.counts)

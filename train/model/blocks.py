@@ -54,7 +54,7 @@ def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_module(network: nn.Module, name: str) -> nn.Module:
-    """Return the module called `name`, which may be a block, contain several blocks, or be part of one.
+    """Return the module named `name`, which may be a block, a part of a block, or a container of several blocks.
 
     Raises:
         LookupError: there is no such module; the message lists the nearest names in the top two levels.

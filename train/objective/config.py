@@ -135,7 +135,7 @@ class RepaConfig(Config):
     output: int = Field(0, ge=0)
     """Index of the output to align, if the module has several: 0 for U-Net blocks, 1 if the text output comes first."""
     tower: str | None = None
-    """Name of the feature tower; null: the only one that the run reads."""
+    """Name of the feature tower; null: the only feature tower that the run reads."""
     weight: float = Field(0.5, gt=0)
     """Coefficient λ of the alignment loss."""
     schedule: Literal["constant", "linear"] = "constant"

@@ -125,7 +125,7 @@ class HeldOutFile(NamedTuple):
 
 @dataclass(frozen=True)
 class FoundValidation:
-    """The validation samples of a run, which the main process chooses so that all ranks use the same ones."""
+    """The validation samples of a run, which the main process chooses so that all ranks use the same samples."""
 
     bucket: str
     stream: FoundStream

@@ -199,7 +199,7 @@ def obtain(store: Store, stored: Stored, name: str, copies: Path, downloads: Exi
 
 
 def obtain_same(store: Store, checkpoint: Checkpoint, copies: Path, downloads: ExitStack) -> Checkpoint:
-    """Obtain the checkpoint that the main process found, on a machine other than that of the main process.
+    """Obtain the checkpoint that the main process found, on a machine where the main process does not run.
 
     Raises:
         DamagedFile: a file at the URL is missing or does not match its SHA-256.

@@ -11,7 +11,7 @@ from shards.base.config import Config
 
 
 class CheckpointConfig(Config):
-    """When checkpoints are saved and how long they are kept. A checkpoint is kept if at least one of `keep`,
+    """Schedule and retention of checkpoints. A checkpoint is kept if at least one of `keep`,
     `keep_every` and `keep_hours` applies to it."""
 
     keep: int = Field(3, ge=1)

@@ -86,7 +86,7 @@ SINGLE = WriterGroup()
 
 
 class CheckpointWriter:
-    """Writer of snapshots into a run folder, one at a time, in the background if `asynchronous`.
+    """Writer that saves snapshots to a run folder, one at a time, and in the background if `asynchronous` is set.
 
     Every process has a writer, because gathering sharded weights takes all of them. Only the main process writes files,
     unless each process of the group writes its own shards.

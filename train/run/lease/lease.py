@@ -62,7 +62,7 @@ class Lease:
         self.token = token
         """Random token, which differs from that of every other launch, even of a deleted run at the same location."""
         self.pace = pace
-        """Pace of this launch, or of the previous one until this one has written a checkpoint; None: unknown."""
+        """Pace of this launch, or of the previous launch until this launch has written a checkpoint; None: unknown."""
         self.notes: dict[str, Any] = {}
         self.superseded = False
         """Whether the last heartbeat found that another launch has taken over."""
