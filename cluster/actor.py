@@ -1,4 +1,4 @@
-"""A worker's process, and the board to which its attempts report their progress for the fleet to read."""
+"""The Ray actor behind each worker, and the board on which attempts report their progress to the fleet."""
 
 import os
 import sys
@@ -17,9 +17,9 @@ from shards.base.device import choose_device
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 Report = Callable[[int], None]
-"""Function that a worker calls with the amount of its unit that is done."""
+"""Function that the work calls to report its progress, as the amount done so far."""
 Function = Callable[[Work, int, Report], Result]
-"""Function that workers run: (work, number of the attempt from 1, report) → result. It is pickled once per job."""
+"""Function that workers run: (work, attempt number counted from 1, report) → result. It is pickled once per job."""
 BOARD_SECONDS = 20.0
 """Timeout for a call to the board."""
 REPORT_SECONDS = 2.0
@@ -27,12 +27,12 @@ REPORT_SECONDS = 2.0
 
 
 class JobStopping(Exception):
-    """Raised in an attempt that must end because the job is stopping."""
+    """Exception that ends an attempt because the job is stopping."""
 
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """The last report of an attempt."""
+    """The latest progress report from an attempt."""
 
     node: str
     log: str
@@ -41,26 +41,26 @@ class ProgressReport:
 
 
 class ProgressBoard:
-    """An actor on the driver's node that holds the last report of each attempt, by its key and number."""
+    """Actor on the driver's node that holds the latest report from each attempt, by unit key and attempt number."""
 
     def __init__(self) -> None:
         self.reports: dict[tuple[str, int], ProgressReport] = {}
 
     def write(self, key: str, number: int, report: ProgressReport) -> None:
-        """Replace the report of an attempt."""
+        """Store an attempt's latest report, replacing the previous one."""
         self.reports[key, number] = report
 
     def read(self) -> dict[tuple[str, int], ProgressReport]:
-        """Return all reports."""
+        """Return the latest reports, keyed by unit key and attempt number."""
         return self.reports
 
     def take(self, key: str, number: int) -> ProgressReport | None:
-        """Remove and return the last report of an attempt that has ended."""
+        """Remove and return the last report from an attempt that has ended, or return None if there is none."""
         return self.reports.pop((key, number), None)
 
 
 class WorkerActor(Generic[Work, Result]):
-    """A worker's process. It keeps its loaded models between attempts, and runs each attempt in a thread."""
+    """Ray actor for one worker process. It runs each attempt in a thread, and keeps loaded models between attempts."""
 
     def __init__(self, function: Function[Work, Result], board: ray.actor.ActorHandle):
         forget_ranks()
@@ -68,11 +68,12 @@ class WorkerActor(Generic[Work, Result]):
         self.stopping = threading.Event()
 
     def node(self) -> str:
-        """Return the id of the node."""
+        """Return the id of the node on which this worker runs."""
         return str(ray.get_runtime_context().get_node_id())
 
     def attempt(self, key: str, work: Work, number: int) -> Result:
-        """Run an attempt. Its log lines carry its key and number, because attempts share the worker's log."""
+        """Run an attempt and return its result. Each log line starts with the unit's key and the attempt's number,
+        because all attempts on a worker share its log."""
         node, path, written = self.node(), worker_log(), time.monotonic()
 
         def write(done: int) -> ray.ObjectRef:
@@ -103,12 +104,12 @@ class WorkerActor(Generic[Work, Result]):
         return result
 
     def stop(self) -> None:
-        """Make all attempts end, each at its next report."""
+        """Stop all running attempts. Each one ends when it next reports its progress."""
         self.stopping.set()
 
 
 def worker_log() -> str:
-    """Return the path of the file to which this process's stderr is written; empty if unknown."""
+    """Return the path of the file to which this process's stderr is written, or an empty string if it is unknown."""
     try:
         return os.readlink("/proc/self/fd/2")
     except OSError:

@@ -1,5 +1,6 @@
-"""Circuit breaker: while storage, credentials, models or the cluster are unavailable, the job pauses and uses up no
-attempts. One attempt at a time then probes whether the outage is over, with growing delays. Pure logic, without Ray.
+"""Circuit breaker: while storage, credentials, models or the cluster are unavailable, the job pauses and does not use
+up attempts. During a pause, one attempt at a time probes whether the outage is over, with growing delays in between.
+Pure logic, without Ray.
 """
 
 import math
@@ -14,8 +15,8 @@ from shards.base.errors import Outage, WorkError
 
 FIRST_PAUSE_SECONDS = 5.0
 UNFIT_PROBES = 4
-"""Maximum number of consecutive probes that fail for a reason that waiting cannot fix, such as a missing model. The
-last probe comes 35 s after the first."""
+"""Number of consecutive probes after which the job gives up if they all fail for a reason that waiting cannot fix, such
+as a missing model. The last of these probes comes 35 s after the first."""
 
 
 class OutageConfig(Config):
@@ -23,27 +24,27 @@ class OutageConfig(Config):
 
     outage_probes: int = Field(16, ge=1)
     """Number of consecutive attempts that may fail because of storage, credentials or the cluster before the job stops.
-    Each tries a different unit of work if possible. The delays between them grow to five minutes and total 50
-    minutes."""
+    Each attempt tries a different unit of work if possible. The delays between attempts grow to five minutes and add up
+    to 50 minutes."""
 
 
 class Breaker:
-    """Decides whether the job is paused and when it probes. The breaker is open while the job is paused."""
+    """Circuit breaker that decides whether the job is paused and when it probes. It is open while the job is paused."""
 
     def __init__(self, config: OutageConfig):
         self.most = config.outage_probes
         self.last_success = -math.inf
-        """Start of the latest attempt that succeeded."""
+        """Start time of the most recently started attempt that succeeded."""
         self.last_outage = -math.inf
-        """Time at which an outage last ended an attempt."""
+        """Time at which an attempt last failed because of an outage."""
         self.affected: set[str] = set()
         """Keys of the units that hit the outage."""
         self.failing: set[str] = set()
-        """Nodes with an outage since their last success."""
+        """Nodes where an outage has ended an attempt since the last success there."""
         self.probed: list[str] = []
         """Keys of the units whose attempts opened the breaker and kept it open, whatever the cause."""
         self.unfit = 0
-        """Number of consecutive probes, so far, that failed for a reason that waiting cannot fix."""
+        """Number of consecutive probes so far that failed for a reason that waiting cannot fix."""
         self.paused_at = self.next_probe = 0.0
 
     @property
@@ -52,8 +53,8 @@ class Breaker:
         return bool(self.probed)
 
     def allowed(self, room: int, began: Iterable[float]) -> int:
-        """Return how many attempts, at most `room`, may start now, given the start times of the running ones: during a
-        pause one probe at a time, once it is due."""
+        """Return how many attempts may start now: up to `room`, or during a pause, one probe at a time once it is due.
+        `began` holds the start times of the running attempts."""
         if not self.is_open:
             return room
         is_due = time.monotonic() >= self.next_probe and not any(map(self._is_probe, began))
@@ -80,10 +81,11 @@ class Breaker:
     def record_outage(
         self, key: str, node: str | None, able: Collection[str], began: float, outage: Outage
     ) -> str | None:
-        """Record an attempt that an outage ended on one of the `able` nodes. Return a message for the user, or None.
+        """Record an attempt that failed because of an outage, and return a message for the user, or None. `able` holds
+        the nodes that are large enough for a worker.
 
-        The job pauses once more than half of the nodes fail in this way. If fewer nodes fail, the cause is local.
-        Raises WorkError after the last probe.
+        The job pauses once more than half of these nodes fail in this way. If fewer nodes fail, the cause is assumed to
+        be local. Raises WorkError if the last probe has failed.
         """
         now = self.last_outage = time.monotonic()
         self.affected.add(key)
@@ -102,7 +104,7 @@ class Breaker:
             tried = ", ".join(sorted(set(self.probed)))
             raise WorkError(
                 f"{len(self.probed)} consecutive attempts ({tried}) failed because of an outage that has lasted "
-                f"{seconds:.0f} s. The last error: {outage} Fix the cause and run the same command again. Committed "
+                f"{seconds:.0f} s. Last error: {outage} Fix the cause and run the same command again. Committed "
                 f"work is kept."
             )
         pause = backoff(len(self.probed), FIRST_PAUSE_SECONDS)

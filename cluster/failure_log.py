@@ -17,7 +17,7 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class FailureLog:
-    """Log of a job's failed attempts, next to the root at `place`; a context manager.
+    """Context manager for the log of a job's failed attempts, which is stored next to the root at `place`.
 
     For a folder, the log is the file `FOLDER.failures.jsonl`, to which later jobs append. Object stores cannot append,
     so for a URL, each object `URL.failures/TIME.jsonl` holds some of the lines. Lines that cannot be written yet, for
@@ -55,11 +55,11 @@ class FailureLog:
             "trace": ANSI_COLOURS.sub("", failed.failure.trace),
         }
         self.unwritten.append(f"{json.dumps(line)}\n")
-        if failed.failure.outage is None:  # during an outage, this store may also be unavailable, and slow to fail
+        if failed.failure.outage is None:  # during an outage, writing the log may fail as well, and slowly
             self._write()
 
     def _write(self) -> Exception | None:
-        """Write pending lines. Return the error if that fails."""
+        """Write the pending lines. Return the error if writing fails, or None."""
         text = "".join(self.unwritten)
         try:
             if text and self.file:

@@ -27,8 +27,8 @@ Work = TypeVar("Work")
 Result = TypeVar("Result")
 POLL_SECONDS = 1.0
 MIN_IN_FLIGHT = 8
-"""Minimum number of units in flight, even on a cluster without nodes, because an autoscaler adds nodes for waiting
-workers."""
+"""Minimum number of units in flight, even on a cluster without nodes, because an autoscaler adds nodes only if workers
+are waiting for them."""
 NOT_COUNTED = "an outage, which does not count as an attempt"
 
 
@@ -47,7 +47,8 @@ class FleetConfig(RetryConfig, OutageConfig, ResourcesConfig):
         return given
 
     def in_flight(self, places: int, at_once: int = 1) -> int:
-        """Return the limit for a cluster with room for `places` workers that run `at_once` units each."""
+        """Return the limit on units in flight for a cluster with room for `places` workers that run `at_once` units
+        each."""
         return max(MIN_IN_FLIGHT, (at_once + 1) * places) if self.max_in_flight == "auto" else self.max_in_flight
 
 
@@ -69,14 +70,14 @@ class Failed:
     node: str | None
     """Address of the node."""
     which: str
-    """Description of the attempt: `attempt 2 of 3 failed`."""
+    """Description of the attempt, such as `attempt 2 of 3 failed`."""
     failure: Failure
     again: bool
     """Whether the unit will be tried again."""
     number: int = 1
     """Number of the attempt."""
     in_pause: bool = False
-    """Whether the job is paused because of this outage. `News` reports the pause."""
+    """Whether the job is paused because of this outage. A separate `News` event reports the pause."""
     log: str = ""
     """Path of the worker's log on the node."""
 
@@ -90,10 +91,10 @@ class News:
 
 @dataclass(frozen=True)
 class UnderWay:
-    """The job's current state; sent about once a second, whenever attempts have ended, and at the end."""
+    """The job's current state, sent about once a second, whenever attempts have ended, and when the job ends."""
 
     attempts: int
-    """Units that run or wait for a worker."""
+    """Number of units that run or wait for a worker."""
     reported: int
     """Sum of the progress that the running attempts have reported."""
     paused: bool = False
@@ -104,14 +105,15 @@ Event = Done[Result] | Failed | News | UnderWay
 
 
 class Fleet(Generic[Work, Result]):
-    """Runs units of work on the Ray cluster that `start_ray` joined or started. Iterate over it once.
+    """Units of work and the workers that run them, on the cluster that `start_ray` joined or started. Iterating over
+    the fleet, which is possible only once, runs the units and yields events.
 
     Iteration ends when every unit is done or has failed for good. On SIGTERM, SIGUSR1 or SIGINT, the fleet interrupts
     the running attempts, and iteration ends with the results of those that had already finished.
 
     Raises:
-        WorkError: no node could take a worker for `wait_for_resources` seconds, or an outage lasted for
-            `outage_probes` attempts.
+        WorkError: no node could take a worker for `wait_for_resources` seconds, or `outage_probes` consecutive attempts
+            failed because of an outage.
     """
 
     def __init__(
@@ -122,11 +124,11 @@ class Fleet(Generic[Work, Result]):
         at_once: int = 1,
         pool: WorkerPool[Work, Result] | None = None,
     ):
-        """Prepare a fleet for `units`, pairs of (key, work) that are read only as there is room for them.
+        """Prepare a fleet for `units`, which are pairs of (key, work). A unit is read only once there is room for it.
 
         Args:
             at_once: number of units that each worker runs at a time, one per thread.
-            pool: replacement for the Ray workers.
+            pool: worker pool to use instead of one with Ray workers.
         """
         self.config, self.at_once = config, at_once
         self.pool = pool or WorkerPool(config, function, at_once)
@@ -166,7 +168,7 @@ class Fleet(Generic[Work, Result]):
         workers, num_running = self.pool.workers, len(self.pool.running)
         for worker in surplus_workers(units, num_running, workers, avoided_by):
             self.pool.dismiss(worker)
-        # more workers than fit on the cluster now, so that an autoscaler adds nodes
+        # request more workers than fit on the cluster now, so that an autoscaler adds nodes
         most = self.config.in_flight(self.watch.places)
         for avoid in missing_workers(units, num_running, workers, most, avoided_by):
             self.pool.add(avoid)
@@ -193,12 +195,12 @@ class Fleet(Generic[Work, Result]):
                 self.queue.put_back(unit)
             which = unit.describe_failure(failure.is_lost, self.config)
             yield self._failed(unit.key, report, which, failure, again, number)
-            if not failure.is_final:  # a damaged input does not reflect on the node
+            if not failure.is_final:  # a damaged input is not the node's fault
                 yield from self._blame(node)
         else:
             self.health.record_success(node)
             if news := self.breaker.record_success(node, attempt.began):
-                self.health = NodeHealth(self.config.node_failures)  # the outage caused the nodes' failures
+                self.health = NodeHealth(self.config.node_failures)  # earlier failures were due to the outage
                 yield News(news)
             yield Done(unit.key, self.watch.address(node), result)
 
@@ -252,7 +254,8 @@ class Fleet(Generic[Work, Result]):
         if self.health.record_failure(node):
             address = self.watch.address(node)
             yield News(
-                f"{self.config.node_failures} attempts in a row failed on node {address}, so it gets no work for now"
+                f"{self.config.node_failures} attempts in a row failed on node {address}, so the node gets no work for "
+                f"now"
             )
 
     def _drain(self) -> Iterator[Done[Result] | UnderWay]:
@@ -261,5 +264,5 @@ class Fleet(Generic[Work, Result]):
             try:
                 yield Done(attempt.unit.key, None, self.pool.result(attempt))
             except Failure:
-                continue  # left to the next job
+                continue  # the next job retries this unit
         yield UnderWay(0, 0, self.breaker.is_open)

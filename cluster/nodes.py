@@ -1,4 +1,4 @@
-"""Resources of a worker, and which nodes can take one. Pure logic, without Ray."""
+"""Resources that a worker needs, and the nodes that can take a worker. Pure logic, without Ray."""
 
 import time
 
@@ -8,7 +8,7 @@ from shards.base.config import Config
 from shards.base.errors import WorkError
 
 Resources = dict[str, float]
-"""Amounts by Ray's resource names: GPU, CPU, and any custom resources."""
+"""Ray's resource name → amount, for GPU, CPU, and any custom resources."""
 LOOK_SECONDS = 2.0
 """Interval between checks of the cluster's nodes."""
 REMIND_SECONDS = 30.0
@@ -27,7 +27,7 @@ class ResourcesConfig(Config):
     """Custom Ray resources per worker: {encoder: 1} restricts workers to nodes that were started with this
     resource."""
     wait_for_resources: float = Field(3600.0, ge=0)
-    """Seconds to wait for a node that can take a worker before the job gives up; on a cluster only."""
+    """Seconds to wait for a node that can take a worker before the job gives up. Used only on a cluster."""
 
     @field_validator("num_gpus")
     @classmethod
@@ -48,7 +48,8 @@ def is_too_small(has: Resources, needs: Resources) -> bool:
 
 
 def places(has: Resources, needs: Resources) -> dict[str, int]:
-    """Return the number of workers that each resource of a node allows at once; the smallest number is the limit."""
+    """Return, for each resource, how many workers it allows on a node at once. The smallest number is the node's
+    limit."""
     fit = {name: int(has.get(name, 0) / amount + EPSILON) for name, amount in needs.items() if amount}
     if 0 < needs.get("GPU", 0) < 1:  # a fraction is part of one GPU and never spans two
         fit["GPU"] = int(has.get("GPU", 0)) * int(1 / needs["GPU"] + EPSILON)
@@ -66,13 +67,14 @@ def shortage(has: Resources, needs: Resources) -> str | None:
 
 
 def address_of(node: str, has: Resources) -> str:
-    """Return a node's address, which Ray lists among its resources, or else its id."""
+    """Return a node's address, which Ray lists among the node's resources, or its id if no address is listed."""
     addresses = (name.removeprefix("node:") for name in has if name.startswith("node:"))
     return next((address for address in addresses if not address.startswith("__")), node)
 
 
 def describe(resources: Resources, wanted: Resources | None = None) -> str:
-    """Format amounts for messages: `1 GPUs and 8 CPUs`; with `wanted`, only the resources named there."""
+    """Format amounts for messages, such as `1 GPUs and 8 CPUs`. With `wanted`, include only the resources named
+    there."""
     named = [f"{resources.get(name, 0):g} {plural(name)}" for name in wanted or resources]
     return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
@@ -83,21 +85,21 @@ def plural(name: str) -> str:
 
 
 class NodeWatch:
-    """Keeps track of the nodes that can take a worker, and of how long there have been no such nodes."""
+    """Record of the nodes that can take a worker, and of how long no such node has existed."""
 
     def __init__(self, config: ResourcesConfig):
         self.needs, self.limit = config.needs, config.wait_for_resources
         self.able: set[str] = set()
         """Ids of live nodes that are large enough for a worker."""
         self.places = 0
-        """Workers that these nodes can hold at once."""
+        """Number of workers that fit on these nodes at once."""
         self.addresses: dict[str, str] = {}
         """Node id → address, for every node that was ever alive."""
         self.shortages: dict[str, str] = {}
-        """Node id → message about GPUs that cannot be used."""
+        """Node id → message about GPUs that workers cannot use."""
         self.looked_at = self.reminded_at = -float("inf")
         self.able_at = time.monotonic()
-        """Last time at which there was an able node."""
+        """Last time at which a node was able to take a worker, by `time.monotonic`."""
 
     @property
     def is_due(self) -> bool:
@@ -109,8 +111,8 @@ class NodeWatch:
         return None if node is None else self.addresses.get(node, node)
 
     def look(self, alive: dict[str, Resources]) -> str | None:
-        """Update from the total resources of all live nodes. Return a message for the user, or None; raise WorkError if
-        no node could take a worker for `wait_for_resources` seconds."""
+        """Update this object from the total resources of all live nodes. Return a message for the user, or None; raise
+        WorkError if no node could take a worker for `wait_for_resources` seconds."""
         now = self.looked_at = time.monotonic()
         self.addresses |= {node: address_of(node, has) for node, has in alive.items()}
         self.able = {node for node, has in alive.items() if not is_too_small(has, self.needs)}

@@ -12,14 +12,15 @@ Avoided = Callable[[Unit[Any]], frozenset[str]]
 
 @dataclass(eq=False)
 class Worker:
-    """A process that runs one or more units at a time."""
+    """A worker process, which runs one or more units at a time."""
 
     actor: Any
     """Handle of the Ray actor."""
     started: Any
-    """Object reference that resolves to the worker's node once its process runs, or to the error that prevents this."""
+    """Object reference that resolves to the id of the worker's node once its process runs, or to an error if the
+    process cannot start."""
     requested_at: float = 0.0
-    """Time by `time.monotonic`."""
+    """Time of the request for the worker, by `time.monotonic`."""
     node: str | None = None
     """Id of the worker's node; None until its process runs."""
     running: list[Unit[Any]] = field(default_factory=list)
@@ -32,10 +33,12 @@ class Worker:
 def assign(
     units: list[Unit[Any]], workers: list[Worker], at_once: int, places: int, avoided: Avoided
 ) -> Iterator[tuple[Unit[Any], Worker]]:
-    """Assign each unit, in order, to the worker with the fewest units. Occupy the slots, and yield the pairs.
+    """Assign each unit, in order, to the suitable worker with the fewest units, and yield the (unit, worker) pairs.
+    Each unit is added to its worker's `running` list.
 
     A worker gets a second unit only if enough units remain for the workers that are still starting and fit on the
-    cluster's `places`. Otherwise the first worker to start would take units that the others could start with.
+    cluster's `places`. Otherwise, the first worker to start would take units that the other workers could run a moment
+    later.
     """
     started = [worker for worker in workers if worker.node is not None]
     starting = min(len(workers), places) - len(started)
@@ -60,15 +63,17 @@ def assign(
 def missing_workers(
     units: list[Unit[Any]], num_running: int, workers: list[Worker], most: int, avoided: Avoided
 ) -> list[frozenset[str]]:
-    """Return the workers to request, up to `most` in all, each as the set of nodes that it must avoid.
+    """Return the workers to request, each as the set of nodes that it must avoid. They bring the total to at most
+    `most`.
 
-    Beyond `most`, one worker is added for a unit that avoids the nodes of all current workers.
+    If no worker is missing, one more may be requested, even beyond `most`, for a unit that must avoid the nodes of all
+    current workers.
     """
     missing = min(len(units) + num_running, most) - len(workers)
     if missing > 0:
         return [frozenset()] * missing
     nodes = [worker.node for worker in workers]
-    if not nodes or None in nodes:  # a starting worker may be on such a node
+    if not nodes or None in nodes:  # a worker that is still starting may suit the unit
         return []
     return next(([avoided(unit)] for unit in units if avoided(unit).issuperset(nodes)), [])
 

@@ -1,4 +1,4 @@
-"""Workers as Ray actors: start them, run attempts on them, and collect results, failures and progress."""
+"""Run workers as Ray actors: start them, run attempts on them, and collect results, failures and progress."""
 
 import time
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from shards.base.errors import DamagedInput, Outage, RequestError, WorkError, is
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 NODE_ID = "ray.io/node-id"
-"""Ray's label for a node's id."""
+"""Name of the Ray node label that holds the node's id."""
 GRACE_SECONDS = 10
 """Seconds that attempts have to clean up when the job stops."""
 CLUSTER_ERRORS = (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.ActorUnschedulableError)
@@ -25,20 +25,20 @@ CLUSTER_ERRORS = (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.ActorUnsch
 
 @dataclass(eq=False)
 class Failure(Exception):
-    """The failure of an attempt: it raised an exception, or its process or node died."""
+    """Failure of an attempt that raised an exception, or whose process or node died."""
 
     is_lost: bool
-    """Whether its process or node died."""
+    """Whether the attempt's process or node died."""
     is_final: bool
-    """Whether another attempt would fail in the same way."""
+    """Whether every further attempt would fail in the same way."""
     line: str
     """The cause in one line."""
     text: str
-    """User-facing message: `line` for a user-facing error, the worker's traceback for a bug."""
+    """Message for the user: `line` for a user-facing error, or the worker's traceback for a bug."""
     trace: str = ""
-    """The worker's traceback in either case."""
+    """The worker's traceback, for any kind of error."""
     outage: Outage | None = None
-    """The outage, if storage, credentials, models or the cluster failed rather than the work."""
+    """The outage, if the failure is due to storage, credentials, models or the cluster rather than the work."""
 
 
 @dataclass(eq=False)
@@ -49,9 +49,9 @@ class Attempt(Generic[Work]):
     number: int
     worker: Worker
     result: Any
-    """Object reference."""
+    """Object reference to the result of the attempt."""
     began: float
-    """Start by `time.monotonic`."""
+    """Start time, by `time.monotonic`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class WorkerPool(Generic[Work, Result]):
         return not self.running and all(worker.node is not None for worker in self.workers)
 
     def alive(self) -> dict[str, Resources]:
-        """Return the total resources of each live node, and drop idle workers of dead nodes, on which the next attempt
+        """Return the total resources of each live node. Dismiss idle workers on dead nodes, because their next attempt
         would be lost."""
         alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         for worker in list(self.workers):
@@ -149,7 +149,7 @@ class WorkerPool(Generic[Work, Result]):
 
     def drain(self) -> list[Attempt[Work]]:
         """Interrupt all attempts, wait until they have cleaned up, and kill the workers. Return the attempts that ended
-        in time; `result` returns their outcome."""
+        in time, to be passed to `result`."""
         results = [attempt.result for attempt in self.running]
         ended: set[Any] = set()
         if results:
@@ -160,12 +160,12 @@ class WorkerPool(Generic[Work, Result]):
         for worker in list(self.workers):
             self.dismiss(worker)
         if results:
-            # files of killed attempts are swept later, which is only possible once their processes are gone
+            # wait for the killed processes to be gone, because only then can the files of their attempts be swept
             ray.wait(results, num_returns=len(results), timeout=GRACE_SECONDS)
         return [attempt for attempt in self.running if attempt.result in ended]
 
     def reported(self) -> int:
-        """Return the total progress that the running attempts have reported, as far as known. Never blocks."""
+        """Return the total progress of the running attempts, according to the latest reports received. Never blocks."""
         if ray.wait([self.reading], timeout=0)[0]:
             try:
                 self.reports = ray.get(self.reading)
@@ -176,7 +176,7 @@ class WorkerPool(Generic[Work, Result]):
         return sum(report.done for attempt, report in self.reports.items() if attempt in running)
 
     def last_report(self, attempt: Attempt[Work]) -> ProgressReport | None:
-        """Remove and return the last report of an attempt that has ended; None if it has no report."""
+        """Remove and return the last report from an attempt that has ended, or return None if there is none."""
         try:
             reference = self.board.take.remote(attempt.unit.key, attempt.number)
             report: ProgressReport | None = ray.get(reference, timeout=BOARD_SECONDS)
@@ -186,7 +186,7 @@ class WorkerPool(Generic[Work, Result]):
 
 
 def describe_failure(error: ray.exceptions.RayError) -> Failure:
-    """Classify a Ray error."""
+    """Convert a Ray error to a `Failure`."""
     cause = getattr(error, "cause", None)  # the exception that the worker's function raised, if any
     raised = cause if isinstance(error, ray.exceptions.RayTaskError) and cause else error
     words = str(raised).strip().splitlines()

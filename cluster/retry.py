@@ -1,7 +1,8 @@
 """Retry policy: when and where a failed unit of work runs again. Pure logic over units and nodes, without Ray.
 
 An attempt that raised an exception counts as an error, because the unit may have caused it. An attempt whose process or
-node died counts as lost, because the cause, such as preemption, may not be the unit. Each kind has its own limit.
+node died counts as lost, because the cause, such as preemption, may not be the unit. Errors and lost attempts have
+separate limits.
 """
 
 import time
@@ -31,10 +32,10 @@ class RetryConfig(Config):
     """Number of attempts at a unit that may be lost with their process or node, for example to preemption, before the
     unit is reported as failed. Lost attempts do not count towards `attempts`."""
     backoff: float = Field(5.0, ge=0)
-    """Seconds before a unit's second attempt; doubled for each further attempt, up to five minutes."""
+    """Delay in seconds before a unit's second attempt. It doubles with each further attempt, up to five minutes."""
     node_failures: int = Field(5, ge=1)
-    """Consecutive failed attempts after which a node gets no work for ten minutes, as long as other nodes can take
-    it."""
+    """Number of consecutive failed attempts after which a node gets no work for ten minutes, as long as other nodes can
+    take the work."""
 
 
 @dataclass(eq=False)
@@ -44,19 +45,19 @@ class Unit(Generic[Work]):
     key: str
     work: Work
     errors: int = 0
-    """Attempts that raised."""
+    """Number of attempts that raised an exception."""
     lost: int = 0
-    """Attempts whose process or node died."""
+    """Number of attempts whose process or node died."""
     not_before: float = 0.0
     """Earliest time of the next attempt, by `time.monotonic`."""
     failed_on: str | None = None
     """Node of the last failed attempt."""
     outage_at: float | None = None
-    """Time at which an outage last ended an attempt, by `time.monotonic`."""
+    """Time at which an attempt at this unit last failed because of an outage, by `time.monotonic`."""
 
     @property
     def attempt(self) -> int:
-        """Number of the current or next attempt, from 1."""
+        """Number of the current or next attempt, counted from 1."""
         return self.errors + self.lost + 1
 
     @property
@@ -74,7 +75,7 @@ class Unit(Generic[Work]):
         return self.errors < config.attempts and self.lost < config.lost_attempts
 
     def describe_failure(self, lost: bool, config: RetryConfig) -> str:
-        """Describe the last failure for a message: `attempt 2 of 3 failed`."""
+        """Describe the last failure for a message, such as `attempt 2 of 3 failed`."""
         if lost:
             return f"an attempt was lost ({self.lost} of {config.lost_attempts})"
         return f"attempt {self.errors} of {config.attempts} failed"
@@ -83,8 +84,8 @@ class Unit(Generic[Work]):
         """Schedule a retry after an outage without counting the attempt.
 
         Args:
-            last_success: start time of the latest attempt at any unit that succeeded.
-            others_affected: whether other units hit outages too.
+            last_success: start time of the most recently started attempt, at any unit, that succeeded.
+            others_affected: whether other units have hit the outage too.
 
         Returns:
             False if this unit had an outage before and appears to be the only one affected. In that case, the unit
@@ -98,19 +99,21 @@ class Unit(Generic[Work]):
 
 
 def backoff(failures: int, seconds: float) -> float:
-    """Return the delay after `failures` failed attempts: s, 2s, 4s, …, up to five minutes."""
+    """Return the delay after `failures` failed attempts: `seconds` at first, then doubled each time, up to five
+    minutes."""
     return min(seconds * 2 ** (failures - 1), MAX_BACKOFF_SECONDS)
 
 
 class UnitQueue(Generic[Work]):
     """Units that wait for a worker: new units in their original order, then failed units.
 
-    Because new units come first, an outage costs many units one attempt each rather than a few units all of theirs.
+    Because new units come first, an outage costs many units one attempt each, rather than costing a few units all of
+    their attempts.
     """
 
     def __init__(self, units: Iterable[tuple[str, Work]]):
         self.source: Iterator[tuple[str, Work]] | None = iter(units)
-        """Units not read yet; None once exhausted."""
+        """Iterator over the units not read yet; None once it is exhausted."""
         self.new: deque[Unit[Work]] = deque()
         """Units read from the source that have not been tried."""
         self.failed: deque[Unit[Work]] = deque()
@@ -120,8 +123,8 @@ class UnitQueue(Generic[Work]):
         return self.source is not None or bool(self.new or self.failed)
 
     def due(self, limit: int) -> list[Unit[Work]]:
-        """Return the first units, at most `limit`, that may start now, reading the source only as far as needed. They
-        stay in the queue until `remove`."""
+        """Return the first units that may start now, at most `limit` of them, reading the source only as far as needed.
+        The units stay in the queue until `remove` is called."""
         limit = max(0, limit)
         while len(self.new) < limit and self.source is not None:
             unit = next(self.source, None)
@@ -149,14 +152,14 @@ class UnitQueue(Generic[Work]):
             self.failed = deque(sorted(self.failed, key=lambda unit: unit.key in keys))
 
     def seconds_until_due(self) -> float:
-        """Return the time until the first failed unit may run again."""
+        """Return the number of seconds until the first failed unit may run again."""
         first = min((unit.not_before for unit in self.failed), default=0.0)
         return max(0.0, first - time.monotonic())
 
 
 class NodeHealth:
-    """Consecutive failures per node. A node that keeps failing is suspended, so that it cannot use up every unit's
-    attempts."""
+    """Record of consecutive failures per node. A node that keeps failing is suspended, so that it cannot use up every
+    unit's attempts."""
 
     def __init__(self, node_failures: int):
         self.node_failures = node_failures
@@ -174,7 +177,8 @@ class NodeHealth:
     def record_failure(self, node: str | None) -> bool:
         """Count a failed attempt on `node`. Return whether the node is suspended now.
 
-        A suspension ends after ten minutes, because the work may have been the cause. One more failure renews it.
+        A suspension ends after ten minutes, because the node may not have been the cause. If the node then fails again,
+        it is suspended again at once.
         """
         if node is None:
             return False
@@ -187,8 +191,8 @@ class NodeHealth:
     def avoid(self, failed_on: str | None, able: Collection[str]) -> frozenset[str]:
         """Return the nodes that a unit should avoid: suspended nodes, and the node where its last attempt failed.
 
-        If no node in `able` (those large enough for a worker) would remain, the second restriction is dropped, and then
-        the first.
+        If this would rule out every node in `able` (the nodes large enough for a worker), only the suspended nodes are
+        avoided. If they too make up all of `able`, no node is avoided.
         """
         now, able = time.monotonic(), frozenset(able)
         suspended = frozenset(node for node, until in self.suspended.items() if until > now)

@@ -54,13 +54,13 @@ def start_ray(config: ResourcesConfig) -> None:
     try:
         _init(
             address="local",  # otherwise Ray joins any cluster that runs on this machine
-            **({"num_cpus": cores} if cores < (os.cpu_count() or 1) else {}),  # Ray ignores this process's affinity
+            **({"num_cpus": cores} if cores < (os.cpu_count() or 1) else {}),  # Ray ignores CPU affinity
             include_dashboard=False,
-            object_store_memory=256 << 20,  # units are passed by name, and only small results come back
+            object_store_memory=256 << 20,  # small, because units are passed by name and results are small
         )
     except Exception as error:  # after a timeout Ray raises a plain Exception
         raise WorkError(
-            f"Ray did not start on this machine: {first_line(error)} The most likely cause is a busy machine, too "
+            f"Ray did not start on this machine: {first_line(error)} Likely causes are a busy machine, too "
             f"little memory, or too little space in /tmp. Ray's logs are in /tmp/ray/session_latest/logs. Run the same "
             f"command again."
         ) from error
@@ -74,9 +74,9 @@ def start_ray(config: ResourcesConfig) -> None:
 
 
 def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> Precision:
-    """Resolve a precision for the workers' device: on this machine, or in a task on the cluster.
+    """Resolve the requested precision for the workers' device, either on this machine or in a task on the cluster.
 
-    An explicit precision is returned unchanged; on CPU workers, a warning is printed if their CPU emulates it.
+    An explicit precision is returned unchanged. A warning is printed if the workers run on a CPU that emulates it.
 
     Raises:
         RequestError, WorkError: see `start_ray`; WorkError also if no node in the cluster could run the task.
@@ -109,7 +109,8 @@ def _resolve(requested: PrecisionOption, device: str) -> tuple[Precision, list[s
 
 
 def _init(**options: Any) -> None:
-    """Call `ray.init`. If SIGTERM arrives meanwhile, print a message, because Ray's own handler exits without one."""
+    """Call `ray.init`. If SIGTERM arrives during the call, print a message, because Ray's own handler exits without
+    one."""
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit:
@@ -119,7 +120,7 @@ def _init(**options: Any) -> None:
 
 
 def forget_ranks() -> None:
-    """Remove a launcher's variables from the environment."""
+    """Remove from this process's environment the rank variables that a launcher such as torchrun sets."""
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
 

@@ -44,7 +44,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def panel(x: float, width: float, title: str, about: str, colors: Colors) -> str:
-    """Draw the background of a stage with a title and subtitle above it."""
+    """Draw the background of a stage, with a title and a subtitle above it."""
     middle = x + width / 2
     return (
         text(middle, 48, title, 17, colors[1], 700)
@@ -54,7 +54,7 @@ def panel(x: float, width: float, title: str, about: str, colors: Colors) -> str
 
 
 def steps(x: float, width: float, boxes: list[tuple[str, str]], colors: Colors) -> str:
-    """Draw a column of boxes connected by arrows, each with a title and a subtitle."""
+    """Draw a column of boxes, each with a title and a subtitle, and connect them with arrows."""
     drawn, height, gap = [], 58, 20
     for k, (title, about) in enumerate(boxes):
         y = 98 + k * (height + gap)

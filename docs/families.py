@@ -19,7 +19,7 @@ MEMORY_HEAD = (
 
 
 def row(name: str) -> str:
-    """Return a family's row in families.md."""
+    """Return a family's row for the table in families.md."""
     from plan.config import Plan
     from plan.report import make_report
     from shards.base.config import load_config
@@ -35,13 +35,13 @@ def row(name: str) -> str:
     sizes = ", ".join(f"{bucket.sample_bytes:,.0f} ({bucket.bucket.split('x')[0]})" for bucket in report.buckets)
     towers = ", ".join(config.backbone.text_towers or ["text"])
     network = class_name(read_unet_config(ROOT / config.network)).removesuffix("Model")
-    # phase 1 keeps no EMA: 12 bytes per parameter
+    # phase 1 keeps no EMA, so its checkpoints take 12 bytes per parameter
     parameters = report.checkpoint_gb[0] / 12
     return f"| {name} | {network} | {parameters:.3f} B | {towers} | {phases} | {sizes} | ${cost:,.0f} |"
 
 
 def memory_row(name: str) -> str:
-    """Return a family's row in towers.md: GB of device memory for encoder weights in each mode."""
+    """Return a family's row for the table in towers.md: GB of device memory that encoder weights take in each mode."""
     import torch
 
     from plan.arithmetic.work import build_image_tower, build_text_tower
@@ -55,7 +55,7 @@ def memory_row(name: str) -> str:
         towers = [build_text_tower(name, text)[0] for name, text in networks.texts.items()]
 
     def num_bytes(model: torch.nn.Module, linear: int = 0) -> int:
-        """Return the bytes of `model`, with `linear` bytes per weight of a linear layer (0: their actual size)."""
+        """Return the size of `model` in bytes, with `linear` bytes per weight in linear layers (0: the actual size)."""
         weights = {module.weight for module in model.modules() if isinstance(module, torch.nn.Linear) and linear}
         tensors = {*model.parameters(), *model.buffers()}
         return sum(tensor.numel() * linear if tensor in weights else tensor.nbytes for tensor in tensors)
@@ -84,7 +84,7 @@ def replace_table(page: str, head: tuple[str, str], rows: list[str]) -> None:
 
 HEADS = {"families.md": HEAD, "towers.md": MEMORY_HEAD}
 ROWS = {"families.md": row, "towers.md": memory_row}
-"""Function that returns a family's row in the table of each page."""
+"""Page → function that returns a family's row for the table on that page."""
 
 
 def main() -> None:

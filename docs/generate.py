@@ -73,9 +73,9 @@ def lines(
     """List the fields of `model` and its sections.
 
     Args:
-        seen: path of each section listed so far. Later occurrences link to it. Extended in place.
-        defaults: instance whose values override the default of each field.
-        known: fields to omit.
+        seen: path of each section listed so far. Later occurrences refer to that path. Extended in place.
+        defaults: instance of `model` whose values replace the fields' own defaults.
+        known: names of fields to omit.
     """
     sections = []
     for name, field in ((name, field) for name, field in model.model_fields.items() if name not in known):
@@ -112,7 +112,7 @@ def item(path: str, field: FieldInfo, default: Any, section: str) -> str:
 
 def type_name(kind: Any) -> str:
     """Describe a type in words."""
-    if hasattr(kind, "__metadata__"):  # unwrap Annotated[T, …]; its bounds are shown only for fields
+    if hasattr(kind, "__metadata__"):  # unwrap Annotated[T, …]; only `item` shows bounds
         return type_name(kind.__origin__)
     if get_origin(kind) is Literal:
         return " or ".join(f"`{value}`" for value in get_args(kind))
@@ -137,7 +137,7 @@ def models_in(kind: Any) -> Iterator[type[BaseModel]]:
 
 
 def shown(value: Any) -> str:
-    """Format a default as it is written in YAML or on the command line."""
+    """Format a default value as it would be written in YAML or on the command line."""
     if value is None or isinstance(value, bool | dict):
         return json.dumps(value, default=lambda model: model.model_dump(mode="json", exclude_none=True))
     return f"[{', '.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)

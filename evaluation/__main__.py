@@ -148,7 +148,7 @@ def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[P
 
 
 def base_place(config: EvaluateConfig) -> Path | str:
-    """Return the parent of evaluations/: `output` if it is set, otherwise the run."""
+    """Return the folder or URL that contains evaluations/: `output` if it is set, otherwise the run."""
     place = config.output or parse_place(config.model)
     return place.absolute() if isinstance(place, Path) else place  # workers have different working directories
 

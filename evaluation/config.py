@@ -19,12 +19,13 @@ class EvaluateConfig(Config):
     """Sample a model and score its images."""
 
     model: str
-    """Model to sample: a run folder or its URL, the folder of an exported diffusers pipeline, or a name on the hub."""
+    """Model to sample: a run folder or its URL, the folder of an exported diffusers pipeline, or the name of a pipeline
+    on the hub."""
     step: int | None = Field(None, ge=0)
-    """Step of the run's checkpoint. null: the newest one."""
+    """Step of the run's checkpoint. null: the newest checkpoint."""
     weights: Weights = "auto"
-    """Weights of the run's checkpoint: `raw`, `ema` (its moving average), or `auto`, which is `ema` if the checkpoint
-    has one."""
+    """Weights to use from the run's checkpoint: `raw`, `ema` (the moving average), or `auto`, which means `ema` if the
+    checkpoint has it and `raw` otherwise."""
     trust_remote_code: bool = False
     """Allow workers to execute Python code found in the pipeline's folder."""
     output: Place | None = None

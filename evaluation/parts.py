@@ -3,9 +3,9 @@
     PLACE/pictures/00000.3fa9c1d2/…         the files, in a folder named by its content hash
     PLACE/receipts/pictures/00000.json      the receipt, created last
 
-Parts are stored by the functions that commit the parts of a latents root (`shards/root/commit.py`), with the same
-guarantees. Their receipts are simpler, because they do not describe a tar: they have no buckets, bitmaps or
-generations, and whoever writes a part adds its own fields.
+The functions that store these parts also commit the parts of a latents root (`shards/root/commit.py`), so the
+guarantees are the same. The receipts are simpler than a root's, because they do not describe tars: they have no
+buckets, bitmaps or generations, and the function that writes a part adds its own fields.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ FOLDER = "receipts"
 
 
 def read_receipts(store: Store, folder: str, names: Sequence[str]) -> dict[str, PartReceipt]:
-    """Read the receipts of parts `names` in `folder` in one batch. Uncommitted parts are omitted.
+    """Read the receipts of the parts `names` in `folder` in one batch. Uncommitted parts are omitted.
 
     Raises:
         DamagedFile: a receipt is damaged.
@@ -59,7 +59,7 @@ def commit_part(store: Store, folder: str, name: str, write: Callable[[Path], Pa
 
 
 def seconds_of_parts(store: Store) -> float:
-    """Return the total worker time, in seconds, spent on a store's committed parts."""
+    """Return the total time, in seconds, that workers spent writing a store's committed parts."""
     receipts = store.read_many([f"{FOLDER}/{name}" for name in store.files(FOLDER)])
     return float(sum(parse_sealed_json(data, store.where(name)).get("seconds", 0) for name, data in receipts.items()))
 
@@ -85,7 +85,7 @@ def read_part(store: Store, receipt: PartReceipt) -> dict[str, bytes]:
 def create_once(store: Store, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the sealed JSON at `name`, after creating it from `make()` if it does not exist.
 
-    If several calls run concurrently, one creates the file, and all return its content.
+    If several calls run concurrently, only one of them creates the file, and all of them return its content.
 
     Raises:
         DamagedFile: the file is damaged.
@@ -115,7 +115,7 @@ def write_once(
     """Create a sealed JSON file, or check that the existing one has the same content.
 
     Raises:
-        Exception: the existing content differs. `refusal` builds the exception from it.
+        Exception: the existing content differs. `refusal` builds the exception from the existing content.
         DamagedFile: the existing file is damaged.
     """
     store.create(name, sealed_json(content))

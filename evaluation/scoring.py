@@ -22,18 +22,21 @@ from shards.open import open_store
 
 RESULT, RECORDS = "metrics.json", "metrics"
 Row = dict[str, Any]
-"""One metric of one sample set: metric, value, low, high, estimand, n, reference_n, id, better, model, step, weights,
-setting."""
+"""One metric of one sample set, with the keys metric, value, low, high, estimand, n, reference_n, id, better, model,
+step, weights and setting."""
 
 
 def choose_metrics(
     wanted: Sequence[MetricName] | None, extractors: ExtractorsConfig, reference: ReferenceConfig
 ) -> list[MetricName]:
-    """Return the requested metrics, or all metrics whose extractor has weights, after checking that the weights exist.
+    """Choose the metrics to compute, and check that their extractors' weights exist.
+
+    Returns:
+        `wanted`, or, if it is None, all metrics whose extractor has weights.
 
     Raises:
-        RequestError: an extractor's weights are missing, a metric needs more than the reference's moments, or no
-            metrics remain.
+        RequestError: an extractor's weights are missing, a metric needs the reference's features but only moments are
+            given, or no metric can be computed.
     """
     given = [kind for kind in ("inception", "clip", "dinov2") if getattr(extractors, kind).weights is not None]
     given += ["toy"] if extractors.toy else []
@@ -60,7 +63,8 @@ def check_measurable(names: Sequence[MetricName], num_prompts: int, size: str, r
     """Check, before a sample set is drawn, that its metrics can be computed.
 
     Raises:
-        RequestError: there are too few prompts, or the reference is not set, cannot be read or has a different size.
+        RequestError: there are too few prompts, or the reference is not set, cannot be read, or differs from the
+            samples in size.
     """
     if num_prompts < MIN_CLUSTERS:
         raise RequestError(
@@ -89,12 +93,12 @@ def score(
     reference: ReferenceConfig,
     workers: FleetConfig,
 ) -> list[Row]:
-    """Compute metrics of a sample set, and write them to its metrics.json.
+    """Compute a sample set's metrics, and write them to its metrics.json.
 
     Every metric also gets a record named after its id. Metrics that already have a record are not recomputed.
 
     Raises:
-        RequestError: the reference has a different size or cannot be used, or there are too few samples.
+        RequestError: the reference cannot be used or differs from the samples in size, or there are too few samples.
         WorkError: features could not be extracted.
     """
     check_measurable(names, len(samples.prompts), samples.drawing["size"], reference)
@@ -122,7 +126,7 @@ def score(
 def _read_reference(
     config: ReferenceConfig, kind: ExtractorName, extractors: ExtractorsConfig, workers: FleetConfig
 ) -> tuple[np.ndarray | None, str, Callable[[], Moments]]:
-    """Return the reference's features (None if only moments were given), its id, and a function for its moments."""
+    """Return the reference's features (None if only moments are given), its id, and a function to get its moments."""
     if config.moments is not None:
         moments, id = read_moments(config.moments)
         return None, id, lambda: moments

@@ -24,7 +24,7 @@ Work = TypeVar("Work")
 def run_units(
     units: Sequence[tuple[str, Work]], function: Function[Work, Any], workers: FleetConfig, what: str
 ) -> None:
-    """Apply `function` to every unit (key, work) on Ray workers. Starts Ray if there are any units.
+    """Apply `function` to every unit (key, work) on Ray workers. Ray is started only if there are any units.
 
     Raises:
         Preempted: the job was stopped before it finished.
@@ -35,7 +35,7 @@ def run_units(
     start_ray(workers)
     failed: dict[str, str] = {}
     done, total = 0, len(units)
-    # random order, so that two jobs on the same parts share the work except for units in flight
+    # random order, so that two jobs that run at once on the same parts duplicate only the units in flight
     order = random.sample(units, total)
     with Progress(what, "parts", total) as progress:
         for event in Fleet(workers, partial(run_on_worker, function, workers), iter(order)):
@@ -68,10 +68,10 @@ def run_units(
 def run_on_worker(
     function: Function[Work, Any], config: FleetConfig, work: Work, attempt: int, report: Callable[[int], None]
 ) -> Any:
-    """Make one attempt at a unit, and end the process after an error that it cannot recover from.
+    """Make one attempt at a unit, and end the process after an error from which it cannot recover.
 
-    After a device error the process cannot use its GPU again, and after `Stuck` it has a thread that never ends. The
-    fleet then starts a new worker.
+    After a device error, the process cannot use its GPU again. After `Stuck`, it has a thread that never ends. In both
+    cases, the fleet starts a new worker.
     """
     torch.set_num_threads(1 if is_accelerator(worker_device(config.num_gpus)) else max(1, int(config.num_cpus)))
     try:

@@ -1,1 +1,1 @@
-"""Worked examples, which the product itself does not import."""
+"""Worked examples. The rest of the code does not import them."""

@@ -24,7 +24,7 @@ BATCH = 32
 
 
 def collate(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack latents (N, C, h, w) and the text latents of each sample's first caption (N, tokens, width)."""
+    """Stack the samples' latents, (N, C, h, w), and the text latents of their first captions, (N, tokens, width)."""
     return (
         torch.stack([sample["image_latents"] for sample in samples]),
         torch.stack([sample["text.text"][0] for sample in samples]),
@@ -32,7 +32,7 @@ def collate(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_index(root: str, bucket: str) -> dict[str, Any]:
-    """Read the bucket's index.json, and fail with a clear error if it is missing (streaming fails with a traceback).
+    """Read the bucket's index.json. If it is missing, raise a clear error, because streaming would print a traceback.
 
     Raises:
         RequestError: the root or the bucket does not exist.

@@ -1,6 +1,6 @@
 """Config of `python -m plan`. The defaults describe Stable Diffusion 2 base on A100s.
 
-Every numeric input is a `Fact`: it has a unit, and either a source or the mark `assumed`.
+Every numeric input is a `Fact`, with a unit and a source. An input without a source is marked as `assumed`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ class Fact:
 
 
 def fact(unit: str, default: float | None = None, source: str = ASSUMED, **limits: Any) -> Any:
-    """Define a config field for a numeric input of the plan. `source` applies only to the default value."""
+    """Define a config field for a numeric input of the plan. `source` is the source of the default value only."""
     extra: Any = {"unit": unit, "sourced_value": default, "source": source}
     start: Any = ... if default is None else default
     return Field(start, json_schema_extra=extra, **limits)
@@ -48,7 +48,8 @@ def fact(unit: str, default: float | None = None, source: str = ASSUMED, **limit
 def list_facts(plan: BaseModel, sources: Mapping[str, tuple[float, str]]) -> list[Fact]:
     """Return every numeric input of `plan` with the source of its current value.
 
-    `sources` has (value, source) by field, besides the defaults' sources. A field with any other value is assumed.
+    `sources` maps fields to (value, source), in addition to the default values and their sources. A field whose value
+    matches neither is marked as assumed.
     """
     facts = []
     for field, value, extra in _fact_fields(plan):
@@ -91,7 +92,7 @@ class TextNetwork(Config):
 
 
 class Networks(Config):
-    """Config files of the networks. No weights are loaded or allocated."""
+    """Config files of the networks. Networks are built without loading or allocating weights."""
 
     backbone: str = "configs/phase1.yaml"
     """Training config (YAML) whose `backbone` section names the network and its inputs."""
@@ -104,14 +105,14 @@ class Networks(Config):
 
 
 class Data(Config):
-    """The dataset."""
+    """The dataset, and what is stored of it."""
 
     pictures: int = Field(790_000_000, gt=0)
     """Number of distinct images. Each has one caption, which is encoded once."""
     samples: dict[str, int] = Field({"256x256": 790_000_000, "512x512": 300_000_000}, min_length=1)
     """Number of images large enough for each bucket. Stage 1 encodes every bucket listed here."""
     posterior: Literal["moments", "mean"] = "moments"
-    """Stored posterior: per position, `moments` takes 2 × the latent channels, and `mean` takes 1 ×."""
+    """Part of the posterior to store. `moments` takes twice the bytes of `mean`."""
     string_bytes: float = fact("B per sample", 80, ge=0)
     """Combined size of a sample's key and caption."""
     picture_bytes: float = fact("B per picture", 100_000, gt=0)
@@ -153,15 +154,16 @@ class Phase(Config):
     steps: int = Field(550_000, gt=0)
     """Number of optimizer steps."""
     global_batch_size: int = Field(2048, gt=0)
-    """Images per step, summed over all GPUs."""
+    """Number of images per step, summed over all GPUs."""
     microbatch_size: int = Field(64, gt=0)
-    """Images per GPU in one forward and backward pass. Gradients are all-reduced during the last backward pass."""
+    """Number of images per GPU in one forward and backward pass. Gradients are all-reduced during a step's last
+    backward pass."""
     ema: bool = False
     """Maintain an exponential moving average of the weights, which makes checkpoints larger."""
 
     @property
     def num_images(self) -> int:
-        """Images trained on, counting repetitions."""
+        """Number of images trained on, counting repetitions."""
         return self.steps * self.global_batch_size
 
 
@@ -173,18 +175,18 @@ class SecondPhase(Phase):
     steps: int = Field(850_000, gt=0)
     """Number of optimizer steps."""
     microbatch_size: int = Field(16, gt=0)
-    """Images per GPU in one forward and backward pass."""
+    """Number of images per GPU in one forward and backward pass."""
     ema: bool = True
     """Maintain an exponential moving average of the weights."""
 
 
 class Gpu(Config):
-    """The GPU and its node. Unset numbers default to those of the GPU kind in plan/gpus.yaml."""
+    """The GPU and its node. Numbers that are not set default to the values in plan/gpus.yaml for the GPU kind."""
 
     kind: str = "A100"
-    """A100, H100 or H200. For any other kind, set every number in this section."""
+    """GPU kind: A100, H100 or H200. For any other kind, set every number in this section."""
     gpus_per_node: int = Field(8, gt=0)
-    """GPUs per node."""
+    """Number of GPUs per node."""
     price_per_hour: float = fact("$ per GPU-hour", ge=0)
     """Price of one GPU for one hour."""
     peak_tflops: float = fact("TFLOP/s", gt=0)
@@ -230,16 +232,16 @@ class Links(Config):
 
 
 class Storage(Config):
-    """Price and duration of storing the latents."""
+    """Price of storing the latents, and for how long they are stored."""
 
     price_per_tb_month: float = fact("$ per TB and month", 23, ge=0)
     """Storage price; 1 TB is 10^12 bytes."""
     months: float = Field(1, ge=0)
-    """Number of months the latents are stored."""
+    """Number of months for which the latents are stored."""
 
 
 class Regions(Config):
-    """Regions of the latents and the GPUs."""
+    """Regions in which the latents and the GPUs are located."""
 
     data: dict[str, float] = Field({"here": 1.0}, min_length=1)
     """Share of the samples stored in each region; the shares must sum to 1."""
@@ -257,7 +259,7 @@ class Regions(Config):
 
 
 class Checkpoints(Config):
-    """Checkpoints and failures."""
+    """Checkpoint interval and retention, and how often training fails."""
 
     every_steps: int | None = Field(None, gt=0)
     """Steps between checkpoints; null: the interval that minimizes the expected training time."""
@@ -275,7 +277,7 @@ class SourcedValue(Config):
     """A number with its source."""
 
     value: float
-    """The value that the source confirms. If the field has a different value, the source is ignored."""
+    """Value that the source confirms. If the field has a different value, the source is ignored."""
     source: str
     """Measurement, publication or price quote that the value comes from."""
 
@@ -292,9 +294,9 @@ class Plan(Config):
     gpus: int | None = Field(None, gt=0)
     """GPU count to add to the table and highlight."""
     gpu_counts: list[Annotated[int, Field(gt=0)]] = Field([8, 16, 32, 64, 128, 256, 512, 1024], min_length=1)
-    """GPU counts in the table."""
+    """GPU counts to list in the table."""
     least_speedup: float = Field(1.5, gt=1, le=2)
-    """Minimum speedup from doubling the GPUs for scaling to count as worthwhile."""
+    """Scaling counts as worthwhile if doubling the number of GPUs gives at least this speedup."""
     measured: list[str] = Field([])
     """Benchmark files (docs/how-to/plan.md). Files for other GPU kinds are skipped."""
     networks: Networks = Networks()
@@ -302,7 +304,7 @@ class Plan(Config):
     image: Image = Image()
     text: Text = Text()
     optimizer: str = "adamw"
-    """Kind of optimizer, which determines the memory traffic of a step and the size of a checkpoint."""
+    """Kind of optimizer, which affects the memory traffic of a step and the size of a checkpoint."""
     phase1: Phase = Phase()
     phase2: SecondPhase | None = SecondPhase()
     """The second phase; null: train one phase only."""
@@ -331,7 +333,7 @@ class Plan(Config):
         return [gpus for gpus in requested if all(phase.global_batch_size % gpus == 0 for phase in self.phases)]
 
     def facts(self) -> list[Fact]:
-        """Return the plan's numeric inputs, each with its source or marked as assumed."""
+        """Return the plan's numeric inputs with their sources. Inputs without a source are marked as assumed."""
         kind_defaults = {f"gpu.{name}": entry for name, entry in GPU_KINDS.get(self.gpu.kind, {}).items()}
         own_sources = {name: (entry.value, entry.source) for name, entry in self.sources.items()}
         return list_facts(self, kind_defaults | own_sources)

@@ -1,4 +1,4 @@
-"""Figure of one or more reports: throughput by GPU count (top) and cost by duration (bottom), one column per plan."""
+"""Figure for one or more reports: throughput by GPU count (top) and cost by duration (bottom), one column per plan."""
 
 import io
 import textwrap
@@ -19,7 +19,7 @@ FOOTER_WIDTH = 78
 
 
 def draw(reports: list[Report]) -> bytes:
-    """Draw the reports as a PNG. Measured points are filled and predictions hollow; a footer lists assumed inputs."""
+    """Draw the reports as a PNG. Measured points are filled, predicted ones hollow. A footer lists assumed inputs."""
     columns = len(reports)
     settings: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
     with rc_context(settings):

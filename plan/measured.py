@@ -1,4 +1,5 @@
-"""Benchmark files: measured by bench/encode.py or bench/train_step.py, published, or modelled by bench/roofline."""
+"""Benchmark files, with rates that bench/encode.py or bench/train_step.py measured, that were published, or that
+bench/roofline modelled."""
 
 import re
 from collections.abc import Iterable
@@ -19,18 +20,20 @@ class Measurement(Config):
     """Throughput of one stage on a given number of GPUs."""
 
     stage: Literal["train", "encode", "text", "decode", "decode_on_gpu"]
-    """`train`: training steps; `encode`: images from tar bytes to moments; `text`: caption encoding; `decode`:
-    image files to the pixels of every bucket, on one CPU core; `decode_on_gpu`: JPEG decoding on the GPU."""
+    """Stage to which the rate applies. `train`: training steps; `encode`: encoding images, from tar bytes to moments;
+    `text`: encoding captions; `decode`: decoding image files into the pixels of every bucket, on one CPU core;
+    `decode_on_gpu`: decoding JPEG files on the GPU."""
     bucket: str | None = None
     """Bucket (WIDTHxHEIGHT); required for `train` and `encode`, not allowed for other stages."""
     images_per_second_per_gpu: float = Field(gt=0)
-    """Images per second per GPU; captions for `text`, images per CPU core for `decode`."""
+    """Images per second per GPU. For `text`, captions per second per GPU. For `decode`, images per second per CPU
+    core."""
     gpus: int | None = Field(None, gt=0)
     """Number of GPUs; null: the file's `gpus`."""
     global_batch_size: int | None = Field(None, gt=0)
-    """Global batch size of a `train` measurement; null: the plan's."""
+    """Global batch size of a `train` measurement; null: the plan's global batch size."""
     microbatch_size: int | None = Field(None, gt=0)
-    """Microbatch size of a `train` measurement; null: the plan's."""
+    """Microbatch size of a `train` measurement; null: the plan's microbatch size."""
 
     @model_validator(mode="after")
     def _has_a_bucket(self) -> "Measurement":
@@ -44,7 +47,7 @@ class BenchFile(Config):
     """Results of one benchmark run."""
 
     device: str
-    """Device name from torch.cuda.get_device_name(), which is matched against the plan's `gpu.kind`."""
+    """Device name from torch.cuda.get_device_name(). It is matched against the plan's `gpu.kind`."""
     gpus: int = Field(gt=0)
     """Number of GPUs in the run."""
     date: str
@@ -54,8 +57,8 @@ class BenchFile(Config):
     published: bool = False
     """Whether the figures come from a publication."""
     modelled: bool = False
-    """Whether the figures come from a performance model. They count as assumed and are used only if no other file has
-    the stage."""
+    """Whether the figures come from a performance model. If so, they count as assumed, and are used only for stages and
+    buckets that no other file covers."""
     measurements: list[Measurement]
     details: dict[str, Any] = Field({})
     """Other results of the run; the planner ignores them."""
@@ -77,7 +80,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates that apply to the plan's GPU kind, and the benchmark files skipped because they do not."""
+    """Rates for the plan's GPU kind, and the benchmark files that were skipped because they are for other kinds."""
 
     by_stage: dict[tuple[str, str | None], list[Rate]]
     skipped_files: list[str]
@@ -91,7 +94,8 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
     """Read benchmark files, skipping those measured on a different GPU kind.
 
     Raises:
-        RequestError: a file is missing or invalid, or two files have the same stage, bucket and number of GPUs.
+        RequestError: a file is missing or invalid, or the same stage and bucket was measured twice on the same number
+            of GPUs.
     """
     by_stage: dict[tuple[str, str | None], list[Rate]] = {}
     skipped_files = []

@@ -1,6 +1,6 @@
 """The report on a plan: time and cost per GPU count, storage, online encoding, inputs and notes.
 
-Speeds come from the nearest measurement or from an assumed utilisation.
+Speeds come from measurements or, for stages without a measurement, from an assumed utilisation.
 """
 
 import math
@@ -28,18 +28,18 @@ from train.model.config import optimizer_class
 
 BITS, MEGA = 8, 1e6
 Basis = Literal["measured", "predicted", "assumed"]
-"""Origin of a throughput: `measured` on this GPU count, `predicted` from a different one, or `assumed`."""
+"""Origin of a throughput: `measured` on this GPU count, `predicted` from a different GPU count, or `assumed`."""
 MAX_UNEXPLAINED_GAP = 0.1
-"""Relative shortfall of a measurement against its prediction above which the report adds a note."""
+"""If a measured rate is below the predicted rate by more than this fraction, the report adds a note."""
 MIN_SHARDING_SPEEDUP = 1.05
-"""Speedup from sharding (HSDP) above which the report adds a note."""
+"""If sharding (HSDP) would give a larger speedup than this, the report adds a note."""
 MIN_IMAGES_PER_GPU = 8
-"""Images per GPU and step below which kernels are too small to keep a GPU busy."""
+"""Number of images per GPU and step below which kernels are too small to keep a GPU busy."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A plan with its counted FLOPs and measured rates."""
+    """A plan, the FLOPs counted for its networks, and the measured rates that apply to it."""
 
     plan: Plan
     work: Work
@@ -60,7 +60,7 @@ class Inputs:
 
     @property
     def texts(self) -> list[TextTower]:
-        """Text encoders, with the plan's default `storage` and `trim` where an encoder does not override them."""
+        """Text encoders. Where an encoder does not set `storage` or `trim`, the plan's default applies."""
         towers = []
         for name, tower in self.work.texts.items():
             override, default = self.plan.networks.texts.get(name), self.plan.text
@@ -83,7 +83,7 @@ class Inputs:
         )
 
     def rates_of(self, stage: Literal["train", "encode", "text"], bucket: str | None) -> list[Rate]:
-        """Return the measured rates of a stage, sorted by GPU count, or one rate from the assumed utilisation."""
+        """Return a stage's measured rates, sorted by GPU count, or else one rate based on the assumed utilisation."""
         gpu, work = self.plan.gpu, self.work
         flops = work.caption if bucket is None else (work.train if stage == "train" else work.encode)[bucket]
         utilisation = gpu.train_utilisation if stage == "train" else gpu.encode_utilisation
@@ -92,7 +92,7 @@ class Inputs:
         return self.rates.of(stage, bucket) or [modelled]
 
     def checkpoint_bytes(self, phase: Phase) -> int:
-        """Return the size of one checkpoint of `phase`."""
+        """Return the size of one checkpoint of `phase` in bytes."""
         state_bytes = optimizer_class(self.plan.optimizer).state_bytes
         return checkpoint_bytes(self.work.num_parameters, phase.ema, state_bytes)
 
@@ -102,7 +102,7 @@ class Inputs:
         return sum(1 / rate.images_per_second_per_gpu for rate in rates)
 
     def step(self, phase: Phase, rate: Rate | None = None, online: bool = False) -> Step:
-        """Describe a step of `phase`. The batch sizes recorded with `rate` override those of the phase."""
+        """Describe a step of `phase`. Batch sizes recorded with `rate` override the phase's batch sizes."""
         data = self.plan.data
         return Step(
             (rate and rate.global_batch_size) or phase.global_batch_size,
@@ -127,7 +127,7 @@ class PhaseRow:
     basis: Basis
     source: str
     predicted_images_per_second: float
-    """Prediction from a measurement on another GPU count, even if this count was measured."""
+    """Rate predicted from a measurement on a different GPU count, even if this GPU count was measured."""
     step: StepTime
     split_speedup: float
     """Speedup from sharding weights within each node (HSDP), which the trainer does not support."""
@@ -139,10 +139,10 @@ class PhaseRow:
     """Total read rate from the store, in B/s."""
     save_every_steps: int
     best_interval: float
-    """Optimal training time between checkpoints by Daly's formula."""
+    """Optimal training time between checkpoints according to Daly's formula."""
     num_checkpoints: int
     expected_days: float
-    """Days including checkpoints and failures."""
+    """Days including the time for checkpoints and failures."""
 
 
 def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow:
@@ -184,7 +184,10 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
 
 
 def _basis_for(rates: list[Rate], gpus: int) -> Rate:
-    """Return the rate with the most GPUs up to `gpus`, or else the fewest. `rates` must be sorted by GPU count."""
+    """Return the rate on the largest GPU count up to `gpus`, or on the smallest count if all are larger.
+
+    `rates` must be sorted by GPU count.
+    """
     return next((rate for rate in reversed(rates) if rate.gpus <= gpus), rates[0])
 
 
@@ -202,7 +205,7 @@ def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, 
 
 
 def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> tuple[int, float, float]:
-    """Return the steps between checkpoints, the optimal interval in seconds, and expected ÷ uninterrupted time."""
+    """Return the steps between checkpoints, the optimal interval in seconds, and expected time ÷ uninterrupted time."""
     saving = inputs.plan.checkpoints
     seconds = inputs.checkpoint_bytes(phase) / (inputs.plan.links.checkpoint_gbit * GIGA / BITS)
     between_failures = saving.gpu_hours_per_failure * SECONDS_PER_HOUR / gpus
@@ -225,7 +228,7 @@ class BucketReport:
     bucket: str
     samples: int
     passes: float
-    """Planned training passes over the samples."""
+    """Number of planned training passes over the samples."""
     sample_bytes: float
     stored_tb: float
     price_per_month: float
@@ -244,11 +247,11 @@ class Traffic:
     read_tb: float
     """Amount of data read during training without a cache."""
     foreign_tb: float
-    """Portion of `read_tb` that comes from other regions."""
+    """Portion of `read_tb` that is read from other regions."""
     cost: float
     """Cost of reading `foreign_tb` across regions."""
     copy_cost: float
-    """Cost of copying the foreign data to the GPUs' region once instead, excluding the storage of the copy."""
+    """Cost of copying all data in other regions to the GPUs' region once instead, excluding storage of the copy."""
 
 
 def precompute_hours(inputs: Inputs) -> float:
@@ -322,12 +325,12 @@ class Row:
     speedup: float | None
     """Training speedup per doubling of the GPUs, relative to the previous row."""
     bottleneck: str
-    """Bottleneck of all phases, or of each phase and its bucket if they differ."""
+    """Bottleneck that all phases share, or, if they differ, the bottleneck of each phase with its bucket."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """All results of a plan, with the inputs they depend on."""
+    """All results for a plan, with the inputs that they depend on."""
 
     title: str
     gpu: str
@@ -350,7 +353,7 @@ class Report:
 
 
 def make_report(plan: Plan, work: Work | None = None) -> Report:
-    """Compute the report of `plan`. Pass `work` to skip counting FLOPs, which takes several seconds.
+    """Compute the report on `plan`. Pass `work` to skip counting FLOPs, which takes several seconds.
 
     Raises:
         RequestError: the plan, its config files or its measurements are inconsistent.

@@ -1,4 +1,5 @@
-"""Text form of a report. `*` marks values that depend on an assumed number, `~` predictions from other GPU counts."""
+"""Text form of a report. `*` marks values that depend on an assumed number; `~` marks predictions from a different GPU
+count."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ DEPENDS_ON = {
     "online": ("encode", "train", "data.picture_bytes"),
     "egress": ("regions.egress_per_gb",),
 }
-"""Inputs that each group of values depends on. `train` and `encode` stand for rates from an assumed utilisation."""
+"""Inputs that each group of values depends on. `train` and `encode` stand for the rates of training and encoding."""
 
 
 def render(report: Report) -> str:
@@ -64,7 +65,7 @@ def star_marks(report: Report) -> dict[str, str]:
 
 
 def scaling_verdict(report: Report) -> str:
-    """Describe the GPU count beyond which adding GPUs is no longer worthwhile."""
+    """Describe the GPU count beyond which it is no longer worthwhile to add GPUs."""
     for before, row in zip(report.rows, report.rows[1:], strict=False):
         if row.speedup is not None and row.speedup < report.least_speedup:
             return (
@@ -105,7 +106,7 @@ def _phase_columns(number: int, bucket: str) -> Columns[Row]:
 
 
 def _marked(row: Row, text: str, phase: int | None = None) -> str:
-    """Prefix `text` with the mark of one phase, or with that of the least certain phase of the row."""
+    """Prefix `text` with the mark for the given phase or, if it is None, for the least certain phase in the row."""
     phases = row.phases if phase is None else [row.phases[phase]]
     return MARKS[max((phase.basis for phase in phases), key=list(MARKS).index)] + text
 
@@ -198,7 +199,7 @@ TOTALS: dict[str, tuple[str, Callable[[Report], str]]] = {
     "latents per month": ("storage", lambda report: f"${report.price_per_month:,.0f}"),
     "read TB": ("size", lambda report: f"{report.traffic.read_tb:,.0f}"),
 }
-"""Rows of the totals table: the key in `DEPENDS_ON` that determines the star, and a function that formats the cell."""
+"""Rows of the totals table: title → (key in `DEPENDS_ON` that determines the star, function that formats a cell)."""
 BY_GPUS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "days": ("speed", lambda row: f"{row.training_days + row.precompute_days:.2f}"),
     "hours": ("speed", lambda row: f"{row.training_hours + row.precompute_hours:,.0f}"),
@@ -208,7 +209,7 @@ BY_GPUS: dict[str, tuple[str, Callable[[Row], str]]] = {
 
 
 def render_comparison(plans: list[Plan], reports: list[Report]) -> str:
-    """Compare plans in columns A, B, …: differing config fields, totals, and the GPU counts that all plans have."""
+    """Compare plans in columns A, B, …: config fields that differ, totals, and the GPU counts that all plans share."""
     names = [chr(ord("A") + number) for number in range(len(plans))]
     stars = [star_marks(report) for report in reports]
     different = [[f"  {field}", *map(str, values)] for field, values in differences(plans).items()]

@@ -70,8 +70,9 @@ def run(arguments: list[str]) -> None:
 
 
 def resolved_precision(config: PrecomputeConfig) -> Precision:
-    """Return the precision to use: `auto` means that of the root or its source, or else the workers' best. Prints what
-    `auto` selects, or a warning if the workers' CPU emulates the configured one."""
+    """Return the precision to use. `auto` selects the precision of the root or its source or, if neither exists yet,
+    the best one for the workers. Prints what `auto` selects, or a warning if the workers' CPU emulates the configured
+    precision."""
     precision = config.precision
     if precision == "auto":
         for place in (config.output, config.source):
@@ -85,7 +86,7 @@ def find_work(
     config: PrecomputeConfig, encoding: EncodingRecord, store: Store
 ) -> tuple[Conversion | None, Sequence[Named], Sequence[Named]]:
     """Check the request against the root and the tars, or raise RequestError. Return the conversion of the source's
-    data (None without a source), the requested tars, and those not yet committed."""
+    data (None without a source), the requested tars, and the requested tars that are not committed yet."""
     check_root(store, encoding)
     check_rules(store, config.to_fill.rules)
     if config.source is None:

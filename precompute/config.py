@@ -1,4 +1,4 @@
-"""Config of stage 1, and the encoding record and worker recipe that are derived from it."""
+"""Config for stage 1, and the encoding record and worker recipe that are derived from it."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -50,8 +50,9 @@ class PrecomputeConfig(Config):
     input: FolderOrName
     """Folder or URL of the tars, such as those that `make download` wrote."""
     source: Root | None = None
-    """Latents root to derive from, instead of `input`. Its image latents are reused, and so are text latents and
-    features of towers that do not change; new text towers encode its captions. No image is decoded."""
+    """Latents root to derive the new root from, instead of encoding `input`. Its image latents are reused, as are the
+    text latents and features of towers that do not change; new text towers encode its captions. No images are
+    decoded."""
     output: Root
     """The latents root: a local folder, or an object-store URL such as s3://bucket/latents."""
     shards: str = "all"
@@ -62,19 +63,19 @@ class PrecomputeConfig(Config):
     vae: FolderOrName
     """A diffusers autoencoder: local folder, hub name org/repo[@revision]/folder, or URL such as s3://bucket/vae."""
     texts: dict[TowerName, TextTowerConfig] = Field(min_length=1)
-    """Text encoders by name, one or more."""
+    """One or more text encoders, by name."""
     features: dict[TowerName, FeatureTowerConfig] = Field(default_factory=dict)
-    """Vision encoders by name, any number."""
+    """Any number of vision encoders, by name."""
     posterior: Literal["moments", "mean"] | None = None
-    """`moments`, the default, stores mean and log-variance, so that training draws a new latent in every epoch; `mean`
-    takes half the space. Omit it for an autoencoder without a posterior."""
+    """`moments`, the default, stores the mean and log-variance, so that training can draw a new latent in every epoch;
+    `mean` stores only the mean, in half the space. Omit `posterior` for an autoencoder that has none."""
     captions: list[str] = Field(["txt"], min_length=1)
-    """Caption fields of a sample: `txt` for its text member, or `json:FIELD` for a field of its JSON. With
-    several fields, all captions are stored, and the trainer draws one each time."""
+    """Caption fields of a sample: `txt` for its text member, or `json:FIELD` for a field of its JSON. With several
+    fields, all captions are stored, and training draws one of them each time it uses the sample."""
     precision: PrecisionOption = "float16"
     """Autocast data type for all towers; part of the encoding id. Samples that overflow are encoded again in float32.
-    `auto` uses the root's precision; for a new root, bfloat16 if the workers' device supports it, and float32
-    otherwise."""
+    `auto` uses the precision of the existing root. For a new root, it uses bfloat16 if the workers' device supports it,
+    and float32 otherwise."""
     image: ImageConfig = ImageConfig()
     text: TextConfig = TextConfig()
     pixels: PixelsConfig = PixelsConfig()
@@ -102,7 +103,8 @@ class PrecomputeConfig(Config):
         rounded = [name for name, tower in self.texts.items() if tower.weights == "int8"]
         if rounded and self.precision == "float16":
             raise ValueError(
-                f"texts.{rounded[0]}.weights: products with int8 weights overflow float16; set precision: bfloat16"
+                f"texts.{rounded[0]}.weights: matrix products with int8 weights overflow float16; set precision: "
+                f"bfloat16"
             )
         return self
 
@@ -113,7 +115,7 @@ class PrecomputeConfig(Config):
 
 
 def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
-    """Return the encoding record for a run, from the configs and hashes of its models, without loading weights. Raises
+    """Build the encoding record for a run from the configs and hashes of its models, without loading weights. Raises
     RequestError if a model is missing or unsuitable, or a bucket does not fit a tower."""
     pixels = config.pixels
     assert config.precision != "auto", "resolve the precision first"
@@ -145,7 +147,7 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
 
 
 def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord, conversion: Conversion | None = None) -> Recipe:
-    """Build the recipe that workers receive, with the conversion of the data stored in `config.source`, if any."""
+    """Build the recipe that workers receive. `conversion` tells them how to convert the data in `config.source`."""
     towers: dict[str, TextTowerConfig | FeatureTowerConfig] = {
         **{f"texts.{name}": tower for name, tower in config.texts.items()},
         **{f"features.{name}": tower for name, tower in config.features.items()},

@@ -1,4 +1,4 @@
-"""Config of the towers, and their records for encoding.json.
+"""Config for the towers, and their records for encoding.json.
 
 Records are derived from the model folders alone, without loading weights.
 """
@@ -33,20 +33,20 @@ from shards.format.towers import (
 )
 
 VOCABULARIES = (("vocab.json", "merges.txt"), ("tokenizer.json",), ("spiece.model",), ("tokenizer.model",))
-"""Sets of files that contain a tokenizer's vocabulary."""
+"""Alternative sets of files, each of which contains a tokenizer's vocabulary."""
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation for vision models without a preprocessor_config.json."""
 PIXELS_PER_TOKEN = 16
-"""Default side, in pixels, of the image area that one feature token represents."""
+"""Default side, in pixels, of the square image area that one feature token represents."""
 MAX_EXTRA_TOKENS = 32
-"""Maximum number of tokens before a vision model's patch tokens: class token and registers."""
+"""Maximum number of tokens (class token and registers) before a vision model's patch tokens."""
 PROBE_SIDE = 256
-"""Side of the image from which an autoencoder's latent shape is determined."""
+"""Side in pixels of the image that is used to determine an autoencoder's latent shape."""
 NORMALISED_BY_CONFIG = ("AutoencoderKL", "AutoencoderDC", "AutoencoderKLHunyuanImage")
 """Autoencoder classes whose diffusers pipelines normalise latents using only the config fields that `_normalisation`
 reads. Check the pipelines' `vae.decode` calls before adding a class."""
 UNSUITABLE = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
-"""Exceptions that an unsuitable model raises when it is built, or run, without weights."""
+"""Exceptions that an unsuitable model raises when it is built or run without weights."""
 
 
 def _check_name(name: str) -> str:
@@ -65,8 +65,8 @@ def _absolute_folder(name: str) -> str:
 
 
 FolderOrName = Annotated[str, AfterValidator(_absolute_folder)]
-"""A local folder, hub name or URL. An existing folder becomes absolute, because a Ray worker has a different working
-directory than the driver."""
+"""A local folder, hub name or URL. The path of an existing folder is made absolute, because a Ray worker has a
+different working directory than the driver."""
 
 
 class TextConfig(Config):
@@ -86,27 +86,27 @@ class ImageConfig(Config):
 
 
 class TextTowerConfig(Config):
-    """One frozen text encoder."""
+    """A frozen text encoder."""
 
     model: FolderOrName
     """Local folder or hub name of a transformers text model."""
     tokenizer: FolderOrName
     """Local folder or hub name of its tokenizer."""
     class_name: str | None = None
-    """Class in transformers, or MODULE.CLASS for one in diffusers.pipelines; null: the first entry of `architectures`
-    in the model's config.json."""
+    """Class in transformers, or MODULE.CLASS for a class in diffusers.pipelines.MODULE; null uses the first entry of
+    `architectures` in the model's config.json."""
     template: str = "{}"
-    """Prompt template; `{}` stands for the caption."""
+    """Prompt template, in which `{}` stands for the caption."""
     lower: bool = False
     """Convert captions to lower case first, as some pipelines do with prompts."""
     empty: str | None = None
-    """Prompt for a dropped caption; null: the template with an empty caption."""
+    """Prompt that replaces a dropped caption; null uses the template with an empty caption."""
     max_tokens: int | None = Field(None, ge=1)
-    """Number of tokens including padding; null: the model's number of positions (77 for CLIP)."""
+    """Number of tokens including padding; null uses CLIP's number of positions (77), and other models need a number."""
     beyond_template: bool = False
-    """Count the template's own tokens, including special tokens, in addition to `max_tokens`."""
+    """Add the number of the template's own tokens, including special tokens, to `max_tokens`."""
     masked: bool = False
-    """Mask padding in the encoder's attention. Training then masks it too."""
+    """Mask padding in the encoder's attention. Training then masks the padding too."""
     layer: Literal["last"] | int = "last"
     """Hidden states to store: `last`, or an index into `hidden_states` such as -2."""
     states: bool = True
@@ -123,7 +123,7 @@ class TextTowerConfig(Config):
     """`int8` or `float8` quantises the weights of linear layers to one byte each with torchao, to save GPU memory. The
     outputs differ slightly, so the root gets a different encoding id."""
     batch_size: int | None = Field(None, ge=1)
-    """Captions per batch; overrides `workers.batch_size`."""
+    """Number of captions per batch; overrides `workers.batch_size`."""
 
     @model_validator(mode="after")
     def _check(self) -> "TextTowerConfig":
@@ -135,29 +135,30 @@ class TextTowerConfig(Config):
 
 
 class FeatureTowerConfig(Config):
-    """One frozen vision encoder. Its per-patch features of each image are stored as a target for training (REPA)."""
+    """A frozen vision encoder. Its per-patch features of each image are stored as a target for training (REPA)."""
 
     model: FolderOrName
     """Local folder or hub name of a transformers vision model with one token per patch: DINOv2, DINOv3, ViT or I-JEPA;
-    with `class_name`, also CLIP's CLIPVisionModel or SigLIP's."""
+    with `class_name`, also the vision models of CLIP (CLIPVisionModel) and SigLIP."""
     class_name: str | None = None
-    """Class in transformers; null: the first entry of `architectures` in the model's config.json."""
+    """Class in transformers; null uses the first entry of `architectures` in the model's config.json."""
     resize: float | None = Field(None, gt=0)
-    """Ratio of the vision model's input side to the bucket's side; null: one token per 16 × 16 pixels of the bucket."""
+    """Ratio of the vision model's input side to the bucket's side; null gives one token per 16 × 16 pixels of the
+    bucket."""
     storage: TextStorage = "float16"
     """Storage of the features; see `text.storage`."""
     batch_size: int | None = Field(None, ge=1)
-    """Images per batch; overrides `workers.batch_size`."""
+    """Number of images per batch; overrides `workers.batch_size`."""
 
 
 def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **settings: Any) -> ImageTower:
-    """Describe an autoencoder.
+    """Build the record of an autoencoder for encoding.json.
 
     Args:
         name: local folder, hub name or URL.
-        posterior: the part of the posterior to store. None: the moments, or the latents of an autoencoder without a
-            posterior.
-        settings: crop, resampling, decoder, resampler, color and storage, as recorded.
+        posterior: the part of the posterior to store. None stores the moments or, for an autoencoder without a
+            posterior, the latents.
+        settings: crop, resampling, decoder, resampler, color and storage, which are recorded unchanged.
 
     Raises:
         RequestError: The model is missing, is not an image autoencoder, has an unknown normalisation, or lacks the
@@ -202,10 +203,11 @@ def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **se
 
 
 def _normalisation(config: Mapping[str, Any], channels: int, where: str) -> dict[str, tuple[float, ...]]:
-    """Read the per-channel scale and shift that diffusers' pipelines take from the config of a built VAE, in which
-    missing fields have their defaults.
+    """Return the per-channel scale and shift that diffusers' pipelines use to normalise a VAE's latents. `config` is
+    the config of the built VAE, in which missing fields have their defaults; `where` names it in error messages.
 
-    Raises RequestError if there is no scale, an incomplete per-channel normalisation, or two kinds of shift in `where`.
+    Raises RequestError if the config has no valid scale, an incomplete per-channel normalisation, or two kinds of
+    shift.
     """
     scale, shift = config.get("scaling_factor"), config.get("shift_factor")
     mean, std = config.get("latents_mean"), config.get("latents_std")
@@ -240,7 +242,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def describe_text(name: str, config: TextTowerConfig, default: TextConfig) -> TextTower:
-    """Describe a text encoder and its tokenizer.
+    """Build the record of a text encoder and its tokenizer for encoding.json.
 
     Raises:
         RequestError: The model or the tokenizer is missing or unsuitable, they do not belong together, or the
@@ -306,7 +308,8 @@ def describe_text(name: str, config: TextTowerConfig, default: TextConfig) -> Te
 
 
 def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: Any, config: TextTowerConfig) -> None:
-    """Run the model without weights, and check that it encodes a caption by itself and has the requested layer."""
+    """Run the model without weights. Raises RequestError unless it needs only captions as input and has the requested
+    layer."""
     try:
         with torch.device("meta"):
             model = model_class(class_name)(text_config)
@@ -325,8 +328,8 @@ def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: A
                 f"index from {-num_layers} to {num_layers - 1}."
             ) from error
         raise RequestError(
-            f"texts.{name}: {class_name} in {folder} does not return hidden states for a caption alone ({error}). Set "
-            f"`class_name` to an encoder, such as T5EncoderModel or Gemma2Model."
+            f"texts.{name}: {class_name} in {folder} does not return hidden states when its only input is a caption "
+            f"({error}). Set `class_name` to an encoder, such as T5EncoderModel or Gemma2Model."
         ) from error
 
 
@@ -336,7 +339,8 @@ def _needs_values(error: Exception) -> bool:
 
 
 def _num_kept(name: str, keep: list[Slice], max_tokens: int) -> int:
-    """Return the number of tokens that `keep` selects. They must be in order, so that padding stays last."""
+    """Return the number of tokens that `keep` selects. Raises RequestError unless it selects at least one token,
+    and all of them in increasing order, which keeps padding last."""
     kept = [token for bounds in keep for token in range(max_tokens)[slice(*bounds)]]
     if not kept or sorted(set(kept)) != kept:
         raise RequestError(
@@ -354,7 +358,8 @@ def _pooled_width(name: str, class_name: str, text_config: Any) -> int:
 
 
 def _transformers_class(folder: Path, config: dict[str, Any], class_name: str | None) -> str:
-    """Return `class_name`, by default the first entry of `architectures`, after checking that the class exists."""
+    """Return `class_name` or, if it is None, the first entry of `architectures` in a model's config. Raises
+    RequestError if the class does not exist."""
     class_name = class_name or str((config.get("architectures") or ["-"])[0])
     try:
         model_class(class_name)
@@ -367,10 +372,11 @@ def _transformers_class(folder: Path, config: dict[str, Any], class_name: str | 
 
 
 def _load_tokenizer(name: str, folder: Path, length: int | None, num_embeddings: int | None) -> Any:
-    """Load a tokenizer, and check that it belongs to a text model with `length` positions, unless None, and
-    `num_embeddings` token embeddings, if known.
+    """Load a tokenizer, and check that it fits a text model with `length` positions and `num_embeddings` token
+    embeddings; None skips a check.
 
-    A token without an embedding would crash the process on a GPU, so this is checked before any worker starts.
+    A token without an embedding would crash the process on a GPU, so the number of embeddings is checked before any
+    worker starts.
     """
     path = folder / "tokenizer_config.json"
     if not path.is_file():
@@ -414,7 +420,7 @@ def _load_tokenizer(name: str, folder: Path, length: int | None, num_embeddings:
 
 
 def describe_features(name: str, config: FeatureTowerConfig, buckets: Sequence[Bucket]) -> FeatureTower:
-    """Describe a vision encoder.
+    """Build the record of a vision encoder for encoding.json.
 
     Raises:
         RequestError: The model is missing, is not a vision model with one token per patch, or does not fit a bucket.
@@ -457,7 +463,7 @@ def _check_feature_outputs(
     name: str, folder: Path, tower: FeatureTower, vision_config: Any, grid: tuple[int, int]
 ) -> None:
     """Run the model without weights on an image of `grid` (rows, columns) patches, and check that it returns one token
-    per patch, after at most a few other tokens."""
+    per patch, preceded by at most MAX_EXTRA_TOKENS other tokens."""
     height, width = (side * tower.patch for side in grid)
     num_patches = grid[0] * grid[1]
     cause: Exception | None = None

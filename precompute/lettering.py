@@ -16,14 +16,15 @@ Georgian and many symbols."""
 SHOWN = 5
 """Maximum number of missing characters that the note lists."""
 SPECIAL = ("bold", "italic", "oblique", "black", "light", "thin", "condensed", "mono", "serif")
-"""Words in the file names of special styles, which are used only if no plainer font covers as many characters."""
+"""Words in the file names of fonts with special styles, which are used only if no plainer font covers as many
+characters."""
 PLACEHOLDERS = "lastresort"
-"""Part of the file names of fonts that contain a box for every character."""
+"""Part of the file names of fonts that draw every character as a placeholder box."""
 
 
 @dataclass(frozen=True, eq=False)
 class Face:
-    """A font at one size."""
+    """A font at a fixed size."""
 
     font: ImageFont.FreeTypeFont
     characters: frozenset[str]
@@ -31,10 +32,10 @@ class Face:
 
 
 class Lettering:
-    """Measures and draws text in DejaVu Sans, with system fonts as fallbacks for missing glyphs."""
+    """Text measurement and drawing in DejaVu Sans, with system fonts as fallbacks for missing glyphs."""
 
     def __init__(self, texts: Iterable[str], size: int):
-        """Choose the fonts needed for all of `texts`, `size` pixels high."""
+        """Choose the fonts needed to draw all of `texts` at a size of `size` pixels."""
         needed = {char for text in texts for char in text}
         self.faces = [_open(FIRST, size, needed)]
         missing = {char for char in needed - self.faces[0].characters if not _is_invisible(char)}
@@ -42,7 +43,7 @@ class Lettering:
             self.faces.append(_open(path, size, missing))
             missing -= self.faces[-1].characters
         self.missing = sorted(missing)
-        """Characters that no font has. They are drawn as boxes."""
+        """Characters for which no font has a glyph; they are drawn as boxes."""
         self.ascent, _ = self.faces[0].font.getmetrics()
 
     @property
@@ -69,7 +70,8 @@ class Lettering:
             left += face.font.getlength(run)
 
     def _runs(self, text: str) -> Iterator[tuple[Face, str]]:
-        """Split a line into the longest possible runs of one font, because shaping and bidi work only within a run."""
+        """Split a line into runs of one font each. Runs are as long as possible, because shaping and bidirectional
+        layout work only within a run."""
         chosen: list[tuple[Face, str]] = []
         face = self.faces[0]
         for char in text:
@@ -92,7 +94,8 @@ def system_fonts() -> list[Path]:
 
 
 def glyphs(path: Path, wanted: set[str]) -> set[str]:
-    """Return the characters of `wanted` for which a font has glyphs; none for bitmap fonts and unreadable files."""
+    """Return the characters in `wanted` for which the font at `path` has glyphs. The set is empty for bitmap fonts and
+    unreadable files."""
     try:
         font = FT2Font(str(path))
     except (RuntimeError, OSError):  # a format that FreeType does not support, or a damaged file
@@ -101,7 +104,7 @@ def glyphs(path: Path, wanted: set[str]) -> set[str]:
 
 
 def best_cover(fonts: dict[Path, set[str]]) -> Iterator[Path]:
-    """Greedily yield the font that adds the most characters, the first one on ties, until no font adds any."""
+    """Greedily yield the font that adds the most characters (the first of them on ties), until no font adds any."""
     while fonts:
         best = max(fonts, key=lambda path: len(fonts[path]))
         if not (covered := fonts[best]):
@@ -112,16 +115,16 @@ def best_cover(fonts: dict[Path, set[str]]) -> Iterator[Path]:
 
 def _open(path: Path, size: int, wanted: set[str]) -> Face:
     font, found = ImageFont.truetype(str(path), size), glyphs(path, wanted)
-    # colour fonts have layers instead of outlines, which would be drawn as nothing
+    # the glyphs of colour fonts have layers instead of outlines, so they would be drawn blank
     inked = {char for char in found if char.isspace() or _is_invisible(char) or font.getmask(char).getbbox()}
     return Face(font, frozenset(inked))
 
 
 def _is_invisible(char: str) -> bool:
-    """Return whether a character needs no glyph: spaces, control and format characters, variation selectors."""
+    """Return whether a character needs no glyph: a space, control or format character, or variation selector."""
     return unicodedata.category(char) in ("Zs", "Zl", "Zp", "Cc", "Cf") or "\ufe00" <= char <= "\ufe0f"
 
 
 def _is_neutral(char: str) -> bool:
-    """Return whether a character keeps the preceding letters' font: spaces, punctuation, combining marks."""
+    """Return whether a character uses the font of the preceding letters: a space, punctuation or a combining mark."""
     return not char or unicodedata.category(char)[0] in "ZPMC"

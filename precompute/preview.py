@@ -43,8 +43,8 @@ DECODE_TOGETHER = 4
 
 
 def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
-    """Load the VAE that produced the latents, from the folder in encoding.json or from `name`. Raises RequestError if
-    it is missing, or differs from the recorded one."""
+    """Load the VAE that produced the latents, from `name` if it is given, or else from the model named in
+    encoding.json. Raises RequestError if the model is missing, or its weights differ from the recorded ones."""
     folder = model_folder(name or encoding.image.weights.name)
     if hash_weights(str(folder), folder).sha256 != encoding.image.weights.sha256:
         raise RequestError(
@@ -58,8 +58,9 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
 def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, list[dict[str, Any]]]:
     """Choose a bucket, by default the first one with samples, and `count` samples spread over its parts.
 
-    Every chosen part contributes its first samples, as equally as possible. If the bucket has more than
-    `count` parts, `count` of them contribute one sample each. If it has fewer than `count` samples, all are returned.
+    The samples are split as evenly as possible among the chosen parts, and each part contributes its first samples. If
+    the bucket has more than `count` parts, `count` of them contribute one sample each. If the bucket has fewer than
+    `count` samples, all of them are returned.
 
     Raises:
         RequestError: The bucket, or the whole root, has no samples.
@@ -70,7 +71,7 @@ def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, lis
         raise RequestError(f"{root} has no samples yet. Run `make precompute` first.")
     names = active_receipts(list_commits(store))
     names = [name for name in names if name.split("/")[1] == bucket]
-    # evenly spaced ones first, because the other receipts of a large root are not read
+    # start with evenly spaced receipts: in a large root, the remaining ones are then never read
     spread = [names[number * len(names) // count] for number in range(count)] if len(names) > count else []
     parts: list[tuple[str, str, int]] = []
     for receipt in read_receipts(store, list(dict.fromkeys([*spread, *names]))):
@@ -101,7 +102,7 @@ def fair_shares(sizes: list[int], total: int) -> list[int]:
 
 @torch.inference_mode()
 def decode_pictures(samples: list[dict[str, Any]], encoding: EncodingRecord, vae: Any) -> list[Image.Image]:
-    """Decode the means of the stored posteriors."""
+    """Decode stored latents into images, using the mean wherever a posterior is stored."""
     pictures = []
     for start in range(0, len(samples), DECODE_TOGETHER):
         stored = np.stack([image_latents(sample) for sample in samples[start : start + DECODE_TOGETHER]])
@@ -112,7 +113,7 @@ def decode_pictures(samples: list[dict[str, Any]], encoding: EncodingRecord, vae
 
 
 def contact_sheet(pictures: list[Image.Image], labels: list[str], title: str, lettering: Lettering) -> Image.Image:
-    """Arrange images in a grid, each with its wrapped label below. Small images are enlarged."""
+    """Arrange images in a grid below `title`, each above its wrapped label. Small images are enlarged."""
     scale = max(1, SMALLEST_TILE // pictures[0].width)
     width, height = pictures[0].width * scale, pictures[0].height * scale
     columns = math.ceil(len(pictures) ** 0.5)
@@ -130,8 +131,8 @@ def contact_sheet(pictures: list[Image.Image], labels: list[str], title: str, le
 
 
 def wrapped(label: str, width: float, lettering: Lettering) -> list[str]:
-    """Wrap a label to LABEL_LINES lines of `width` pixels, keeping its first line unchanged. If text is left over, the
-    last line ends with an ellipsis."""
+    """Wrap a label into at most LABEL_LINES lines of `width` pixels, and return them. The label's own first line is
+    kept unchanged. If the text does not fit, the last line ends with an ellipsis."""
     first, _, rest = label.partition("\n")
     lines = list(islice(_filled(rest.split(), width, lettering), LABEL_LINES))
     if len(lines) < LABEL_LINES:
@@ -143,7 +144,8 @@ def wrapped(label: str, width: float, lettering: Lettering) -> list[str]:
 
 
 def _filled(words: list[str], width: float, lettering: Lettering) -> Iterator[str]:
-    """Yield lines filled with words. A word wider than a line, as in scripts without spaces, may be broken anywhere."""
+    """Yield lines filled with words. A word that is wider than a line, which is common in scripts without spaces, may
+    be broken at any character."""
     line = ""
     for word in words:
         together = f"{line} {word}" if line else word

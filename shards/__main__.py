@@ -87,7 +87,7 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
         case "recall":
             add("--node", help="host name")
             add("--gpu", help="GPU UUID or GPU name")
-            add("--since", help="only parts begun at or after this UTC time, such as 2026-11-22T10:00")
+            add("--since", help="only parts started at or after this UTC time, such as 2026-11-22T10:00")
             add("--dry-run", action="store_true", help="list the parts without recalling them")
     if name in ("stats", "where", "by-node"):
         add("--json", action="store_true", help="print JSON")
@@ -157,7 +157,7 @@ def recall_parts(options: argparse.Namespace) -> None:
 
 
 def clean_up(options: argparse.Namespace) -> None:
-    """Delete orphaned files: uncommitted parts and unfinished uploads. Run this only if no job writes to the root."""
+    """Delete orphaned files: uncommitted parts and unfinished uploads. Run it only while no job writes to the root."""
     gone = clean(options.root, parse_age(options.older_than))
     for folder in gone:
         print(folder)
@@ -209,7 +209,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "clean": (clean_up, " --older-than 7d"),
     "derive": (derive_root, " runs/data/small --image.storage int8 --text.storage float8 --text.trim true"),
 }
-"""The function of each command, whose docstring is the help text, and example arguments to show after ROOT."""
+"""Command → its function, whose docstring is the help text, and example arguments to show after ROOT."""
 
 main = console(run)
 

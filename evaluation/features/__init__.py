@@ -1,1 +1,1 @@
-"""Image features: extractors with local weights, applied once to sample sets and references and stored in parts."""
+"""Image features, computed once for each sample set or reference by extractors with local weights, and then stored."""

@@ -1,4 +1,4 @@
-"""Networks that extract features from images. Each is loaded from a local path and identified by its content.
+"""Networks that extract features from images. Each is loaded from a local path and identified by a hash of its files.
 
 Each extractor resizes images in its own way, so the resizing is part of a metric's id.
 """
@@ -26,13 +26,13 @@ from shards.format.models import FILES, OTHER_VOCABULARIES, TOKENIZER_FILES, rea
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 DINOV2_PREPROCESSING = Preprocessing(224, False, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 BILINEAR, CROPPED, SQUASHED = "bilinear as TensorFlow 1", "bicubic antialias, center", "bicubic antialias"
-"""Descriptions of resizing. They are hashed into metric ids, so they must not change."""
+"""Descriptions of the extractors' resizing methods. They are hashed into metric ids, so they must not change."""
 TOY_CELLS = 4
-"""Side of the grid whose mean colours are the toy extractor's features."""
+"""Number of cells along each side of the toy extractor's grid. Its features are the cells' mean colours."""
 WEIGHTS_NAME = "model.safetensors"
 
 Pixels = np.ndarray
-"""(N, height, width, 3) uint8."""
+"""Images, (N, height, width, 3) uint8."""
 Extractor = Callable[[Pixels], Tensor]
 """Function that maps images to (N, D) float32 features."""
 
@@ -41,8 +41,8 @@ class ExtractorConfig(Config):
     """A feature extractor, loaded from a local path. Nothing is downloaded."""
 
     weights: Path | None = None
-    """For `inception`, torch-fidelity's weights file. For `clip`, a folder in transformers' or open_clip's format. For
-    `dinov2`, a folder in transformers' format. null: the extractor is not used."""
+    """Local path of the weights. `inception` needs torch-fidelity's weights file; `clip`, a folder in transformers' or
+    open_clip's format; `dinov2`, a folder in transformers' format. null: the extractor is not used."""
     sha256: str | None = None
     """Expected SHA-256 of the weights. null: any weights are accepted. Metric ids contain the hash in either case."""
 
@@ -59,11 +59,11 @@ class ExtractorsConfig(Config):
     toy: bool = Field(False)
     """Use the mean colours of 4 × 4 cells as features, for `toy_fid` and `toy_kid`. Meant for demos without weights."""
     batch_size: int = Field(64, ge=1)
-    """Images per batch."""
+    """Number of images per batch."""
 
 
 def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[str, Any]:
-    """Return everything that an extractor's features depend on: its kind, its weights' hash and its resizing.
+    """Return everything that an extractor's features depend on: its kind, the hash of its weights, and its resizing.
 
     Raises:
         RequestError: the weights are not set, do not exist, belong to a different model, or have an unexpected hash.
@@ -93,7 +93,7 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
 
 
 def _check_files(kind: ExtractorName, weights: Path, open_clip_weights: Path | None, option: str) -> None:
-    """Check that existing weights are in a format from which `kind` can be loaded."""
+    """Check that `weights`, a path that exists, has a format from which the extractor `kind` can be loaded."""
     file = open_clip_weights or (weights if kind == "inception" else weights / WEIGHTS_NAME)
     if not file.is_file():
         expected = f"a transformers folder with config.json and {WEIGHTS_NAME}"
@@ -104,7 +104,7 @@ def _check_files(kind: ExtractorName, weights: Path, open_clip_weights: Path | N
         raise RequestError(f"{weights} does not contain the weights of {kind}. Set {option} to {expected}.")
     if kind != "inception" and open_clip_weights is None:
         found = read_model_config(weights).get("model_type")
-        if found != kind:  # transformers would load none of the weights, and silently initialise the model randomly
+        if found != kind:  # transformers would load none of the weights, and silently initialise the model at random
             raise RequestError(
                 f"{weights} contains a model of type {found!r} instead of {kind!r}. Set {option} to a {kind} model."
             )
@@ -116,7 +116,7 @@ def extractor_id(description: dict[str, Any]) -> str:
 
 
 def load_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Extractor:
-    """Load an extractor to `device`, in float32."""
+    """Load an extractor onto `device`, in float32."""
     if kind == "toy":
         return lambda pixels: adaptive_avg_pool2d(_to_floats(pixels, device), TOY_CELLS).flatten(1)
     assert weights is not None
@@ -132,9 +132,10 @@ def load_extractor(kind: ExtractorName, weights: Path | None, device: str) -> Ex
 
 
 def load_text_features(weights: Path, device: str) -> Callable[[list[str]], Tensor]:
-    """Load CLIP's text encoder, which maps prompts to (N, D) float32 features comparable with the `clip` extractor's.
+    """Load CLIP's text encoder, a function from prompts to (N, D) float32 features.
 
-    Prompts are truncated to the tokenizer's maximum length.
+    The features are comparable with the image features from the `clip` extractor. Prompts are truncated to the
+    tokenizer's maximum length.
     """
     from transformers import AutoTokenizer, CLIPModel
 
@@ -176,7 +177,7 @@ def _inception(weights: Path, device: str) -> Extractor:
 
 
 def _load_encoder(kind: ExtractorName, weights: Path, device: str) -> tuple[Callable[[Tensor], Tensor], Preprocessing]:
-    """Load a network that maps (N, 3, side, side) normalised images to (N, D) features, and its preprocessing."""
+    """Return a network that maps (N, 3, side, side) normalised images to (N, D) features, and its preprocessing."""
     from transformers import CLIPModel, Dinov2Model
 
     model: Any
@@ -212,7 +213,7 @@ def _preprocess(pictures: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 def _hash(weights: Path, open_clip_weights: Path | None) -> str:
-    """Hash a weights file, or a folder's config, weights and tokenizer."""
+    """Hash a weights file, or the config, weights and tokenizer in a folder."""
     if weights.is_file():
         return sha256_file(weights)
     names: tuple[str, ...] = FILES

@@ -43,7 +43,7 @@ ISOLATE_FROM = 2
 """First attempt that decodes images in a child process, because an image may have crashed the previous attempt."""
 FEATURES, TEXTS, MOMENTS = "features.npy", "texts.npy", "moments.npz"
 cached_extractor, cached_text_encoder = lru_cache(maxsize=1)(load_extractor), lru_cache(maxsize=1)(load_text_features)
-"""Each is loaded once for all units of a worker."""
+"""Cached loaders, so that a worker loads each network once for all its units."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Features:
     extractor: dict[str, Any]
     """The extractor's description, as returned by `describe_extractor`."""
     inputs: dict[str, str]
-    """Unit → SHA-256 of its input."""
+    """Name of each unit → SHA-256 of its input."""
     rejected: dict[str, int]
     """Reason → number of rejected images."""
 
@@ -126,10 +126,13 @@ def extract_on_worker(
     attempt: int,
     report: Callable[[int], None],
 ) -> PartReceipt:
-    """Make one attempt at one unit, store its features in `folder` of `place`, and report the number of images so far.
+    """Make one attempt at one unit: extract its features, and store them in `folder` below `place`.
 
-    On the first attempt, an image that crashes or hangs its decoder takes the worker down. Later attempts decode in a
-    child process, where such an image is rejected and the others are kept.
+    On the first attempt, an image that crashes or hangs its decoder takes down the worker. Later attempts decode in a
+    child process, so that only such an image is rejected and the others are kept.
+
+    Args:
+        report: called with the number of images processed so far.
     """
 
     def check_finite(features: torch.Tensor) -> np.ndarray:
@@ -200,7 +203,7 @@ def reference_features(
 
 
 def read_moments(path: Path) -> tuple[Moments, str]:
-    """Read published moments from an npz file, and return them with their id, a hash of the file.
+    """Read published moments from an npz file, and return them with their id, which is a hash of the file.
 
     Raises:
         RequestError: the file is missing, or does not contain a mean and a covariance.

@@ -20,7 +20,7 @@ CONFIG_NAME = "open_clip_config.json"
 WEIGHTS_NAMES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 """File names that open_clip's `push_to_hf_hub` writes, in order of preference."""
 CROPS = {"shortest": True, "squash": False}
-"""open_clip's `resize_mode` → whether the shorter side is resized and the image center-cropped."""
+"""open_clip's `resize_mode` → value of `Preprocessing.crop`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Preprocessing:
     side: int
     """Side of the network's input, in pixels."""
     crop: bool
-    """Resize the shorter side and center-crop. If false, resize both sides regardless of the aspect ratio."""
+    """Whether to resize the shorter side and center-crop. If false, both sides are resized regardless of the aspect
+    ratio."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -44,7 +45,7 @@ def weights_file(folder: Path) -> Path | None:
     found = [folder / name for name in WEIGHTS_NAMES if (folder / name).is_file()]
     if not found or not (folder / CONFIG_NAME).is_file():
         return None
-    # config.json may be timm's, which is written alongside open_clip's files
+    # config.json may be timm's config, which is written alongside open_clip's files
     has_both = (folder / "model.safetensors").is_file() and (folder / "config.json").is_file()
     return None if has_both and read_model_config(folder).get("model_type") == "clip" else found[0]
 
@@ -108,7 +109,7 @@ def open_clip_errors(file: Path) -> Iterator[None]:
 
 
 def load_text_features(folder: Path, device: str) -> Callable[[list[str]], Tensor]:
-    """Load the text encoder, which maps prompts to (N, D) float32 features comparable with the image features.
+    """Load the text encoder, a function from prompts to (N, D) float32 features comparable with the image features.
 
     Prompts are truncated to the tokenizer's maximum length.
     """

@@ -40,7 +40,7 @@ SELECTING_LIMITS = {"formats", "max_pixels", "max_side", "max_bytes"}
 
 
 class ReferenceConfig(Config):
-    """The images that a model's samples are compared with."""
+    """The reference: images that a model's samples are compared with."""
 
     place: Place | None = None
     """Folder or URL where the reference's features are stored."""
@@ -48,9 +48,10 @@ class ReferenceConfig(Config):
     """Folder or URL of tars, or a folder of image files. null: the features already exist at `place`."""
     moments: Path | None = None
     """An npz file with `mu` and `sigma`, in the format of pytorch-fid and MLPerf. Replaces `place` and `pictures`, but
-    suffices only for Fréchet distances at N samples."""
+    suffices only for `fid`, `clip_fid`, `fd_dinov2` and `toy_fid`."""
     size: BucketName = "512x512"
-    """WIDTHxHEIGHT in pixels, which must equal the samples' size. Smaller images are skipped."""
+    """Size of the reference images (WIDTHxHEIGHT, in pixels), which must equal the samples' size. Smaller images are
+    skipped."""
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
 
@@ -67,7 +68,7 @@ class ReferenceConfig(Config):
         return self
 
     def record(self) -> dict[str, Any]:
-        """Return the settings that determine which images belong to the reference, and their pixels."""
+        """Return the settings that determine which images belong to the reference and what their pixels are."""
         pixels = self.pixels
         own = {"size": self.size, "decoder": pixels.decoder, "resampling": pixels.resampling, "crop": pixels.crop}
         return {**own, "limits": self.limits.model_dump(mode="json", include=SELECTING_LIMITS)}
@@ -89,15 +90,15 @@ class SampleUnit:
 
     name: str
     place: Path | str
-    """The sample set."""
+    """Folder or URL of the sample set."""
     receipt: PartReceipt
     texts: tuple[str, ...]
     """Prompt of each image."""
 
     def pictures(self, record: InputRecord, isolate: bool = False) -> Generator[np.ndarray, None, None]:
-        """Yield the images, (height, width, 3) uint8, in order.
+        """Yield the images in order, each (height, width, 3) uint8.
 
-        `isolate` has no effect, because `evaluation sample` wrote these files.
+        `isolate` has no effect: `evaluation sample` wrote these files, so they can be decoded safely.
 
         Raises:
             DamagedInput: a file is missing or damaged.
@@ -118,10 +119,10 @@ class ReferenceUnit:
     decode: Decode = decode
 
     def pictures(self, record: InputRecord, isolate: bool = False) -> Generator[np.ndarray, None, None]:
-        """Yield the valid images that are large enough, (height, width, 3) uint8, in the source's order.
+        """Yield all images that are valid and large enough, in the source's order, each (height, width, 3) uint8.
 
-        With `isolate`, a child process decodes them, and an image that crashes or hangs it is rejected as
-        `decoder_crash`.
+        With `isolate`, a child process decodes the images, and any image that crashes or hangs that process is rejected
+        as `decoder_crash`.
 
         Raises:
             Stuck: a decoding thread hangs, so the process must be ended.
@@ -167,7 +168,7 @@ def sample_units(samples: SampleSet) -> list[SampleUnit]:
 
 
 def reference_units(config: ReferenceConfig) -> list[ReferenceUnit]:
-    """Return the tars of a reference, or its image files in units of `FILES_PER_UNIT`.
+    """Divide a reference into units: one for each tar, or one for every `FILES_PER_UNIT` image files.
 
     Raises:
         RequestError: the folder contains neither tars nor image files.
@@ -188,7 +189,7 @@ def reference_units(config: ReferenceConfig) -> list[ReferenceUnit]:
 
 @contextmanager
 def _decoder(decode: Decode, limits: LimitsConfig, isolate: bool) -> Iterator[Decode]:
-    """Provide `decode` with a time limit: in a child process if `isolate`, otherwise in a thread."""
+    """Yield a version of `decode` with a time limit. It runs in a child process if `isolate`, otherwise in a thread."""
     if isolate:
         with Isolated(decode, limits) as isolated:
             yield isolated

@@ -1,1 +1,1 @@
-"""Metrics over features, with 95 % intervals: Fréchet and kernel distances, precision and recall, CLIP score."""
+"""Metrics computed from features, with 95 % intervals: Fréchet and kernel distances, precision, recall, CLIP score."""

@@ -50,12 +50,12 @@ def frechet_distance(first: Moments, second: Moments) -> float:
 
 
 class GroupSums:
-    """Per-group counts, sums and products of features, for computing the moments with some groups left out."""
+    """Counts, sums and products of features per group, from which moments with some groups left out are computed."""
 
     def __init__(self, features: np.ndarray, groups: np.ndarray):
         """Sum (N, D) features by their (N,) groups."""
         features = features.astype(np.float64)
-        self.origin = features.mean(0)  # centre first: sums of squares of large values lose precision
+        self.origin = features.mean(0)  # subtracted first, because sums of squares of large values lose precision
         parts = [features[groups == group] - self.origin for group in range(GROUPS)]
         self.counts = np.array([len(part) for part in parts])
         self.sums = np.stack([part.sum(0) for part in parts])
@@ -72,10 +72,14 @@ class GroupSums:
 
 
 def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments) -> Estimate:
-    """Estimate the distance of (N, D) features, with (N,) prompt ids, from a reference. The upward bias remains.
+    """Estimate the distance between N samples and a reference, without correcting the estimate's upward bias.
+
+    Args:
+        features: (N, D) features of the samples.
+        clusters: (N,) prompt ids of the samples.
 
     Raises:
-        RequestError: there are fewer samples than the covariance needs.
+        RequestError: there are too few samples for a nonsingular covariance.
     """
     check_enough(features)
     sums = GroupSums(features, groups_of(clusters))
@@ -84,12 +88,18 @@ def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments)
 
 
 def frechet_infinity(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
-    """Estimate the distance at infinitely many samples on both sides, from (N, D) and (M, D) features.
+    """Estimate the distance that samples and a reference would have with infinitely many images on both sides.
 
-    The jackknife leaves out the same group of the (N,) prompt ids and of the reference at once.
+    Prompts and reference images are divided into the same number of groups. The jackknife leaves out one group of each,
+    or two, at a time.
+
+    Args:
+        features: (N, D) features of the samples.
+        clusters: (N,) prompt ids of the samples.
+        reference: (M, D) features of the reference.
 
     Raises:
-        RequestError: either side has fewer samples than its covariance needs.
+        RequestError: either side has too few samples for a nonsingular covariance.
     """
     check_enough(features)
     check_enough(reference, "in the reference")
@@ -100,7 +110,7 @@ def frechet_infinity(features: np.ndarray, clusters: np.ndarray, reference: np.n
 
 
 def check_enough(features: np.ndarray, where: str = "drawn") -> None:
-    """Check that the covariance of (N, D) features is nonsingular even with the jackknife's groups left out.
+    """Check that the covariance of (N, D) features stays nonsingular when the jackknife leaves out groups.
 
     Raises:
         RequestError: there are too few samples.

@@ -1,9 +1,9 @@
-"""Confidence intervals for metrics: a statistic's bias and variance, from its values with some samples left out.
+"""Confidence intervals for metrics. Bias and variance are estimated from a metric's values with some samples left out.
 
 Samples are left out in groups of whole prompts, because images of the same prompt are not independent. The variance
 estimator is from Efron and Stein ("The jackknife estimate of variance", Annals of Statistics 9, 1981, section 5). It
-corrects the plain jackknife, which counts second-order terms twice. When two distributions are nearly equal, only
-second-order terms remain.
+corrects the plain jackknife, which counts second-order terms twice. The correction matters most if two distributions
+are nearly equal, because then only second-order terms remain.
 """
 
 import math
@@ -21,14 +21,14 @@ MIN_CLUSTERS = 2 * GROUPS
 """Minimum number of prompts, or of images in a reference: two per group. With fewer, intervals are too narrow."""
 COVERAGE = 0.95
 MIN_SHARE = 0.6
-"""Lower bound on the corrected variance, as a fraction of the plain jackknife's. In theory one half would suffice,
-because the plain variance counts the second-order part twice, but with 12 groups both parts are noisy.
-`python -m bench.outputs.intervals` measures the effect."""
+"""Lower bound on the corrected variance, as a fraction of the plain jackknife's variance. In theory, one half would
+suffice, because the plain variance counts the second-order part twice. With only 12 groups, however, both parts are
+noisy. `python -m bench.outputs.intervals` measures the effect of this bound."""
 MIN_DEVIATIONS = 4.0
 """Lower bound on the distance that determines an interval's width, in standard deviations (`Jackknife.interval`)."""
 
 Statistic = Callable[[tuple[int, ...]], float]
-"""Maps the groups to leave out to the statistic's value over all other groups."""
+"""Function from the groups to leave out to the statistic's value over all other groups."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,21 @@ class Jackknife:
     """Part of the variance that is due to first-order terms."""
 
     def interval(self, estimand: str, unbiased: bool = False) -> Estimate:
-        """Return the 95 % interval for a squared distance, by Student's t over the groups.
+        """Return the 95 % interval for a squared distance, based on Student's t distribution over the groups.
 
-        The first-order part of a squared distance's variance is proportional to the distance. As in Wilson's interval
+        The first-order part of a squared distance's variance is proportional to the distance. As in the Wilson interval
         for a proportion, the interval therefore contains every θ whose variance is large enough to produce this value:
 
             (θ − value)² ≤ t²·(variance + slope·(θ − value)),    slope = linear / distance
 
-        where the distance is taken to be at least `MIN_DEVIATIONS` standard deviations, in case it is
-        indistinguishable from 0.
+        where the distance is taken to be at least `MIN_DEVIATIONS` standard deviations, in case it cannot be
+        distinguished from 0.
 
         A distance is never negative, so the interval is truncated at 0. An unbiased estimate can be negative; if the
-        distributions are equal, about half of all estimates are. A negative estimate gets the interval for an estimate
-        of 0. It contains the whole non-negative part of the untruncated interval, so it covers the true distance at
-        least as often. With `unbiased`, the estimate is the unbiased value, not the value over all samples.
+        distributions are equal, about half of all estimates are negative. A negative estimate gets the interval for an
+        estimate of 0. That interval contains the whole non-negative part of the untruncated interval, so it covers the
+        true distance at least as often. With `unbiased`, the estimate is the unbiased value instead of the value over
+        all samples.
         """
         value = self.unbiased if unbiased else self.value
         t2 = t.ppf((1 + COVERAGE) / 2, GROUPS - 1) ** 2
@@ -82,11 +83,12 @@ class Jackknife:
 def jackknife(statistic: Statistic) -> Jackknife:
     """Estimate bias and variance by leaving out each group, and each pair of groups.
 
-    The statistic is computed 1 + G + G(G − 1)/2 times, for G groups. With its values S, S₍ᵢ₎ and S₍ᵢⱼ₎:
+    For G groups, the statistic is computed 1 + G + G(G − 1)/2 times. Let S be its value over all samples, S₍ᵢ₎ without
+    group i, and S₍ᵢⱼ₎ without groups i and j:
 
         unbiased   G·S − (G − 1)·mean S₍ᵢ₎                                     (without a 1/N term)
         variance   (G − 1)/G·Σᵢ(S₍ᵢ₎ − mean)² − 1/(G(G − 1))·Σᵢ﹤ⱼ(Qᵢⱼ − mean Q)²
-        linear     the same, minus the second sum once more
+        linear     the variance, minus its second term once more
         Qᵢⱼ        G·S − (G − 1)·(S₍ᵢ₎ + S₍ⱼ₎) + (G − 2)·S₍ᵢⱼ₎
     """
     count = GROUPS
@@ -107,8 +109,9 @@ def jackknife(statistic: Statistic) -> Jackknife:
 def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
     """Assign whole clusters, such as prompts, to groups at random and evenly: (N,) cluster ids → (N,) groups.
 
-    If kinds of prompt alternate in the prompt file, round-robin assignment would put each kind into its own group, and
-    the groups would differ too much. The assignment depends only on the number of clusters and their order.
+    Round-robin assignment would not work if different kinds of prompts alternate in the prompt file: each kind would
+    get its own groups, and the groups would differ too much. The assignment depends only on the number of clusters and
+    their order.
     """
     _, first, inverse = np.unique(clusters, return_index=True, return_inverse=True)
     rank = np.argsort(np.argsort(first))  # position of each cluster by first appearance
@@ -120,10 +123,14 @@ def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
 def mean_interval(
     values: np.ndarray, clusters: np.ndarray, estimand: str, lowest: float = -math.inf, highest: float = math.inf
 ) -> Estimate:
-    """Return the mean of (N,) values with (N,) cluster ids, such as prompts, and its interval.
+    """Estimate the mean of values in clusters.
 
-    The interval follows from the linearised variance of the ratio estimator, and stays within the values' limits,
-    `lowest` and `highest`.
+    The interval is based on the linearised variance of the ratio estimator, and is clipped to the range of possible
+    values, `lowest` to `highest`.
+
+    Args:
+        values: (N,) values.
+        clusters: (N,) ids of the values' clusters, such as prompt ids.
     """
     _, inverse = np.unique(clusters, return_inverse=True)
     sizes = np.bincount(inverse)
@@ -136,9 +143,14 @@ def mean_interval(
 
 
 def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Estimate:
-    """Return the share of (N,) bool hits with (N,) cluster ids, and Wilson's interval at the effective sample size.
+    """Estimate the share of samples that are hits.
 
-    The effective size is the number of independent samples whose share would have the same variance.
+    The interval is the Wilson interval at the effective sample size: the number of independent samples for which the
+    share would have the same variance.
+
+    Args:
+        hits: (N,) bool.
+        clusters: (N,) ids of the samples' clusters, such as prompt ids.
     """
     share = float(hits.mean())
     plain = mean_interval(hits.astype(np.float64), clusters, estimand)
@@ -151,7 +163,7 @@ def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Est
 
 
 def wilson(share: Any, count: Any, quantile: Any) -> tuple[Any, Any]:
-    """Return Wilson's interval (1927) for a share p of n independent samples at quantile q. It lies within [0, 1].
+    """Return the Wilson interval (1927), which is within [0, 1], for a share p of n independent samples at quantile q.
 
     (p + q²/2n ± q·√(p(1 − p)/n + q²/4n²)) / (1 + q²/n)
     """

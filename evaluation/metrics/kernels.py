@@ -22,7 +22,7 @@ CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
 ESTIMAND = "squared discrepancy between the model's distribution and the reference's"
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
-"""(N, D), (M, D) → (N, M)."""
+"""Function from features (N, D) and (M, D) to their kernel matrix (N, M)."""
 
 
 def cubic(x: Tensor, y: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class KernelSums:
 
 
 def kid(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> Estimate:
-    """Estimate the kernel Inception distance over all pairs, not over random subsets, which have the same mean."""
+    """Estimate the kernel Inception distance from all pairs. The usual random subsets give the same expected value."""
     return mmd(features, clusters, reference, cubic).interval(ESTIMAND)
 
 
@@ -65,9 +65,15 @@ def cmmd(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) -> E
 
 
 def mmd(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray, kernel: Kernel) -> Jackknife:
-    """Estimate MMD²ᵤ between (N, D) features, with (N,) prompt ids, and (M, D) features in float64.
+    """Estimate MMD²ᵤ between samples and a reference, in float64.
 
-    The jackknife leaves out the same group on both sides at once.
+    Prompts and reference images are divided into the same number of groups. The jackknife leaves out one group of each,
+    or two, at a time.
+
+    Args:
+        features: (N, D) features of the samples.
+        clusters: (N,) prompt ids of the samples.
+        reference: (M, D) features of the reference.
     """
     reference_clusters = np.arange(len(reference))
     groups, reference_groups = groups_of(clusters), groups_of(reference_clusters)
@@ -89,7 +95,7 @@ def kernel_sums(
     y_clusters: np.ndarray | None,
     kernel: Kernel,
 ) -> KernelSums:
-    """Sum a kernel over all pairs of (N, D) and (M, D) rows, by group.
+    """Sum a kernel over all pairs of rows from `x`, (N, D), and `y`, (M, D), separately for each pair of groups.
 
     If clusters are given, pairs within the same cluster are excluded.
     """

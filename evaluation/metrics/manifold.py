@@ -1,8 +1,8 @@
 """Improved precision and recall (Kynkäänniemi et al., 2019).
 
-The manifold of a set of features is a union of balls, one centred on each point and reaching to the point's third
-nearest neighbour. Precision is the share of samples inside the reference's manifold. Recall is the share of the
-reference inside the samples' manifold.
+The manifold of a set of features is a union of balls. Each ball is centred on one point and reaches to that point's
+third nearest neighbour. Precision is the share of samples inside the reference's manifold. Recall is the share of
+reference images inside the samples' manifold.
 """
 
 from collections.abc import Iterator
@@ -32,9 +32,9 @@ def recall(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) ->
 
 
 def covered(queries: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Return (N,) bool: whether each of the (N, D) queries is inside the manifold of the (M, D) points."""
+    """Return whether each of the (N, D) queries is inside the manifold of the (M, D) points, as (N,) bool."""
     device = best_device()
-    origin = points.mean(0)  # centring leaves distances unchanged and improves their precision
+    origin = points.mean(0)  # subtracting it leaves distances unchanged and improves their precision
     x, y = (torch.from_numpy((rows - origin).astype(np.float64)).to(device) for rows in (queries, points))
     # + 1 because each point is its own nearest neighbour
     radii = torch.cat([distances.kthvalue(NEIGHBOURS + 1, dim=1).values for distances in _squared_distances(y, y)])
@@ -44,7 +44,7 @@ def covered(queries: np.ndarray, points: np.ndarray) -> np.ndarray:
 
 
 def _squared_distances(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
-    """Yield the squared distances of all rows from all columns in blocks, (BLOCK_ROWS, M)."""
+    """Yield the squared distances between all rows and all columns, in blocks of shape (BLOCK_ROWS, M)."""
     lengths = (columns**2).sum(1)
     for block in rows.split(BLOCK_ROWS):
         yield ((block**2).sum(1, keepdim=True) + lengths - 2 * block @ columns.T).clamp_min(0)

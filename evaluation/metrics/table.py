@@ -1,6 +1,7 @@
 """All metrics by name, and metric ids.
 
-An id is a hash of everything except the model that affects a value. Only values with equal ids are comparable.
+An id is a hash of everything that affects a metric's value, except the model. Values are comparable only if their ids
+are equal.
 """
 
 import hashlib
@@ -32,12 +33,12 @@ MetricName = Literal[
 ]
 ExtractorName = Literal["inception", "clip", "dinov2", "toy"]
 NOT_IN_ID = ("seed",)
-"""Drawing fields excluded from the id: another seed gives another draw of the same metric."""
+"""Fields of a drawing that are excluded from the id. A different seed gives another draw of the same metric."""
 
 
 @dataclass(frozen=True)
 class MetricInputs:
-    """Everything that a metric is computed from."""
+    """Everything that metrics are computed from."""
 
     features: np.ndarray
     """(N, D) features of the samples."""
@@ -63,7 +64,7 @@ class Metric:
 
 
 def clip_score(inputs: MetricInputs) -> Estimate:
-    """Estimate the CLIP score: max(0, 100·cos) between image and prompt (Hessel et al., 2021, with weight 100)."""
+    """Estimate the CLIP score: the mean of max(0, 100·cos(image, prompt)) (Hessel et al., 2021, with weight 100)."""
     assert inputs.texts is not None
     x, y = inputs.features.astype(np.float64), inputs.texts.astype(np.float64)
     cosines = (x * y).sum(1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))

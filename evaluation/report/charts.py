@@ -1,4 +1,4 @@
-"""Line charts as inline SVG that remain readable without colour: every line has its own dash, marker and label."""
+"""Line charts as inline SVG. Lines differ in dash, marker and label, so charts are readable without colour."""
 
 import html
 import math
@@ -125,9 +125,9 @@ def marker_of(style: int) -> str:
 
 
 def _spread_labels(places: list[float], lowest: float) -> list[float]:
-    """Move labels apart vertically, by as little as needed, without going below `lowest`.
+    """Move labels apart vertically, by as little as needed, and keep all of them above `lowest`.
 
-    Neighbours keep `LABEL_HEIGHT` between them, or share the available height evenly if there are too many.
+    Adjacent labels end up at least `LABEL_HEIGHT` apart, or are spaced evenly if there is too little height for that.
     """
     step = min(LABEL_HEIGHT, (lowest - TOP) / len(places))
     order = sorted(range(len(places)), key=lambda i: places[i])
@@ -150,5 +150,5 @@ def _text(x: float, y: float, anchor: str, text: str) -> str:
 
 
 def tick(value: float) -> str:
-    """Format a number with at most four significant digits, or with thousands separators from 1,000 on."""
+    """Format a number with up to four significant digits or, from 1,000 up, as an integer with thousands separators."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

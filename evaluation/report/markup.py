@@ -1,6 +1,7 @@
 """Pages and their building blocks, rendered by Jinja with autoescaping.
 
-`macros` has the building blocks of macros.html, which return `Markup`. Any other string in a template is escaped.
+`macros` provides the building blocks defined in macros.html, which return `Markup`. Any other string in a template is
+escaped.
 """
 
 import base64
@@ -58,7 +59,7 @@ def format_cell(value: Any) -> str:
 
 
 def mark_code(text: str) -> Markup:
-    """Escape the text, and turn text between backticks into code."""
+    """Escape the text, and turn text between backticks into <code> elements."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 

@@ -23,7 +23,8 @@ from shards.open import open_store
 from shards.tools.stats import root_totals
 
 TABLE_ROWS = 12
-"""Maximum table rows for each line of a chart. If a line has more points, evenly spaced ones are listed."""
+"""Maximum number of table rows for each line of a chart. If a line has more points, only evenly spaced ones are
+listed."""
 
 
 class ReportConfig(Config):
@@ -32,17 +33,17 @@ class ReportConfig(Config):
     output: Path = Path("runs/report.html")
     """Path of the report."""
     price_per_hour: float | None = Field(None, ge=0)
-    """Dollars per GPU hour (`plan/gpus.yaml` lists some); null: report GPU hours only."""
+    """Dollars per GPU hour (`plan/gpus.yaml` lists some prices); null: report only GPU hours."""
     prompts: int = Field(6, ge=0)
-    """Number of prompts whose images are shown, from the start of each sample set."""
+    """Number of prompts to show images for, taken from the start of each sample set."""
     checkpoints: int = Field(8, ge=2)
-    """Maximum number of checkpoints, evenly spaced, whose images are shown."""
+    """Maximum number of checkpoints to show images from. They are evenly spaced."""
     side: int = Field(160, ge=16)
     """Longer side of the images on the page, in pixels."""
 
 
 def render(runs: Sequence[LoggedRun], config: ReportConfig, title: str, first: Sequence[Section] = ()) -> str:
-    """Render the report. Sections in `first` precede the report's own."""
+    """Render the report. The sections in `first` come before the report's own sections."""
     contents = {
         "summary": ("At a glance", summary(runs)),
         "losses": ("Loss", losses(runs)),
@@ -78,7 +79,7 @@ def summary(runs: Sequence[LoggedRun]) -> list[Markup]:
 
 
 def losses(runs: Sequence[LoggedRun]) -> list[Markup]:
-    """Plot the training and validation losses. A run initialised from another run is drawn after it."""
+    """Plot the training and validation losses. A run that was initialised from another run is drawn after that run."""
     offsets = step_offsets(runs)
     lines = _curves(runs, "loss") + _curves(runs, "val_loss", " held out", len(runs))
     if not lines:
@@ -137,7 +138,7 @@ def strips(runs: Sequence[LoggedRun], config: ReportConfig) -> list[Markup]:
 
 
 def same_prompts(runs: Sequence[LoggedRun], config: ReportConfig) -> list[Markup]:
-    """Show the newest images of prompts that several runs share, side by side."""
+    """Show the runs' newest images side by side, for each prompt that several runs share."""
     rows: dict[Prompt, dict[str, Image]] = {}
     sharing: dict[Prompt, set[str]] = {}
     for run in runs:
@@ -152,7 +153,7 @@ def same_prompts(runs: Sequence[LoggedRun], config: ReportConfig) -> list[Markup
 
 
 def speed(runs: Sequence[LoggedRun]) -> list[Markup]:
-    """Tabulate the median speed, and plot throughput and MFU over steps."""
+    """Tabulate the runs' median speeds, and plot throughput and MFU over steps."""
     fields = ("images_per_second", "images_per_second_per_gpu", "mfu", "data_wait", "memory_gb")
     header = ["run", "images/s", "images/s per process", "MFU", "share of time waiting for data", "peak memory, GiB"]
     rows = [[run.name, *(run.median(field) for field in fields)] for run in runs]
@@ -169,7 +170,7 @@ def speed(runs: Sequence[LoggedRun]) -> list[Markup]:
 
 
 def costs(runs: Sequence[LoggedRun], price: float | None) -> list[Markup]:
-    """Tabulate the hours spent on training steps and on evaluations, and their price."""
+    """Tabulate the hours spent on training steps and on evaluations, and what they cost."""
     rows: list[list[Any]] = []
     for run in runs:
         images = run.steps * run.config["global_batch_size"]
@@ -190,7 +191,7 @@ def costs(runs: Sequence[LoggedRun], price: float | None) -> list[Markup]:
 
 
 def data(runs: Sequence[LoggedRun]) -> list[Markup]:
-    """Account for the samples in every root that the runs were trained on."""
+    """Tabulate the samples in every root that the runs were trained on: encoded, rejected by reason, and per bucket."""
     readers: dict[str, list[str]] = {}
     for run in runs:
         for stream in run.config["data"]["streams"]:
@@ -233,7 +234,7 @@ def _root(root: str, users: list[str]) -> list[Markup]:
 def _curves(
     runs: Sequence[LoggedRun], field: str, suffix: str = "", first_style: int = 0, max_points: int = MAX_POINTS
 ) -> list[Series]:
-    """Return the curve of a logged field for each run that has it."""
+    """Return the curve of a logged field for each run that logged it."""
     offsets, lines = step_offsets(runs), []
     for style, run in enumerate(runs, start=first_style):
         if curve := run.curve(field, offsets[run.name]):

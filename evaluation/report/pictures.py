@@ -1,4 +1,4 @@
-"""Images of fixed prompts, read from a sample set and arranged side by side. They are scaled down, never re-encoded."""
+"""Images of fixed prompts, read from a sample set and arranged side by side. They may be scaled down."""
 
 import io
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Training runs as recorded in their folders: config, log, evaluations, and quantities derived from them.
 
-evaluations.jsonl is generated from the evaluations stored below a run folder.
+evaluations.jsonl is generated from the evaluations in a run folder.
 """
 
 import json
@@ -65,18 +65,18 @@ class Evaluation:
     """Sampling settings as a short name, such as `g8-s50-own`."""
     place: Path | str
     rows: tuple[Row, ...]
-    """Metrics of the sample set; every metric id occurs once."""
+    """Metrics of the sample set. Every metric id occurs only once."""
     seconds: float
     """Time spent on sampling and feature extraction, summed over all workers."""
 
 
 def step_place(place: Path | str, step: int, weights: str) -> Path | str:
-    """Return the folder for a checkpoint's sample sets."""
+    """Return the folder or URL for a checkpoint's sample sets."""
     return below(place, f"{FOLDER}/step-{step:08d}-{weights}")
 
 
 def evaluations(place: Path | str) -> list[Evaluation]:
-    """Load a run's evaluations, sorted by step and name. Includes sample sets that have no metrics yet.
+    """Load a run's evaluations, including sample sets without metrics, sorted by step, weights and setting.
 
     Raises:
         DamagedFile: a record does not match its checksum.
@@ -101,9 +101,9 @@ def lines(found: list[Evaluation]) -> list[dict[str, Any]]:
 def write_lines(place: Path | str) -> list[Evaluation]:
     """Write evaluations.jsonl and return the evaluations in it.
 
-    If several processes do this at once, a slow one may overwrite the file with fewer lines. Each process therefore
-    rereads the records after writing, and repeats until they match what it wrote, so the last writer has seen all
-    records.
+    If several processes do this at once, a slow process may overwrite the file with fewer lines. Each process therefore
+    rereads the records after writing, and repeats both until the records match what it wrote. This way, the last writer
+    has seen all records.
     """
     store, written, found = open_store(place), None, evaluations(place)
     while (text := "".join(json.dumps(line) + "\n" for line in lines(found))) != written:
@@ -127,7 +127,7 @@ class LoggedRun:
 
     place: Path | str
     name: str
-    """Shortest name that distinguishes the run from the others."""
+    """Shortest name that distinguishes the run from the others that were loaded with it."""
     config: dict[str, Any]
     log: list[dict[str, Any]]
     """Lines of metrics.jsonl."""
@@ -140,7 +140,7 @@ class LoggedRun:
 
     @property
     def seconds(self) -> float:
-        """Duration of all steps, from their logged speed. Excludes startup, validation and interrupted work."""
+        """Duration of all steps, derived from their logged speed. Excludes startup, validation and interrupted work."""
         previous = [0, *(line["step"] for line in self.log)]
         batch = self.config["global_batch_size"]
         return sum(
@@ -160,7 +160,7 @@ class LoggedRun:
         return round(last["images_per_second"] / (last.get("images_per_second_per_gpu") or last["images_per_second"]))
 
     def median(self, field: str) -> float | None:
-        """Return the median of a logged field, or None if no line has it."""
+        """Return the median of a logged field, or None if no line has the field."""
         values = [value for _, value in self.curve(field)]
         return median(values) if values else None
 
@@ -174,7 +174,7 @@ def read_runs(names: list[str]) -> list[LoggedRun]:
     """Load the runs in these folders or at these URLs.
 
     Raises:
-        RequestError: a folder is not a training run, or is given twice.
+        RequestError: a folder is not a training run, or is listed twice.
     """
     places = [parse_place(name) for name in names]
     if len(set(map(str, places))) < len(places):
@@ -194,7 +194,11 @@ def short_names(names: list[str]) -> list[str]:
 
 
 def step_offsets(runs: Sequence[LoggedRun]) -> dict[str, int]:
-    """Return a dict from run name to the total steps of the run's predecessors, from which it was initialised."""
+    """Return a dict from run name to the number of steps that were trained before it.
+
+    The steps of all predecessors count: the run from which a run was initialised, that run's own predecessor, and so
+    on. Predecessors that are not in `runs` are not counted.
+    """
     by_place = {str(run.place): run for run in runs}
     offsets: dict[str, int] = {}
     for run in runs:
@@ -208,12 +212,12 @@ def step_offsets(runs: Sequence[LoggedRun]) -> dict[str, int]:
 
 
 def compare(first: LoggedRun, second: LoggedRun) -> str:
-    """Format each metric that both runs have, as a heading and one line per run.
+    """Format every metric that both runs have as a heading followed by one line per run.
 
     Raises:
         RequestError: a metric has different ids in the two runs, or the runs have no metric in common.
     """
-    # metric id → the metric at the latest step that has it
+    # metric id → its row from the latest step that has the metric
     ours, theirs = ({row["id"]: row for each in run.evaluations for row in each.rows} for run in (first, second))
     lines = []
     for name in dict.fromkeys(row["metric"] for row in ours.values()):

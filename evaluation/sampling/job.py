@@ -1,4 +1,4 @@
-"""Draw a sample set for every sampling setting: find the missing parts, and draw them on Ray."""
+"""Draw a sample set for every sampling setting: find the missing parts, and draw them on Ray workers."""
 
 import functools
 import os
@@ -43,7 +43,7 @@ COMPARED_FIELDS = ("model", "drawing", "part_size")
 
 @dataclass(frozen=True)
 class SampleSet:
-    """A complete sample set on disk: the images of one model with one setting."""
+    """A complete sample set: the images that one model drew with one sampling setting."""
 
     place: Path | str
     drawing: dict[str, Any]
@@ -51,7 +51,7 @@ class SampleSet:
     model: Model
     prompts: list[Prompt]
     parts: dict[str, PartReceipt]
-    """Name → receipt, in the order of the samples."""
+    """Name → receipt of each part, in the order of the samples."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def draw_sets(
 
 
 def resolve_precision(config: SamplingConfig, output: Path | str, workers: FleetConfig) -> Precision:
-    """Resolve `auto` to an existing sample set's precision, or to one that suits the workers' device if none exists."""
+    """Resolve `auto`: reuse the precision of an existing sample set, or else choose one that suits the workers."""
     precision = config.precision
     if precision == "auto":
         records = (read_sealed(open_store(below(output, str(setting))), RECORD) for setting in config.grid)
@@ -204,10 +204,11 @@ def draw_on_worker(
     attempt: int,
     report: Callable[[int], None],
 ) -> PartReceipt:
-    """Make one attempt at one part, and report the number of images drawn so far.
+    """Make one attempt at one part: draw its images, and commit them.
 
     Args:
         output: folder or URL that contains a run's exported model.
+        report: called with the number of images drawn so far.
     """
     pipeline, own_scheduler = cached_pipeline(model, output, device, part.drawing.precision, trust_remote_code)
     pipeline.scheduler = sampler_of(own_scheduler, part.drawing.setting.sampler)
@@ -219,7 +220,7 @@ def draw_on_worker(
 def cached_pipeline(
     model: Model, output: Path | str, device: str, precision: Any, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """Load the pipeline, and return it with its own scheduler. Both are cached for the worker's next part."""
+    """Load the pipeline, and return it together with its own scheduler. Both are cached for the worker's next part."""
     with open_pipeline(model, open_store(output)) as folder:
         pipeline = load_pipeline(folder, device, precision, trust_remote_code)
     return pipeline, pipeline.scheduler
@@ -230,13 +231,14 @@ def draw_part(
 ) -> PartReceipt:
     """Draw the images of a part, write them to `folder`, and return the receipt's fields.
 
-    Threads encode the files of one batch while the next one is drawn.
+    Threads encode the files of one batch while the next batch is drawn.
     """
     with ThreadPoolExecutor(ENCODING_THREADS) as threads:
         pending = []
         for start in range(0, len(part.samples), batch_size):
             batch = part.samples[start : start + batch_size]
-            padded = [*batch, *[batch[-1]] * (batch_size - len(batch))]  # devices choose kernels by shape
+            # all batches have the same size, because devices choose kernels by shape
+            padded = [*batch, *[batch[-1]] * (batch_size - len(batch))]
             pictures = to_bytes(draw(pipeline, padded, part.drawing)).numpy()
             for sample, pixels in zip(batch, pictures, strict=False):
                 path = folder / file_name(sample.number, part.drawing.codec)

@@ -1,7 +1,7 @@
 """The model to sample, provided as a diffusers pipeline folder that all workers can read.
 
 A run's checkpoint is exported completely by `python -m train export` before the first image is drawn. The run is not
-read afterwards, so the trainer may prune the checkpoint. Exports and hub pipelines are used in place.
+read afterwards, so the trainer may prune the checkpoint. Existing exports and pipelines from the hub are used in place.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from shards.open import open_store
 EXPORTED = "model"
 """Folder in the output for a run's exported model."""
 RECORD = "model.json"
-"""Record of the model that draws the output's images."""
+"""Record of the model whose images are in the output."""
 STATE = "state.json"
 """File that marks a checkpoint as complete, because the trainer writes it last."""
 HUB_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model", "*.py", "*/*.py")
@@ -73,7 +73,7 @@ def checkpoints_in(names: Iterable[str]) -> dict[int, list[str]]:
 
 
 def choose_step(run: Store, step: int | None) -> int:
-    """Return the requested step after checking that it has a checkpoint, or the newest step if None was requested.
+    """Return `step` after checking that it has a checkpoint. If `step` is None, return the newest checkpoint's step.
 
     Raises:
         RequestError: the checkpoint does not exist.
@@ -104,14 +104,14 @@ def prepare_model(
         check_code(folder := pipeline_folder(name), trust_remote_code)
         model = Model(name, None, weights, hash_pipeline(folder))
     elif found is not None and is_exported(output):
-        # the run may have pruned the checkpoint after it was exported, so only the export is read
+        # the checkpoint may have been pruned after its export, so only the export is read
         model = replace(found, name=name, step=found.step if step is None else step, weights=weights)
     else:
         model = _export(name, choose_step(open_store(name), step), weights, output)
     if found is None:
         output.write(RECORD, sealed_json(asdict(model)))
     elif found.step is not None and found == replace(model, name=found.name):
-        return found  # the same checkpoint; the run was moved, or is named by another path
+        return found  # the same checkpoint, but the run was moved or is given by a different path
     elif found != model:
         raise RequestError(
             f"{output.where()} contains samples from a different model ({found.name}, step {found.step}, "
@@ -146,7 +146,7 @@ def is_exported(output: Store) -> bool:
 
 
 def drop_export(output: Store) -> None:
-    """Delete an exported model once all its images have been drawn. Its record is kept."""
+    """Delete an exported model after all its images have been drawn. The model's record is kept."""
     output.remove([f"{EXPORTED}/{name}" for name in output.files(EXPORTED)])
 
 
@@ -155,7 +155,7 @@ def open_pipeline(model: Model, output: Store) -> Iterator[Path]:
     """Yield the pipeline's folder on this machine, after checking its content.
 
     Raises:
-        WorkError: the model's files on this machine are missing or different.
+        WorkError: the model's files are missing on this machine, or differ from `model.content`.
     """
     with nullcontext(pipeline_folder(model.name)) if model.step is None else output.local(EXPORTED) as folder:
         if not (folder / INDEX).is_file() or hash_pipeline(folder) != model.content:
@@ -195,9 +195,9 @@ def hash_pipeline(folder: Path) -> str:
 def code_files(folder: Path) -> list[Path]:
     """List the files that diffusers executes to load the pipeline, and all Python files that they may import.
 
-    model_index.json names them. If `_class_name` is [module, class], the pipeline's class is defined in module.py. If a
-    component is [module, class] and its folder contains module.py, the component's class is defined there. Python files
-    in other folders are never executed.
+    model_index.json determines the files. If `_class_name` is [module, class], the pipeline's class is defined in
+    module.py. If a component is [module, class] and its folder contains module.py, the component's class is defined
+    there. Python files in other folders are never executed.
     """
     index = json.loads((folder / INDEX).read_text())
     found = list(folder.glob("*.py")) if isinstance(index.get("_class_name"), list) else []
@@ -208,10 +208,10 @@ def code_files(folder: Path) -> list[Path]:
 
 
 def check_code(folder: Path, allowed: bool) -> None:
-    """Check that the pipeline contains no code except the file that `train export` writes, unless the user allowed it.
+    """Check that the pipeline contains no code except the file that `train export` writes, unless code is `allowed`.
 
     Raises:
-        RequestError: loading the pipeline would execute such code, and `trust_remote_code` is not set.
+        RequestError: loading the pipeline would execute other code, and `allowed` is false.
     """
     files = code_files(folder)
     if allowed or not files:

@@ -35,7 +35,7 @@ def initial_noise(seed: int, prompt_id: str, index: int, shape: tuple[int, ...])
 def step_generator(seed: int, prompt_id: str, index: int) -> torch.Generator:
     """Return a CPU generator for the noise that a stochastic sampler adds at each step.
 
-    torch keeps only 32 bits of a seed, so among 30,000 samples, two may share their per-step noise. Initial noise is
-    never shared.
+    torch keeps only 32 bits of a seed, so by chance, two of 30,000 samples may share their per-step noise. They never
+    share their initial noise.
     """
     return torch.Generator().manual_seed(key_of(seed, prompt_id, index) & (2**32 - 1))

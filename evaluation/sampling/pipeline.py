@@ -31,20 +31,20 @@ SCHEDULERS: dict[SamplerName, str] = {
     "heun": "HeunDiscreteScheduler",
     "unipc": "UniPCMultistepScheduler",
 }
-"""Sampler → diffusers class name."""
+"""Sampler → name of its diffusers class."""
 FLOW = "flow_prediction"
 PACKED = 4
 """Number of latent pixels (2 × 2) that some pipelines pack into one token."""
 DISABLED_OPTIONS = ("use_resolution_binning", "clean_caption")
-"""Options that default to true in some pipelines. `use_resolution_binning` draws at the nearest of the pipeline's
-preset sizes and rescales the result. `clean_caption` rewrites prompts, but stage 1 did not rewrite captions in this
-way."""
+"""Options that are true by default in some pipelines, and are always disabled here. `use_resolution_binning` draws at
+the nearest of the pipeline's preset sizes and rescales the result. `clean_caption` rewrites prompts, but stage 1 does
+not rewrite captions in this way."""
 ZEROS = "force_zeros_for_empty_prompt"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An image to draw."""
+    """An image to draw, identified by its prompt and index."""
 
     number: int
     """Position in the sample set."""
@@ -54,7 +54,7 @@ class Sample:
 
 
 def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_code: bool = False) -> Any:
-    """Load a pipeline to `device`, without its safety checker, which would replace flagged images with black ones.
+    """Load a pipeline onto `device`, without its safety checker, which would replace flagged images with black ones.
 
     Raises:
         RequestError: the folder contains untrusted code.
@@ -70,13 +70,13 @@ def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_
 
 
 def load_scheduler(folder: Path) -> Any:
-    """Load the scheduler of a pipeline's folder."""
+    """Load the scheduler from a pipeline's folder."""
     _, name = DiffusionPipeline.load_config(folder)["scheduler"]
     return getattr(diffusers, name).from_pretrained(folder, subfolder="scheduler")
 
 
 def sampler_of(scheduler: Any, name: SamplerName) -> Any:
-    """Return the pipeline's own scheduler, or build the named one with the same noise schedule.
+    """Return the pipeline's own scheduler for `own`; otherwise build the named scheduler with the same noise schedule.
 
     Raises:
         RequestError: the model was trained with flow matching, which the named samplers do not support.
@@ -140,8 +140,8 @@ def guidance_arguments(pipeline: Any, drawing: Drawing, count: int) -> dict[str,
     """Build the pipeline's guidance arguments for a batch of `count` prompts, as `drawing` specifies.
 
     Without a negative prompt, the unconditional input is the one that training used for dropped captions. A pipeline
-    that replaces a missing negative prompt with zeros gets no negative prompt. All others get the empty caption,
-    because some of them skip guidance if there is no negative prompt.
+    that replaces a missing negative prompt with zeros gets no negative prompt. All other pipelines get the empty
+    caption, because some of them skip guidance if there is no negative prompt.
     """
     text = drawing.negative_prompt
     zeros = text is None and pipeline.config.get(ZEROS, False)
@@ -152,7 +152,7 @@ def guidance_arguments(pipeline: Any, drawing: Drawing, count: int) -> dict[str,
     scale = drawing.guidance_input
     if scale is None:
         scale = pipeline.transformer.config.get(TRAINED_GUIDANCE)
-    # here, `guidance_scale` is an input of the network; without a value, the pipeline's default applies
+    # in these pipelines, `guidance_scale` is an input of the network; if it is omitted, the pipeline's default applies
     return arguments | ({} if scale is None else {"guidance_scale": scale})
 
 
@@ -163,5 +163,5 @@ def has_guidance_input(folder: Path) -> bool:
 
 
 def to_bytes(pictures: Tensor) -> Tensor:
-    """Round to the nearest level: (N, 3, H, W) in [0, 1] → (N, H, W, 3) uint8 on the CPU."""
+    """Round pixels to the nearest of 256 levels: (N, 3, H, W) in [0, 1] → (N, H, W, 3) uint8 on the CPU."""
     return (pictures * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()

@@ -1,4 +1,5 @@
-"""Prompt files: text lines, CSV (DrawBench), TSV (PartiPrompts, MLPerf's COCO list), JSON (COCO, MJHQ), parquet."""
+"""Prompt files: one prompt per line, CSV (DrawBench), TSV (PartiPrompts, MLPerf's COCO list), JSON (COCO, MJHQ) and
+parquet."""
 
 import csv
 import hashlib
@@ -37,18 +38,18 @@ class PromptsConfig(Config):
     column: str | None = None
     """Table column that contains the prompts. null: `prompt`, `prompts`, `caption` or `text`, ignoring case."""
     limit: int | None = Field(None, ge=1)
-    """Number of prompts to use, from the start of the file. null: all."""
+    """Number of prompts to use, from the start of the file. null: all prompts."""
     duplicates: Literal["refuse", "keep"] = "refuse"
-    """Handling of repeated prompts in a file without ids: `refuse` stops, `keep` samples each repetition with
-    different noise."""
+    """How to handle repeated prompts in a file without ids. `refuse` stops with an error; `keep` samples each
+    repetition with different noise."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with the id that keys its noise."""
+    """A prompt, with an id that determines its noise."""
 
     id: str
-    """Id given in the file, or else a hash of the text. The hash does not depend on the prompt's position."""
+    """Id given in the file, or else a hash of the text, which does not depend on the prompt's position."""
     text: str
     category: str | None = None
 
@@ -58,7 +59,7 @@ class _Row:
     """An entry of a prompt file, not yet validated."""
 
     place: str
-    """Position in the file, for error messages: `line 17`."""
+    """Position in the file for error messages, such as `line 17`."""
     text: Any
     id: Any = None
     category: Any = None
@@ -92,7 +93,7 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
 
 
 def prompts_sha256(prompts: list[Prompt]) -> str:
-    """Return a hash that identifies a list of prompts, with their ids and their order."""
+    """Return a hash that identifies a list of prompts, including their ids and their order."""
     return hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts]).encode()).hexdigest()
 
 

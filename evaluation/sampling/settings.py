@@ -1,4 +1,4 @@
-"""Sampling settings, and the identity of a sample set: everything that its images depend on."""
+"""Sampling settings, and the identity of a sample set: everything that its images depend on, except the model."""
 
 import hashlib
 from dataclasses import asdict, dataclass
@@ -22,18 +22,18 @@ class SamplingConfig(Config):
     set."""
 
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the noise, which is keyed by seed, prompt id and image index."""
+    """Seed of the noise. An image's noise depends on the seed, the prompt id and the image's index."""
     images_per_prompt: int = Field(1, ge=1)
-    """Number of images per prompt, each from different noise."""
+    """Number of images per prompt, each drawn from different noise."""
     size: BucketName = "512x512"
-    """WIDTHxHEIGHT in pixels."""
+    """Size of the images (WIDTHxHEIGHT, in pixels)."""
     guidance: list[float] = Field([8.0], min_length=1)
     """Classifier-free guidance scales. 1 disables guidance."""
     guidance_input: float | None = None
     """Guidance scale passed to the network as an input, as in guidance-distilled models. null: the scale used in the
     run's training; for other models, the pipeline's default."""
     steps: list[PositiveInt] = Field([50], min_length=1)
-    """Numbers of sampling steps."""
+    """Numbers of sampling steps per image."""
     sampler: list[SamplerName] = Field(["own"], min_length=1)
     """Samplers. `own` is the pipeline's own scheduler; the others are diffusers schedulers with the pipeline's noise
     schedule."""
@@ -44,11 +44,11 @@ class SamplingConfig(Config):
     """Data type of the whole pipeline. `auto`: the data type of an existing sample set; for a new one, bfloat16 if the
     workers' device supports it, otherwise float32."""
     batch_size: int = Field(16, ge=1)
-    """Images per batch. Guidance runs the network twice per image."""
+    """Number of images per batch. With guidance, the network gets two inputs per image."""
     part_size: int = Field(256, ge=1)
-    """Images per part, the unit of work, retry and commit."""
+    """Number of images per part. Parts are the units of work, retry and commit."""
     codec: Codec = "png"
-    """File format of the images. Both are lossless."""
+    """File format of the images. Both formats are lossless."""
 
     @property
     def grid(self) -> list["Setting"]:
@@ -72,7 +72,7 @@ class Setting:
 class Drawing:
     """Everything that the images of a sample set depend on, except the model.
 
-    Batch and part size are not included, because they affect only rounding.
+    The batch size and part size are not included, because they affect only rounding.
     """
 
     prompts: str

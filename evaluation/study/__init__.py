@@ -1,1 +1,1 @@
-"""A blind study in which raters choose the better of two images, analysed with 95 % intervals."""
+"""Blind studies in which raters choose the better of two images, with results that have 95 % intervals."""

@@ -27,15 +27,15 @@ class Answer:
     vote: Vote
     showing: Showing
     score: float
-    """1 for the item's first image, 0 for its second, 0.5 for a tie, regardless of the side on which they were
-    shown."""
+    """1 if the vote is for the item's first image, 0 if it is for the second, 0.5 if it is a tie, regardless of the
+    sides on which the images were shown."""
 
 
 def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[str, Any]:
-    """Compute the content of results.json.
+    """Compute the content of results.json from a study's votes.
 
     Raises:
-        RequestError: no vote counts, or planned votes are missing and `partial` is false.
+        RequestError: there are no votes to count, or planned votes are missing and `partial` is false.
     """
     protocol = study.protocol
     schedule = make_schedule(study)
@@ -81,7 +81,7 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
 
 
 def _report_rater(rater: int, showings: list[Showing], answers: Sequence[Answer], protocol: Protocol) -> dict[str, Any]:
-    """Return a rater's progress and consistency, and whether the protocol's rule excludes the rater."""
+    """Describe a rater's progress and consistency, and decide whether the protocol's rule excludes the rater."""
     own = [answer for answer in answers if answer.vote.rater == rater]
     golds = [answer.score == 1 for answer in own if answer.showing.kind == "gold"]
     first = {(a.showing.item.id, a.vote.question): a.score for a in own if a.showing.kind == "first"}
@@ -160,7 +160,7 @@ def _strengths(counted: Sequence[Answer], protocol: Protocol) -> list[dict[str, 
 
 
 def _columns(answers: Sequence[Answer]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (N,) scores, prompt ids and raters."""
+    """Return the scores, prompt ids and raters of N answers, each as an array of shape (N,)."""
     return (
         np.array([answer.score for answer in answers]),
         np.array([answer.showing.item.prompt_id for answer in answers]),

@@ -18,22 +18,23 @@ class ServeConfig(Config):
     port: int = Field(8770, ge=0, le=65535)
     """Port to listen on."""
     origin: str | None = Field(None, pattern=r"^https?://[^/]+$")
-    """Public origin of the page, such as https://study.example.org; null: the host named in each request."""
+    """Public origin of the page, such as https://study.example.org. null: the origin is taken from each request."""
     proxies: int = Field(0, ge=0)
     """Number of reverse proxies in front of the server, each of which appends to X-Forwarded-For."""
     rater_rate: float = Field(5.0, gt=0)
-    """Requests per second from one rater, in bursts of up to 60."""
+    """Maximum number of requests per second from one rater, with bursts of up to 60."""
     address_rate: float = Field(200.0, gt=0)
-    """Requests per second from one IP address, which a whole office may share, in bursts of up to 1,000."""
+    """Maximum number of requests per second from one IP address, which a whole office may share, with bursts of up to
+    1,000."""
     entry_rate: float = Field(0.5, gt=0)
-    """Invitation tokens per second that one IP address may try, in bursts of up to 60."""
+    """Maximum number of invitation tokens per second that one IP address may try, with bursts of up to 60."""
 
 
 class StudyConfig(Config):
     """A blind study of two or more models, given by their sample sets."""
 
     output: Path = Path("runs/study")
-    """Folder of the study, on a local disk, with its images, protocol, votes and results."""
+    """Folder, on a local disk, for the study's images, protocol, votes and results."""
     sets: list[Place] = Field([])
     """Sample sets drawn by `evaluation sample` with the same prompts, seed and size. They become models A, B and so
     on."""
@@ -41,4 +42,4 @@ class StudyConfig(Config):
     serve: ServeConfig = ServeConfig()
     power: PowerConfig = PowerConfig()
     partial: bool = False
-    """Let `analyse` accept an incomplete study. The result is marked as partial."""
+    """Let `analyse` accept an incomplete study and mark the result as partial."""

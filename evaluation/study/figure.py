@@ -1,4 +1,4 @@
-"""results.png: one bar per model and question with its 95 % interval, and below it the preference per category."""
+"""The chart in results.png: a bar with a 95 % interval per model and question, above the preference by category."""
 
 import io
 from typing import Any
@@ -10,13 +10,13 @@ FILLS = ("#1f5fa8", "#e6a23c", "#5a9e6f", "#b65c8e", "#7a7a7a", "#8fc1e3")
 HATCHES = ("", "//", "..", "xx", "\\\\", "++")
 """Hatches and the letters below the bars distinguish the models without colour."""
 WIDTH, BARS_HEIGHT = 9.0, 4.2
-"""Size of the figure's upper row, in inches."""
+"""Width of the figure and height of its upper row, in inches."""
 
 
 def draw(results: dict[str, Any]) -> bytes:
     """Draw the results as a PNG, with one column per question."""
     letters = [model["letter"] for model in results["models"]]
-    # more than two models have too many pairs for one figure
+    # with more than two models, there are too many pairs for one figure
     categories = sorted({row["category"] for row in results["by_category"]}) if len(letters) == 2 else []
     heights = [BARS_HEIGHT, *([0.32 * len(categories) + 1.2] if categories else [])]
     figure = Figure(figsize=(WIDTH, sum(heights)), dpi=120, layout="constrained")
@@ -40,10 +40,10 @@ def plain(text: str) -> str:
 
 
 def model_shares(results: dict[str, Any], question: str) -> dict[str, tuple[float, float, float]]:
-    """Return a dict from model letter to the share of votes for the model and the ends of its 95 % interval.
+    """Return a dict from model letter to the share of votes for that model and the two ends of its 95 % interval.
 
-    With two models, the share is the preference over the other model. With more, it is the mean probability of being
-    preferred to each of the others.
+    With two models, the share is the preference over the other model. With more models, it is the mean probability of
+    being preferred to each of the other models.
     """
     if results["strengths"]:
         rows = [row for row in results["strengths"] if row["question"] == question]
@@ -55,7 +55,7 @@ def model_shares(results: dict[str, Any], question: str) -> dict[str, tuple[floa
 
 
 def _bars(axis: Axes, question: str, letters: list[str], results: dict[str, Any]) -> None:
-    """Draw one bar per model, and the margin of equivalence as a grey band."""
+    """Draw one bar per model, and a grey band for the margin of equivalence."""
     shares = model_shares(results, question)
     for number, letter in enumerate(letters):
         value, low, high = (100 * share for share in shares[letter])
@@ -73,7 +73,7 @@ def _bars(axis: Axes, question: str, letters: list[str], results: dict[str, Any]
 
 
 def _dots(axis: Axes, question: str, categories: list[str], results: dict[str, Any]) -> None:
-    """Draw the preference for the first model in each category."""
+    """Draw the preference for the first model, with its interval, in each category."""
     rows = {row["category"]: row for row in results["by_category"] if row["question"] == question}
     for place, category in enumerate(reversed(categories)):
         if row := rows.get(category):

@@ -22,7 +22,7 @@ from shards.base.store import Place
 from shards.open import open_store
 
 SAME = ("prompts", "seed", "images_per_prompt", "num_samples", "size")
-"""Settings that all sample sets must share, so that raters compare models only and cannot tell them apart by image
+"""Settings that all sample sets must share, so that only the models differ and raters cannot tell them apart by image
 size."""
 PIXEL_SIZE = 16
 """Side of the blocks in a pixelated gold image, in pixels."""
@@ -32,7 +32,7 @@ Pictures = dict[tuple[str, int], str]
 
 
 def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Protocol:
-    """Write the images and protocol.json. Running it again completes an interrupted preparation.
+    """Write the study's images and protocol.json. To complete an interrupted preparation, run it again.
 
     Raises:
         RequestError: the sets are not comparable, or the folder contains a study with a different protocol.
@@ -72,7 +72,7 @@ def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Prot
 
 
 def check_comparable_sets(sets: Sequence[SampleSet], config: ProtocolConfig) -> None:
-    """Check that the images of these sets can be compared side by side, and that there are enough raters."""
+    """Check that the images in these sets can be compared side by side, and that there are enough raters."""
     if len(sets) < 2 or len({str(one.place) for one in sets}) < len(sets):
         raise RequestError(
             "A study needs at least two different sample sets. Name them with --sets SAMPLES,SAMPLES (with make study: "
@@ -121,7 +121,7 @@ def add_picture(data: bytes, source: object, folder: Path, secret: bytes, pixela
         small = pixels.resize((width, height), Image.Resampling.BOX)
         pixels = small.resize(pixels.size, Image.Resampling.NEAREST)
     encoded = io.BytesIO()
-    bare = Image.frombytes("RGB", pixels.size, pixels.tobytes())  # `pixels` still carries the metadata
+    bare = Image.frombytes("RGB", pixels.size, pixels.tobytes())  # `pixels` still has the metadata
     bare.save(encoded, "png")
     content = encoded.getvalue()
     path = folder / PICTURES / picture_name(secret, content)
@@ -158,7 +158,7 @@ def make_gold(
     prompts = draws.shuffled(found.prompts, "gold prompts")
     gold = []
     num_items = len(prompts) * len(pictures) * (len(pictures) - 1) // 2 * config.votes_per_item / config.raters
-    # twice as many as each rater sees, so that raters who compare notes do not know all of them
+    # twice as many as each rater sees, so that raters who compare notes do not recognize all of them
     num_gold = min(MAX_GOLD, 2 * at_least_one(config.gold.share, round(num_items)))
     for number in range(min(len(prompts), num_gold)):
         prompt, other = prompts[number], prompts[(number + 1) % len(prompts)]

@@ -1,7 +1,7 @@
 """A study's protocol: questions, raters, items and the rules for counting votes, fixed before the first vote.
 
 STUDY/protocol.json     the protocol with its SHA-256
-STUDY/secret            32 random bytes that key sides, order and image names; the protocol holds their hash
+STUDY/secret            32 random bytes that determine sides, order and image names; the protocol contains their SHA-256
 STUDY/pictures/*.png    named by HMAC-SHA256(secret, content)
 STUDY/votes.sqlite      invitations and votes
 """
@@ -32,12 +32,13 @@ class GoldConfig(Config):
     """Gold items: pairs whose better image is known, which reveal raters who click without looking."""
 
     share: float = Field(0.05, le=0.5)
-    """Number of gold items as a share of a rater's items, rounded, but at least one item. Must be above 0."""
+    """Number of gold items per rater, as a share of the rater's other items. Must be above 0. The number is rounded,
+    and is at least one."""
     file: Path | None = None
-    """CSV with the columns prompt, better and worse; image paths are relative to the file. null: the worse image is the
-    pixelated image of another prompt."""
+    """CSV file with the columns prompt, better and worse; image paths are relative to the file. null: gold items are
+    made from the sample sets, and the worse image is a pixelated image of another prompt."""
     exclude_below: float | None = Field(0.75, gt=0, le=1)
-    """Exclude raters who answer less than this share of gold questions correctly; null: exclude nobody."""
+    """Exclude raters whose share of correct answers to gold questions is below this value; null: exclude nobody."""
 
     @field_validator("share")
     @classmethod
@@ -54,20 +55,20 @@ class ProtocolConfig(Config):
     """The questions, and how votes are counted. Changing the protocol requires a new study."""
 
     name: Text = "Which picture is better?"
-    """Title of the page."""
+    """Title of the raters' page."""
     questions: dict[str, Text] = Field(QUESTIONS, min_length=1)
-    """Short name → the question that raters read. Each question is answered separately."""
+    """Short name → question shown to raters. Each question is answered separately."""
     raters: int = Field(15, ge=2)
     """Number of raters."""
     votes_per_item: int = Field(5, ge=1)
     """Number of raters who see each item."""
     repeats: float = Field(0.1, ge=0, le=0.5)
-    """Share of a rater's items that is shown again with the sides swapped. Only the first vote counts."""
+    """Share of a rater's items that are shown a second time with the sides swapped. Only the first vote counts."""
     gold: GoldConfig = GoldConfig()
     margin: float = Field(0.1, gt=0, lt=0.5)
-    """Models are equivalent if the preference is shown to be within one half ± this margin."""
+    """Two models count as equivalent if the preference is shown to be within one half ± this margin."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Determines, together with the secret, who sees which items, in what order and on which side."""
+    """Seed that determines, together with the secret, who sees which items, in what order and on which sides."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,10 @@ class Study:
     secret: bytes
 
     def picture(self, name: str) -> bytes:
-        """Read an image.
+        """Read one of the study's images.
 
         Raises:
-            WorkError: the image is missing, or differs from the prepared one.
+            WorkError: the image is missing, or its content has changed since the study was prepared.
         """
         path = self.folder / PICTURES / name
         data = path.read_bytes() if path.exists() else b""
@@ -181,7 +182,7 @@ def read_study(folder: Path) -> Study:
 
 
 def check_pictures(study: Study) -> None:
-    """Verify all images.
+    """Verify that all images of a study are intact.
 
     Raises:
         WorkError: an image is missing or damaged.
@@ -191,7 +192,7 @@ def check_pictures(study: Study) -> None:
 
 
 def make_secret(folder: Path) -> bytes:
-    """Return the folder's secret, creating it if there is none."""
+    """Return the folder's secret. If there is none yet, create one."""
     path = folder / SECRET
     make_folder(folder)
     if not path.exists():

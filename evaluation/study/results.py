@@ -44,7 +44,7 @@ RATERS: Columns = [
 
 
 def write_results(results: dict[str, Any], folder: Path) -> None:
-    """Write the three files, each atomically."""
+    """Write results.png, results.html and results.json, each atomically."""
     chart = draw(results)
     write_atomically(folder / "results.png", chart)
     write_atomically(folder / "results.html", page(results, chart).encode())
@@ -89,7 +89,7 @@ def summarise_raters(results: dict[str, Any]) -> str:
 
 
 def partial_warning(results: dict[str, Any]) -> str:
-    """Explain why an incomplete study is not a result."""
+    """Return a warning that the results of an incomplete study cannot be relied on."""
     return (
         f"PARTIAL: {results['answers']} of {results['planned']} planned answers. A study that is stopped as soon as "
         f"its result looks good finds differences that do not exist."

@@ -1,7 +1,7 @@
-"""Assignment of items to raters, with their order and sides: pure functions of the protocol and the study's secret.
+"""Assignment of items to raters, with the items' order and sides, as pure functions of the protocol and the secret.
 
-Every draw is keyed by (secret, seed, purpose, rater, item). A restart therefore changes nothing, and nobody without the
-secret can tell which side a model is on.
+Every random draw is keyed by the secret, the seed, its purpose, and the rater and item that it is for. A restart
+therefore changes nothing, and nobody without the secret can tell which side a model is on.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ class Showing:
     """A trial: one presentation of an item to one rater."""
 
     number: int
-    """Position in the rater's order, from 1."""
+    """Position in the rater's order, counting from 1."""
     item: Item
     swapped: bool
     """Whether the item's second image is shown first."""
@@ -44,18 +44,19 @@ class KeyedDraws:
         self._key = hmac.digest(secret, json.dumps(["draws", seed]).encode(), "sha256")
 
     def number(self, *key: object) -> int:
-        """Return a 64-bit number for this key."""
+        """Return the random 64-bit number that belongs to this key."""
         return int.from_bytes(hmac.digest(self._key, json.dumps(key).encode(), hashlib.sha256)[:8])
 
     def shuffled(self, items: Sequence[T], *key: object) -> list[T]:
-        """Return the items in a random order for this key."""
+        """Return the items in the random order that belongs to this key."""
         return [items[i] for i in sorted(range(len(items)), key=lambda i: self.number(*key, i))]
 
 
 def assign_raters(keys: np.ndarray, votes: int) -> np.ndarray:
     """Assign `votes` raters to each item, preferring those with the fewest items so far.
 
-    Ties go to the lowest key. Any two raters' item counts differ by at most one.
+    Among raters with equally many items, those with the lowest keys are chosen. Any two raters' item counts differ by
+    at most one.
 
     Args:
         keys: (items, raters) random numbers.
@@ -85,9 +86,9 @@ def make_schedule(study: Study) -> list[list[Showing]]:
 
 
 def _order(rater: int, items: list[Item], protocol: Protocol, draws: KeyedDraws) -> list[Showing]:
-    """Order a rater's items and gold items, and add repeats.
+    """Order a rater's items and gold items, and add the repeats.
 
-    Items from the first half are repeated in the second half with their sides swapped.
+    Repeats are items from the first half that are shown again in the second half, with their sides swapped.
     """
     golds = draws.shuffled(protocol.gold, "gold", rater)[: at_least_one(protocol.gold_share, len(items))]
     first = draws.shuffled([*items, *golds], "order", rater)
@@ -105,5 +106,5 @@ def _order(rater: int, items: list[Item], protocol: Protocol, draws: KeyedDraws)
 
 
 def at_least_one(share: float, count: int) -> int:
-    """Return the rounded share of `count`, but at least 1."""
+    """Return `share` of `count`, rounded to an integer, but at least 1."""
     return max(1, round(share * count))

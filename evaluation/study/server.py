@@ -7,7 +7,7 @@
     POST /vote     {showing, …}    returns the answers that count, and the state
 
 Raters see only positions and prompts. An item's kind, the model behind an image, and file names never leave the
-process. All replies have the same shape, and none may be cached.
+process. Replies look the same for every kind of item, and none may be cached.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from shards.base.errors import RequestError, WorkError, say
 HEADER = "X-Study"
 MAX_BODY_BYTES = 16_384
 MAX_KEYS = 10_000
-"""Number of rate limits to keep in memory before full ones are dropped."""
+"""Number of keys in a `RateLimit` above which full buckets are removed from memory."""
 YEAR_SECONDS = 365 * 24 * 3600
 PAGE = Path(__file__).with_name("page")
 FILES = {
@@ -75,7 +75,7 @@ class VoteRequest(BaseModel):
 
 
 class Refusal(Exception):
-    """A request that is refused, with a message for the rater."""
+    """Refusal of a request, with a message for the rater."""
 
     def __init__(self, status: int, text: str, headers: dict[str, str] | None = None):
         super().__init__(text)
@@ -131,7 +131,7 @@ class Server:
         self.files = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
     def app(self) -> web.Application:
-        """Build the application."""
+        """Build the aiohttp application: routes, error handling and headers."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._handle_errors])
         for path in self.files:
             app.router.add_get(path, self.page_file, allow_head=False)
@@ -143,14 +143,14 @@ class Server:
         return app
 
     async def page_file(self, request: web.Request) -> web.Response:
-        """Return the page or one of its files, which contain nothing about the study."""
+        """Return the page, its script or its style, which contain nothing about the study."""
         body, kind = self.files[request.path]
         return web.Response(body=body, content_type=kind, charset="utf-8")
 
     async def enter(self, request: web.Request) -> web.Response:
         """Exchange an invitation token for a cookie.
 
-        The token follows the link's #, a part of the URL that browsers do not send, so the page posts it here.
+        The token is in the link's fragment (after the #), which browsers do not send, so the page posts it here.
         """
         if wait := self.entries.wait(self._address(request)):
             raise _too_many(wait)
@@ -164,7 +164,7 @@ class Server:
         return response
 
     async def state(self, request: web.Request) -> web.Response:
-        """Return the rater's progress and next trials."""
+        """Return the rater's progress and up to two upcoming trials."""
         return self._state(*self._rater(request))
 
     async def picture(self, request: web.Request) -> web.Response:
@@ -179,7 +179,7 @@ class Server:
         return web.Response(body=self.study.picture(name), content_type="image/png")
 
     async def vote(self, request: web.Request) -> web.Response:
-        """Store the answers for one trial. Voting again changes nothing and gets the same reply."""
+        """Store the answers for one trial. A second vote on the same trial changes nothing and gets the same reply."""
         rater, token = self._rater(request)
         if not hmac.compare_digest(as_bytes(request.headers.get(HEADER, "")), self._proof(token).encode()):
             raise Refusal(403, OTHER_RATER)
@@ -206,11 +206,15 @@ class Server:
         return web.json_response(state)
 
     def _proof(self, token: str) -> str:
-        """Derive a value that other sites cannot know, and that distinguishes two raters in the same browser."""
+        """Derive from a token a value that other sites cannot know. It differs between raters who share a browser."""
         return hmac.digest(self.study.secret, b"proof" + as_bytes(token), "sha256").hex()
 
     def _rater(self, request: web.Request) -> tuple[int, str]:
-        """Return the rater and token of a request's cookie."""
+        """Return the rater and the token that a request's cookie identifies.
+
+        Raises:
+            Refusal: the token is invalid or has been replaced, or the rater sends too many requests.
+        """
         token = request.cookies.get(self.cookie, "")
         rater = self.votes.rater_of(token)
         if rater is None:
@@ -223,7 +227,7 @@ class Server:
         return self.config.origin or f"{request.scheme}://{request.host}"
 
     def _address(self, request: web.Request) -> str:
-        """Return the client's IP address, trusting as many X-Forwarded-For entries as there are proxies."""
+        """Return the client's IP address. Only the last `proxies` entries of X-Forwarded-For are trusted."""
         hops = [hop.strip() for hop in request.headers.get("X-Forwarded-For", "").split(",")]
         trusted = hops[-self.config.proxies :] if self.config.proxies else []
         return trusted[0] if len(trusted) == self.config.proxies and trusted else request.remote or ""

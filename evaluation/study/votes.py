@@ -1,4 +1,4 @@
-"""Invitations and votes in an append-only SQLite database, in WAL mode and flushed at every commit."""
+"""Invitations and votes, stored in an append-only SQLite database that uses WAL mode and is flushed at every commit."""
 
 import hashlib
 import secrets
@@ -48,7 +48,7 @@ class Vote:
     showing: int
     question: str
     answer: str
-    """`first`, `second` or `tie`, as displayed on the page."""
+    """`first`, `second` or `tie`, in the order in which the page showed the images."""
     seconds: float
     """Time since the images appeared, by the rater's clock."""
 
@@ -61,7 +61,7 @@ class Votes:
         self._path = path
 
     def invite(self, rater: int) -> str:
-        """Create an invitation token for a rater (from 0), and invalidate the rater's earlier tokens."""
+        """Create an invitation token for a rater (counting from 0), and invalidate the rater's earlier tokens."""
         token = secrets.token_urlsafe(TOKEN_BYTES)
         with self._transaction():
             values = (rater, _sha256(token), _now())
@@ -73,7 +73,7 @@ class Votes:
         return {rater for (rater,) in self._db.execute("SELECT DISTINCT rater FROM invitations")}
 
     def rater_of(self, token: str) -> int | None:
-        """Return the rater a token belongs to, or None if it is unknown or has been replaced."""
+        """Return the rater to whom a token belongs, or None if the token is unknown or has been replaced."""
         newest = "SELECT MAX(id) FROM invitations GROUP BY rater"
         query = f"SELECT rater FROM invitations WHERE id IN ({newest}) AND token_sha256 = ?"
         found = self._db.execute(query, (_sha256(token),)).fetchone()
@@ -117,7 +117,7 @@ class Votes:
 
 @contextmanager
 def open_votes(study: Study) -> Iterator[Votes]:
-    """Open a study's votes, creating the database if there is none.
+    """Open a study's votes. If there is no database yet, create it.
 
     Raises:
         RequestError: the database belongs to a different protocol, or has a different format version.

@@ -33,7 +33,7 @@ MAX_ATTEMPTS = 3
 
 
 class FollowConfig(Config):
-    """Interval between evaluated checkpoints, and the last step to evaluate."""
+    """Which checkpoints of a run to evaluate, and how to wait for them."""
 
     every: int | None = Field(None, ge=1)
     """Evaluate checkpoints whose step is a multiple of this, and the run's last checkpoint. null: `evaluate.every` in
@@ -60,7 +60,7 @@ class WatchedCheckpoint:
     attempts: int = 0
     """Number of attempts to evaluate this version."""
     failure: str | None = None
-    """Error from the last attempt; None if the attempt succeeded."""
+    """Error from the last attempt; None if that attempt succeeded or there was none."""
     is_done: bool = False
     """Whether the step has been evaluated and its metrics are in evaluations.jsonl."""
     is_reported_incomplete: bool = False
@@ -77,11 +77,11 @@ class WatchedCheckpoint:
 
 @dataclass
 class Follower:
-    """The loop of `evaluation watch`."""
+    """The main loop of `evaluation watch`."""
 
     run: Store
     output: Path | str
-    """Folder or URL that contains evaluations/: the run itself, or a separate place."""
+    """Folder or URL that contains evaluations/: the run itself, or a separate location."""
     config: FollowConfig
     weights: str
     settings: dict[str, Any]
@@ -91,7 +91,7 @@ class Follower:
     log_step: Callable[[int, list[Evaluation]], None]
     """Function that logs a step to the run's tracker, given all evaluations of the run."""
     log_remaining: Callable[[], None]
-    """Function called once, after the last step."""
+    """Function that is called once after the last step, to log results that have not been logged yet."""
     checkpoints: dict[int, WatchedCheckpoint] = field(default_factory=dict)
     """Step → checkpoint, for all steps seen so far."""
     is_reported_empty: bool = False
@@ -171,7 +171,7 @@ class Follower:
         return read_sealed(open_store(checkpoint.place), self._receipt) is not None
 
     def _exported(self) -> dict[int, str]:
-        """Return the version of each unfinished step whose model has been exported by any watcher."""
+        """Return a dict from step to version for each unfinished step whose model any watcher has exported."""
         matches = map(STEP_FOLDER.fullmatch, open_store(below(self.output, FOLDER)).entries())
         exported = [self._checkpoint(int(match[1])) for match in matches if match and match[2] == self.weights]
         return {each.step: EXPORTED for each in exported if not each.is_done and each.is_exported()}
@@ -198,7 +198,11 @@ class Follower:
         return True
 
     def _is_evaluated_despite(self, error: Exception, checkpoint: WatchedCheckpoint) -> bool:
-        """Return whether another watcher has evaluated it. Raise a RequestError that pruning did not cause."""
+        """Handle the `error` of a failed evaluation, and return whether another watcher has evaluated the checkpoint.
+
+        Raises:
+            RequestError: `error` is a RequestError, and the checkpoint was not pruned in the meantime.
+        """
         if self._has_receipt(checkpoint):  # another watcher finished first, and deleted the exported model in use here
             write_lines(self.output)
             return True
@@ -220,7 +224,7 @@ class Follower:
     def _record(self, checkpoint: WatchedCheckpoint) -> None:
         """Write evaluations.jsonl, log to the tracker, then create the receipt.
 
-        If the watcher dies in between, its next run repeats all three.
+        If the watcher dies before the last of these steps, its next run repeats all three.
         """
         found = write_lines(self.output)
         if not self._has_receipt(checkpoint):

@@ -1,12 +1,12 @@
 """Log evaluations to a run's tracker: metric curves and images of fixed prompts, at the checkpoint's step.
 
 For TensorBoard, one event file per step is created in a separate folder. TensorBoard reads only one file per folder at
-a time, so an event file beside the trainer's would make it stop reading the trainer's. For any other tracker, a
-*results file* is created in the run, and the trainer logs it (`train/run/reporting/evaluations.py`), because a second
-process that writes to a wandb run overwrites what the first one wrote, even in shared mode (wandb issues 10349 and
-12269).
+a time, so an event file in the trainer's folder would make it stop reading the trainer's own file. For any other
+tracker, a *results file* is created in the run, and the trainer logs it (`train/run/reporting/evaluations.py`). If a
+second process wrote to a wandb run, it would overwrite what the first one wrote, even in shared mode (wandb issues
+10349 and 12269).
 
-    RUN/tracker/evaluations/0000001000.3f2a9c1d.zip    values.json, with the step, and a PNG for each image
+    RUN/tracker/evaluations/0000001000.3f2a9c1d.zip    contains values.json (step and values) and a PNG for each image
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from shards.base.store import Store
 from shards.open import open_store
 
 STRIP_PROMPTS = 4
-"""Number of prompts shown as strips: a prompt's images at successive steps, side by side."""
+"""Number of prompts shown as strips. A strip shows a prompt's images at successive steps side by side."""
 MAX_STRIP_STEPS = 12
 """Maximum number of images in a strip."""
 GRID_PICTURES, GRID_COLUMNS = 16, 4
@@ -47,7 +47,7 @@ LogStep = Callable[[int, list[Evaluation]], None]
 
 
 def open_tracker(run: Store, output: Path | str) -> LogStep:
-    """Return the function that logs a step of `output`'s evaluations to the tracker in the run's config.
+    """Return the function that logs a step's evaluations from `output` to the tracker named in the run's config.
 
     Raises:
         RequestError: the run has no config.yaml, or it cannot be parsed.
@@ -68,7 +68,7 @@ def open_tracker(run: Store, output: Path | str) -> LogStep:
 
 
 def scalars(step: int, found: list[Evaluation]) -> dict[str, float]:
-    """Return a dict from curve name to value, for each of a step's metrics and both ends of its interval.
+    """Return a dict from curve name to value, with three curves for each of a step's metrics: value, low and high.
 
     Names contain the start of the metric's id, so values with different ids never share a curve.
     """
@@ -81,7 +81,7 @@ def scalars(step: int, found: list[Evaluation]) -> dict[str, float]:
 
 
 def images(step: int, found: list[Evaluation]) -> dict[str, Image.Image]:
-    """Return a dict from name to image: for each of a step's sample sets, a grid, and strips for the first prompts."""
+    """Return a dict from name to image, with a grid and several strips for each of a step's sample sets."""
     drawn = {}
     for evaluation in (each for each in found if each.step == step):
         shown = first_pictures(evaluation.place, GRID_PICTURES, SIDE)
@@ -93,7 +93,7 @@ def images(step: int, found: list[Evaluation]) -> dict[str, Image.Image]:
 
 
 def strips(found: list[Evaluation], count: int) -> dict[str, Image.Image]:
-    """Return prompt id → the prompt's images at successive steps, side by side, for the first `count` prompts."""
+    """Return a dict from prompt id to a strip of the prompt's images at successive steps, for `count` prompts."""
     by_step = {evaluation.step: evaluation for evaluation in found}
     pictures: dict[str, dict[str, Image.Image]] = {}
     for step in spread(sorted(by_step), MAX_STRIP_STEPS):
@@ -129,7 +129,7 @@ def write_results(run: Store, step: int, found: list[Evaluation]) -> None:
 
 
 def log_remaining_results(run: Store, name: str) -> None:
-    """Run `python -m train tell NAME` if results were created after training had ended, so the tracker lacks them."""
+    """Run `python -m train tell NAME` if the trainer ended before it could log all results files to the tracker."""
     files = set(run.files(FOLDER))
     if any(file.endswith(".zip") and file.removesuffix(".zip") + LOGGED_SUFFIX not in files for file in files):
         command = [sys.executable, "-m", "train", "tell", name]

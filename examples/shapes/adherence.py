@@ -1,4 +1,4 @@
-"""The demo's fixed prompts, each with its scene, and the share of samples that show the requested colour and shape."""
+"""The demo's fixed prompts and their scenes, and the share of samples that show the requested colour and shape."""
 
 import json
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ PROMPT_SEED = 7
 MIN_SHARES = {"colour": 0.9, "shape": 0.8}
 """Minimum shares of correct samples for seen combinations after phase 2, in a full-size demo."""
 MAX_SIDE = 1024
-"""Larger than any image in the demo, so that all are judged at their original size."""
+"""Side length in pixels, larger than any image in the demo, so that all images are judged at their original size."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class ScenePrompt:
 
 
 def prompt_lists() -> dict[str, list[ScenePrompt]]:
-    """Return the two fixed lists, each of which cycles through its (colour, shape) pairs.
+    """Return the two fixed lists of prompts, `seen` and `held_out`. Each cycles through its (colour, shape) pairs.
 
-    The pairs of `seen` occur in the training data; those of `held_out` occur in no training image or caption.
+    The pairs in `seen` occur in the training data. The pairs in `held_out` occur in no training image or caption.
     """
     return {"seen": _prompts(SEEN, 78, stream=0), "held_out": _prompts(tuple(sorted(HELD_OUT)), 48, stream=1)}
 
@@ -45,8 +45,8 @@ def _prompts(combinations: tuple[tuple[str, str], ...], num_prompts: int, stream
 def write_prompts(path: Path) -> None:
     """Write both lists in MJHQ's JSON format, shuffled.
 
-    Shuffling puts prompts from both lists among the first few, and into every group that the intervals' jackknife
-    leaves out.
+    After shuffling, the first few prompts come from both lists, and so do the prompts in each group that the jackknife
+    leaves out to compute intervals.
     """
     entries = [
         (f"{name}-{i:02d}", {"prompt": prompt.text, "category": name})
@@ -58,7 +58,11 @@ def write_prompts(path: Path) -> None:
 
 
 def newest_pictures(run_dir: Path) -> dict[str, np.ndarray]:
-    """Load the images of the newest evaluated checkpoint: list → (prompts, side, side, 3) uint8 in the list's order."""
+    """Load the images that were drawn from the newest evaluated checkpoint.
+
+    Returns:
+        Name of each list of prompts → its images, (prompts, side, side, 3) uint8, in the order of the list.
+    """
     place = evaluations(run_dir)[-1].place
     lists = prompt_lists()
     shown = first_pictures(place, sum(map(len, lists.values())), MAX_SIDE)
@@ -67,7 +71,7 @@ def newest_pictures(run_dir: Path) -> dict[str, np.ndarray]:
 
 
 def judge_phases(folder: Path) -> None:
-    """Judge the images of both phases, and write FOLDER/adherence.json with the shares for each list."""
+    """Judge the images from both phases, and write FOLDER/adherence.json with the shares for each list of prompts."""
     adherence = {}
     for phase in PHASES:
         pictures = newest_pictures(folder / phase)
@@ -85,7 +89,7 @@ def check_adherence(folder: Path) -> None:
     """Check that the model of a full-size demo has learned to follow its prompts.
 
     Raises:
-        SystemExit: too few of phase 2's samples show what their prompts ask for.
+        SystemExit: too few samples from phase 2 show what their prompts ask for.
     """
     found = json.loads((folder / "adherence.json").read_text())["phase2"]["seen"]
     short = [
@@ -99,7 +103,7 @@ def check_adherence(folder: Path) -> None:
 
 
 def score(pictures: np.ndarray, prompts: list[ScenePrompt]) -> dict[str, float | int]:
-    """Compute the shares of images that show the colour, and the shape, that their prompts ask for."""
+    """Compute the share of images that have the requested colour, and the share that have the requested shape."""
     seen = [judge(picture) for picture in pictures]
     colour = [found.colour == prompt.scene.colour for found, prompt in zip(seen, prompts, strict=True)]
     shape = [found.shape == prompt.scene.shape for found, prompt in zip(seen, prompts, strict=True)]

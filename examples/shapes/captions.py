@@ -4,7 +4,8 @@ import numpy as np
 
 from examples.shapes.scenes import Scene
 
-# Synonyms of a fact's name, which comes first. Names that are not listed have no synonyms.
+# Name of a colour, shape, size or place → words that captions use for it. Repeated words are more likely to be chosen.
+# Names that are not listed have no synonyms.
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "circle": ("circle", "circle", "disc"),
     "gray": ("gray", "grey"),

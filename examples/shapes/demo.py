@@ -33,17 +33,18 @@ ROWS_PER_TAR = 500
 SIDES = {"phase1": 64, "phase2": 128}
 SEED = 0
 MAX_PROCESSES = 8
-"""Limit of training processes, so that each gets at least four images of a batch in phase 2."""
+"""Maximum number of training processes, so that each process gets at least four images per batch in phase 2."""
 PHASE2_BATCH = 32
 """Phase 2's global batch size, which the training processes share evenly."""
 STEP_RATIO, LATER_SECONDS_RATIO = 1.55, 0.53
-"""Durations of phase 2 and of everything after it, relative to phase 1: measured on CPUs, used for the estimate."""
+"""Durations of phase 2, and of everything after it, relative to phase 1. They were measured on CPUs, and the demo's
+estimate uses them."""
 EXPECTED = (
     "On 2 cores, the demo takes 13 to 23 minutes if they have AVX-512 or AMX, and 28 if they have only AVX2. It "
     "estimates its time on this machine once phase 1 has trained ten steps."
 )
 ESTIMATE_AFTER = 10
-"""Steps of phase 1 after which the demo estimates its total duration."""
+"""Number of steps in phase 1 after which the demo estimates its total duration."""
 
 
 class Demo:
@@ -61,7 +62,7 @@ class Demo:
         self.done: list[str] = found["done"]
 
     def run(self) -> None:
-        """Run all steps."""
+        """Run all steps that are not finished yet."""
         steps: dict[str, tuple[str, Callable[[], object]]] = {
             "world": (
                 f"Draw {self.num_pictures:,} captioned images",
@@ -114,7 +115,7 @@ class Demo:
         start = ["--init_from", str(self.folder / "phase1")] if phase == 2 else []
         config = CONFIGS / f"phase{phase}.yaml"
         cores = available_cores()
-        processes = str(training_processes(cores))  # the loss curve does not depend on it
+        processes = str(training_processes(cores))  # the loss curve does not depend on this number
         threads = str(cores // int(processes))
         launch = ["train.launch", "--num_machines", "1", "--num_processes", processes]
         launch += ["--multi_gpu", "--main_process_port", "0"] if processes != "1" else []
@@ -136,7 +137,7 @@ class Demo:
                 if metrics.exists() and (lines := metrics.read_text().splitlines()):
                     line = json.loads(lines[0])
                     if line["step"] > ESTIMATE_AFTER:
-                        return  # a resumed run, whose estimate was printed earlier
+                        return  # phase 1 was resumed, and the estimate was printed before the interruption
                     spent = earlier + time.monotonic() - started
                     left = seconds_left(line["images_per_second"])
                     print(
@@ -179,14 +180,14 @@ def training_processes(cores: int) -> int:
 
 
 def seconds_left(images_per_second: float) -> float:
-    """Estimate the seconds from phase 1's first logged step, with its rate, to the end of the demo."""
+    """Estimate the seconds from phase 1's first logged step to the end of the demo, from the speed at that step."""
     config = load_config(TrainConfig, CONFIGS / "phase1.yaml", [], "demo")
     phase_1 = (config.max_steps - ESTIMATE_AFTER) * config.global_batch_size / images_per_second
     return phase_1 * (1 + STEP_RATIO + LATER_SECONDS_RATIO)
 
 
 def call(*arguments: str, **variables: str) -> None:
-    """Run `python -m …` with its output shown and additional environment variables, and exit if it fails."""
+    """Run `python -m …` with these arguments and additional environment variables. Exit if the command fails."""
     completed = subprocess.run([sys.executable, "-m", *arguments], env=os.environ | variables)
     if completed.returncode:
         sys.exit(
@@ -196,7 +197,7 @@ def call(*arguments: str, **variables: str) -> None:
 
 
 def main() -> None:
-    """Run all steps."""
+    """Run the demo, write its report, and check its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="default: runs/demo")
     parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES, help=f"default: {NUM_PICTURES:,}")

@@ -1,4 +1,4 @@
-"""Recognise the colour and shape in an image from its pixels by geometry alone: nothing is learned or random."""
+"""Recognise the colour and shape in an image by geometry alone, without any learned or random component."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ NOTHING = Verdict(None, None)
 
 
 def judge(picture: Array) -> Verdict:
-    """Recognise what a square image, uint8 (height, width, 3), shows on its plain background."""
+    """Recognise what is shown on the plain background of a square image, (height, width, 3) uint8."""
     pixels = picture.astype(np.float64)
     background, border_is_plain = _background(pixels)
     distance = np.linalg.norm(pixels - background, axis=-1)  # (height, width)
@@ -42,7 +42,7 @@ def judge(picture: Array) -> Verdict:
 
 
 def _background(pixels: Array) -> tuple[Array, bool]:
-    """Return the median colour (3,) of the image's border, and whether most of the border is close to it."""
+    """Return the median colour (3,) of the image's border, and whether most of the border is close to that colour."""
     width = max(1, len(pixels) // 32)
     inner = np.zeros(pixels.shape[:2], dtype=bool)
     inner[width:-width, width:-width] = True
@@ -60,7 +60,7 @@ def _coverage(pixels: Array, background: Array, foreground: Array) -> Array:
 
 
 def _nearest_colour(foreground: Array) -> str | None:
-    """Return the name of the nearest colour, or None if a background is nearer or all colours are far."""
+    """Return the name of the nearest colour, or None if a background is nearer or all colours are too far away."""
     tints = COLOURS | BACKGROUNDS
     distances = {name: float(np.linalg.norm(foreground - tint)) for name, tint in tints.items()}
     nearest = min(distances, key=lambda name: distances[name])
@@ -68,7 +68,11 @@ def _nearest_colour(foreground: Array) -> str | None:
 
 
 def _best_shape(coverage: Array) -> str | None:
-    """Return the shape that overlaps the coverage best when drawn with equal area and centroid, or None."""
+    """Return the shape that overlaps the coverage best when drawn with equal area and centroid.
+
+    Returns:
+        None if no shape overlaps the coverage well enough.
+    """
     overlaps = {shape: _overlap(coverage, shape) for shape in OUTLINES}
     best = max(overlaps, key=lambda shape: overlaps[shape])
     return best if overlaps[best] >= MIN_OVERLAP else None

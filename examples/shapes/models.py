@@ -20,7 +20,7 @@ MODELS = Path(__file__).parent / "models"
 def main() -> None:
     """Train both models, and print their quality.
 
-    The VAE's weights are stored as float16 to halve the file. diffusers loads them as float32 by default.
+    The VAE's weights are stored as float16 to halve the file size. diffusers loads them as float32 by default.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=MODELS)

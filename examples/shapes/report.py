@@ -1,4 +1,4 @@
-"""The demo's results: report.html, samples.png, metrics.json and a summary on the terminal."""
+"""The demo's results: report.html, samples.png, metrics.json and a summary for the terminal."""
 
 import json
 import textwrap
@@ -34,7 +34,7 @@ STEPS = {
 
 
 def write_report(folder: Path, seconds: dict[str, float]) -> None:
-    """Write the three files from the results of the steps in `folder`, and print the summary."""
+    """Write report.html, samples.png and metrics.json from the steps' results in `folder`, and print a summary."""
     runs = read_runs([str(folder / phase) for phase in PHASES])
     metrics = gather_metrics(folder, runs, seconds)
     draw_samples(folder)
@@ -70,7 +70,7 @@ def gather_metrics(folder: Path, runs: list[LoggedRun], seconds: dict[str, float
 
 
 def demo_section(metrics: dict[str, Any]) -> Section:
-    """Build the section specific to the demo: how well images follow their prompts, and each step's duration."""
+    """Build the demo's own section of the report: how well images follow their prompts, and each step's duration."""
     adherence, seconds = metrics["adherence"], metrics["seconds"]
     figures = {
         "of images have the requested colour": f"{adherence['colour']:.0%}",
@@ -105,7 +105,7 @@ def demo_section(metrics: dict[str, Any]) -> Section:
 
 
 def draw_samples(folder: Path) -> None:
-    """Draw samples.png: each prompt above its samples from phase 1 and phase 2."""
+    """Draw samples.png, which shows each prompt above its samples from phase 1 and phase 2."""
     pictures = {phase: newest_pictures(folder / phase) for phase in PHASES}
     prompts = prompt_lists()
     blocks = [(name, start) for name, count in GRID.items() for start in range(0, count, COLUMNS)]

@@ -28,9 +28,9 @@ BACKGROUNDS: dict[str, RGB] = {
     "black": (20, 20, 20),
     "beige": (222, 204, 170),
 }
-# Half the side of the box around the shape.
+# Half the side length of the box around the shape.
 SIZES: dict[str, float] = {"small": 0.21, "large": 0.295}
-# Center of that box.
+# Center of the box around the shape.
 PLACES: dict[str, tuple[float, float]] = {
     "top left": (0.34, 0.34),
     "top": (0.5, 0.34),
@@ -91,7 +91,7 @@ class Scene:
 
 
 def sample_scene(rng: np.random.Generator, combinations: tuple[tuple[str, str], ...] = SEEN) -> Scene:
-    """Draw a scene, each fact uniformly, from the allowed (colour, shape) pairs."""
+    """Draw a random scene with one of the allowed (colour, shape) pairs. All choices are uniform."""
     colour, shape = combinations[rng.integers(len(combinations))]
     names = [list(BACKGROUNDS), list(SIZES), list(PLACES)]
     return Scene(colour, shape, *(each[rng.integers(len(each))] for each in names))
@@ -114,7 +114,7 @@ def draw_scene(scene: Scene, width: int, height: int, rng: np.random.Generator) 
 
 
 def draw_mask(shape: str, width: int, height: int, middle: Array, half_side: float, oversampling: int = 4) -> Array:
-    """Draw how much of each pixel the shape covers: uint8 (height, width), 255 for all of it. Lengths are in pixels."""
+    """Draw a mask of the shape: (height, width) uint8, 255 for pixels that it fully covers. Lengths are in pixels."""
     corners = oversampling * (np.asarray(middle) + half_side * OUTLINES[shape]) - 0.5
     canvas = Image.new("L", (oversampling * width, oversampling * height))
     ImageDraw.Draw(canvas).polygon([tuple(corner) for corner in corners.tolist()], fill=255)

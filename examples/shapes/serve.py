@@ -14,12 +14,12 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing, because a line per image would bury the demo's output."""
+        """Log nothing, because one line per image would bury the demo's output."""
 
 
 class _Server(http.server.ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnect in the middle of an image, as they do after a timeout."""
+        """Ignore clients that disconnect in the middle of an image, which happens after a timeout."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

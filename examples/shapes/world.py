@@ -15,9 +15,9 @@ from examples.shapes.captions import write_caption
 from examples.shapes.scenes import BACKGROUNDS, Scene, draw_scene, sample_scene
 
 NUM_PICTURES = 4000
-# Share of images of each unusual kind; there is at least one image of each kind. All other images are "plain".
+# Share of images of each unusual kind, with at least one image per kind. All other images are "plain".
 KINDS: dict[str, float] = {
-    # usable if decoded with care
+    # usable, but only if decoded correctly
     "rotated": 0.01,  # a JPEG with an EXIF orientation
     "alpha": 0.005,  # a PNG with transparency instead of a white background
     "palette": 0.005,
@@ -35,13 +35,13 @@ LOW_RESOLUTION_FRACTION = 0.12  # shortest side from 64 to 127 pixels: large eno
 ORIENTATIONS = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
 EXIF_ORIENTATION = 0x0112
 EXTENSIONS = {"rotated": "jpg", "cmyk": "jpg", "alpha": "png", "palette": "png", "animated": "webp", "html": "jpg"}
-"""Kind → extension; images of other kinds have a random one."""
+"""Kind → file extension. Images of other kinds have a random extension."""
 FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
 
 
 @dataclass(frozen=True)
 class PlannedPicture:
-    """A planned image: its path in the served folder, scene and caption."""
+    """A planned image: its path in the served folder, kind, scene, caption and size in pixels."""
 
     path: str
     kind: str
@@ -52,7 +52,7 @@ class PlannedPicture:
 
 
 def plan_world(num_pictures: int, seed: int) -> list[PlannedPicture]:
-    """Plan all images of the demo. The same arguments give the same list.
+    """Plan all images of the demo. The same arguments always give the same list.
 
     Raises:
         ValueError: there are fewer images than kinds of images.
@@ -129,7 +129,7 @@ def _save(image: Image.Image, format: str, **options: object) -> bytes:
 
 
 def write_world(folder: Path, num_pictures: int, seed: int) -> list[PlannedPicture]:
-    """Draw all images and write them to `folder`."""
+    """Draw all images, write all but the `missing` ones to `folder`, and return the plan for all images."""
     pictures = plan_world(num_pictures, seed)
     console, is_log = Console(stderr=True), not sys.stderr.isatty()
     for index, picture in enumerate(track(pictures, "draw", console=console, transient=True, disable=is_log)):

@@ -1,4 +1,4 @@
-"""Bytes of samples and checkpoints, and units. 1 TB is 10^12 bytes."""
+"""Sizes of samples and checkpoints in bytes, and constants for unit conversion. 1 TB is 10^12 bytes."""
 
 from shards.format.towers import ImageStorage, TextTower
 from train.model.config import AdamWConfig
@@ -19,7 +19,7 @@ _SCALE = 4
 
 
 def text_bytes(tower: TextTower, real_tokens: float) -> float:
-    """Return the bytes that one caption takes in a text encoder's columns: only its real tokens if they are trimmed."""
+    """Return the bytes that one caption takes in a text encoder's columns. If `tower.trim`, padding is not stored."""
     tokens = min(real_tokens, tower.length) if tower.trim else tower.length
     size = 2.0 * tower.pooled
     if tower.states:
@@ -39,19 +39,19 @@ def sample_bytes(
     image_storage: ImageStorage = "float16",
     channels: int = 0,
 ) -> float:
-    """Return the bytes of one sample in an MDS file: the columns of shards/format/encoding.py and MDS framing.
+    """Return the bytes of one sample in an MDS file: the columns in shards/format/encoding.py, and the MDS framing.
 
     Args:
-        num_planes: number of stored channels; 2 × latent channels for moments.
+        num_planes: number of stored channels; for moments, twice the number of latent channels.
         text: bytes in the columns of all text encoders.
-        string_bytes: combined bytes of key and caption.
+        string_bytes: combined bytes of the key and the caption.
         channels: number of latent channels. In int8, one scale is stored per channel.
     """
     height, width = latent_hw
     image = 2 * num_planes * height * width
     if image_storage == "int8":
         image = num_planes * height * width + _SCALE * channels
-    framing = _MDS_OFFSET + 2 * _MDS_SIZE  # key, caption
+    framing = _MDS_OFFSET + 2 * _MDS_SIZE  # two size prefixes: key and caption
     return image + text + string_bytes + _SIZE_AND_SCORES + framing
 
 

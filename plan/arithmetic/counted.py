@@ -1,7 +1,7 @@
 """On-disk cache of FLOP counts.
 
 Counting imports torch and diffusers and takes several seconds, but most plans change only prices or GPUs. The user's
-cache folder has one file per set of networks. The file's name is a hash of everything the count depends on: the
+cache folder has one file per set of networks. The file's name is a hash of everything that the count depends on: the
 network configs, the buckets, the counting code, and the versions of the libraries that build the networks.
 """
 
@@ -28,7 +28,7 @@ WORK = TypeAdapter(Work)
 
 
 def cached_work(networks: Networks, buckets: Collection[str]) -> Work:
-    """Return the work of `networks` from the cache, or count and cache it.
+    """Return the work of `networks` from the cache. If it is not there, count it and cache the result.
 
     Raises:
         RequestError: the networks cannot be built; see `count_work`.
@@ -48,12 +48,12 @@ def cache_folder() -> Path:
         return Path(given) / FOLDER
     try:
         return Path.home() / ".cache" / FOLDER
-    except RuntimeError:  # some containers run as a user without a home
+    except RuntimeError:  # some containers run as a user without a home folder
         return Path(tempfile.gettempdir()) / f"latentmill-cache-{os.getuid()}" / FOLDER
 
 
 def cache_key(networks: Networks, buckets: Collection[str]) -> str:
-    """Hash everything the count depends on."""
+    """Hash everything that the count depends on."""
     configs = read_configs(networks)
     code = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".yaml")]
     parts = {

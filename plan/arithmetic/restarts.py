@@ -21,8 +21,8 @@ def daly_interval(checkpoint: float, between_failures: float) -> float:
 def expected_time(work: float, interval: float, checkpoint: float, restart: float, between_failures: float) -> float:
     """Return the expected wall time of `work` with a checkpoint every `interval`.
 
-    This is eq. 20, M e^(R/M) (e^((τ+δ)/M) − 1) work / τ. It overflows to infinity if a failure before the next
-    checkpoint is almost certain.
+    This is eq. 20, M e^(R/M) (e^((τ+δ)/M) − 1) work / τ. The result is infinity if a failure before the next checkpoint
+    is so certain that the formula overflows.
     """
     try:
         segment = math.expm1((interval + checkpoint) / between_failures)

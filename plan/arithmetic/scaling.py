@@ -1,8 +1,9 @@
 """Performance model of a training step with three potential bottlenecks: compute, gradient traffic and data reads.
 
 In a step on n GPUs, each GPU computes on global_batch_size / n images, all-reduces the gradients and reads its samples.
-Reads overlap with everything else. Gradients are all-reduced in sequential buckets during the backward pass of the last
-microbatch, each as soon as it is complete. The communication left after the backward pass is exposed:
+Reads overlap with everything else. Gradients are divided into buckets. During the backward pass of the last microbatch,
+the buckets are all-reduced one after another, each as soon as it is complete. The communication left after the backward
+pass is exposed:
 
     step = max(data, compute + exposed)
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from train.model.config import AdamWConfig
 
 BACKWARD_SHARE = 2 / 3
-"""Share of a training step's FLOPs in the backward pass: two of three matrix products."""
+"""Share of a training step's FLOPs in the backward pass, which computes two of the three matrix products."""
 ALL_GATHER_BYTES = 2
 """Bytes per parameter in a bfloat16 all-gather of sharded weights, once each for the forward and backward pass."""
 REDUCE_SCATTER_BYTES = 4
@@ -34,13 +35,13 @@ class Machine:
 
     gpus_per_node: int
     link: float
-    """Bandwidth of one GPU to the others in its node."""
+    """Bandwidth between one GPU and the other GPUs in its node."""
     network: float
-    """Bandwidth of one node to other nodes."""
+    """Bandwidth between one node and other nodes."""
     memory: float
     """Memory bandwidth of one GPU."""
     data_per_node: float
-    """Read bandwidth of one node from the store."""
+    """Bandwidth at which one node reads from the store."""
     data_total: float
     """Total read bandwidth of the store."""
 
@@ -55,7 +56,7 @@ class Step:
     gradient_bytes: int
     """Bytes per gradient element in the all-reduce."""
     sample_bytes: float
-    """Bytes read per image."""
+    """Bytes read for each image."""
     bucket_bytes: float = 25e6
     """Size of a gradient bucket."""
     backward: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
@@ -86,13 +87,13 @@ class StepTime:
 
     @property
     def bottleneck(self) -> str:
-        """Name of the resource that is busy longest, which bounds the step time even with full overlap."""
+        """Name of the resource that is busy longest, and would limit the step time even if everything overlapped."""
         busy = {"compute": self.compute, "gradient traffic": self.gradients, "data rate": self.data}
         return max(busy, key=lambda name: busy[name])
 
 
 def all_reduce_seconds(num_bytes: float, gpus: int, machine: Machine) -> float:
-    """Return the seconds a ring all-reduce over n GPUs takes: 2 (n − 1) / n × bytes ÷ the slowest link's bandwidth.
+    """Return the seconds for a ring all-reduce over n GPUs: 2 (n − 1) / n × bytes ÷ the slowest link's bandwidth.
 
     The factor is from nccl-tests (PERFORMANCE.md, "AllReduce"). Across nodes, all rings share the node's network, so
     the bandwidth is the minimum of the node's network and one GPU's link.
@@ -110,8 +111,8 @@ def data_seconds(step: Step, gpus: int, machine: Machine) -> float:
 def exposed_seconds(backward_seconds: float, gradient_seconds: float, step: Step) -> float:
     """Return the seconds of gradient traffic that remain after the backward pass.
 
-    Buckets are sent in sequence, each as soon as it is ready. The last one therefore completes at the maximum, over all
-    buckets, of the time a bucket is ready plus the time to send it and all later buckets.
+    Buckets are sent in sequence, each as soon as it is ready. The last transfer therefore ends at the maximum, over all
+    buckets, of the time at which a bucket is ready plus the time to send that bucket and all later ones.
     """
     ready = backward_seconds * bucket_ready_times(step.backward, step.num_buckets)
     remaining = gradient_seconds / step.num_buckets * np.arange(step.num_buckets, 0, -1)
@@ -146,8 +147,8 @@ def step_time(
     """Return the time of one step on `gpus` GPUs.
 
     Args:
-        seconds_per_image: forward and backward time of one image on one GPU.
-        encode_seconds: VAE and text encoder time of one image on one GPU, if encoding online.
+        seconds_per_image: time of the forward and backward pass for one image on one GPU.
+        encode_seconds: time of the VAE and the text encoders for one image on one GPU, if encoding online.
         sharded: shard weights, gradients and optimizer states within each node (HSDP).
     """
     images = step.global_batch_size / gpus
@@ -172,10 +173,10 @@ def step_time(
 
 
 def calibrate(images_per_second_per_gpu: float, step: Step, gpus: int, machine: Machine) -> float:
-    """Return the seconds per image for which `step_time` reproduces the measured rate, ignoring data reads.
+    """Return the `seconds_per_image` with which `step_time` reproduces a measured rate, ignoring data reads.
 
     Raises:
-        ValueError: at the given bandwidths, gradients and optimizer alone take longer than the measured step.
+        ValueError: at the given bandwidths, the gradients and the optimizer alone take longer than the measured step.
     """
     images = step.global_batch_size / gpus
     measured = images / images_per_second_per_gpu

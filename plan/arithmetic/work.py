@@ -47,7 +47,7 @@ class Work:
     latent_channels: int
     has_posterior: bool
     texts: dict[str, TextTower]
-    """Text encoders from `networks` only. `Inputs.texts` also applies the plan's `text` defaults."""
+    """Text encoders as defined in `networks`. `Inputs.texts` also applies the defaults in the plan's `text` section."""
 
 
 def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
@@ -102,13 +102,13 @@ def read_configs(networks: Networks) -> list[dict[str, Any]]:
 def network_calls(
     networks: Networks, shapes: Mapping[str, tuple[int, int]], image: ImageTower, texts: dict[str, TextTower]
 ) -> dict[str, tuple[torch.nn.Module, Callable[[], torch.Tensor]]]:
-    """Build the trained network on the meta device, and a function per bucket that calls it with one sample.
+    """Build the trained network on the meta device, and a function for each bucket that calls it with one sample.
 
     Args:
         shapes: (height, width) of the latents in each bucket.
 
     Returns:
-        (network, call) for each bucket.
+        Bucket → (network, function).
 
     Raises:
         RequestError: the network's config is missing or invalid, or the network does not accept the encoders' outputs.
@@ -161,7 +161,7 @@ def count_by_block(network: torch.nn.Module, call: Callable[[], Any]) -> tuple[i
 
 
 def _backbone(networks: Networks) -> tuple[Any, str]:
-    """Read the `backbone` section of the training config. Return it with the path of the network's config."""
+    """Read the `backbone` section of the training config, and return it with the path of the network's config."""
     from train.model.backbone import BackboneConfig
 
     section = _read(networks.backbone, yaml.safe_load).get("backbone", {})
@@ -170,7 +170,7 @@ def _backbone(networks: Networks) -> tuple[Any, str]:
 
 
 def build_image_tower(path: str) -> tuple[Any, ImageTower]:
-    """Build the autoencoder of a config file, and the record that describes it in a latents root."""
+    """Build the autoencoder from a config file, and the record that would describe it in a latents root."""
     import diffusers
     import torch
 
@@ -196,7 +196,7 @@ def build_image_tower(path: str) -> tuple[Any, ImageTower]:
 
 
 def build_text_tower(name: str, text: TextNetwork) -> tuple[Any, TextTower]:
-    """Build the text encoder of a config file, and the record that describes it in a latents root."""
+    """Build a text encoder from its config file, and the record that would describe it in a latents root."""
     import transformers
 
     fields = _read_json(text.config)

@@ -1,4 +1,4 @@
-"""Config of the download."""
+"""Config for `python -m precompute.download`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,21 +12,21 @@ class ImagesConfig(Config):
     """Storage of downloaded images."""
 
     mode: Literal["original", "keep_ratio_largest"] = "original"
-    """`original` stores the bytes as served. `keep_ratio_largest` re-encodes as JPEG, with the longer side scaled down
-    to `max_side`."""
+    """`original` stores images byte for byte as served. `keep_ratio_largest` re-encodes them as JPEG, with the longer
+    side scaled down to `max_side`."""
     max_side: PositiveInt = 1024
-    """Longest side in pixels under keep_ratio_largest."""
+    """Maximum length of the longer side in pixels, for `keep_ratio_largest`."""
     jpeg_quality: Annotated[int, Field(ge=1, le=100)] = 95
-    """JPEG quality under keep_ratio_largest."""
+    """JPEG quality, for `keep_ratio_largest`."""
 
 
 class RequestsConfig(Config):
-    """Limits on a request, and hosts that are never contacted."""
+    """Limits on each request, and on the hosts that may be contacted."""
 
     timeout_seconds: PositiveFloat = 10.0
-    """Timeout for connecting and for each read."""
+    """Timeout for connecting to a server, and for each read from it."""
     deadline_seconds: PositiveFloat = 30.0
-    """Deadline for a complete response, in case a server sends it slowly in small pieces."""
+    """Maximum time for a complete response, in case a server sends it slowly in small pieces."""
     max_bytes: PositiveInt = 64 * 2**20
     """Maximum response size; larger responses are aborted immediately."""
     max_redirects: NonNegativeInt = 5
@@ -34,7 +34,7 @@ class RequestsConfig(Config):
     retries: NonNegativeInt = 1
     """Number of retries for an image whose download failed."""
     allow_private_hosts: bool = False
-    """Allow loopback and private addresses, for a local server. Never enable it to crawl other people's URLs."""
+    """Allow loopback and private addresses. Use this only with a local server, never to crawl third-party URLs."""
 
 
 class RobotsConfig(Config):
@@ -59,11 +59,11 @@ class DownloadConfig(Config):
     extra_columns: list[str] | None = None
     """Columns stored in each sample's JSON besides url and caption; default: all other columns."""
     processes: PositiveInt = 2
-    """Tars downloaded in parallel, one per process."""
+    """Number of tars that are downloaded in parallel, each in its own process."""
     threads: PositiveInt = 64
-    """Connections per process."""
+    """Number of connections per process."""
     shard_attempts: PositiveInt = 2
-    """Attempts per tar within one run."""
+    """Maximum number of attempts per tar within one run."""
     min_success_share: Annotated[float, Field(ge=0, le=1)] = 0.02
     """Minimum share of successful rows. A tar below this share is not published, because the network was probably
     down."""

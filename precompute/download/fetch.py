@@ -1,4 +1,4 @@
-"""Download one tar in a worker process: read its rows, run img2dataset, verify the result, publish it."""
+"""Download one tar in a worker process: read its rows, run img2dataset, verify the result, and publish it."""
 
 import contextlib
 import errno
@@ -29,8 +29,8 @@ LOW_SPACE = 2**26
 
 
 def require_img2dataset() -> None:
-    """Raise RequestError if img2dataset, or a module that it needs and that Python 3.13 removed, is not installed."""
-    # Python 3.13 removed imghdr; the extra installs a replacement
+    """Raise RequestError unless img2dataset and the module `imghdr`, which it needs, are installed."""
+    # Python 3.13 removed imghdr from its standard library; the download extra installs a replacement
     missing = [name for name in ("img2dataset", "imghdr") if importlib.util.find_spec(name) is None]
     if missing:
         raise RequestError(
@@ -40,7 +40,7 @@ def require_img2dataset() -> None:
 
 
 def _import_img2dataset() -> Any:
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # otherwise importing it checks PyPI for updates
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # otherwise albumentations checks PyPI for updates
     # img2dataset imports both but uses neither; without them, a process takes 200 MB rather than 700
     with _hidden("torch", "ray"):
         from img2dataset import downloader, resizer, writer
@@ -50,7 +50,7 @@ def _import_img2dataset() -> Any:
 
 @contextlib.contextmanager
 def _hidden(*names: str) -> Iterator[None]:
-    """Make these modules appear to be missing inside the block."""
+    """Make the modules `names` appear to be missing inside the block."""
     hidden = {name: sys.modules.get(name) for name in names}
     sys.modules |= dict.fromkeys(names)  # type: ignore[arg-type]  # importing a module whose entry is None fails
     try:
@@ -144,7 +144,7 @@ def _publish(config: DownloadConfig, tar: PlannedTar, folder: Path, receipt: dic
     stats |= {RECEIPT: receipt}
     write_atomically(stats_path, json.dumps(stats, indent=2).encode())
     fsync_tree(folder)
-    (config.output / stats_path.name).unlink(missing_ok=True)  # files of an earlier, damaged download
+    (config.output / stats_path.name).unlink(missing_ok=True)  # left by an earlier, damaged download
     for suffix in (".tar", ".parquet", "_stats.json"):
         (folder / f"{tar.name}{suffix}").replace(config.output / f"{tar.name}{suffix}")
         fsync_folder(config.output)

@@ -19,7 +19,7 @@ from shards.base.errors import WorkError
 from shards.base.pool import run_each
 
 TARS_PER_WORKER = 20
-"""A worker process is replaced after this many tars, so that memory leaks stay small."""
+"""Number of tars after which a worker process is replaced, so that memory leaks stay small."""
 WORKER_DIED = "a worker process died (out of memory, or killed)"
 
 Fetch = Callable[[DownloadConfig, PlannedTar], dict[str, Any]]
@@ -31,14 +31,14 @@ def fetch_missing(
     """Download the tars that are not published yet, or raise WorkError if the disk is full.
 
     Returns:
-        The number of tars published by this call, and the reason, by name, for each tar that failed `shard_attempts`
-        times.
+        The number of tars published by this call, and a dict from the name of each tar that failed `shard_attempts`
+        times to the reason for its failure.
     """
     shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)  # left by a killed run
     missing = [tar for tar in tars if not is_published(config, tar)]
     print(f"{len(tars) - len(missing)} of {len(tars)} tars are complete, {len(missing)} to download.", flush=True)
     attempts, failed = Counter[str](), dict[str, str]()
-    # A dying worker fails every tar that was being downloaded, so a reason that is specific to a tar takes precedence.
+    # When a worker dies, every tar in progress fails, so a reason that is specific to a tar takes precedence.
     own_reasons: dict[str, str] = {}
     waiting = missing
     while waiting:
@@ -67,8 +67,8 @@ def fetch_missing(
 
 
 def is_published(config: DownloadConfig, tar: PlannedTar) -> bool:
-    """Return whether the tar's three files exist and are intact, judged by their sizes, or by hashes under
-    `recheck`."""
+    """Return whether the tar's three files exist and the tar is intact. Checks the tar's size or, with `recheck`,
+    all of its content."""
     stats, file = stats_path(config.output, tar), config.output / f"{tar.name}.tar"
     if not stats.exists():
         return False
@@ -86,7 +86,8 @@ def is_published(config: DownloadConfig, tar: PlannedTar) -> bool:
 
 
 def _explain(error: BaseException, config: DownloadConfig) -> str:
-    """Return the reason why a tar failed. A full disk ends the whole run, and other exceptions are bugs."""
+    """Return the reason why a tar failed. Raises WorkError if the disk is full, which ends the whole run, and raises
+    unexpected exceptions again, because they are bugs."""
     if isinstance(error, BrokenProcessPool):
         return WORKER_DIED
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

@@ -1,7 +1,7 @@
 """A restricted urllib opener for img2dataset's requests: public hosts only, with size and time limits.
 
 img2dataset calls `urllib.request.urlopen`, which also opens `file://` URLs and private addresses, follows redirects to
-them, and reads responses of any length. `install` replaces the opener behind it in the calling process.
+them, and reads responses of any length. In the calling process, `install` replaces the opener that this function uses.
 """
 
 import io
@@ -17,11 +17,11 @@ from precompute.download.config import RequestsConfig
 from precompute.select.hosts import is_private_host, is_public_address
 
 HEADER_BYTES = 2**16
-"""Maximum size in bytes of a response's headers, in addition to its body."""
+"""Number of bytes allowed for a response's headers, in addition to `max_bytes` for its body."""
 
 
 class RefusedResponse(OSError):
-    """A request that was not sent, or a response that was not read further, because it violates the limits."""
+    """Raised when a request is not sent, or a response is not read further, because it violates the limits."""
 
 
 def install(config: RequestsConfig) -> None:
@@ -50,7 +50,7 @@ class _LimitedHandler(urllib.request.AbstractHTTPHandler):
 
     def __init__(self, config: RequestsConfig) -> None:
         super().__init__()
-        self.tls = ssl.create_default_context()  # shared by all connections, because it loads the CA certificates
+        self.tls = ssl.create_default_context()  # shared by all connections: creating it loads the CA certificates
         self.make_response = partial(_LimitedResponse, config=config)
         proxies = {urllib.parse.urlsplit(address).hostname for address in urllib.request.getproxies().values()}
         self.trusted_hosts = None if config.allow_private_hosts else proxies
@@ -72,7 +72,7 @@ class _LimitedHandler(urllib.request.AbstractHTTPHandler):
     def _limit(self, connection_class: type["_PublicHTTPConnection"], host: str, **kwargs: Any) -> HTTPConnection:
         connection = connection_class(host, **kwargs)
         connection.trusted_hosts = self.trusted_hosts
-        connection.response_class = self.make_response  # type: ignore[assignment]  # it is only ever called
+        connection.response_class = self.make_response  # type: ignore[assignment]  # http.client only calls it
         return connection
 
 
@@ -80,7 +80,7 @@ class _PublicHTTPConnection(HTTPConnection):
     """Connection that sends nothing to addresses outside the public Internet.
 
     It checks the address of the connected socket rather than the host name, so neither unusual spellings nor DNS
-    rebinding get around it.
+    rebinding can get around the check.
     """
 
     trusted_hosts: set[str | None] | None = None
@@ -96,11 +96,11 @@ class _PublicHTTPConnection(HTTPConnection):
 
 
 class _PublicHTTPSConnection(_PublicHTTPConnection, HTTPSConnection):
-    """TLS connection with the check of `_PublicHTTPConnection`, which runs after the handshake."""
+    """TLS connection with the address check of `_PublicHTTPConnection`, which runs after the TLS handshake."""
 
 
 class _LimitedResponse(HTTPResponse):
-    """Response whose header and body are limited in total time and size."""
+    """Response whose headers and body are limited in total size and time."""
 
     def __init__(self, sock: Any, *args: Any, config: RequestsConfig, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
@@ -114,7 +114,7 @@ class _LimitedResponse(HTTPResponse):
 
 
 class _LimitedReader(io.RawIOBase):
-    """Raw reader of a socket that fails after the deadline or the maximum number of bytes."""
+    """Raw socket reader that fails after the deadline or the maximum number of bytes."""
 
     def __init__(self, sock: Any, raw: io.RawIOBase, config: RequestsConfig) -> None:
         self.sock, self.raw, self.config = sock, raw, config

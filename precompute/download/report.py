@@ -1,4 +1,4 @@
-"""Summary of a folder of tars, from the published tars' stats, for the terminal and download_report.json."""
+"""Summary of a download, from the stats of the published tars, for the terminal and download_report.json."""
 
 import json
 import re
@@ -41,8 +41,13 @@ KINDS = {
 def write_report(
     output: Path, tars: list[PlannedTar], failed: dict[str, str], fetched: int, seconds: float
 ) -> dict[str, Any]:
-    """Summarise the published tars in the plan; write the report and return it. `failed` has the reason for each tar
-    that failed in this run, `fetched` is the number published in it, and `seconds` its wall time."""
+    """Summarise the published tars of the plan in a report, write it to `output`, and return it.
+
+    Args:
+        failed: name of each tar that failed in this run → reason.
+        fetched: number of tars published in this run.
+        seconds: wall-clock time of this run.
+    """
     stats = [json.loads(path.read_text()) for tar in tars if (path := stats_path(output, tar)).exists()]
     totals = {name: sum(item[name] for item in stats) for name in ("count", "successes")}
     failures, formats = Counter[str](), Counter[str]()
@@ -68,7 +73,7 @@ def write_report(
 
 
 def stats_path(output: Path, tar: PlannedTar) -> Path:
-    """Return the path of img2dataset's stats for a tar. The file exists once the tar is published."""
+    """Return the path of a tar's stats, as written by img2dataset. The file exists only once the tar is published."""
     return output / f"{tar.name}_stats.json"
 
 

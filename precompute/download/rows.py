@@ -1,7 +1,7 @@
 """Assignment of rows to tars, and the rows of a tar as img2dataset expects them.
 
-The assignment is fixed once per output folder, so that a row keeps its key. img2dataset reads an Arrow file with `url`,
-`caption` and any extra columns.
+The assignment is fixed when the download into an output folder starts, so that each row keeps its key. img2dataset
+reads an Arrow file with the columns `url`, `caption` and any extra ones.
 """
 
 from collections import Counter
@@ -20,8 +20,8 @@ from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 
 PLAN_NAME = "download_plan.json"
-MAX_TARS = 100_000  # a tar's name has five digits, which also begin its keys
-# Columns that img2dataset adds itself.
+MAX_TARS = 100_000  # a tar's name has five digits, and its keys start with its name
+# Names of the columns that img2dataset itself adds.
 RESERVED = {
     *("key", "caption", "url", "width", "height", "original_width", "original_height", "status", "error_message"),
     *("exif", "md5", "sha256", "sha512"),
@@ -43,13 +43,13 @@ class PlannedTar:
 
 
 def plan_download(config: DownloadConfig) -> list[PlannedTar]:
-    """Return the tars for the rows of `config.input`, in order, and record the plan in `config.output`.
+    """Plan the tars for the rows of `config.input`, in order, and record the plan in `config.output`.
 
-    A tar never spans two input files, so files may be added at the end between two runs.
+    A tar never spans two input files, so new files may be added after the existing ones between runs.
 
     Raises:
         RequestError: There are no parquet files or no rows; a file cannot be read, or its columns are unsuitable (see
-            `name_columns`); there are too many tars; or the output was started with different rows or settings.
+            `name_columns`); there are too many tars; or `config.output` has a plan with different rows or settings.
     """
     inputs: list[dict[str, Any]] = []
     tars: list[PlannedTar] = []
@@ -90,8 +90,8 @@ def find_parquet(source: Path) -> list[Path]:
 
 
 def _keep_to_plan(path: Path, now: dict[str, Any]) -> None:
-    """Check that a plan (`settings`, and `inputs` with the name, number of rows and footer hash of each file) agrees
-    with the one recorded at `path`, and record it."""
+    """Check that the plan `now` agrees with the plan recorded at `path`, if any, and record it. A plan consists of
+    `settings`, and `inputs` with the name, number of rows and footer hash of each file."""
     if not path.exists():
         write_sealed_json(path, now)
         return
@@ -122,7 +122,8 @@ def _keep_to_plan(path: Path, now: dict[str, Any]) -> None:
 
 
 def name_columns(schema: pa.Schema, extra_columns: list[str] | None, place: str) -> dict[str, str]:
-    """Return the columns of `schema` to store: a dict from the name in the file to the stored name.
+    """Choose the columns of `schema` to store, and return a dict from each column's name in the file to its name in
+    tars.
 
     The spellings of LAION's columns are unified, and names that img2dataset reserves get the prefix `source_`. The text
     and URL columns come last, under img2dataset's names `caption` and `url`.
@@ -172,7 +173,8 @@ def _check_types(schema: pa.Schema, names: dict[str, str], place: str) -> None:
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type to store: `string` for all strings, and the value type for dictionaries."""
+    """Return the type in which to store a column: `string` for any string, and the value type for a dictionary
+    column."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.string() if pa.types.is_large_string(kind) else kind
 
@@ -199,7 +201,8 @@ def read_rows(tar: PlannedTar, extra_columns: list[str] | None) -> pa.Table:
 
 
 def _row_groups(metadata: pq.FileMetaData, tar: PlannedTar) -> tuple[list[int], int]:
-    """Return the indices of the row groups that contain the tar's rows, and the number of rows before the first one."""
+    """Return the indices of the row groups that contain the tar's rows, and the number of rows before the first of
+    these groups."""
     starts = np.cumsum([0, *(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))])
     first = np.searchsorted(starts[1:], tar.first_row, side="right")
     end = np.searchsorted(starts[:-1], tar.first_row + tar.num_rows)

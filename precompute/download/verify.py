@@ -1,4 +1,4 @@
-"""Verify a downloaded tar against its stats and its parquet file, and original images byte for byte."""
+"""Verify a downloaded tar against its stats and its parquet file, and original images against their recorded hashes."""
 
 import hashlib
 import json

@@ -27,7 +27,7 @@ class ImageEncoder(Network):
     """A diffusers autoencoder, which turns pixels into the latents to store."""
 
     def __init__(self, folder: Path, tower: ImageTower, settings: DeviceSettings):
-        # in float32 regardless of the file's data type, because autocast lowers the precision where that is safe
+        # load in float32 whatever the file's data type, because autocast lowers the precision where that is safe
         load = getattr(diffusers, tower.class_name).from_pretrained
         vae = load(folder, use_safetensors=True, torch_dtype=torch.float32).to(memory_format=torch.channels_last)
         if is_accelerator(settings.device):
@@ -36,7 +36,7 @@ class ImageEncoder(Network):
         self.tower = tower
 
     def encode(self, vae: nn.Module, pixels: Tensor) -> tuple[Tensor]:
-        """Encode (N, H, W, 3) uint8 pixels into (N, planes, h, w)."""
+        """Encode (N, H, W, 3) uint8 pixels into (N, planes, h, w) latents."""
         # (N, 3, H, W) in [-1, 1]; the permuted memory is channels_last already
         scaled = pixels.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
         encoded: Any = vae.encode(scaled)  # type: ignore[operator]
@@ -47,7 +47,7 @@ class ImageEncoder(Network):
 
     def start_batch(self, pixels: Tensor, count: int) -> Callable[[], Tensor]:
         """Start encoding a full batch, (N, H, W, 3) uint8 in host memory; images after the first `count` are padding.
-        The returned function waits for (count, planes, h, w) float16 on the CPU."""
+        The returned function waits for the latents, (count, planes, h, w) float16 on the CPU."""
         wait = self.start((pixels,), count)
         return lambda: wait()[0]
 
@@ -57,9 +57,8 @@ class ImageEncoder(Network):
 
 
 def attend_by_products(model: nn.Module) -> None:
-    """Use plain matrix products for attention whose heads are too wide for a GPU's fused kernels, as in a VAE's mid
-    block. Results differ only by rounding.
-    """
+    """Use plain matrix products for attention layers whose heads are too wide for a GPU's fused kernels, such as those
+    in a VAE's mid block. Results differ only by rounding."""
     for module in model.modules():
         if isinstance(module, Attention) and module.inner_dim // module.heads > MAX_FUSED_HEAD:
             module.set_processor(AttnProcessor())
@@ -103,7 +102,7 @@ class TextEncoder(Network):
         return tuple(results)
 
     def start_batch(self, captions: list[str], batch_size: int) -> Callable[[], list[TowerCaption]]:
-        """Start encoding N captions; the returned function waits for the same result as `__call__`."""
+        """Start encoding captions. The returned function waits for their latents, and returns what `__call__` would."""
         ids, mask, truncated = self.tokenize(captions, batch_size)
         wait = self.start((ids, mask) if self.tower.masked else (ids,), len(captions))
         # a caption that ends before the first kept position is represented by the token at that position
@@ -133,7 +132,7 @@ class TextEncoder(Network):
         return ids, mask, [len(row) > self.tower.max_tokens for row in tokens]
 
     def _fitted(self, text: str, tokens: list[int]) -> list[int]:
-        """Truncate the tokens to the tower's length, if necessary, as the tokenizer does."""
+        """Truncate the tokens to the tower's maximum number, if necessary, by the tokenizer's own rules."""
         if len(tokens) <= self.tower.max_tokens:
             return tokens
         return self.tokenizer(text, truncation=True, max_length=self.tower.max_tokens).input_ids
@@ -154,7 +153,7 @@ class FeatureEncoder(Network):
         self.options = vision_options(model)
 
     def encode(self, model: nn.Module, pixels: Tensor) -> tuple[Tensor]:
-        """Encode (N, H, W, 3) uint8 pixels into (N, tokens, width), without class and register tokens."""
+        """Encode (N, H, W, 3) uint8 pixels into (N, tokens, width) features, without class and register tokens."""
         height, width = self.tower.grid(Bucket(pixels.shape[2], pixels.shape[1]))
         size = (height * self.tower.patch, width * self.tower.patch)
         pictures = pixels.permute(0, 3, 1, 2).float().div_(255)
@@ -166,7 +165,7 @@ class FeatureEncoder(Network):
         return (states[:, -height * width :],)
 
     def start_batch(self, pixels: Tensor, count: int) -> Callable[[], Tensor]:
-        """Start encoding a full batch, as `ImageEncoder.start_batch` does; the result is (count, tokens, width)
-        float16."""
+        """Start encoding a full batch, (N, H, W, 3) uint8 in host memory; images after the first `count` are padding.
+        The returned function waits for the features, (count, tokens, width) float16 on the CPU."""
         wait = self.start((pixels,), count)
         return lambda: wait()[0]

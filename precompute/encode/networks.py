@@ -1,10 +1,10 @@
 """A frozen network on a device, in reduced precision, with copies to and from the device that overlap its computation.
 
-Every batch is padded to one size. Kernels are chosen by shape, so a sample's latents do not depend on how many other
-samples share its batch.
+Every batch is padded to the same size. Because kernels are chosen by shape, this makes a sample's latents independent
+of how many other samples share its batch.
 
-Encoding has two halves, so that the device never waits for the worker: `start` submits a batch and returns immediately,
-and the function that it returns waits for the latents. On a CPU, `start` does all of the work.
+Encoding is split into two steps, so that the device never waits for the worker: `start` submits a batch and returns
+immediately, and the function that it returns waits for the latents. On a CPU, `start` does all of the work.
 """
 
 import copy
@@ -30,7 +30,8 @@ from shards.format.towers import Quantised
 Item = TypeVar("Item")
 Model = TypeVar("Model", bound=nn.Module)
 MAX_SHAPES = 64
-"""Maximum number of shapes for which one network is compiled; an aspect table has many buckets."""
+"""Maximum number of shapes for which one network is compiled. The limit is high because an aspect table has many
+buckets."""
 
 
 def model_class(name: str) -> Any:
@@ -54,7 +55,7 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
 
 
 def lowered(model: Model, precision: Precision) -> Model:
-    """Return a copy whose convolutions and linear layers have their weights in `precision`.
+    """Return a copy of the model whose convolutions and linear layers have weights in `precision`.
 
     Otherwise, autocast would cast these weights again for every batch. For float32, the model itself is returned.
     """
@@ -68,8 +69,8 @@ def lowered(model: Model, precision: Precision) -> Model:
 
 
 def quantise(model: Model, to: Quantised) -> Model:
-    """Quantise the weights of a float32 network's linear layers, in place. Products use the precision of their inputs.
-    Raises UnfitNode if torchao is not installed on this node."""
+    """Quantise the weights of a float32 network's linear layers, in place. Matrix products are still computed in the
+    precision of their inputs. Raises UnfitNode if torchao is not installed on this node."""
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
@@ -82,7 +83,7 @@ def quantise(model: Model, to: Quantised) -> Model:
 
 
 def pad(items: list[Item], batch_size: int) -> list[Item]:
-    """Pad to `batch_size` items by repeating the last item."""
+    """Pad a list to `batch_size` items by repeating the last item."""
     return items + items[-1:] * (batch_size - len(items))
 
 
@@ -109,7 +110,8 @@ class DeviceCopies:
         return host_buffer(shape, dtype, self.device)
 
     def to_device(self, host: Tensor) -> Tensor:
-        """Start copying `host`. Kernels that this thread queues afterwards wait for the copy on the device."""
+        """Start copying `host` to the device, and return the copy. Kernels that this thread queues afterwards wait on
+        the device until the copy is complete."""
         if not self.is_accelerator:
             return host
         compute = device_module().current_stream(self.device)
@@ -120,7 +122,8 @@ class DeviceCopies:
         return copied
 
     def to_host(self, *results: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Copy `results` once the kernels queued so far are done; the returned function waits for the copies."""
+        """Start copying `results` to the host once the kernels queued so far are done. The returned function waits for
+        the copies, and returns them."""
         if not self.is_accelerator:
             return lambda: results
         self.outward.wait_stream(device_module().current_stream(self.device))
@@ -142,8 +145,8 @@ class DeviceCopies:
 class Offload:
     """A device that holds the weights of one network at a time, while the other networks stay in host memory.
 
-    Weights do not change, so nothing is copied back. Memory released by one network can be used
-    immediately by the next, because the kernels of all networks, from all threads, are queued on one stream.
+    Weights do not change, so nothing is copied back. Memory released by one network can be used immediately by the next
+    one, because the kernels of all networks, from all threads, are queued on one stream.
     """
 
     def __init__(self, device: torch.device):
@@ -203,7 +206,7 @@ class DeviceSettings:
     compiled: bool = False
     """Whether the network is compiled, once per shape. The float32 retry is never compiled."""
     offload: Offload | None = None
-    """Moves the network to the device when it runs; None keeps the network on the device."""
+    """Offload that moves the network to the device when it runs; None keeps the network on the device."""
 
 
 class Network:
@@ -215,8 +218,8 @@ class Network:
         """
         Args:
             model: the network in float32 on the CPU.
-            compute: function from the network and a batch's inputs on the device to the results, each (batch, …)
-                floats.
+            compute: function that takes the network and a batch's inputs on the device, and returns the results, each a
+                (batch, …) float tensor.
             part: submodule to compile; empty for the whole network.
         """
         self.model = model.eval().requires_grad_(False)
@@ -231,7 +234,7 @@ class Network:
             # beyond the limit, torch would silently run further shapes uncompiled
             torch._dynamo.config.recompile_limit = MAX_SHAPES
             self.lowered.get_submodule(part).compile(dynamic=False)
-        # otherwise convolutions in float32 round their inputs to 10 bits of mantissa
+        # otherwise float32 convolutions would round their inputs to 10 bits of mantissa
         torch.backends.cudnn.allow_tf32 = False
         self.compute = compute
         self.copies = DeviceCopies(self.device)

@@ -16,25 +16,25 @@ Result = TypeVar("Result")
 
 
 class Stuck(WorkError):
-    """A call in a thread that does not end. Threads cannot be killed, so the process should exit."""
+    """Raised when a call in a thread does not end. Threads cannot be killed, so the process should exit."""
 
 
 class Pool(ThreadPoolExecutor):
-    """Thread pool that calls in it can ask whether it is closing."""
+    """Thread pool with a `closing` event, which running calls check in order to stop early."""
 
     def __init__(self, number: int):
         super().__init__(number)
         self.closing = threading.Event()
-        """Set once no consumer is waiting for results."""
+        """Set once nothing waits for results anymore."""
 
 
 @contextmanager
 def threads(number: int, seconds: float | None = None) -> Iterator[Pool]:
-    """Provide a thread pool, and wait for its calls on exit: for at most `seconds` after an exception, and not at all
-    after `Stuck`.
+    """Provide a thread pool, and wait for its calls on exit. The wait takes at most `seconds` after an exception, and
+    is skipped after `Stuck`.
 
     Raises:
-        Stuck: another exception was raised, and one of the calls did not end afterwards.
+        Stuck: another exception was raised, and one of the calls did not end within `seconds` afterwards.
     """
     pool = Pool(number)
     try:
@@ -62,7 +62,7 @@ def map_in_order(
     seconds: float | None = None,
     in_a_row: int = 1,
 ) -> Iterator[Result]:
-    """Map `function` over `items` with up to `ahead` calls in flight in `pool`.
+    """Yield `function(item)` for each of `items`, in order, with up to `ahead` calls in flight in `pool`.
 
     Args:
         in_a_row: number of calls submitted to a thread together, because submitting a call takes as long as decoding a
@@ -101,14 +101,14 @@ def map_in_order(
 
 
 def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, None]:
-    """Iterate over `items` in a separate thread, up to `ahead` items before the consumer.
+    """Iterate over `items` in a separate thread, which stays up to `ahead` items ahead of the consumer.
 
-    An exception in `items` is raised in the consumer, after the items before it. If the consumer stops early, so does
-    the thread.
+    If `items` raises an exception, it is raised in the consumer after the preceding items. If the consumer stops early,
+    so does the thread.
     """
     iterator, end = iter(items), object()
     with ThreadPoolExecutor(1) as thread:
-        # one more item is being produced while `ahead` of them wait
+        # one item is being produced while `ahead` finished items wait
         calls = deque(thread.submit(next, iterator, end) for _ in range(ahead + 1))
         try:
             while (item := calls.popleft().result()) is not end:
@@ -124,8 +124,8 @@ def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, No
 class Turns:
     """Resources that the tars in a process use in turn.
 
-    One tar uses the device, the next one prepares its first batches, and others are being committed. So at most two
-    tars' images are in memory, however many tars are in flight.
+    One tar uses the device while the next one prepares its first batches and others are being committed. Therefore, at
+    most two tars' images are in memory, however many tars are in flight.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,8 @@ class Turns:
 
     @contextmanager
     def at_device(self, items: Generator[Item, None, None]) -> Iterator[Iterator[Item]]:
-        """Hold the device, and close `items` on exit. The first item is produced before waiting for the device."""
+        """Provide an iterator over `items` while holding the device, and close `items` on exit. The first item is
+        produced before the wait for the device."""
         with closing(items):
             first = list(islice(items, 1))
             with self.device:

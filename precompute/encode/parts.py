@@ -1,4 +1,5 @@
-"""The parts of one tar, one per bucket, and the accounting of its samples: each part stores or refuses each sample."""
+"""The parts of one tar, one per bucket, and the accounting of its samples: each part stores, refuses or skips each
+sample."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,10 +17,12 @@ NON_FINITE = Reject("non_finite", "encoded in float32 too")
 
 
 class Parts:
-    """Counts the samples of a tar and writes each one, for each bucket, to a part or to its list of refusals."""
+    """Writer for the parts of a tar. It counts the tar's samples and, for each bucket, records each sample in the part
+    or in the part's list of refusals."""
 
     def __init__(self, folder: Path, encoding: EncodingRecord, fresh: list[Bucket], buckets: Buckets):
-        """Open a part for each `fresh` bucket: each of the job's `buckets` for which this tar is not committed yet."""
+        """Open a part for each bucket in `fresh`: those of the job's `buckets` for which this tar is not committed
+        yet."""
         self.writers = {bucket: PartWriter(folder / str(bucket), encoding, bucket) for bucket in fresh}
         self.nearest_only = buckets.nearest_only
         self.keys: list[str] = []
@@ -36,8 +39,8 @@ class Parts:
                 yield sample
 
     def leave_out(self, sample: DecodedSample, bucket: Bucket) -> None:
-        """Record that a valid image does not go to `bucket`, which is too large for the image or does not have the
-        nearest aspect ratio."""
+        """Record that a valid image is not stored in `bucket`, because the bucket is too large for the image or does
+        not have the nearest aspect ratio."""
         info, table = sample.info, self.nearest_only.get(bucket)
         if table and not sample.picture.corners.keys().isdisjoint(table.buckets):
             self.writers[bucket].skip()
@@ -45,8 +48,8 @@ class Parts:
             self._refuse(bucket, info.key, info.url, Reject(TOO_SMALL, f"{info.width}x{info.height}"))
 
     def add(self, bucket: Bucket, samples: list[tuple[Sample, bool]]) -> None:
-        """Append samples to a part. Those that are not finite, even after the float32 retry, are refused as
-        `non_finite`."""
+        """Append samples to a part. Samples with latents that are not finite, even after the float32 retry, are refused
+        as `non_finite`."""
         for sample, is_finite in samples:
             if not is_finite:
                 self._refuse(bucket, sample.key, sample.url, NON_FINITE)

@@ -17,14 +17,14 @@ from shards.derive.conversion import Conversion
 from shards.format.encoding import EncodingRecord
 
 Decode = Callable[..., Picture]
-"""`pixels.decode`, or a replacement in tests."""
+"""Type of `pixels.decode.decode`, and of its replacements in tests."""
 
 
 class WorkerConfig(Config):
     """Processing of tars in a worker. None of these settings changes the meaning of the stored numbers."""
 
     decode_threads: int = Field(8, ge=1)
-    """Threads per worker that decode images."""
+    """Number of threads per worker that decode images."""
     batch_size: int = Field(64, ge=1)
     """Number of images up to 512x512 that are encoded together; a batch of larger images has the same total number of
     pixels. A tar's last batch may be smaller."""
@@ -43,8 +43,8 @@ class WorkerConfig(Config):
     """Local folder for temporary files: copies of tars from object stores and, if `output` is a URL, attempts, each as
     large as the tar's latents. Default: the system's temporary folder."""
     isolate_from: int = Field(2, ge=1)
-    """First attempt in which images are decoded in child processes, so that an image that crashes its decoder is
-    identified and rejected as `decoder_crash`; 1 always uses child processes."""
+    """First attempt at a tar in which images are decoded in child processes, so that an image that crashes its decoder
+    is identified and rejected as `decoder_crash`; 1 always uses child processes."""
 
     @property
     def one_by_one(self) -> bool:
@@ -58,7 +58,7 @@ class WorkerConfig(Config):
 
 @dataclass(frozen=True)
 class SourceRoot:
-    """The root from which a job derives a new root."""
+    """The root from which a job derives a new root, and the conversion of its data."""
 
     place: Path | str
     conversion: Conversion
@@ -75,12 +75,12 @@ class Recipe:
     tars: TarsConfig
     worker: WorkerConfig
     batch_sizes: dict[str, int] = field(default_factory=dict)
-    """Batch sizes of towers that have their own, by `texts.NAME` or `features.NAME`."""
+    """Batch sizes for towers that override `worker.batch_size`, by `texts.NAME` or `features.NAME`."""
     source: SourceRoot | None = None
-    """Root whose parts are converted, instead of encoding tars."""
+    """Root whose parts are converted; None for a job that encodes tars."""
     decode: Decode = decode
 
     def batches(self, device: torch.device) -> dict[str, int | bool]:
-        """Return the settings that determine rounding on `device`: batch sizes and compilation."""
+        """Return the settings that affect rounding on `device`: batch sizes and compilation."""
         own = {f"batch_size.{name}": size for name, size in self.batch_sizes.items()}
         return {"batch_size": self.worker.batch_size, **own, "compile": self.worker.compiles(device)}

@@ -2,8 +2,8 @@
 
     raw sample → DecodedSample (or Rejected) → CroppedSample for each of its buckets → Sample (shards.root.writing)
 
-A sample that has been encoded for one bucket and is still waiting for another bucket's batch keeps
-only its pixels for the latter and its encoded captions, in separate memory.
+While a sample that has been encoded for one bucket waits for another bucket's batch, it keeps only its pixels for that
+bucket and a copy of its encoded captions.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,14 +62,14 @@ class CaptionTask:
     is_queued: bool = False
     wait: Callable[[], None] | None = None
     """Function that waits for all captions of the same batch; None if the encoders have not received the caption, or
-    have finished it."""
+    have already finished it."""
     encoded: tuple[Caption, bool] | None = None
     """The caption as it is stored, and whether all of its latents are finite in float16."""
 
     @property
     def is_started(self) -> bool:
         """Whether the encoders have received or finished the caption."""
-        return self.wait is not None or self.encoded is not None  # in this order: `finish` runs in another thread
+        return self.wait is not None or self.encoded is not None  # order matters: `finish` runs in another thread
 
     def result(self) -> tuple[Caption, bool]:
         """Return `encoded`, after waiting for it if necessary."""
@@ -79,8 +79,8 @@ class CaptionTask:
         return self.encoded
 
     def finish(self, encoded: CaptionLatents) -> None:
-        """Set the result. The latents are copied, or a sample waiting for another bucket's batch would keep the
-        page-locked memory of this whole batch of captions."""
+        """Set the result. The latents are copied, because otherwise a sample that waits for another bucket's batch
+        would keep the page-locked memory of its whole batch of captions."""
         by_tower, truncated = encoded
         latents = {name: of_tower.clone() for name, of_tower in by_tower.items()}
         changes = self.caption.changes | ({"truncated"} if truncated else set())
@@ -105,7 +105,7 @@ class CroppedSample:
 
     info: SampleInfo
     captions: list[CaptionTask | None]
-    """Shared by the sample's buckets."""
+    """One entry per caption field, shared by the sample's buckets; None for a caption that the sample lacks."""
     corner: tuple[int, int]
     """(top, left) of the crop in pixels of the original image."""
 

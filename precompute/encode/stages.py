@@ -1,4 +1,5 @@
-"""The stages of a worker between a tar's members and its parts: decode, batch by bucket, start on the device."""
+"""The stages of a worker between a tar's members and its parts: decoding samples, batching them by bucket, and starting
+the batches on the device."""
 
 import hashlib
 from collections import deque
@@ -29,16 +30,16 @@ from shards.format.buckets import Bucket
 
 LOST = "lost_in_tar"
 MAX_DETAIL, MAX_URL = 1000, 4096
-"""Maximum length of a refusal's stored detail and URL, in characters."""
+"""Maximum number of characters stored for a refused sample's detail and for its URL."""
 MAX_DECODED_IN_A_ROW = 8
-"""Maximum number of images that a thread decodes before it reports results."""
+"""Maximum number of images that a thread decodes in one call."""
 Decoding = Callable[[Iterable[RawSample]], Iterator[DecodedSample | Rejected]]
 
 
 @contextmanager
 def decoding(recipe: Recipe, fresh: list[Bucket], isolate: bool) -> Iterator[Decoding]:
-    """Provide a function that decodes samples in threads, or with `isolate` in child processes, in order, for the job's
-    `fresh` buckets.
+    """Provide a function that decodes samples for the `fresh` buckets, and yields the results in order. Images are
+    decoded in threads or, with `isolate`, in child processes.
 
     Raises Stuck if decoding an image in a thread does not end; the process should then exit.
     """
@@ -56,8 +57,8 @@ def decoding(recipe: Recipe, fresh: list[Bucket], isolate: bool) -> Iterator[Dec
 
 
 def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode: Decode) -> DecodedSample | Rejected:
-    """Clean the captions and decode the image. Raises DamagedInput if the image differs from the one that was
-    downloaded."""
+    """Clean the captions of a sample and decode its image, or reject the sample. Raises DamagedInput if the image
+    differs from the one that was downloaded, unless the policy is `salvage`."""
     url = valid_text(str(raw.metadata.get("url") or "")[:MAX_URL])
     encoding = recipe.encoding
     try:
@@ -67,7 +68,7 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
             raise Reject("too_many_bytes", raw.oversized)
         captions = read_captions(raw, encoding.captions, encoding.max_characters)
         if raw.image is None:
-            raise Reject("no_image", f"the tar holds no image under the key {raw.key}")
+            raise Reject("no_image", f"the tar has no image for the key {raw.key}")
         sha256 = hashlib.sha256(raw.image).hexdigest()
         if recipe.tars.check_sha256 and (raw.metadata.get("sha256") or sha256) != sha256:
             if recipe.tars.policy == "salvage":
@@ -88,7 +89,8 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
 def batched_by_bucket(
     samples: Iterable[DecodedSample], parts: Parts, batch_size: int
 ) -> Generator[PixelBatch, None, None]:
-    """Collect samples into one batch per bucket. Which samples share a batch depends only on the order of the tar."""
+    """Collect samples into batches, each for one bucket, and yield the batches as they fill up. Which samples share a
+    batch depends only on their order in the tar."""
     waiting = {bucket: PixelBatch(bucket) for bucket in parts.writers}
     for sample in samples:
         pixels, corners = sample.picture.pixels, sample.picture.corners
@@ -109,10 +111,11 @@ def batched_by_bucket(
 def start_batches(
     batches: Generator[PixelBatch, None, None], towers: Towers, clock: DeviceClock, turns: Turns
 ) -> Generator[StartedBatch, None, None]:
-    """Submit batches to the device, and yield each batch, in order, once all of its captions have been started too.
+    """Submit batches of images to the device, and yield them in order, each as soon as all of its captions have been
+    started too.
 
-    The captions of all buckets are in batches of their own. Each is started as soon as it is full or, if towers run one
-    by one, after all images, so that each tower is moved to the device once per tar.
+    Captions form separate batches, shared by all buckets. A batch of captions is started as soon as it is full or, if
+    towers run one by one, after all images, so that each tower is moved to the device only once per tar.
     """
     captions: list[CaptionTask] = []
     held: deque[StartedBatch] = deque()
@@ -132,20 +135,20 @@ def start_batches(
             held[-1].finish_pictures()
         groups = [captions[first : first + size] for first in range(0, len(captions), size)]
         for group, wait in zip(groups, towers.start_groups([texts_of(group) for group in groups], clock), strict=True):
-            yield from ready(held)  # they need only earlier groups, and the device already has the next one
+            yield from ready(held)  # their captions are in earlier groups; the device already has the next one
             set_started(group, wait)
-    # all work of this tar is queued on the device, so the next tar may use it
+    # all work of this tar is queued on the device, so the next tar may use the device
     yield from held
 
 
 def ready(held: deque[StartedBatch]) -> Iterator[StartedBatch]:
-    """Take the leading batches whose captions have all been started."""
+    """Remove and yield the batches at the front of `held` whose captions have all been started."""
     while held and held[0].is_ready:
         yield held.popleft()
 
 
 def take_captions(samples: Iterable[CroppedSample]) -> Iterator[CaptionTask]:
-    """Yield those captions of `samples` that no other bucket's batch has taken yet."""
+    """Yield the captions of `samples` that were not yet queued for another bucket, and mark them as queued."""
     for sample in samples:
         for task in sample.captions:
             if task is not None and not task.is_queued:

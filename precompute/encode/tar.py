@@ -1,4 +1,4 @@
-"""The whole of stage 1 for one tar, from top to bottom."""
+"""All of stage 1 for one tar, from reading it to committing its parts."""
 
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
@@ -40,11 +40,11 @@ def encode_tar(
 
     Args:
         report: called after each batch with the number of samples processed so far.
-        turns: shared by calls in several threads of one process, which overlap: the device works on the next tar while
-            this one is being committed.
+        turns: shared by the calls in all threads of a process, so that they overlap: the device works on the next tar
+            while this one is being committed.
 
     Returns:
-        The active receipts afterwards, which are the existing ones if there was nothing to do.
+        The tar's active receipts after the call. If there was nothing to do, these existed before.
 
     Raises:
         DamagedInput: the tar is damaged, or its samples are not those that img2dataset listed.
@@ -121,8 +121,8 @@ def fill(
 
 @contextmanager
 def opened(tar: InputTar, recipe: Recipe, stopwatch: Stopwatch) -> Iterator[tuple[Tar, Future[TarRecord]]]:
-    """Open a tar that is intact or can be salvaged. The second value is a future for the tar's record in the receipt,
-    which includes its SHA-256.
+    """Open a tar, and check that it is intact or can be salvaged. The second value is a future for the tar's record in
+    its receipts, which includes its SHA-256.
 
     A separate thread computes the hash, because in a decoding thread it could delay an image beyond its time limit.
     """

@@ -1,4 +1,4 @@
-"""The towers of a job: the encoders through which a batch of images and its captions pass."""
+"""The towers of a job: the encoders that a batch of images and its captions pass through."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,11 +19,12 @@ from shards.root.provenance import Stopwatch
 
 PIXELS_PER_BATCH_ITEM = 512 * 512
 Timer = Callable[[str], AbstractContextManager[object]]
-"""Function from `image`, `texts.NAME` or `features.NAME` to a context manager that times work started in its block."""
+"""Function that takes the name of a tower (`image`, `texts.NAME` or `features.NAME`), and returns a context manager
+that times the work started in its block."""
 
 
 class DeviceClock:
-    """Device time per tower, in seconds: measured by events on a GPU, and by the duration of calls on a CPU."""
+    """Clock for the device time of each tower, measured with events on a GPU and as the duration of calls on a CPU."""
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch):
         self.is_accelerator, self.stopwatch = is_accelerator(device), stopwatch
@@ -31,7 +32,8 @@ class DeviceClock:
 
     @contextmanager
     def __call__(self, tower: str) -> Iterator[None]:
-        """Count work started in the block towards `tower`: `image`, `texts.NAME` or `features.NAME`."""
+        """Add the device time of work started in the block to the total for `tower`: `image`, `texts.NAME` or
+        `features.NAME`."""
         stage = f"device.{tower}"
         if not self.is_accelerator:
             with self.stopwatch(stage):
@@ -44,7 +46,8 @@ class DeviceClock:
         self.begun.append((stage, begin, end))
 
     def stop(self) -> None:
-        """Add up the time of all batches, which must have finished. `device` is the sum over the towers."""
+        """Add the device time of all batches, in seconds, to the stopwatch: `device.TOWER` for each tower, and `device`
+        for their sum. Waits for batches that have not finished."""
         seconds = self.stopwatch.seconds
         for stage, begin, end in self.begun:
             end.synchronize()
@@ -70,14 +73,14 @@ class PictureLatents:
 
 
 CaptionLatents = tuple[dict[str, TextLatents], bool]
-"""Latents of one caption by text tower, and whether a tower truncated the caption."""
+"""Latents of one caption, by text tower, and whether any tower truncated the caption."""
 WaitForCaptions = Callable[[], Iterator[CaptionLatents]]
-"""Function that waits for the latents of each caption that was started."""
+"""Function that waits for captions that were started, and yields the latents of each."""
 
 
 @dataclass(eq=False)
 class TextTowers:
-    """Any number of text towers. Every batch is padded to one size."""
+    """Any number of text towers. All batches of a tower are padded to the same size."""
 
     texts: dict[str, TextEncoder]
     batch_size: int
@@ -96,11 +99,11 @@ class TextTowers:
         return self.batch_sizes.get(f"texts.{name}", self.batch_size)
 
     def empty_caption(self) -> dict[str, TextLatents]:
-        """Encode the empty caption."""
+        """Encode the empty caption, and return its latents by tower."""
         return next(self.start_captions([""])())[0]
 
     def warm_up(self, buckets: Iterable[Bucket] = ()) -> None:
-        """Run towers that have not run yet, so that compilation and kernel selection do not count towards a tar."""
+        """Run the towers that have not run yet, so that no tar's time includes compilation and kernel selection."""
         for name, tower in self.texts.items():
             if None not in tower.warm:
                 TextTowers({name: tower}, self.batch_size, self.batch_sizes).empty_caption()
@@ -108,7 +111,7 @@ class TextTowers:
 
     def start_captions(self, texts: list[str], timer: Timer = nullcontext) -> WaitForCaptions:
         """Start encoding captions; the returned function waits for their latents. If towers run one by one, all but the
-        last tower have finished when this returns."""
+        last tower have finished when this function returns."""
         return next(self.start_groups([texts], timer))
 
     def start_groups(self, groups: list[list[str]], timer: Timer = nullcontext) -> Iterator[WaitForCaptions]:
@@ -137,7 +140,8 @@ class TextTowers:
     def _start(
         self, names: list[str], texts: list[str], timer: Timer
     ) -> Callable[[], Iterator[dict[str, TowerCaption]]]:
-        """Start some of the towers, in batches. The returned function waits for each caption's results by tower."""
+        """Start encoding `texts`, in batches, with the towers in `names`. The returned function waits for the results,
+        and yields each caption's results by tower."""
         batches: dict[str, list[Callable[[], list[TowerCaption]]]] = {name: [] for name in names}
         for name in names:
             size = self.size_of(name)
@@ -174,7 +178,7 @@ class Towers(TextTowers):
         batch_sizes: dict[str, int] | None = None,
         one_by_one: bool = False,
     ):
-        """Take the arguments of `TextTowers`, and the image and feature towers."""
+        """Combine an image tower and feature towers with text towers. `TextTowers` describes the other arguments."""
         super().__init__(texts, batch_size, batch_sizes or {}, one_by_one)
         self.image, self.features = image, features
 

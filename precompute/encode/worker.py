@@ -37,7 +37,7 @@ from shards.root.provenance import Stopwatch, made_by, source_sha256
 from shards.root.shared import has_uncond, load_uncond, write_uncond
 
 TURNS, LOADING = Turns(), threading.Lock()
-"""Shared by the tars of this process, each of which has a thread."""
+"""Shared by the tars that this process has in flight, each of which has its own thread."""
 
 
 def encode_on_worker(
@@ -50,7 +50,7 @@ def encode_on_worker(
     num_cpus: float,
     source: str,
 ) -> TarReceipts:
-    """Try once to encode a tar, or to re-encode its parts from another root, and commit the result at `output`.
+    """Try once to encode a tar, or to derive its parts from another root, and commit the result at `output`.
 
     Args:
         report: called with the number of samples processed so far.
@@ -62,8 +62,8 @@ def encode_on_worker(
     check_source(source)
     with LOADING:
         scratch_of_process(recipe.worker.scratch)
-    # encoders on the CPU use all of the worker's cores; with a GPU, torch only resizes images in the decoding threads,
-    # with one core each
+    # on the CPU, encoders use all of the worker's cores; with a GPU, torch only resizes images, in decoding threads,
+    # each of which uses one core
     torch.set_num_threads(1 if is_accelerator(device) else max(1, int(num_cpus)))
     store = open_store(output)
     check_shared_root(store, recipe.encoding)
@@ -83,8 +83,8 @@ def encode_on_worker(
 
 
 def check_source(expected: str) -> None:
-    """Raise UnfitNode unless the SHA-256 of this process's source code is the driver's. Parts encoded by different code
-    would be indistinguishable."""
+    """Raise UnfitNode unless the SHA-256 of this process's source code is `expected`, the driver's. Otherwise, nothing
+    would distinguish parts that were encoded by different versions."""
     if source_sha256() != expected:
         raise UnfitNode(
             f"The node {os.uname().nodename} runs a different version of latentmill than the driver: the SHA-256 of "
@@ -95,7 +95,7 @@ def check_source(expected: str) -> None:
 
 @functools.cache
 def scratch_of_process(scratch: Path | None) -> None:
-    """Set the scratch folder, once per process and before anything is written."""
+    """Set the scratch folder of this process. Call this before anything is written; repeated calls do nothing."""
     use_scratch(scratch)
 
 
@@ -117,7 +117,7 @@ Networks = tuple[ImageEncoder, dict[str, TextEncoder], dict[str, FeatureEncoder]
 
 
 def load_towers(recipe: Recipe, device: str) -> Towers:
-    """Load the towers of the recipe's encoding on `device`, and keep the networks for the next call. Raises UnfitNode
+    """Load the towers of the recipe's encoding on `device`, and keep their networks for the next call. Raises UnfitNode
     if this node lacks a model that encoding.json records."""
     worker = recipe.worker
     compiled = worker.compiles(torch.device(device))
@@ -131,7 +131,7 @@ def load_towers(recipe: Recipe, device: str) -> Towers:
 def compile_now(towers: TextTowers, buckets: Iterable[Bucket] = ()) -> None:
     """Run the towers once, so that they are compiled before any tar is timed. Raises UnfitNode if this node cannot
     compile them."""
-    torch._dynamo.config.recompile_limit = MAX_SHAPES  # per thread; another thread may have loaded the towers
+    torch._dynamo.config.recompile_limit = MAX_SHAPES  # per thread, and another thread may have loaded the towers
     try:
         towers.warm_up(buckets)
     except TorchDynamoException as error:
@@ -222,7 +222,7 @@ def _recorded(weights: Weights) -> Path:
 
 
 def prepare_process() -> None:
-    """Tune the process once its encoders are loaded."""
+    """Tune memory allocation and garbage collection in this process, once its encoders are loaded."""
     configure_malloc()
     # this imports pandas, if installed; importing it later would stall the device at the end of the first tar
     pa.array([None])

@@ -17,7 +17,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 JSON_PREFIX = "json:"
 MAX_FIELDS, MAX_NAME_CHARACTERS = 20, 64
-"""Limits on a reject's detail: number of fields listed, and characters per name."""
+"""Limits on the detail recorded for a rejected sample: number of fields listed, and characters per field name."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,12 @@ class CleanCaption:
 
     text: str
     changes: frozenset[str]
-    """Changes made by cleaning, from `CAPTION_CHANGES` (shards.format.tables); never `truncated`."""
+    """Changes made by cleaning, from `CAPTION_CHANGES` (shards.format.tables). Never `truncated`, which depends on the
+    text towers and is added after encoding."""
 
 
 def check_caption_fields(fields: Sequence[str]) -> None:
-    """Raise ValueError unless each of `fields` is `txt` or `json:NAME`, without duplicates."""
+    """Raise ValueError unless each of `fields` is `txt` or `json:NAME`, and none is listed twice."""
     for field in fields:
         if field != "txt" and not (field.startswith(JSON_PREFIX) and len(field) > len(JSON_PREFIX)):
             raise ValueError(f"{field!r} is not a caption field; use txt or json:FIELD, such as json:blip_caption")
@@ -39,8 +40,8 @@ def check_caption_fields(fields: Sequence[str]) -> None:
 
 
 def read_captions(raw: RawSample, fields: Sequence[str], max_characters: int) -> list[CleanCaption | None]:
-    """Return a sample's captions, one per entry of `fields` (`txt` or `json:NAME`); None for a missing one. If every
-    field is missing, raises Reject (`no_caption`) with a list of the fields that do have text."""
+    """Return a sample's captions, one for each of `fields` (`txt` or `json:NAME`), with None for a missing caption.
+    Raises Reject (`no_caption`) if all captions are missing; its message lists the fields that do contain text."""
     captions: list[CleanCaption | None] = []
     problems = []
     for field in fields:
@@ -55,8 +56,8 @@ def read_captions(raw: RawSample, fields: Sequence[str], max_characters: int) ->
 
 
 def clean_caption(raw: object, max_characters: int) -> CleanCaption:
-    """Clean a caption (bytes, or a value from JSON) and truncate it to `max_characters`. Invalid UTF-8 becomes U+FFFD,
-    each run of control characters a space, and surrounding whitespace is stripped.
+    """Clean a caption (bytes, or a value from JSON) and truncate it to `max_characters`. Invalid UTF-8 is replaced by
+    U+FFFD, each run of control characters is replaced by a space, and surrounding whitespace is stripped.
 
     Raises Reject (`no_caption`) if `raw` is not text or nothing is left.
     """
@@ -97,8 +98,8 @@ def _text_fields(raw: RawSample) -> str:
 
 
 def read_scores(metadata: dict[str, Any], names: tuple[str, ...]) -> np.ndarray:
-    """Return the scores `names` from a sample's JSON as (scores,) float32, under any of LAION's spellings. A score that
-    is missing, not a number, or out of float32 range becomes NaN."""
+    """Return the scores `names` from a sample's JSON, whose fields may have any of LAION's spellings, as (scores,)
+    float32. A score that is missing, not a number, or out of float32 range becomes NaN."""
     return np.array([_first_number(metadata, fields) for fields in score_fields(names)], np.float32)
 
 

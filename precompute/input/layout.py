@@ -1,8 +1,8 @@
-"""Parse all headers of a tar: group its members by key, and detect damage.
+"""Parse all headers of a tar, to group its members by key and to detect damage.
 
-Python's tarfile finds the headers and skips all other bytes. If a header does not start where the previous
-member ended, data was lost. Nothing is ever extracted: links, folders and devices are skipped, and only the last
-component of a member's path is used.
+Python's tarfile finds the headers and skips all other bytes. If a header does not start where the previous member
+ended, data was lost. Nothing is ever extracted: links, folders and devices are skipped, and only the last component of
+a member's path is used.
 """
 
 import re
@@ -17,12 +17,12 @@ from shards.base.errors import DamagedInput
 IMAGE_SUFFIXES = {"jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "avif"}
 MAGIC = {
     re.compile(rb"\x1f\x8b"): "gzip",
-    re.compile(rb"BZh[1-9]1AY&SY"): "bzip2",  # a member name may start with the first four bytes alone
+    re.compile(rb"BZh[1-9]1AY&SY"): "bzip2",  # the first four bytes alone may also start a member's name
     re.compile(rb"\xfd7zXZ"): "xz",
     re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
 }
 REPLACE = "Download this tar again, or create it again if it is your own."
-"""Remedy for a damaged tar."""
+"""Advice at the end of error messages about a damaged tar."""
 BLOCK = tarfile.BLOCKSIZE
 EXTENDED = (
     tarfile.GNUTYPE_LONGNAME,
@@ -55,15 +55,16 @@ class Layout:
     lost: dict[str, str] = field(default_factory=dict)
     """Key → reason why its sample is unusable."""
     damage: list[str] = field(default_factory=list)
-    """Descriptions of the damage, each a predicate that follows the tar's name; empty for an intact tar."""
+    """Descriptions of the damage, each phrased to follow the tar's name in a sentence; empty for an intact tar."""
 
 
 def read_layout(path: Path) -> Layout:
-    """Read every header of the tar at `path`. Raises DamagedInput if it is compressed, or its extended headers nest too
-    deeply.
+    """Read every header of the tar at `path`. Raises DamagedInput if the tar is compressed, or its extended headers are
+    nested too deeply.
 
-    A sample next to damaged bytes is kept only if it has an image, a caption and JSON. A sample's members may be in
-    different places in the tar. If a key occurs twice with the same kind of member, both samples are lost.
+    A sample next to damaged bytes is kept only if it has an image, a caption and JSON. If other samples separate the
+    members of a sample, it is kept, but this counts as damage. If a key occurs twice with the same kind of member, both
+    samples are lost.
     """
     layout, size = Layout(), path.stat().st_size
     end, key, last_added = 0, "", ""
@@ -73,7 +74,7 @@ def read_layout(path: Path) -> Layout:
         for header, next_header in read_headers(path, file, size):
             before, (key, suffix) = key, split_name(header.name)
             if header.offset != end and header.offset != after_global_header(file, end):
-                layout.damage.append(f"is damaged: bytes {end} to {header.offset} are not tar members")
+                layout.damage.append(f"is damaged: bytes {end} to {header.offset} do not belong to any tar member")
                 keys_near_damage += [before, key]
             end = next_header
             if end > size:
@@ -104,10 +105,11 @@ def _add_member(layout: Layout, key: str, suffix: str, previous_key: str, member
 
 
 def split_dotted(layout: Layout) -> dict[str, list[str]]:
-    """Regroup members such as `a.b.jpg` and `a.b.txt` by their last dot, if no member of `a` has a plain suffix. Return
-    old key → new keys.
+    """Split names such as `a.b.jpg` and `a.b.txt` at the last dot, if no member of `a` has a suffix without dots.
+    Return a dict from each key that was split to its new keys.
 
-    Otherwise a key ends at the first dot, as in webdataset: next to `a.jpg`, `a.seg.png` is another member of `a`.
+    All other keys end at the first dot, as in webdataset: if there is an `a.jpg`, then `a.seg.png` is another member of
+    the sample `a`.
     """
     split: dict[str, list[str]] = {}
     grouped, layout.members = layout.members, {}
@@ -128,7 +130,7 @@ def split_dotted(layout: Layout) -> dict[str, list[str]]:
 
 
 class Header(tarfile.TarInfo):
-    """A `TarInfo` that refuses extended headers with which tarfile would fill the memory."""
+    """A `TarInfo` that refuses extended headers so large that tarfile would run out of memory reading them."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> Self:
         if self.type in EXTENDED and self.size > MAX_EXTENDED_BYTES:
@@ -138,7 +140,7 @@ class Header(tarfile.TarInfo):
 
 def read_headers(path: Path, file: BinaryIO, size: int) -> Iterator[tuple[tarfile.TarInfo, int]]:
     """Yield each readable header and the offset where the next one should start, skipping unreadable bytes. Raises
-    DamagedInput for a chain of extended headers, at each of which tarfile recurses, beyond the recursion limit."""
+    DamagedInput if a chain of extended headers exceeds the recursion limit, because tarfile recurses at each header."""
     try:
         try:
             tar = tarfile.TarFile(fileobj=file, ignore_zeros=True, tarinfo=Header)
@@ -154,7 +156,7 @@ def read_headers(path: Path, file: BinaryIO, size: int) -> Iterator[tuple[tarfil
                 continue
             if header is None:
                 return
-            if header.size < 0 or tar.offset <= header.offset:  # a negative size would make tarfile loop
+            if header.size < 0 or tar.offset <= header.offset:  # a negative size would make tarfile loop forever
                 tar.offset = header.offset + BLOCK
                 continue
             yield header, tar.offset
@@ -163,7 +165,8 @@ def read_headers(path: Path, file: BinaryIO, size: int) -> Iterator[tuple[tarfil
 
 
 def after_global_header(file: BinaryIO, offset: int) -> int:
-    """Return where a global pax header at `offset` ends, which tarfile does not report; `offset` if there is none."""
+    """Return the offset after the global pax header at `offset`, or `offset` itself if there is none. tarfile does not
+    report these headers."""
     file.seek(offset)
     try:
         header = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
@@ -173,14 +176,14 @@ def after_global_header(file: BinaryIO, offset: int) -> int:
 
 
 def split_name(name: str, at_last_dot: bool = False) -> tuple[str, str]:
-    """Split a path such as `folder/000420017.jpg` into key and suffix; bytes that are not UTF-8 become escapes."""
+    """Split a path such as `folder/000420017.jpg` into key and suffix; bytes that are not UTF-8 are escaped."""
     name = name.encode("utf-8", "backslashreplace").decode().rpartition("/")[2]
     key, _, suffix = name.rpartition(".") if at_last_dot else name.partition(".")
     return key, suffix.lower()
 
 
 def refuse_compressed(path: Path, file: BinaryIO) -> None:
-    """Raise DamagedInput for a compressed tar, under either policy, since nothing is lost by decompressing it."""
+    """Raise DamagedInput if the tar is compressed, even under `salvage`, because decompressing it loses nothing."""
     start = file.read(10)
     file.seek(0)
     for magic, name in MAGIC.items():
@@ -191,8 +194,8 @@ def refuse_compressed(path: Path, file: BinaryIO) -> None:
 
 
 def check_end_marker(file: BinaryIO, offset: int) -> str:
-    """Describe damage after `offset`, the end of the last member, where at least two zero blocks must follow; return an
-    empty string if there is none."""
+    """Check that at least two zero blocks, and nothing else, follow `offset`, where the last member ends. Return a
+    description of the damage, or an empty string if there is none."""
     length = 0
     file.seek(offset)
     while block := file.read(1 << 20):

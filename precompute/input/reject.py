@@ -9,4 +9,4 @@ class Reject(Exception):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type["Reject"], tuple[str, str]]:
-        return Reject, (self.reason, str(self))  # pickled to cross from a child process
+        return Reject, (self.reason, str(self))  # for pickling, because child processes send rejects to their parent

@@ -1,9 +1,9 @@
 """Uncompressed webdataset tars: listing them, reading their samples, and verifying that they are complete.
 
-The tar format cannot distinguish a truncated archive from a short one: a flipped bit in a header, or truncation at one,
-ends the listing without an error. Therefore, all headers are read first (`layout.py`), and the samples must be those
+The tar format cannot distinguish a truncated archive from a short one: at a header that is corrupt or cut off, the
+listing ends without an error. Therefore, all headers are read first (`layout.py`), and the samples must match those
 listed in img2dataset's side files, `NNNNN_stats.json` and `NNNNN.parquet`. A damaged tar is refused by default; under
-`salvage`, its intact samples are used and every lost one is accounted for.
+`salvage`, its intact samples are used and every lost sample is accounted for.
 """
 
 import io
@@ -45,10 +45,11 @@ class TarsConfig(Config):
     """Handling of damaged tars."""
 
     policy: TarPolicy = "reject"
-    """`reject` fails a damaged tar; `salvage` uses its intact samples and records the loss."""
+    """With `reject`, a damaged tar fails. With `salvage`, its intact samples are used and the lost ones are
+    recorded."""
     check_sha256: bool = False
-    """Check each image against the `sha256` in its JSON, if present. Use it for tars with the original bytes, such as
-    `make download` writes by default, but not if img2dataset re-encoded the images."""
+    """Check each image against the `sha256` in its JSON, if present. Use this for tars with the original image bytes,
+    which `make download` writes by default, but not if img2dataset re-encoded the images."""
 
 
 class Named(Protocol):
@@ -64,7 +65,7 @@ AnyTar = TypeVar("AnyTar", bound=Named)
 
 @dataclass
 class RawSample:
-    """The undecoded members of one key."""
+    """A sample as it is in a tar: the undecoded members that share its key."""
 
     key: str
     image: bytes | None = None
@@ -85,8 +86,8 @@ class InputTar:
 
 
 def list_tars(folder: str) -> list[InputTar]:
-    """Return the tars directly in `folder` (a path or any fsspec URL), sorted by name, without hidden files. Raises
-    RequestError if it cannot be listed or has none."""
+    """Return the tars directly in `folder` (a path or any fsspec URL), sorted by name and excluding hidden files.
+    Raises RequestError if the folder cannot be listed or contains no tars."""
     file_system, paths = _listed(folder)
     names = [Path(path).name for path in paths or ()]
     if paths is None:
@@ -109,7 +110,7 @@ def list_tars(folder: str) -> list[InputTar]:
 
 
 def _listed(folder: str) -> tuple[Any, list[str] | None]:
-    """Return the file system of a folder, and the sorted paths in it; None for a folder that does not exist. On an
+    """Return the file system of a folder, and the sorted paths in the folder or, if it does not exist, None. On an
     object store, a folder exists if there are objects below it."""
     try:
         file_system, path = fsspec.core.url_to_fs(folder)
@@ -133,8 +134,8 @@ def note_unverifiable(folder: str, tars: Sequence[Named]) -> None:
 
 
 def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
-    """Return the tars selected by `00042`, `00000-00099`, a comma-separated list of both, or `all`, in order. Raises
-    RequestError for any other selection, or a tar that does not exist."""
+    """Return the tars that `wanted` selects, in order: `00042`, `00000-00099`, a comma-separated list of both, or
+    `all`. Raises RequestError if the selection is invalid, or names a tar that does not exist."""
     if wanted == "all":
         return available
     by_name = {tar.name: tar for tar in available}
@@ -180,10 +181,10 @@ def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Counted:
-    """Samples of a tar according to img2dataset's side files."""
+    """The samples that a tar should contain, according to img2dataset's side files."""
 
     counts: dict[str, int]
-    """Name of each existing side file → number of samples."""
+    """Name of each existing side file → number of samples that it lists."""
     urls: dict[str, str] | None
     """Key → URL of each sample; None if there is no parquet file."""
 
@@ -224,8 +225,8 @@ class Tar:
         """Check the samples against img2dataset's side files. Under `salvage`, record the missing ones as lost.
 
         Raises:
-            DamagedInput: The samples differ, so the tar lost or gained samples after it was written; or, under
-                `salvage`, no intact sample is left.
+            DamagedInput: Under `reject`, the samples differ from those listed, so the tar lost or gained samples after
+                it was written. Under `salvage`, the tar is damaged and has no intact samples left.
         """
         listed = counted.urls if counted.urls is not None else dict.fromkeys(self.members | self.lost, "")
         missing = listed.keys() - self.members.keys()
@@ -255,7 +256,7 @@ class Tar:
             raise DamagedInput(f"{tar.address} {self.damage[0]}, and no intact sample is left. {REPLACE}")
 
     def samples(self) -> Iterator[RawSample]:
-        """Yield the samples in the order of their first members, and then the lost ones, sorted by key."""
+        """Yield the intact samples in the order of their first members, and then the lost samples, sorted by key."""
         with self.path.open("rb") as file:
             for key, members in self.members.items():
                 sample = RawSample(key)
@@ -265,8 +266,8 @@ class Tar:
         yield from self.lost.values()
 
     def record(self, address: str) -> TarRecord:
-        """Describe the tar for receipts. `lost` counts the samples that are rejected as `lost_in_tar`, and
-        `lost_unnamed` further samples whose keys are unknown."""
+        """Describe the tar for receipts. For a damaged tar, `lost` counts the samples that are rejected as
+        `lost_in_tar`, and `lost_unnamed` counts additional lost samples, whose keys are unknown."""
         record: TarRecord = {"address": address, "bytes": self.bytes, "sha256": self.sha256}
         if self.damage:
             damage = "; ".join(self.damage[:MAX_LISTED]) + ("; …" if len(self.damage) > MAX_LISTED else "")
@@ -300,7 +301,7 @@ class Tar:
 
 def counted_samples(tar: InputTar) -> Counted:
     """Read img2dataset's side files of a tar, `NNNNN_stats.json` and `NNNNN.parquet`, if they exist. Raises
-    DamagedInput if one cannot be parsed."""
+    DamagedInput if one of them cannot be parsed."""
     file_system, path = fsspec.core.url_to_fs(tar.address.removesuffix(".tar"))
     counts: dict[str, int] = {}
     urls: dict[str, str] | None = None
@@ -333,7 +334,8 @@ def damaged(name: str) -> Iterator[None]:
 
 
 def successes(data: bytes) -> list[dict[str, Any]]:
-    """Return `key`, `status` and, if present, `url` of the successful rows of img2dataset's parquet file."""
+    """Return the successful rows of img2dataset's parquet file, with the columns `key`, `status` and, if present,
+    `url`. Raises ValueError if the file has more than MAX_ROWS rows."""
     table = pq.ParquetFile(io.BytesIO(data))
     if table.metadata.num_rows > MAX_ROWS:
         raise ValueError(f"{table.metadata.num_rows} rows, more than the limit of {MAX_ROWS}")

@@ -1,4 +1,4 @@
-"""Results of a job's tars so far, reported on stderr, in failures.jsonl and to Prometheus."""
+"""The results of a job so far, reported on stderr, in failures.jsonl and to Prometheus."""
 
 import time
 from collections import Counter, deque
@@ -15,11 +15,11 @@ STEP_SECONDS = 1.0
 
 
 class Rate:
-    """Growth of a count per second over the last WINDOW_SECONDS."""
+    """Speed at which a count has grown over the last WINDOW_SECONDS."""
 
     def __init__(self) -> None:
         self.points: deque[tuple[float, float]] = deque([(time.monotonic(), 0.0)])
-        """(time, count), at most one per STEP_SECONDS."""
+        """(time, count) pairs, at most one per STEP_SECONDS."""
 
     def add(self, count: float) -> None:
         """Record the current count. Calls in quick succession are ignored."""
@@ -31,14 +31,22 @@ class Rate:
 
     @property
     def per_second(self) -> float:
-        """Rate, never negative. The count drops when an attempt is lost, because its progress no longer counts."""
+        """Growth per second, or 0 if the count has fallen. It falls when an attempt is lost, because the attempt's
+        progress no longer counts."""
         (began, before), (now, count) = self.points[0], self.points[-1]
         return max(0.0, count - before) / (now - began) if now > began else 0.0
 
 
 def eta(total: int, finished: int, mean: float, under_way: float, rate: float) -> float | None:
-    """Estimate the seconds until `total` tars with a `mean` number of samples are finished at `rate` samples per
-    second, of which `under_way` are done in unfinished tars. None if there is nothing to estimate from."""
+    """Estimate the seconds until all tars are finished. Return None if there is nothing to estimate from yet.
+
+    Args:
+        total: number of tars.
+        finished: number of finished tars.
+        mean: mean number of samples per tar.
+        under_way: number of samples already processed in unfinished tars.
+        rate: samples processed per second.
+    """
     if finished == total:
         return 0.0
     if not mean or not rate:
@@ -47,19 +55,19 @@ def eta(total: int, finished: int, mean: float, under_way: float, rate: float) -
 
 
 class Ledger:
-    """Counts the results of a job's tars, and shows them while the job runs."""
+    """Running totals of the results of a job's tars, which are shown while the job runs."""
 
     def __init__(self, total: int, failures: FailureLog | None = None):
         self.total, self.failures = total, failures
         self.done = self.samples_in = self.encoded = 0
         self.rejected: Counter[str] = Counter()
-        """Reason → samples stored in no bucket."""
+        """Reason → number of samples that were rejected from every bucket for that reason."""
         self.failed: dict[str, str] = {}
         """Last error of each tar that the job gave up on."""
         self.under_way = UnderWay(0, 0)
         self.has_news = False
-        """Whether a tar has ended since the figures were last shown. They are shown again with the fleet's next
-        `UnderWay`, which no longer counts the tar."""
+        """Whether a tar has been committed or given up on since the figures were last shown. They are shown again at
+        the fleet's next `UnderWay` event, which no longer counts that tar as in flight."""
         self.rate = Rate()
         self.metrics = Metrics()
         self.progress = Progress("precompute", "tars", total)
@@ -73,16 +81,16 @@ class Ledger:
 
     @property
     def where_failures(self) -> str:
-        """Sentence that names the log of failed attempts, with a leading space; empty if there is no log."""
+        """Sentence that says where failed attempts are logged, with a leading space; empty if there is no log."""
         return f" {self.failures.where} lists every failed attempt with its traceback." if self.failures else ""
 
     @property
     def left(self) -> int:
-        """Number of tars that were neither committed nor given up on, after a job was stopped."""
+        """Number of tars neither committed nor given up on. Once the job has ended, this is 0 unless it was stopped."""
         return self.total - self.done - len(self.failed)
 
     def record(self, event: Event[TarReceipts]) -> None:
-        """Record an event of the fleet."""
+        """Update the totals, the metrics and the display from an event of the fleet."""
         match event:
             case Done(result=receipts, node=node):
                 self.done += 1
@@ -118,7 +126,7 @@ class Ledger:
         self.progress.show(self.done + len(self.failed), text, figures)
 
     def figures(self) -> dict[str, int | float | None]:
-        """Return the figures for a progress line."""
+        """Return the figures to show in a progress line."""
         seconds = self._eta
         return {
             "shards_done": self.done,
@@ -134,7 +142,7 @@ class Ledger:
 
     @property
     def _eta(self) -> float | None:
-        """Seconds left, assuming that tars in flight have as many samples as the average tar."""
+        """Estimated seconds left, assuming that unfinished tars have as many samples as the average finished tar."""
         mean = self.samples_in / self.done if self.done else 0.0
         finished = self.done + len(self.failed)
         return eta(self.total, finished, mean, self.under_way.reported, self.rate.per_second)

@@ -1,6 +1,6 @@
 """A job's Prometheus metrics, which the metrics endpoint on the driver's node serves as `ray_latentmill_…`.
 
-docs/reference/metrics.md describes them, and deploy/prometheus/alerts.yml has alert rules.
+docs/reference/metrics.md describes them, and deploy/prometheus/alerts.yml has alert rules for them.
 """
 
 from ray.util.metrics import Counter, Gauge
@@ -29,7 +29,7 @@ class Metrics:
         self.eta = Gauge("latentmill_eta_seconds", "Estimated seconds until the job ends; -1 if unknown")
 
     def tar_done(self, receipts: TarReceipts, node: str | None) -> None:
-        """Count the samples that a tar's receipts account for."""
+        """Count a committed tar: its samples, the seconds spent in each stage, and the successful attempt."""
         where = {"node": node or UNKNOWN}
         _add(self.images_in, receipts.samples_in, where)
         _add(self.accepted, receipts.encoded, where)
@@ -43,7 +43,7 @@ class Metrics:
         _add(self.tars, 1, {"outcome": "done"})
 
     def attempt_failed(self, failed: Failed) -> None:
-        """Count a failed attempt, and its tar if the job gives up on it."""
+        """Count a failed attempt and, if the job gives up on its tar, the failed tar."""
         _add(self.attempts, 1, {"cause": cause(failed), "node": failed.node or UNKNOWN})
         if not failed.again:
             _add(self.tars, 1, {"outcome": "failed"})
@@ -61,7 +61,7 @@ class Metrics:
 
 
 def cause(failed: Failed) -> str:
-    """Classify a failed attempt: `outage`, `lost`, `damaged` or `error`."""
+    """Classify a failed attempt as `outage`, `lost`, `damaged` or `error`."""
     failure = failed.failure
     if failure.outage is not None:
         return "outage"

@@ -22,8 +22,8 @@ from shards.root.manifest import Manifest
 from shards.root.provenance import source_sha256
 
 UNET_STEP = 64
-"""In pixels. U-Nets that halve the latents three times need image sides that are multiples of this: 8 for the VAE,
-times 8."""
+"""U-Nets that halve the latents three times need image sides that are multiples of this number of pixels: 8 for the
+VAE, times 8 for the U-Net."""
 
 
 def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: FleetConfig) -> Ledger:
@@ -32,7 +32,7 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
     On SIGTERM, SIGUSR1 or SIGINT, interrupt the running attempts and return.
 
     Raises:
-        WorkError: no node in the cluster could take a worker for `workers.wait_for_resources` seconds; or
+        WorkError: for `workers.wait_for_resources` seconds, no node in the cluster had room for a worker; or
             `workers.outage_probes` attempts in a row failed because of storage, credentials, models or the cluster.
     """
     work = partial(
@@ -54,12 +54,13 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
 
 
 def lacks_captions(receipts: TarReceipts) -> bool:
-    """Return whether no sample of a tar was accepted, and most of them have no caption."""
+    """Return whether all samples of a tar were rejected, most of them because they have no caption."""
     return receipts.encoded == 0 and receipts.rejected.get("no_caption", 0) > receipts.samples_in / 2
 
 
 def explain_lack(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> str:
-    """Return a warning about a tar without captions, with the fields that one of its samples has instead."""
+    """Return a warning that a tar has no captions in `fields`, with the text fields that one of its samples does
+    have."""
     part = receipts.parts[min(receipts.parts)]
     _, refused = read_tables(store, part.folder, part.files)
     first = refused["reason"].index("no_caption")
@@ -73,7 +74,7 @@ def explain_lack(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> 
 
 
 def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:
-    """Return the tars that lack an active receipt for at least one of `buckets`, listing the root once. Raises
+    """Return the tars that lack an active receipt for one or more of `buckets`. The root is listed only once. Raises
     RequestError if a tar's name cannot be used for a receipt."""
     for tar in tars:
         receipt_name("", tar.name)
@@ -82,8 +83,8 @@ def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: St
 
 
 def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]) -> None:
-    """Announce the job's work on stderr, because its workers take a while to start. Warn about bucket sizes on which
-    some U-Nets cannot be trained; stage 1 does not know the backbone, so it cannot reject them."""
+    """Print on stderr what the job will do, because its workers take a while to start. Also warn about bucket sizes on
+    which some U-Nets cannot be trained; stage 1 cannot reject these sizes, because it does not know the backbone."""
     odd = [name for name in map(str, buckets) if any(int(side) % UNET_STEP for side in name.split("x"))]
     if odd:
         print(

@@ -13,9 +13,9 @@ class AspectConfig(Config):
     ratio."""
 
     bases: list[int] = Field([])
-    """Base sides; the aspect buckets of base b have an area of about b². `[]` disables aspect buckets."""
+    """Base sides in pixels; each aspect bucket of base b has an area of about b². `[]` disables aspect buckets."""
     step: int = Field(64, ge=1)
-    """Step of the bucket sides in pixels: each side is a multiple of the step."""
+    """Step in pixels; each side of an aspect bucket is a multiple of it."""
     max_ratio: float = Field(2.0, ge=1)
     """Maximum ratio of a bucket's longer side to its shorter side."""
 
@@ -40,7 +40,7 @@ class Buckets:
     """The buckets of a job."""
 
     covering: tuple[Bucket, ...]
-    """Buckets that take every image that covers them without upscaling."""
+    """Buckets that each receive all images that cover them without upscaling."""
     tables: tuple[AspectTable, ...] = ()
     """Tables of aspect buckets; an image goes to one bucket in each table."""
 
@@ -56,5 +56,5 @@ class Buckets:
 
     @property
     def nearest_only(self) -> dict[Bucket, AspectTable]:
-        """Aspect bucket → its table, for the buckets that are not in `covering` as well."""
+        """Aspect bucket → its table, for the aspect buckets that are not also in `covering`."""
         return {bucket: table for table in self.tables for bucket in table.buckets if bucket not in self.covering}

@@ -1,4 +1,5 @@
-"""Convert decoded images to 8-bit sRGB without alpha: sample depths, palettes, CMYK, ICC profiles, transparency."""
+"""Convert decoded images to 8-bit sRGB without alpha. This covers sample depths, palettes, CMYK, ICC profiles and
+transparency."""
 
 import functools
 import io
@@ -12,7 +13,8 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffI
 from precompute.input.reject import Reject
 
 SRGB_TOLERANCE = 2
-"""A profile that changes no colour by more than this (of 255) counts as sRGB. Common sRGB profiles differ by 1."""
+"""A profile counts as sRGB if it changes no channel of any colour by more than this many levels (of 255). Common sRGB
+profiles differ by 1."""
 ALPHA_MODES = ("RGBA", "LA", "PA", "La", "RGBa")
 WHITE_IS_ZERO = 0
 MAX_PROFILE_BYTES = 4 << 20
@@ -21,9 +23,10 @@ SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 
 def scale_transparency(image: ImageFile) -> None:
-    """Scale the transparent colour of an unloaded PNG to 8 bits, because Pillow scales only the samples.
+    """Scale the transparent colour of a PNG to 8 bits before the image is loaded, because Pillow scales only the
+    samples.
 
-    In 16-bit RGB images, all colours that become equal in 8 bits become transparent together.
+    In 16-bit RGB images, all colours that equal the transparent colour after scaling to 8 bits become transparent.
     """
     clear = image.info.get("transparency")
     if image.format != "PNG" or clear is None:
@@ -38,8 +41,8 @@ def scale_transparency(image: ImageFile) -> None:
 def to_srgb(image: Image.Image) -> Image.Image:
     """Convert a loaded image to sRGB using its embedded profile, and composite transparent pixels over white.
 
-    A profile for a different colour space is ignored, as browsers do; for example, a CMYK profile may be left over in
-    an image that was converted to RGB. A greyscale image may have an RGB profile.
+    A profile for a different colour space is ignored, as in browsers; for example, an image that was converted to RGB
+    may still contain its old CMYK profile. The only exception is an RGB profile in a greyscale image, which is used.
 
     Raises:
         Reject: `bad_profile` if the profile cannot be read; `undecodable` if the value range of the samples is unknown.
@@ -50,7 +53,7 @@ def to_srgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and not profile and "transparency" not in image.info:
         return image
     if image.mode in ("I", "F"):
-        raise Reject("undecodable", f"mode {image.mode}: 32-bit samples have no agreed range")
+        raise Reject("undecodable", f"mode {image.mode}: 32-bit samples have no standard value range")
     if image.mode.startswith("I;16"):
         image = _eight_bit_grey(image)
     if image.mode == "CMYK" and image.format == "JPEG" and "adobe" not in image.info:
@@ -106,7 +109,8 @@ def color_space(profile: bytes) -> str:
 @functools.lru_cache(maxsize=64)
 def srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     """Return the transform from this profile and `mode` (`L`, `RGB` or `CMYK`) to sRGB, or None if it would not visibly
-    change any colour. Raises Reject (`bad_profile`). Transforms take milliseconds to build, so threads share them."""
+    change any colour. Raises Reject (`bad_profile`) if the transform cannot be built. Building one takes milliseconds,
+    so transforms are cached and shared by all threads."""
     try:
         # exact values for all 256 greys: LittleCMS's optimisation uses a 33-entry table, which is off by up to 10
         # levels for dark greys
@@ -129,7 +133,7 @@ def _open(profile: bytes) -> ImageCms.ImageCmsProfile:
 
 
 def _probe(mode: str) -> Image.Image:
-    """Return an image of all 256 greys, or of a grid of 18³ colours."""
+    """Return a test image: all 256 greys for mode `L`, or a grid of 18³ colours for `RGB`."""
     if mode == "L":
         return Image.fromarray(np.arange(256, dtype=np.uint8)[None])
     grid = np.array(list(itertools.product(range(0, 256, 15), repeat=3)), np.uint8)  # 0, 15, …, 255

@@ -23,9 +23,10 @@ from shards.format.buckets import AspectTable, Bucket, choose_buckets
 
 Format = Literal["JPEG", "PNG", "WEBP", "GIF", "TIFF", "AVIF"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-"""Formats that Pillow may open, of the 43 that it supports."""
+"""The only formats that Pillow may open; it supports 43."""
 SCALED_FORMATS = ("JPEG", "MPO")
-"""MPO is Pillow's name for the multi-image JPEGs that phones write; only the first image is used."""
+"""Formats that can be decoded at a reduced size. MPO is Pillow's name for the multi-image JPEGs that phones write, of
+which only the first image is used."""
 ORIENTATION_TAG = 0x0112
 # EXIF orientation → whether to flip left-right, flip top-bottom, and then transpose the stored image to make it upright
 TURNS = {
@@ -46,23 +47,23 @@ class PixelsConfig(Config):
     """Decoding, cropping and resizing of images; recorded in encoding.json."""
 
     resampling: Filter = "bicubic"
-    """Filter of the antialiased resize; lanczos is several times slower than the others."""
+    """Filter for antialiased resizing; lanczos is several times slower than the others."""
     crop: Literal["center"] = "center"
     """Part of the image that is kept if its aspect ratio differs from the bucket's."""
     scaled_decode: bool = True
     """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size."""
     decode_margin: float = Field(1.5, ge=1)
-    """Minimum ratio of each side after a scaled decode to the same side of the image's largest bucket. A larger margin
-    leaves more of the downscaling to the resize, whose filter is better."""
+    """Minimum ratio of each side of the image after scaled decoding to the same side of its largest bucket. A larger
+    margin leaves more of the downscaling to the resize filter, which is of higher quality."""
 
     @property
     def decoder(self) -> str:
-        """The decoder's name for encoding.json."""
+        """Name of the decoder, as recorded in encoding.json."""
         return f"pillow-scaled-{self.decode_margin:g}" if self.scaled_decode else "pillow"
 
     @property
     def resampler(self) -> str:
-        """The library whose filter is used, for encoding.json."""
+        """Name of the library that does the resizing, as recorded in encoding.json."""
         return "pillow" if self.resampling == "lanczos" else "torch"
 
 
@@ -82,10 +83,10 @@ class LimitsConfig(Config):
     what is stored."""
     decode_seconds: int = Field(30, ge=1)
     """CPU time limit for decoding one image in a child process. Threads cannot be killed, so if decoding in a thread
-    takes ten times as long in wall-clock time, the attempt at the tar is abandoned, and the next attempt uses child
-    processes."""
+    takes more than ten times this limit in wall-clock time, the attempt to encode the tar is abandoned, and the next
+    attempt uses child processes."""
     decode_bytes: int = Field(8 << 30, ge=1 << 32)
-    """Address space limit for a decoding child process; torch takes 3 GB of it."""
+    """Limit in bytes on the address space of a child process for decoding; torch takes 3 GB of it."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def decode(
         size = image.size
         image.load()
         if image.size != size:
-            raise Reject("undecodable", f"its header says {size[0]}x{size[1]}, but it is {image.width}x{image.height}")
+            raise Reject("undecodable", f"the header says {size[0]}x{size[1]}, but it is {image.width}x{image.height}")
         rgb = to_srgb(image)
         pixels = {}
         # crop and resize the image as stored, then rotate only the smaller result
@@ -142,7 +143,8 @@ def decode(
 
 @contextmanager
 def rejecting(reason: str) -> Iterator[None]:
-    """Convert any exception in the block except MemoryError to a Reject: Pillow's parsers raise a dozen types."""
+    """Convert any exception raised in the block, except MemoryError, to a Reject. Pillow's parsers raise a dozen types
+    of exceptions."""
     try:
         yield
     except (MemoryError, Reject):
@@ -165,13 +167,14 @@ def _open(data: bytes, limits: LimitsConfig) -> ImageFile:
 
 
 def _orientation(image: Image.Image) -> int:
-    # Pillow rotates TIFFs itself, and reports their size after the rotation
+    # Pillow rotates TIFFs itself, and the size that it reports is already the rotated one
     orientation = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION_TAG, 1)
     return orientation if orientation in TURNS else 1
 
 
 def _shrink_on_decode(image: Image.Image, buckets: list[Bucket], turned: bool, config: PixelsConfig) -> int:
-    """Ask Pillow to decode a JPEG at 1/scale, as far as `decode_margin` allows, and return the scale."""
+    """Make Pillow decode a JPEG at 1/scale of its size, with the largest scale that `decode_margin` allows, and return
+    the scale. It is 1 for other formats."""
     if not config.scaled_decode or image.format not in SCALED_FORMATS:
         return 1
     width, height = image.size[::-1] if turned else image.size

@@ -1,8 +1,8 @@
-"""Function calls in child processes, so that an image that crashes or hangs its decoder costs only its own sample.
+"""Function calls in child processes, so that an image that crashes or hangs its decoder costs only one sample.
 
 A child is a new interpreter (`python -m precompute.pixels.isolation`), never a fork, so it has neither the parent's
 CUDA context nor its threads. Requests and replies are pickles on two dedicated pipes, which nothing else writes to. A
-child exits with its parent. It imports torch for resampling, which takes about 500 MB of memory, and 3 GB of the
+child exits when its parent does. It imports torch for resampling, which takes about 500 MB of memory, and 3 GB of the
 address space that `limits.decode_bytes` allows.
 
 `multiprocessing` would be simpler, but is unsuitable: its spawned children import the parent's main module again, which
@@ -36,18 +36,20 @@ CLOCK_PER_PROCESSOR_SECOND = 10
 START_SECONDS = 300.0
 """Maximum time for a child to start and import its modules on a busy machine."""
 TRIES = 2
-"""A call that kills its process once may have hit a machine fault; if it does so twice, its arguments are to blame."""
+"""Number of times that a call is tried. A call that kills its process once may have hit a machine fault; if it does so
+twice, its arguments are to blame."""
 PICKLE_PROTOCOL = 5
 
 
 class ChildDied(Exception):
-    """A child process died or was killed during a call. The message completes a sentence about the call."""
+    """Raised when a child process dies or is killed during a call. The message is a phrase that gives the cause, such
+    as `exit code 1`."""
 
 
 class Isolated(Generic[Result]):
     """Callable that runs `function` in child processes, one for each calling thread.
 
-    It is a context manager, which kills its children on exit. `function` must be importable by name.
+    It is also a context manager that kills the child processes on exit. `function` must be importable by name.
     """
 
     def __init__(self, function: Callable[..., Result], limits: LimitsConfig):
@@ -67,7 +69,7 @@ class Isolated(Generic[Result]):
         """Return `function(*args)`. Exceptions of `function` propagate.
 
         Raises:
-            Reject: `decoder_crash`, if the call twice killed its process or exceeded its time or memory limit.
+            Reject: `decoder_crash`, if both tries killed their process or exceeded the time or memory limit.
             WorkError: A child process could not be started.
         """
         for _ in range(TRIES):
@@ -96,7 +98,7 @@ class Child:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "precompute.pixels.isolation", str(its_requests), str(its_replies)],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # decoders print to stdout, which may be the output of a command
+            stdout=2,  # stderr, because decoders may print, and stdout may be the output of a command
             pass_fds=(its_requests, its_replies),
             env=os.environ | one_thread | {"PYTHONPATH": paths},
         )
@@ -123,7 +125,7 @@ class Child:
             raise ChildDied(self._cause_of_death()) from None
         returned, value = self._receive(CLOCK_PER_PROCESSOR_SECOND * self.limits.decode_seconds)
         if isinstance(value, MemoryError):
-            raise ChildDied(f"needs more than {self.limits.decode_bytes} bytes of memory")
+            raise ChildDied(f"needed more than {self.limits.decode_bytes} bytes of memory")
         if not returned:
             raise value
         result: Result = value
@@ -135,7 +137,7 @@ class Child:
         poll.register(self.replies)
         if not poll.poll(1000 * seconds):
             self.kill()
-            raise ChildDied(f"did not end in {seconds:g} s" if self.ready else f"not ready after {seconds:g} s")
+            raise ChildDied(f"did not finish within {seconds:g} s" if self.ready else f"not ready after {seconds:g} s")
         try:
             return pickle.load(self.replies)
         except (EOFError, pickle.UnpicklingError):
@@ -150,10 +152,10 @@ class Child:
                 pipe.close()
 
     def _cause_of_death(self) -> str:
-        code = self.process.wait()  # returns soon, because the child has closed its pipes
+        code = self.process.wait()  # returns quickly, because the child has closed its pipes
         self.kill()
         if code == -signal.SIGXCPU:
-            return f"used more than {self.limits.decode_seconds} s of processor time"
+            return f"used more than {self.limits.decode_seconds} s of CPU time"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
@@ -161,7 +163,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Answer requests until the parent closes its pipe. This is the main loop of a child."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # so that the OOM killer chooses this process rather than the one with the encoders
+        file.write("1000")  # so that the OOM killer chooses this process, not the one with the encoders
     pickle.dump(True, replies, PICKLE_PROTOCOL)
     replies.flush()
     while True:

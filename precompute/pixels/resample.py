@@ -1,4 +1,4 @@
-"""Center crop and resize of an image for a bucket.
+"""Resizing and center-cropping of an image for a bucket.
 
 The image is scaled to cover the bucket, with both sides rounded to whole pixels, and then center-cropped at whole
 pixels. Pixels to the right of the crop or below it are not computed.
@@ -24,12 +24,12 @@ SHRINK = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.default,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.default,
 }
-"""Vectorised versions of Pillow's filters; results differ from Pillow's by at most one level."""
+"""Vectorised versions of Pillow's filters; results differ from Pillow's by at most one level (of 255)."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The crop for a bucket on a width × height image that is scaled to scaled_width × scaled_height."""
+    """The crop for a bucket in a width × height image that is scaled to scaled_width × scaled_height."""
 
     width: int
     height: int
@@ -48,13 +48,14 @@ class Placement:
 
     @property
     def box(self) -> tuple[float, float, float, float]:
-        """Crop as (left, top, right, bottom) in original pixels; `Image.resize(bucket, filter, box)` is equivalent."""
+        """Crop as (left, top, right, bottom) in original pixels, for `Image.resize(bucket, filter, box)`, which scales
+        and crops in one step."""
         x, y = self.width / self.scaled_width, self.height / self.scaled_height
         right, bottom = self.left + self.bucket.width, self.top + self.bucket.height
         return self.left * x, self.top * y, min(right * x, self.width), min(bottom * y, self.height)
 
     def as_stored(self, flip_x: bool, flip_y: bool, turned: bool) -> "Placement":
-        """Return the same crop on the image as stored, before it is flipped and then transposed to be upright."""
+        """Return the same crop in the image as stored, which must be flipped and then transposed to make it upright."""
         at = self
         if turned:
             at = Placement(
@@ -67,7 +68,8 @@ class Placement:
 
 
 def place(width: int, height: int, bucket: Bucket) -> Placement:
-    """Return the center crop of a width × height image for a bucket, half a pixel off center if the margin is odd."""
+    """Return the center crop of a width × height image for a bucket. If the margin is odd, the crop is half a pixel off
+    center."""
     if width * bucket.height < height * bucket.width:
         scaled = bucket.width, _rounded(height * bucket.width, width)
     else:
@@ -83,11 +85,12 @@ def _rounded(a: int, b: int) -> int:
 def resample(
     image: Image.Image, places: Iterable[Placement], decoded_scale: int, filter: Filter
 ) -> Iterator[np.ndarray]:
-    """Yield a (height, width, 3) uint8 array for each placement, from an image decoded at 1/decoded_scale."""
+    """Yield a (height, width, 3) uint8 array for each placement, from an image that was decoded at 1/decoded_scale of
+    its size."""
     if filter == "lanczos":
         yield from (_by_pillow(image, at, decoded_scale) for at in places)
     else:
-        pixels = _pixels(image)  # shared, because for a small image this takes as long as everything else
+        pixels = _pixels(image)  # once for all placements: for a small image, this takes as long as the rest
         yield from (_by_torch(pixels, at, decoded_scale, filter) for at in places)
 
 
@@ -99,7 +102,7 @@ def _by_pillow(image: Image.Image, at: Placement, decoded_scale: int) -> np.ndar
 
 
 def _by_torch(pixels: Tensor, at: Placement, decoded_scale: int, filter: Filter) -> np.ndarray:
-    # scaled pixels per decoded pixel, regardless of a last column or row that the decoder rounded up to
+    # scaled pixels per decoded pixel, from the original size, because the decoder may round its own size up
     scale_x = at.scaled_width * decoded_scale / at.width
     scale_y = at.scaled_height * decoded_scale / at.height
     right, bottom = at.left + at.bucket.width, at.top + at.bucket.height
@@ -110,9 +113,9 @@ def _by_torch(pixels: Tensor, at: Placement, decoded_scale: int, filter: Filter)
 
 
 def _rgb(values: np.ndarray) -> np.ndarray:
-    """Copy the first three channels of (height, width, 3 or 4) into a contiguous (height, width, 3)."""
+    """Copy the first three channels of a (height, width, 3 or 4) array into a contiguous (height, width, 3) array."""
     pixels = np.empty((*values.shape[:2], 3), np.uint8)
-    for channel in range(3):  # one NumPy copy of runs of three bytes takes six times as long
+    for channel in range(3):  # a single NumPy copy, in runs of three bytes, takes six times as long
         pixels[..., channel] = values[..., channel]
     return pixels
 
@@ -125,6 +128,6 @@ def _pixels(image: Image.Image) -> Tensor:
     """
     try:
         values = torch.from_dlpack(pa.array(image).values).view(1, image.height, image.width, 4)
-    except ValueError:  # the image is larger than one of Pillow's memory blocks, 16 MB
+    except ValueError:  # the image is larger than one of Pillow's memory blocks (16 MB)
         values = torch.from_numpy(np.array(image))[None]
     return values.permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""Config of `python -m precompute.select`."""
+"""Config for `python -m precompute.select`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -39,16 +39,17 @@ class UrlsConfig(Config):
     """Filters on URLs. Rows whose URL is not http or https are always dropped."""
 
     allow_private_hosts: bool = False
-    """Keep URLs of private and loopback hosts. Use it for a local test server, never to crawl third-party URLs."""
+    """Keep URLs that point to private or loopback hosts. Use this only with a local test server, never to crawl
+    third-party URLs."""
     drop_duplicates: bool = True
-    """Among rows with a byte-identical URL, keep only the first one that passes all other rules."""
+    """Among rows whose URLs are byte-identical, keep only the first one that passes all other rules."""
     opt_out: Path | None = None
     """Opt-out list of hosts and URLs to drop: a text file with one entry per line, or parquet with a URL column. The
-    command fails on entries that could never match."""
+    command fails if an entry could never match a URL."""
 
 
 class SelectConfig(Config):
-    """Selects the rows of LAION metadata to download, and records how many rows each rule dropped."""
+    """Selection of the rows of LAION metadata to download, with a record of how many rows each rule dropped."""
 
     metadata: str
     """Parquet metadata: a file, a folder (searched recursively) or a glob, as a local path or an fsspec URL."""
@@ -63,5 +64,5 @@ class SelectConfig(Config):
     processes: PositiveInt = 2
     """Number of worker processes, each of which reads one input file at a time."""
     partition_rows: PositiveInt = 2_000_000
-    """Mean number of rows per partition when finding duplicates. Each process needs about 100 bytes of memory per
-    row."""
+    """Maximum average number of rows per partition in the search for duplicates. Each process needs about 100 bytes of
+    memory for each row of a partition."""

@@ -1,7 +1,7 @@
-"""Second pass: find rows with duplicate or opted-out URLs, one hash partition at a time.
+"""Second pass of the selection: find rows with duplicate or opted-out URLs, one hash partition at a time.
 
 URLs are represented by 128-bit hashes, partitioned on disk by their leading bits so that one partition fits in memory.
-The probability that any two of n distinct URLs collide is about n² / 2¹²⁹: 4 × 10⁻²⁰ for five billion URLs.
+The probability that any two of n distinct URLs have the same hash is about n² / 2¹²⁹: 4 × 10⁻²⁰ for five billion URLs.
 """
 
 import math
@@ -19,8 +19,9 @@ ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("row", "<i8")])
 SEGMENT_ROWS = 2**20
 ENTRIES_NAME, OFFSETS_NAME = "hashes.bin", "offsets.npy"
 COMPARABLE_NAME = "comparable"
-"""Subfolder for hashes of canonical URLs, which the opt-out list is matched against. Duplicates use the exact bytes."""
-FILE_SHIFT = 40  # a row's position in input order is file number × 2⁴⁰ + row in the filtered file
+"""Subfolder with the hashes of canonical URLs, which are matched against the opt-out list. Duplicates are found with
+the hashes of the URLs' exact bytes instead."""
+FILE_SHIFT = 40  # a row's position in input order is file number × 2⁴⁰ + row number in the filtered file
 OPTED_OUT, DUPLICATE = 0, 1  # drop reason, stored in the lowest bit of the integer for each row to drop
 
 
@@ -31,7 +32,8 @@ def hash_urls(urls: pa.ChunkedArray | pa.Array) -> np.ndarray:
 
 
 def count_partitions(num_rows: int, partition_rows: int) -> int:
-    """Return the smallest power of two, capped at 4096, whose mean partition has at most `partition_rows` rows."""
+    """Return the smallest power of two for which partitions have at most `partition_rows` rows on average, capped at
+    4096."""
     return min(2 ** math.ceil(math.log2(max(num_rows / partition_rows, 1))), 4096)
 
 
@@ -43,7 +45,8 @@ def write_hashes(folder: Path, hashes: Iterable[np.ndarray], partitions: int) ->
 
 
 class HashWriter:
-    """Writer of hashes in segments, each sorted by partition; rows are numbered in the order they are added."""
+    """Writer for hashes of URLs, in segments that are each sorted by partition. Rows are numbered in the order in which
+    they are added."""
 
     def __init__(self, folder: Path, partitions: int):
         self.folder, self.partitions = folder, partitions
@@ -63,7 +66,7 @@ class HashWriter:
                 np.save(self.folder / OFFSETS_NAME, np.array(self.offsets, np.int64).reshape(-1, self.partitions + 1))
 
     def add(self, hashes: np.ndarray) -> None:
-        """Append (n, 2) hashes, and flush a segment once enough are buffered."""
+        """Add (n, 2) hashes, and write a segment once enough of them are buffered."""
         self.waiting.append(hashes)
         if sum(map(len, self.waiting)) >= SEGMENT_ROWS:
             self._write_segment()
@@ -85,7 +88,8 @@ class HashWriter:
 
 
 def partition_of(high: np.ndarray, partitions: int) -> np.ndarray:
-    """Return the leading log2(partitions) bits of each hash, as uint16 because numpy radix-sorts that type."""
+    """Return the partition of each hash, given by its leading log2(partitions) bits. The type is uint16, for which
+    NumPy has a radix sort."""
     return (high >> np.uint64(48)).astype(np.uint16) >> (16 - (partitions.bit_length() - 1))
 
 
@@ -103,13 +107,14 @@ def read_partition(folder: Path, partition: int) -> np.ndarray:
 def find_drops(
     target: Path, partition: int, filtered: Sequence[Path], opt_out: Path | None, drop_duplicates: bool
 ) -> Path:
-    """Find the rows to drop from a partition, and write them to `target` as sorted int64 (position × 2 + reason).
+    """Find the opted-out and duplicate rows of one partition, write them to `target` as sorted int64 values
+    (position × 2 + reason), and return `target`.
 
-    Nothing is done if `target` exists.
+    If `target` already exists, it is returned unchanged.
 
     Args:
-        filtered: folders of the filtered files, in input order. Each holds the hashes of its URLs, and with `opt_out`
-            also those of its canonical URLs, in the subfolder `COMPARABLE_NAME`.
+        filtered: folders of the filtered files, in input order. Each contains the hashes of the file's URLs and, if
+            `opt_out` is given, a subfolder `COMPARABLE_NAME` with the hashes of its canonical URLs.
         opt_out: folder with the hashes of opted-out URLs.
     """
     if target.exists():
@@ -118,7 +123,7 @@ def find_drops(
     if opt_out:
         listed = read_partition(opt_out, partition)
         entries, positions = _read_partitions([folder / COMPARABLE_NAME for folder in filtered], partition)
-        # listed URLs get position -1, ahead of every row
+        # opted-out URLs get position -1, so that they come before every row
         entries, positions = np.concatenate([listed, entries]), np.concatenate([np.full(len(listed), -1), positions])
         first_positions = _first_positions(entries, positions)
         drops.append(positions[(first_positions < 0) & (positions >= 0)] * 2 + OPTED_OUT)
@@ -137,7 +142,7 @@ def _read_partitions(folders: Sequence[Path], partition: int) -> tuple[np.ndarra
 
 
 def _first_positions(entries: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return, for each entry, the position of the first entry with the same hash; `positions` must not decrease."""
+    """For each entry, return the position of the first entry with the same hash; `positions` must not decrease."""
     # lexsort is stable, so equal hashes keep their input order
     order = np.lexsort((entries["low"], entries["high"]))
     ordered = entries[order]
@@ -149,7 +154,8 @@ def _first_positions(entries: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def rows_to_drop(paths: Sequence[Path], number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the opted-out rows and the duplicate rows of filtered file `number`, merged from all partitions."""
+    """Return the numbers of the opted-out rows and of the duplicate rows to drop from filtered file `number`, merged
+    from the `find_drops` outputs of all partitions."""
     low, high = number << (FILE_SHIFT + 1), (number + 1) << (FILE_SHIFT + 1)
     parts = [np.empty(0, np.int64)]
     for path in paths:
@@ -159,4 +165,4 @@ def rows_to_drop(paths: Sequence[Path], number: int) -> tuple[np.ndarray, np.nda
     drops_of_file = np.concatenate(parts) - low
     rows, reasons = drops_of_file // 2, drops_of_file % 2
     opted_out = rows[reasons == OPTED_OUT]
-    return opted_out, np.setdiff1d(rows[reasons == DUPLICATE], opted_out)  # count a row under one reason only
+    return opted_out, np.setdiff1d(rows[reasons == DUPLICATE], opted_out)  # count each row under only one reason

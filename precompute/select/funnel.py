@@ -35,8 +35,13 @@ def build_funnel(
     selected: Counter[str],
     buckets: Sequence[str],
 ) -> dict[str, Any]:
-    """Build the contents of funnel.json. `global_drops` has the condition and dropped rows of the rules that compare
-    rows with each other or with a list; `selected` is the `tally` of the selected rows."""
+    """Build the contents of funnel.json.
+
+    Args:
+        global_drops: rule name → (condition, number of dropped rows), for the rules that compare rows with each other
+            or with the opt-out list.
+        selected: `tally` of the selected rows.
+    """
     counts = sum((file.counts for file in filtered), Counter[str]())
     steps = [_step(rule.name, rule.condition, *(counts[counter] for counter in rule.counters)) for rule in rules]
     steps += [_step(name, condition, count, 0) for name, (condition, count) in global_drops.items()]
@@ -84,7 +89,8 @@ def describe(funnel: dict[str, Any]) -> str:
 
 
 def draw_funnel(funnel: dict[str, Any]) -> bytes:
-    """Render the funnel as a PNG: rows left after each rule, and histograms of sizes and scores before and after."""
+    """Render the funnel as a PNG: the rows left after each rule, histograms of sizes and scores before and after the
+    selection, and the rows large enough for each bucket."""
     from matplotlib import rc_context  # imported here so that worker processes do not load it
     from matplotlib.figure import Figure
 

@@ -31,7 +31,7 @@ def is_public_address(literal: str) -> bool:
 def is_private_host(host: str) -> bool:
     """Return whether `host` is a non-public address literal or a name reserved for private networks.
 
-    Addresses are parsed as the C library does: `127.1`, `0x7f000001`, `2130706433` and `①②⑦.0.0.1` are loopback.
+    Addresses are parsed as the C library parses them: `127.1`, `0x7f000001`, `2130706433` and `①②⑦.0.0.1` are loopback.
     """
     host = unicodedata.normalize("NFKC", urllib.parse.unquote(host)).lower().rstrip(".").strip("[]").partition("%")[0]
     if ":" in host:
@@ -62,7 +62,7 @@ def are_private(urls: pa.Array) -> np.ndarray:
 
 
 def _mask_by_host(urls: pa.Array, pattern: str, accepts: Callable[[str | None], bool]) -> np.ndarray:
-    """Return True where `pattern` matches (the fast path), and the result of `accepts(host)` elsewhere."""
+    """Return a mask of the `urls` that match `pattern` (the fast path) or whose host passes `accepts`."""
     mask = np.array(pc.match_substring_regex(urls, pattern))
     for index in np.flatnonzero(~mask):
         mask[index] = accepts(host_of(urls[int(index)].as_py()))
@@ -70,6 +70,6 @@ def _mask_by_host(urls: pa.Array, pattern: str, accepts: Callable[[str | None], 
 
 
 def is_listed(urls: pa.Array, hosts: Collection[str]) -> np.ndarray:
-    """Return a mask of the `urls` (no nulls, valid UTF-8) whose host is one of `hosts` (in the form of
-    `comparable_host`) or a subdomain of one."""
+    """Return a mask of the `urls` (no nulls, valid UTF-8) whose host is one of `hosts` or a subdomain of one of them.
+    `hosts` must be in the canonical form that `comparable_host` returns."""
     return np.asarray(matching_hosts(urls, hosts).is_valid())

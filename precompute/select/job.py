@@ -1,4 +1,4 @@
-"""The selection job: filter each file, find duplicates, write the remaining rows, publish them with the funnel."""
+"""The selection job: filter each file, find duplicates, write the remaining rows, and publish them with the funnel."""
 
 import hashlib
 import itertools
@@ -30,8 +30,8 @@ FUNNEL_NAME, PLOT_NAME = "funnel.json", "funnel.png"
 def select(config: SelectConfig) -> dict[str, Any]:
     """Write the selected rows to `config.output` and return the funnel.
 
-    Outputs are published only after all of them are written, funnel.json last. Calling this again resumes an
-    interrupted selection and does nothing for a finished one.
+    Outputs are published only after all of them are written, and funnel.json is published last. Calling this again
+    resumes an interrupted selection, and does nothing if the selection is finished.
 
     Raises:
         RequestError: The metadata cannot be read or lacks a column, or the output folder holds a different selection.
@@ -61,7 +61,7 @@ def select(config: SelectConfig) -> dict[str, Any]:
         counts = [[len(rows) for rows in duplicates.rows_to_drop(drops, number)] for number in range(len(filtered))]
         kept = [file.rows_out - sum(count) for file, count in zip(filtered, counts, strict=True)]
 
-        # pass 3: write the other rows, in input order
+        # pass 3: write the rows that are left, in input order
         outputs = plan_outputs(sum(kept), config.rows_per_file)
         tallies = run(write_output, [(folder, output, filtered, kept, drops, config.buckets) for output in outputs])
         selected = sum(tallies, Counter[str]())
@@ -76,8 +76,11 @@ def select(config: SelectConfig) -> dict[str, Any]:
 
 @contextmanager
 def workers(processes: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Provide `run(function, calls)`, which yields `function(*call)` for each call in order, in this process if
-    `processes` is 1. Raises WorkError if a worker process died; exceptions of `function` propagate."""
+    """Provide a function `run(function, calls)` that yields `function(*call)` for each call, in order. It runs the
+    calls in `processes` worker processes or, if `processes` is 1, in this process.
+
+    Raises WorkError if a worker process dies; exceptions raised by `function` propagate.
+    """
     if processes == 1:
         yield itertools.starmap
         return
@@ -94,8 +97,8 @@ def workers(processes: int) -> Iterator[Callable[..., Iterator[Any]]]:
 
 
 def _global_rules(config: SelectConfig, counts: list[list[int]]) -> dict[str, tuple[str, int]]:
-    """Return, by name, the condition and dropped rows of the rules of pass 2, from the (opted-out, duplicate) rows of
-    each file."""
+    """Return a dict from the name of each enabled rule of pass 2 to its condition and its number of dropped rows.
+    `counts` has the numbers of opted-out and duplicate rows in each file."""
     opted_out, repeated = map(sum, zip(*counts, strict=True))
     rules = {}
     if config.urls.opt_out:
@@ -153,7 +156,8 @@ def _open_run(output: Path, request: str) -> Path:
 
 
 def _plan_drops(config: SelectConfig, run: Path, filtered: list[Path], partitions: int) -> list[tuple[Any, ...]]:
-    """Return the arguments of `find_drops` for each partition; empty if there is no opt-out list or deduplication."""
+    """Write the hashes of the opt-out list, if there is one, and return the arguments of `find_drops` for each
+    partition. The result is empty if there is neither an opt-out list nor deduplication."""
     opt_out = None
     if config.urls.opt_out:
         opt_out = run / "opt_out"
@@ -187,7 +191,7 @@ def _explain_empty(funnel: dict[str, Any]) -> str:
 
 
 def _with_progress(filtered: Iterable[FilteredFile], num_files: int) -> Iterator[FilteredFile]:
-    """Pass `filtered` through, and print a progress line for each file."""
+    """Yield the files in `filtered` unchanged, and print a progress line for each of them."""
     rows, start = 0, time.monotonic()
     for number, file in enumerate(filtered, 1):
         rows += file.counts["rows"]

@@ -44,7 +44,7 @@ class MetadataFile:
     num_bytes: int
     footer_sha256: str
     columns: dict[str, str]
-    """Canonical column name → the name in this file."""
+    """Canonical column name → name of the column in this file."""
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class MetadataFile:
 
 
 def find_files(metadata: str) -> list[str]:
-    """Return the sorted addresses of the parquet files that `metadata` (a file, a folder or a glob) names. Raises
+    """Return the sorted addresses of the parquet files at `metadata`, which is a file, a folder or a glob. Raises
     RequestError if there are none, or they cannot be listed."""
     try:
         file_system, path = fsspec.core.url_to_fs(metadata)
@@ -70,8 +70,8 @@ def find_files(metadata: str) -> list[str]:
 
 
 def inspect(address: str, rules: list[Rule]) -> MetadataFile:
-    """Read a file's footer, and raise RequestError if it is not parquet, lacks a column that a rule needs, or has a
-    column of an unsuitable type."""
+    """Validate a metadata file from its footer, and describe it. Raises RequestError if the file is not parquet, lacks
+    a column that a rule needs, or has a column of an unsuitable type."""
     footer = read_footer(address)
     found = find_columns(footer.schema, address)
     for rule in rules:
@@ -95,7 +95,8 @@ class Footer:
     num_bytes: int
     """Size of the file."""
     sha256: str
-    """Hash of the footer. It has the sizes and min/max statistics of all column chunks, so it changes with the data."""
+    """Hash of the footer. The footer contains the sizes and min/max statistics of all column chunks, so it changes with
+    the data."""
 
 
 def read_footer(address: str | Path) -> Footer:
@@ -114,8 +115,8 @@ def read_footer(address: str | Path) -> Footer:
 
 
 def find_columns(schema: pa.Schema, location: str) -> dict[str, str]:
-    """Return the name in the file of each known column that `schema` has, by canonical name. Raises RequestError if the
-    file has a column under two spellings."""
+    """Return a dict from the canonical name of each known column in `schema` to the column's name in the file. Raises
+    RequestError if the file has the same column under two spellings."""
     found = {}
     for name, (_, spellings) in COLUMNS.items():
         present = [spelling for spelling in spellings if spelling in schema.names]

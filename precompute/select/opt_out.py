@@ -19,8 +19,8 @@ MAX_LISTED = 5
 
 
 def read_opt_outs(path: Path) -> Iterator[OptOuts]:
-    """Yield the entries of an opt-out list in batches. Raises RequestError if the file cannot be read or has invalid
-    entries, of which the message lists the first few."""
+    """Yield the entries of an opt-out list in batches. Raises RequestError if the file cannot be read or, after the
+    last batch, if it has invalid entries; the message lists the first few of them."""
     invalid: list[str] = []
     num_invalid = 0
     is_parquet = path.suffix == ".parquet"

@@ -1,6 +1,6 @@
-"""First and third pass of the selection, which read all rows; the second is in `duplicates.py`.
+"""The first and third passes of the selection, which read all rows; the second pass is in `duplicates.py`.
 
-The first pass works on one input file at a time. It writes the rows that pass the rules, and the hashes of their URLs.
+The first pass works on one input file at a time. It writes the rows that pass the rules and the hashes of their URLs.
 The third pass works on one output file at a time. It writes the remaining rows in input order, `rows_per_file` rows
 per file.
 """
@@ -28,19 +28,19 @@ from shards.base.urls import comparable_urls
 
 RECEIPT_NAME, ROWS_NAME = "receipt.json", "rows.parquet"
 GROUP_ROWS = 65_536  # rows per row group
-VERSION = 2  # format of the work folders; a change invalidates existing ones
+VERSION = 2  # format version of the work folders; raising it invalidates existing folders
 
 
 @dataclass(frozen=True)
 class FilteredFile:
-    """Result of the first pass on one input file."""
+    """Result of the first pass for one input file."""
 
     folder: Path
     source: str
     """Name of the input file."""
     rows_out: int
     counts: Counter[str]
-    """Counts over all input rows: those of `tally`, and the `counters` of each rule for the rows that it dropped."""
+    """Counts for all input rows: the counts of `tally`, and the rows that each rule dropped, under its `counters`."""
 
 
 def _folder_of(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str], partitions: int) -> Path:
@@ -99,7 +99,8 @@ def _filtered(source: MetadataFile, rules: list[Rule], counts: Counter[str]) -> 
 
 
 def write_rows(path: Path, tables: Iterable[pa.Table], compression: str) -> Iterator[pa.Table]:
-    """Write `tables` to `path`, yielding each row group once it is written; the file is complete after the last one."""
+    """Write `tables` to `path`, and yield each row group once it is written. The file is complete only when the
+    iterator is exhausted."""
     with pq.ParquetWriter(path, OUTPUT_SCHEMA, compression=compression, use_dictionary=DICTIONARY_COLUMNS) as writer:
         for group in regroup(tables, GROUP_ROWS):
             writer.write_table(group, row_group_size=GROUP_ROWS)
@@ -107,7 +108,7 @@ def write_rows(path: Path, tables: Iterable[pa.Table], compression: str) -> Iter
 
 
 def regroup(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
-    """Yield the same rows in tables of exactly `num_rows`; the last table may be shorter."""
+    """Yield the rows of `tables` in tables of exactly `num_rows` rows; the last table may be shorter."""
     waiting: list[pa.Table] = []
     for table in tables:
         waiting.append(table)
@@ -153,7 +154,8 @@ def write_output(
 
     Args:
         filtered: all filtered files, in input order.
-        kept: number of rows left in each filtered file after `drops`.
+        kept: number of rows left in each filtered file after `drops` are removed.
+        drops: files that `find_drops` wrote, one per partition.
     """
     path, counts_path = folder / output.name, folder / f"{output.name}.counts.json"
     if counts_path.exists():  # written last, so the parquet file is complete
@@ -181,10 +183,10 @@ def _rows(
 
 
 def _kept_rows(file: FilteredFile, dropped: np.ndarray, low: int, high: int) -> Iterator[pa.Table]:
-    """Yield the rows [low, high) of `file`, counted after `dropped` rows are removed."""
+    """Yield the rows [low, high) of `file`, counting only the rows that are not in `dropped`."""
     keep = np.ones(file.rows_out, bool)
     keep[dropped] = False
-    position = np.cumsum(keep)  # the first kept row gets 1
+    position = np.cumsum(keep)  # counts kept rows from 1
     keep &= (position > low) & (position <= high)
     start = 0
     with pq.ParquetFile(file.folder / ROWS_NAME) as rows:

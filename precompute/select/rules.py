@@ -15,8 +15,8 @@ from precompute.select.hosts import are_http, are_private, is_listed
 from shards.format.buckets import Bucket
 
 TEXTS = {"LANGUAGE", "TEXT", "URL"}
-SIZE_BIN, NUM_SIZE_BINS = 64, 33  # pixels of the shorter side; the last bin is open-ended (≥ 2048)
-SCORE_BIN, NUM_SCORE_BINS = 0.25, 41  # aesthetic score; the last bin is open-ended (≥ 10)
+SIZE_BIN, NUM_SIZE_BINS = 64, 33  # bin width in pixels of the shorter side; the last bin is open-ended (≥ 2048)
+SCORE_BIN, NUM_SCORE_BINS = 0.25, 41  # bin width in aesthetic score; the last bin is open-ended (≥ 10)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Rule:
     option: str
     """Config field that enables or disables the rule; empty if it is always on."""
     predicate: Callable[..., pa.BooleanArray]
-    """Function from these columns to a mask of the rows that pass, with null for rows without a value."""
+    """Function that takes these columns and returns a mask of the rows that pass, with null for rows without a
+    value."""
 
     @property
     def counters(self) -> tuple[str, str]:
@@ -40,9 +41,11 @@ class Rule:
 
 
 def apply(rules: Sequence[Rule], batch: pa.RecordBatch, counts: Counter[str]) -> pa.RecordBatch:
-    """Return the rows of `batch` (canonical column names) that pass every rule, and count the dropped rows in `counts`.
+    """Return the rows of `batch` that pass every rule, and count the dropped rows in `counts`. `batch` must have
+    canonical column names.
 
-    Numeric rules run on the whole batch. Text rules, which cost a hundred times as much, only run on the rows left.
+    Numeric rules run on the whole batch. Text rules, which cost a hundred times as much, run only on the rows that are
+    still left.
     """
     left = _all(batch)
     for rule in rules:
@@ -73,7 +76,7 @@ def build_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[st
     ):
         if bound is not None:
             option = f"filters.{'min' if sign == '≥' else 'max'}_{name}"
-            # numpy compares in the column's own precision: a float32 0.7 is not below 0.7
+            # numpy compares in the column's own precision: a float32 0.7 is not below a bound of 0.7
             passes = partial(operator.le if sign == "≥" else operator.gt, bound)
             rules.append(Rule(name, f"{column} {sign} {bound:g}", (column,), option, _numeric_predicate(passes)))
     sides = ("WIDTH", "HEIGHT")
@@ -117,7 +120,7 @@ def _text_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[st
 
 
 def _numeric_predicate(passes: Callable[..., np.ndarray]) -> Callable[..., pa.BooleanArray]:
-    """Turn a predicate on NumPy arrays into one on Arrow arrays; null and NaN count as no value."""
+    """Turn a predicate on NumPy arrays into a predicate on Arrow arrays that returns null for null and NaN."""
 
     def predicate(*columns: pa.Array) -> pa.BooleanArray:
         arrays = [np.asarray(column) for column in columns]
@@ -127,7 +130,8 @@ def _numeric_predicate(passes: Callable[..., np.ndarray]) -> Callable[..., pa.Bo
 
 
 def _text_predicate(passes: Callable[[pa.Array], np.ndarray]) -> Callable[..., pa.BooleanArray]:
-    """Turn a predicate on valid UTF-8 without nulls into one on any text; null and invalid UTF-8 count as no value."""
+    """Turn a predicate on valid UTF-8 without nulls into a predicate on any text that returns null for nulls and
+    invalid UTF-8."""
 
     def predicate(texts: pa.Array) -> pa.BooleanArray:
         absent = _is_unreadable(texts)
@@ -143,7 +147,7 @@ def _length(texts: pa.Array, low: int, high: int) -> np.ndarray:
 
 
 def _is_unreadable(texts: pa.Array) -> np.ndarray:
-    """Return a mask of the values that are null or not UTF-8, which parquet does not check."""
+    """Return a mask of the values that are null or invalid UTF-8, which parquet files may contain."""
     absent = np.asarray(texts.is_null())
     try:
         texts.validate(full=True)
@@ -156,8 +160,8 @@ def _is_unreadable(texts: pa.Array) -> np.ndarray:
 def tally(batch: pa.RecordBatch | pa.Table, buckets: Sequence[str]) -> Counter[str]:
     """Count the rows of `batch`, which has canonical column names.
 
-    The keys are `rows` for all rows, `size N` and `score N` for each histogram bin N, and the name of each bucket for
-    the rows that are large enough for it.
+    The keys of the result are `rows` for all rows, `size N` and `score N` for each histogram bin N, and the name of
+    each bucket for the rows that are large enough for it.
     """
     counts = Counter(rows=batch.num_rows)
     if {"WIDTH", "HEIGHT"} <= set(batch.schema.names):
@@ -171,7 +175,7 @@ def tally(batch: pa.RecordBatch | pa.Table, buckets: Sequence[str]) -> Counter[s
 
 
 def _binned(name: str, values: np.ndarray, width: float, num_bins: int) -> Counter[str]:
-    """Histogram floor(value ÷ width), with an open-ended last bin; NaN and negative values are ignored."""
+    """Count the values in each bin floor(value ÷ width); the last bin is open-ended. Ignore NaN and negative values."""
     values = values[values >= 0]
     bins = np.bincount(np.minimum(values / width, num_bins - 1).astype(np.int64))
     return Counter({f"{name} {number}": count for number, count in enumerate(bins.tolist())})

@@ -24,8 +24,8 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
     short_for: ClassVar[dict[str, str]] = {}
-    """Maps each shorthand field to the field it abbreviates. Setting the full field discards a shorthand inherited
-    from a lower layer."""
+    """Shorthand field → the field that it abbreviates. Setting the full field discards a shorthand inherited from a
+    lower layer."""
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -109,7 +109,8 @@ def save_config(config: BaseModel, path: Path) -> None:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys, as YAML 1.2 requires (3.2.1.3). PyYAML silently keeps the last one."""
+    """YAML loader that rejects duplicate keys, as YAML 1.2 requires (3.2.1.3). PyYAML itself silently keeps the last
+    value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build the mapping after checking its keys for duplicates."""
@@ -180,7 +181,7 @@ def _parse_overrides(
 
 def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Extract options such as `--texts.t5.max_tokens 77`, which set values in a field that holds named sections;
-    pydantic-settings offers no such options, because it cannot know the names.
+    pydantic-settings offers no such options, because it cannot know the names of the sections.
 
     Return the remaining words, and the entries as nested dicts. Values stay text unless they are `null` or JSON.
     """
@@ -203,7 +204,7 @@ def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[s
 
 
 def _parse_value(text: str) -> Any:
-    """Parse `null`, a list or a dict; all other text, including invalid JSON, is left for pydantic to validate."""
+    """Parse `null`, a list or a dict. Any other text, including invalid JSON, is returned for pydantic to validate."""
     if text == "null" or text.startswith(("[", "{")):
         with suppress(ValueError):
             return json.loads(text)
@@ -263,7 +264,7 @@ def _place(item: Any) -> str:
 def _explain(model: type[BaseModel], item: Any) -> str:
     place = _place(item) or "config"
     if item["type"] == "extra_forbidden":
-        known = _field_paths(model)  # contains `place` if the key belongs to a section of another `kind`
+        known = _field_paths(model)  # has `place` if the key is valid for another `kind`
         return f"unknown key `{place}`{_nearest(place, known) if place not in known else ''}"
     if item["type"] == "missing":
         return f"`{place}` is missing: set it in the file or with --{place} VALUE"

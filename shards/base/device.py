@@ -1,4 +1,4 @@
-"""Devices: the accelerator, device and precision selection, and the number of usable CPU cores.
+"""Devices: access to the accelerator, choice of device and precision, and the number of usable CPU cores.
 
 All code that depends on the kind of accelerator is here. The other packages call `is_accelerator`, and use the
 accelerator's streams, events and memory statistics through `device_module`.
@@ -25,7 +25,7 @@ PrecisionOption = Literal["auto", "float32", "float16", "bfloat16"]
 DeviceOption = Literal["auto", "cpu", "cuda"]
 
 
-# To support another accelerator than NVIDIA's GPUs (or AMD's, whose ROCm build of torch uses the same names), change
+# To support accelerators other than NVIDIA GPUs and AMD GPUs (for which torch's ROCm build uses the same names), change
 # these constants and `DeviceOption`.
 ACCELERATOR = "cuda"
 """torch's name for the accelerator's device type."""
@@ -35,7 +35,7 @@ DEVICE_ERROR = "CUDA error"
 """Text in every error after which a process can no longer use its accelerator."""
 
 TRIAL_CHANNELS, TRIAL_SIDE = 64, 16
-"""Tensor sizes for the timing trial, small enough for it to finish in under 100 ms on a CPU that emulates bfloat16."""
+"""Tensor sizes for the timing trial, small enough that it takes under 100 ms on a CPU that emulates bfloat16."""
 TRIAL_SECONDS = 0.02
 """Measurement time per data type, after one warm-up run."""
 WARN_SLOWDOWN = 1.5
@@ -94,12 +94,12 @@ def choose_attention(device: "torch.device") -> None:
     import torch
 
     if is_accelerator(device):
-        # torch >= 2.11 prefers cuDNN's kernel on Hopper, whose backward pass returns NaN for some sequence lengths
-        # (pytorch #196678); enable it again only once the GPU check has shown it to be safe
+        # on Hopper, torch >= 2.11 prefers cuDNN's kernel, whose backward pass returns NaN for some sequence lengths
+        # (pytorch #196678); enable the kernel again only once the GPU check has shown it to be safe
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
-        # this flag also governs the CPU kernel, whose bfloat16 backward pass is 5 to 15 times slower than the plain
-        # one on the short sequences typical of training on a CPU
+        # this flag also governs the CPU kernel, whose bfloat16 backward pass is 5 to 15 times slower than the
+        # plain kernel's on the short sequences typical of training on a CPU
         torch.backends.cuda.enable_flash_sdp(False)
 
 
@@ -118,7 +118,8 @@ def choose_device(requested: DeviceOption = "auto", devices: Path = Path("/dev")
 
 
 def unusable_gpu(has_gpu: bool, driver: Path = Path("/sys/module/nvidia/version")) -> str:
-    """Explain why torch sees no GPU, naming the driver and the torch build, and say what to install."""
+    """Return an error message that explains why torch cannot use a GPU, with the driver and torch versions, and says
+    what to install."""
     import torch
 
     version = driver.read_text().strip() if driver.is_file() else None
@@ -165,7 +166,8 @@ def resolve_precision(requested: PrecisionOption, device: str, say: Callable[[st
 
 @functools.cache
 def cpu_slowdown(precision: Precision) -> float:
-    """Time a convolution and a matrix product, forward and backward, in `precision`; return the ratio to float32.
+    """Time a convolution and a matrix product, forward and backward, in `precision`. Return the time relative to
+    float32.
 
     The trial uses a single thread, so that other processes on the machine affect both data types equally.
     """
@@ -182,7 +184,8 @@ def cpu_slowdown(precision: Precision) -> float:
 
 
 def _trial(precision: Precision) -> float:
-    """Return the shortest of several timings of the convolution and the product, in seconds."""
+    """Return the time, in seconds, of a convolution and a matrix product in `precision`: the shortest of several
+    runs."""
     import torch
     from torch.nn import functional
 
@@ -203,7 +206,8 @@ def _trial(precision: Precision) -> float:
 
 
 def available_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of CPU cores this process may use: its affinity mask, capped by its cgroups' CPU quotas."""
+    """Return the number of CPU cores this process may use: the size of its affinity mask, capped by the CPU quotas of
+    its cgroups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min([cores, *_quotas(cgroups, own)])))
 

@@ -84,14 +84,14 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def write_file(path: Path, data: bytes) -> Path:
-    """Write a new file, flush it to disk and return its path. A file that cannot be written completely is removed."""
+    """Write a new file, flush it to disk, and return its path. If it cannot be written completely, it is removed."""
     with _new_file(path) as file:
         file.write(data)
     return path
 
 
 def copy_file(source: Path, path: Path) -> Path:
-    """Copy a file in chunks with the guarantees of `write_file`."""
+    """Copy a file in chunks, with the same guarantees as `write_file`."""
     with source.open("rb") as original, _new_file(path) as file:
         shutil.copyfileobj(original, file, COPY_CHUNK_BYTES)
     return path
@@ -121,9 +121,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def create_file(path: Path, temporary: Path) -> bool:
-    """Move `temporary` to `path` durably if `path` does not exist, and return whether this call did. Only one of
-    several concurrent callers succeeds; `temporary` is removed in either case. Raises RequestError if the file system
-    supports neither hard links nor `renameat2`."""
+    """Move `temporary` to `path` durably if `path` does not exist, and return whether this call created `path`. Only
+    one of several concurrent callers succeeds; `temporary` is removed in either case. Raises RequestError if the file
+    system supports neither hard links nor `renameat2`."""
     try:
         try:
             os.link(temporary, path)
@@ -135,7 +135,7 @@ def create_file(path: Path, temporary: Path) -> bool:
         return False
     finally:
         temporary.unlink(missing_ok=True)
-        # the losers flush as well, because they will read a file that the winner may not have flushed yet
+        # also flush after losing a race: the caller will read a file that the winner may not have flushed yet
         fsync_folder(path.parent)
     return True
 
@@ -157,7 +157,7 @@ def rename_if_absent(source: Path, target: Path) -> None:
 
 
 def check_version(found: Any, expected: int, where: str) -> None:
-    """Raise RequestError if a stored record has another format version, so another version of latentmill wrote it."""
+    """Raise RequestError if a stored record has a different format version than this version of latentmill reads."""
     if found != expected:
         raise RequestError(
             f"{where} has format version {found}, but this version of latentmill reads only version {expected}. Use "
@@ -182,14 +182,14 @@ def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
-    """Read a file written by `write_sealed_json`. Raises FileNotFoundError, or DamagedFile if its bytes have
-    changed."""
+    """Read a file written by `write_sealed_json`. Raises FileNotFoundError if it does not exist, and DamagedFile if its
+    bytes have changed."""
     return parse_sealed_json(path.read_bytes(), str(path))
 
 
 def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
-    """Verify the bytes of a sealed JSON file and return its value without the `sha256` field. Raises DamagedFile,
-    naming the path or URL `where`, if they differ from what was written."""
+    """Verify the bytes of a sealed JSON file and return its value without the `sha256` field. Raises DamagedFile, with
+    the path or URL `where` in its message, if the bytes differ from what was written."""
     try:
         value = json.loads(data)
         seal = value.pop("sha256")
@@ -226,8 +226,8 @@ def parse_json_lines(data: bytes, where: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
-    """Hold an exclusive lock on the file `path`, and yield the file, created or truncated and open for writing. The
-    kernel releases the lock when its holder dies. Raises RequestError if the file system does not support locks."""
+    """Create or truncate the file `path`, and yield it, open for writing and exclusively locked. The kernel releases
+    the lock if this process dies. Raises RequestError if the file system does not support locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         flock(file.fileno(), path)
@@ -235,8 +235,8 @@ def locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def flock(descriptor: int, path: Path, wait: bool = True) -> None:
-    """Take an exclusive lock on an open file, which error messages call `path`. Raises BlockingIOError if another
-    process holds it and `wait` is false, and RequestError if the file system does not support file locks."""
+    """Take an exclusive lock on an open file. Error messages refer to the file as `path`. Raises BlockingIOError if
+    another process holds it and `wait` is false, and RequestError if the file system does not support file locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Exception types, their exit codes, and how errors are printed on the terminal."""
+"""Exception types, their exit codes, and functions that print errors on the terminal."""
 
 import errno
 import signal
@@ -21,8 +21,8 @@ class WorkError(RuntimeError):
 
 
 class DamagedInput(WorkError):
-    """An input that differs from what was originally written. It is not retried, since a retry would read the same
-    bytes."""
+    """An input that differs from what was originally written. The work is not retried, since a retry would read the
+    same bytes."""
 
 
 class Outage(WorkError):
@@ -35,7 +35,7 @@ class Outage(WorkError):
 
 class UnfitNode(Outage):
     """A failure on a node that lacks something the work needs: models, code, or access to the root. Other nodes may
-    have it."""
+    have what is missing."""
 
     is_transient = False
 

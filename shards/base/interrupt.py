@@ -1,6 +1,6 @@
-"""Reports Ctrl-C in one line instead of a traceback, wherever it interrupts the process.
+"""Exception hook that reports Ctrl-C in one line instead of a traceback, wherever it interrupts the process.
 
-Importing this module installs the hook. `__main__` modules import it before anything else, because their own imports
+Importing this module installs the hook. `__main__` modules import it before anything else, because their other imports
 take seconds, and `console` cannot catch an interrupt during that time.
 """
 

@@ -1,6 +1,6 @@
 """Opt-outs: entries that name a site or an image's URL, and the URLs that they cover.
 
-Ambiguous entries get the broader reading: dropping a URL needlessly costs one sample, but keeping an opted-out one
+Ambiguous entries get the broader reading: dropping a URL needlessly costs one sample, but keeping an opted-out URL
 breaks a promise to its owner.
 """
 
@@ -34,7 +34,7 @@ def parse_entry(entry: str, found: OptOuts) -> None:
     """Add one entry to `found`: a host (with its subdomains), or a URL with or without a scheme.
 
     Raises:
-        ValueError: The entry is neither. The message completes a sentence that starts with the entry.
+        ValueError: The entry is neither a host nor a URL. The message completes a sentence that starts with the entry.
     """
     if blank := re.search(r"[\s\x00-\x1f\x7f]", entry):
         raise ValueError(f"contains {blank[0]!r}; write one entry per line, and spaces in URLs as %20")
@@ -58,7 +58,7 @@ def parse_entry(entry: str, found: OptOuts) -> None:
     if named is None or (named["port"] and int(named["port"]) > 65535):
         raise ValueError(f"has an invalid port in {host_and_port!r}")
     host = _listed_host(named["host"])
-    if rest.partition("#")[0] in ("", "/", "/*"):  # the root is not an image, so this means the whole site
+    if rest.partition("#")[0] in ("", "/", "/*"):  # the root path is not an image, so the entry means the whole site
         found.hosts.add(host)
     elif "*" in named["host"]:
         raise ValueError("has both a * in its host and a path; write the host alone, or complete URLs")
@@ -103,11 +103,11 @@ def _is_address(host: str) -> bool:
 
 
 def matching_hosts(urls: pa.Array, hosts: Collection[str]) -> pa.Array:
-    """Return for each of the `urls` (no nulls, valid UTF-8) the one of `hosts` that is its host or a parent domain of
-    it, or null.
+    """Return, for each URL in `urls` (no nulls, valid UTF-8), the entry in `hosts` that is the URL's host or a parent
+    domain of it, or null if there is no such entry.
 
     Args:
-        hosts: hosts in the canonical form of `comparable_host`.
+        hosts: hosts in the canonical form that `comparable_host` returns.
     """
     hosts = frozenset(hosts)
     plain = np.asarray(pc.match_substring_regex(urls, PLAIN_HOST)) & ~np.asarray(
@@ -125,7 +125,7 @@ def matching_hosts(urls: pa.Array, hosts: Collection[str]) -> pa.Array:
 
 
 def _at_or_above(host: str, hosts: frozenset[str]) -> str | None:
-    """Return `host`, or its closest parent domain, that is in `hosts`."""
+    """Return `host` if it is in `hosts`, or else its closest parent domain in `hosts`, or None."""
     while host and host not in hosts:
         host = host.partition(".")[2]
     return host or None

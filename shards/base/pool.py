@@ -62,7 +62,7 @@ def run_each(
                         try:
                             running[pool.submit(function, waiting[0])] = waiting[0]
                             waiting.popleft()
-                        except BrokenProcessPool:  # a worker died between two calls
+                        except BrokenProcessPool:  # a worker died since the last wait
                             is_broken = True
                     if not running:
                         break
@@ -93,8 +93,8 @@ def configure_malloc() -> None:
     """Make glibc retain freed memory for reuse, and share one arena among all threads.
 
     Decoding an image, like a training step on a CPU, allocates megabytes in one thread and frees them in another. By
-    default, glibc returns that memory to the kernel, and clearing fresh pages takes longer than decoding takes to fill
-    them.
+    default, glibc returns that memory to the kernel, which then takes longer to clear fresh pages than decoding takes
+    to fill them.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # other C libraries lack mallopt

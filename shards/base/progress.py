@@ -44,7 +44,7 @@ class Progress:
 
     @property
     def is_due(self) -> bool:
-        """Whether to show intermediate figures: always on a terminal, at intervals in a log."""
+        """Whether to show intermediate figures now: always on a terminal, but only at intervals in a log."""
         return self.bar is not None or time.monotonic() - self.shown >= LINE_SECONDS
 
     def say(self, message: str) -> None:
@@ -63,7 +63,7 @@ class Progress:
             self.show(self.completed, "", {"completed": self.completed, "of": self.total})
 
     def show(self, completed: int, text: str, figures: dict[str, Any]) -> None:
-        """Set the number of completed units, and show `text` beside the bar or print `figures` as a line of JSON."""
+        """Set the number of completed units, and show `text` next to the bar or print `figures` as a line of JSON."""
         self.shown = time.monotonic()
         if self.bar and self.bar.tasks:
             self.bar.update(self.task, completed=completed, description=text)

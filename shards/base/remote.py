@@ -20,7 +20,8 @@ from shards.base.errors import Outage, RequestError
 from shards.base.store import Entry, Store
 
 CREATE_IF_ABSENT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
-"""URL schemes whose fsspec client creates objects atomically if absent. Other clients check first and then write."""
+"""URL schemes whose fsspec client supports atomic create-if-absent. Other clients check whether the object exists and
+then write it, which is not atomic."""
 S3 = {"s3", "s3a"}
 EXISTS, CONFLICTS = "PreconditionFailed", ("ConditionalRequestConflict", "OperationAborted")
 """S3 error codes for an object that already exists, and for concurrent create requests that collided and must be
@@ -36,7 +37,7 @@ class RemoteStore(Store):
 
     def __init__(self, address: str):
         self.address = address
-        # a cached listing would hide the commits of other processes
+        # a cached listing would hide commits by other processes
         self.fs, self.path = fsspec.core.url_to_fs(address, use_listings_cache=False)
         self.path = self.path.rstrip("/")
 
@@ -185,7 +186,7 @@ def store_errors(address: str, *expected: type[Exception]) -> Iterator[None]:
 
 
 def outage(address: str, error: Exception) -> Outage:
-    """Build the user-facing error for an exception from a store's client."""
+    """Build the user-facing `Outage` for an exception that a store's client raised."""
     reason = str(error).strip().splitlines()[-1] if str(error).strip() else "(no message)"
     return Outage(
         f"{address} cannot be read or written: {type(error).__name__}: {reason}. Check the URL, the credentials "
@@ -207,7 +208,7 @@ def s3_error_code(error: OSError) -> str | None:
 
 
 def entry_from_info(info: dict[str, Any]) -> Entry:
-    """Convert an fsspec info dictionary, whose keys differ between file systems."""
+    """Convert an fsspec info dictionary, whose keys differ between file systems, to an `Entry`."""
     modified = next((info[key] for key in MODIFIED_KEYS if info.get(key)), 0)
     if isinstance(modified, str):
         modified = datetime.fromisoformat(modified)

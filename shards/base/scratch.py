@@ -2,10 +2,10 @@
 
     .attempts/00042.<random>/.owner     host, machine and boot ID of the owner, as JSON; locked while the owner lives
 
-A killed owner cannot remove its folder, so the next process on the same machine, where the file lock shows whether the
-owner is alive, does so. Other machines leave the folder alone, because a lock may be visible only on the machine that
-took it (Lustre with `localflock`, many NFS mounts). `python -m shards clean` removes the folders of machines that never
-come back.
+A killed owner cannot remove its folder, so the next process on the same machine does so, after checking with the file
+lock that the owner is dead. Other machines leave the folder alone, because a lock may be visible only on the machine
+that took it (Lustre with `localflock`, many NFS mounts). `python -m shards clean` removes folders left by machines that
+never come back.
 """
 
 import atexit
@@ -46,8 +46,8 @@ def attempt_folder(store: Store, tar: str) -> Iterator[Path]:
 def sweep_attempts(store: Store) -> None:
     """Remove the folders that killed attempts left on this machine.
 
-    An attempt sweeps only the folders of its own tar, and a tar gets no further attempt if the last one was killed
-    after its commit or while the job was stopping.
+    Attempts do not sweep all of these folders: an attempt sweeps only the folders of its own tar, and a tar gets no
+    further attempt if the last one was killed after its commit or while the job was stopping.
     """
     attempts = store.attempts()
     for tar in {folder.name.removesuffix(NEW).rpartition(".")[0] for folder in attempts.glob("*.*")}:
@@ -116,7 +116,8 @@ def _sweep_lock(attempts: Path, tar: str) -> Path:
 
 
 def _make_owned(folder: Path, owned: ExitStack) -> Path:
-    """Create a folder that never exists without an owner. Closing `owned` removes the folder and releases its lock."""
+    """Create a folder that has a locked owner record from the moment it exists under this name. Closing `owned` removes
+    the folder and releases the lock."""
     new = folder.with_name(folder.name + NEW)
     while True:
         with ExitStack() as made:
@@ -149,7 +150,8 @@ def _first_line(path: str) -> str:
 
 
 def _made_on_this_machine(folder: Path) -> bool:
-    """Return whether the folder was created on this machine, in any boot, or was never completely created."""
+    """Return whether the folder was created on this machine, possibly before a reboot, or was never completely
+    created."""
     try:
         data = (folder / OWNER).read_bytes()
     except FileNotFoundError:
@@ -179,8 +181,9 @@ def _sweep(folders: Iterable[Path]) -> None:
 def _remove(folder: Path) -> None:
     """Remove a folder whose owner is this process or is dead.
 
-    The folder is renamed first, because its owner record may be deleted before its other files. If this process is
-    killed in between, the rest is swept later: without an owner record, only a folder named `.new` counts as abandoned.
+    The folder is renamed to end in `.new` first, because its owner record may be deleted before its other files. A
+    folder without an owner record is swept later only if it has this suffix, so the rest is swept even if this process
+    is killed in between.
     """
     if folder.suffix != NEW:
         with suppress(OSError):

@@ -10,8 +10,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class SignalFlag:
-    """Flag that is set once this process receives one of the given signals. Closing it restores the previous
-    handlers."""
+    """Flag that is set once this process receives one of the given signals. Leaving its `with` block restores the
+    previous handlers."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
         self.received = False

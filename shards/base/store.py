@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class Store(ABC):
-    """Storage of a latents root. Names are relative to the root and use forward slashes:
+    """Storage for a latents root. Names are relative to the root and use forward slashes:
     `commits/256x256/00042.json`."""
 
     @abstractmethod
@@ -56,7 +56,8 @@ class Store(ABC):
 
     @abstractmethod
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Read the bytes [start, end) of a file, or fewer if it is shorter. Raises FileNotFoundError."""
+        """Read the bytes [start, end) of a file, or fewer if the file is shorter. Raises FileNotFoundError if it does
+        not exist."""
 
     def read_many(self, names: list[str]) -> dict[str, bytes]:
         """Read many small files at once. Missing files are left out of the result."""
@@ -82,7 +83,7 @@ class Store(ABC):
 
     @abstractmethod
     def listing(self, folder: str = "") -> dict[str, Entry]:
-        """List all files below `folder` by relative name. A missing folder gives an empty listing."""
+        """List all files below `folder`, keyed by their names relative to it. A missing folder has an empty listing."""
 
     def files(self, folder: str = "") -> list[str]:
         """List the names of all files below `folder`, relative to it, in sorted order."""
@@ -94,7 +95,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file atomically: readers see either the old content or the new one."""
+        """Write a small file atomically: readers see either the old content or the new content."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
@@ -111,7 +112,7 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, files: Mapping[str, Path]) -> None:
-        """Copy local files to the given names, replacing existing files. All are durable on return."""
+        """Copy local files to the given names, replacing existing files. All copies are durable on return."""
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
@@ -126,11 +127,13 @@ class Store(ABC):
 
     @abstractmethod
     def local(self, folder: str) -> AbstractContextManager[Path]:
-        """Provide a folder for local reading: the folder itself, or a temporary copy."""
+        """Provide a local folder with the files of `folder`: the folder itself, or a temporary copy if the store is
+        remote."""
 
     @abstractmethod
     def attempts(self) -> Path:
-        """Return the local folder for attempts. For a remote root, it is inside the temporary folder."""
+        """Return the local folder in which attempts create their private folders. For a remote root, it is inside the
+        system's temporary folder."""
 
 
 def read_each(store: Store, names: Sequence[str], batch_size: int = READ_AHEAD) -> Iterator[tuple[str, bytes]]:
@@ -155,7 +158,7 @@ def read_each(store: Store, names: Sequence[str], batch_size: int = READ_AHEAD) 
 
 
 class LocalStore(Store):
-    """Store in a local folder, or on a file system shared by all machines."""
+    """Store in a folder on a local disk, or on a file system shared by all machines."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -246,7 +249,7 @@ class LocalStore(Store):
 
 
 def parse_place(value: Any) -> Path | str:
-    """Parse a latents root given as a path or a URL. `file://` URLs become paths."""
+    """Parse the path or URL of a latents root. `file://` URLs become paths."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not text:
         raise ValueError("give a folder, or a URL such as s3://bucket/latents")
@@ -256,4 +259,5 @@ def parse_place(value: Any) -> Path | str:
 
 
 Place = Annotated[Path | str, PlainValidator(parse_place), PlainSerializer(str, when_used="json")]
-"""Config field type for a latents root: a `Path` if local, otherwise the URL as `str`. `shards/open.py` opens it."""
+"""Config field type for a latents root: a `Path` for a local root, otherwise the URL as a `str`. `shards/open.py` opens
+it."""

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# An upper-case escape that `comparable_url` leaves unchanged.
+# Pattern for an upper-case percent escape that `comparable_url` leaves unchanged.
 _ESCAPE = "%(?:[089A-F][0-9A-F]|1[0-9A-F]|2[02356BF]|3[BCDEF]|5[CE]|60|7[BCDF])"
 _PLAIN = r"[A-Za-z0-9!$&'()*+,./:;=?@\[\]_~-]"
-# URLs whose canonical form is the URL without its scheme. Nearly all match, so they skip the parser.
+# Pattern for URLs whose canonical form is the URL without its scheme. Nearly all URLs match it and skip the parser.
 COMPARABLE = rf"^https?://(?:[a-z0-9_-]+\.)+[a-z][a-z0-9-]*/(?:{_PLAIN}|{_ESCAPE})*$"
 _STAY_ESCAPED = set(b' "#%&+/;<=>?\\^`{|}') | set(range(0x21)) | set(range(0x7F, 0x100))
 _TO_ESCAPE = set(b' "<>\\^`{|}') | set(range(0x21)) | set(range(0x7F, 0x100))
@@ -22,7 +22,7 @@ AUTHORITY = re.compile(r"(?:https?:(?=//))?(?://)?(?P<authority>[^/?#\\]*)(?P<re
 
 
 def host_of(url: str) -> str | None:
-    """Return the host of an http or https URL; None for other schemes and unparsable URLs."""
+    """Return the host of an http or https URL, or None for other schemes and unparsable URLs."""
     try:
         parts = urllib.parse.urlsplit(url)
         return (parts.hostname or None) if parts.scheme in ("http", "https") else None
@@ -31,7 +31,7 @@ def host_of(url: str) -> str | None:
 
 
 def hosts_of(url: str) -> list[str]:
-    """Return every host that a client might contact for an http or https URL; an empty list for other URLs.
+    """Return every host that a client might contact for an http or https URL, or an empty list for any other URL.
 
     Usually there is one host. There may be two if the URL contains backslashes, which browsers treat as slashes and
     other clients do not.

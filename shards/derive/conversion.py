@@ -16,8 +16,8 @@ CHANGEABLE = {
     "texts": {"storage", "trim", "states", "pooled", "weights.name", "tokenizer.name"},
     "features": {"storage", "weights.name"},
 }
-"""Fields of a tower that may differ between source and target. Fields that determine how much information is stored can
-only be changed to store less."""
+"""Fields of a tower that may differ between source and target. Among these, the fields that determine how much
+information is stored can only be changed to store less."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Conversion:
 
 
 def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: bool = False) -> Conversion:
-    """Plan the conversion from one encoding to another. Raises RequestError, whose message lists every reason, if it is
-    impossible.
+    """Plan the conversion from one encoding to another. Raises RequestError, with a message that lists every reason, if
+    the conversion is impossible.
 
     With `may_encode`, the stored captions are re-encoded with each text tower whose latents cannot be converted.
     """
@@ -55,7 +55,7 @@ def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: 
 
 
 def image_problems(source: EncodingRecord, target: EncodingRecord) -> list[str]:
-    """List the reasons why the stored image latents cannot be converted to the target's."""
+    """List the reasons why the stored image latents cannot be converted to the target's encoding."""
     stored, wanted = source.image, target.image
     problems = _differences("image", "image", stored, wanted)
     if stored.posterior != wanted.posterior and (stored.posterior, wanted.posterior) != ("moments", "mean"):
@@ -66,7 +66,7 @@ def image_problems(source: EncodingRecord, target: EncodingRecord) -> list[str]:
 
 
 def text_problems(name: str, stored: TextTower | None, wanted: TextTower) -> list[str]:
-    """List the reasons why a tower's stored text latents cannot be converted to the target's."""
+    """List the reasons why a tower's stored text latents cannot be converted to the target's encoding."""
     place = f"texts.{name}"
     if stored is None:
         return [f"{place}: the root has no such text tower"]
@@ -87,7 +87,7 @@ def text_problems(name: str, stored: TextTower | None, wanted: TextTower) -> lis
 
 
 def feature_problems(name: str, stored: FeatureTower | None, wanted: FeatureTower) -> list[str]:
-    """List the reasons why a tower's stored features cannot be converted to the target's."""
+    """List the reasons why a tower's stored features cannot be converted to the target's encoding."""
     place = f"features.{name}"
     if stored is None:
         return [f"{place}: the root has no such feature tower, and features can only be computed from images"]
@@ -110,7 +110,7 @@ def _differences(kind: str, place: str, stored: Config, wanted: Config) -> list[
 
 
 class Changes(Config):
-    """Requested changes to the encoding of a derived root; anything not given is kept from the source."""
+    """Requested changes to the encoding of a derived root. Everything else is kept from the source."""
 
     towers: list[str] | None = None
     """Text and feature towers to keep, such as texts.clip; null keeps all."""

@@ -1,4 +1,4 @@
-"""`python -m shards derive ROOT OUT`: derive a root from an existing root in several processes."""
+"""`python -m shards derive ROOT OUT`: derive a root from an existing root, using several processes."""
 
 import functools
 import signal
@@ -32,12 +32,12 @@ PUBLISH_SECONDS = 300.0
 
 
 def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | None, processes: int) -> Manifest:
-    """Derive `target` from `source`, and return the target's manifest. The target is a new root, or one from an
-    interrupted run with the same changes.
+    """Derive `target` from `source`, and return the target's manifest. The target is either a new root, or a root left
+    by an interrupted run with the same changes.
 
     Raises RequestError if the source cannot be converted as requested or the target is an unrelated root, WorkError if
-    parts of the source are damaged (all others were derived) or a process was killed, and Preempted after a stop
-    signal.
+    parts of the source are damaged (all other parts are derived) or a worker process was killed, and Preempted after a
+    stop signal.
     """
     requested = None if buckets is None else dict.fromkeys(buckets)
     conversion, tars = prepare(source, target, apply_changes(EncodingRecord.load(source), changes), requested)
@@ -75,11 +75,11 @@ def prepare(
     """Check that the source can be converted as requested, and create the target's shared files.
 
     The empty caption's text latents are written only if no text tower is re-encoded. Target parts whose source part has
-    since been recalled are recalled as well. `buckets` maps each bucket to derive to the rule that must have filled it
-    (None accepts any rule); None derives all of the source's buckets.
+    since been recalled are recalled as well. `buckets` maps each wanted bucket to the rule that must have filled it
+    (None accepts any rule). If `buckets` is None, all of the source's buckets are derived.
 
     Return the conversion, and the tars of the source with parts in these buckets. Raises RequestError if the source
-    cannot be converted as requested, or if the target is another root or the source itself.
+    cannot be converted as requested, or if the target is an unrelated root or the source itself.
     """
     if source.where() == target.where():
         raise RequestError(
@@ -91,14 +91,14 @@ def prepare(
     for name in conversion.target.texts.keys() - conversion.reencoded:
         stored = conversion.source.texts[name]
         if counts_tokens(stored, conversion.target.texts[name]):
-            load_tokenizer(stored.tokenizer.name, stored.tokenizer.sha256)  # fails now rather than in the workers
+            load_tokenizer(stored.tokenizer.name, stored.tokenizer.sha256)  # fails here rather than in the workers
     parts = active_parts(list_commits(source))
     rules = rules_of(source, parts)
     wanted = dict.fromkeys(rules) if buckets is None else buckets
     check_buckets(source, rules, wanted)
     empty = load_uncond(source)
     create_root(target, encoding)
-    for id in exclusion_ids(source):  # they also apply to tars added to the target later, and to runs on the target
+    for id in exclusion_ids(source):  # they also apply to tars that are added later, and to training runs
         add_exclusion(target, load_exclusion(source, id))
     record_rules(target, {Bucket.parse(bucket): rules[bucket] for bucket in wanted})
     if not conversion.reencoded:
@@ -111,7 +111,7 @@ def prepare(
 
 
 def source_tars(parts: Mapping[tuple[str, str], str], buckets: Container[str]) -> list[SourceTar]:
-    """Return the tars with parts in these buckets, ordered by name, from the result of `active_parts`."""
+    """Select, from the result of `active_parts`, the tars with parts in these buckets. Return them ordered by name."""
     found: dict[str, dict[str, str]] = {}
     for (tar, bucket), name in parts.items():
         if bucket in buckets:
@@ -120,7 +120,8 @@ def source_tars(parts: Mapping[tuple[str, str], str], buckets: Container[str]) -
 
 
 def rules_of(source: Store, parts: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """Return the rule of each bucket, read from one receipt, because all receipts of a bucket have the same rule."""
+    """Return a dict from bucket to rule. One receipt per bucket is read, because all receipts of a bucket have the same
+    rule."""
     one_per_bucket = {bucket: name for (_, bucket), name in parts.items()}
     return {receipt.bucket: receipt.rule for receipt in read_receipts(source, list(one_per_bucket.values()))}
 
@@ -128,7 +129,7 @@ def rules_of(source: Store, parts: Mapping[tuple[str, str], str]) -> dict[str, s
 def superseded(source: Store, target: Store) -> list[Receipt]:
     """Return the target's active receipts whose source part was recalled.
 
-    Parts whose source was re-encoded with identical content are not returned.
+    Parts whose source part was re-encoded with identical content are not returned.
     """
     targets, sources = list_commits(target), list_commits(source)
     recalled = {part for part, (_, tombstones) in generations(sources).items() if tombstones}

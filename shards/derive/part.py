@@ -44,7 +44,8 @@ Settings = dict[str, str | int | float | bool]
 Captions = Generator[tuple[dict[str, TextLatents], bool], None, None]
 Encode = Callable[[list[str], Stopwatch], Captions]
 """Function that encodes captions with the text towers in `Conversion.reencoded`. It yields, for each caption, the
-latents per tower and whether any tower truncated the caption. Its time is counted under `encode` and per tower."""
+latents per tower and whether any tower truncated the caption. The stopwatch counts its time under `encode` and per
+tower."""
 
 
 def encode_nothing(captions: list[str], stopwatch: Stopwatch) -> Captions:
@@ -58,7 +59,7 @@ class SourceTar:
 
     name: str
     receipts: tuple[str, ...]
-    """Names of its receipts in the source root."""
+    """Names of the tar's receipts in the source root, for the buckets to derive."""
     buckets: tuple[str, ...]
     """Buckets to derive."""
 
@@ -81,8 +82,8 @@ def derive_tar(
     """Derive and commit the parts of one tar that the target lacks, and return the target's active receipts afterwards.
     Raises DamagedFile if a source part does not match its receipt.
 
-    Receipts record `attempt`. `report` is called with the number of samples processed so far, and may raise an
-    exception to stop.
+    Receipts record the attempt number, `attempt`. `report` is called with the number of samples processed so far, and
+    may raise an exception to stop the derivation.
     """
     receipts = list(read_receipts(how.source, tar.receipts))
     in_force = {receipt.bucket: current_generation(how.target, receipt.bucket, tar.name)[1] for receipt in receipts}
@@ -93,7 +94,7 @@ def derive_tar(
         for receipt in receipts:
             if receipt.bucket in committed:
                 continue
-            report(done)  # a stopping worker raises here, before it downloads another part
+            report(done)  # raises an exception if the worker is stopping, before another part is downloaded
             stopwatch, started = Stopwatch(), datetime.now(UTC)
             with ExitStack() as stack:
                 with stopwatch("fetch"):
@@ -129,8 +130,8 @@ def derive_tar(
 
 
 def _origin(receipt: Receipt) -> Settings:
-    """Return the settings that record a part's source part, and the machine that encoded the first part in a chain of
-    derivations."""
+    """Return the settings that record which part a part is derived from, and which machine encoded the first part in a
+    chain of derivations."""
     origin: Settings = {ORIGIN: f"{receipt.encoding_id}/{receipt.folder}"}
     if not any(name.startswith(f"{ORIGIN}.") for name in receipt.settings):
         made = {"host": receipt.made_by.host, "gpu": receipt.made_by.gpu, "gpu_uuid": receipt.made_by.gpu_uuid}
@@ -153,7 +154,8 @@ def check_part(folder: Path, receipt: Receipt) -> None:
 def convert_part(
     part: Path, receipt: Receipt, writer: PartWriter, how: Derivation, excluded: list[Exclusion], stopwatch: Stopwatch
 ) -> Iterator[int]:
-    """Convert a part's samples, in groups, from the source's encoding to the writer's; yield the size of each group."""
+    """Convert a part's samples, in groups, from the source's encoding to the writer's. Yield the number of samples in
+    each group."""
     table = pq.read_table(part / SAMPLES_NAME)
     is_excluded = np.logical_or.reduce([np.zeros(len(table), bool), *(exclusion.hits(table) for exclusion in excluded)])
     for row in pq.read_table(part / REFUSED_NAME).to_pylist():
@@ -200,7 +202,8 @@ def _is_finite(latents: TextLatents) -> bool:
 def _places(part: Path, receipt: Receipt) -> dict[str, int]:
     """Recover the bit position of each key in a receipt's bitmaps.
 
-    Bits are assigned to keys in sorted order, so a bitmap's n-th set bit belongs to the n-th of its sorted keys.
+    Bits are assigned to keys in sorted order, so the n-th set bit of a bitmap belongs to the n-th key in sorted order
+    among the keys in that bitmap.
     """
     stored = pq.read_table(part / SAMPLES_NAME, columns=["key"])["key"].to_pylist()
     refused = pq.read_table(part / REFUSED_NAME).to_pylist()
@@ -214,8 +217,8 @@ def _places(part: Path, receipt: Receipt) -> dict[str, int]:
 def converted(
     sample: dict[str, Any], texts: list[str], encoded: Sequence[dict[str, TextLatents]], how: Conversion
 ) -> dict[str, Any]:
-    """Convert the tower columns of a stored sample, which has the captions `texts`, to those of the target. `encoded`
-    holds, for each caption, the latents of the re-encoded text towers."""
+    """Convert a stored sample's tower columns to the target's encoding. `texts` holds the sample's captions, and
+    `encoded` holds, for each caption, the latents of the re-encoded text towers."""
     columns, rows = image_columns(sample, how), unpack(sample)
     for name, wanted in how.target.texts.items():
         if name in how.reencoded:
@@ -252,7 +255,7 @@ def num_tokens(
 ) -> list[int]:
     """Return the number of real (non-padding) tokens in each of a sample's captions.
 
-    The captions are tokenised again only if the target needs the counts and the source does not store them.
+    The captions are tokenised again only if the target needs counts that the source does not store.
     """
     if not counts_tokens(stored, wanted):
         return [int(row.get(f"num_tokens.{name}", 1)) for row in rows]
@@ -263,7 +266,7 @@ def num_tokens(
 
 
 def counts_tokens(stored: TextTower, wanted: TextTower) -> bool:
-    """Return whether the target needs a tower's token counts and the source does not store them."""
+    """Return whether the target needs a tower's token counts but the source does not store them."""
     return stored.states and wanted.states and wanted.hides_padding and not stored.hides_padding
 
 

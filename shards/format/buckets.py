@@ -39,7 +39,7 @@ class Bucket:
 
     def latent_hw(self, downsampling: int) -> tuple[int, int]:
         """Return the latents' (h, w) for a VAE that downsamples each side by `downsampling`. Raises ValueError if a
-        side is not a multiple of it."""
+        side is not a multiple of that factor."""
         if self.width % downsampling or self.height % downsampling:
             raise ValueError(f"bucket {self} is not a multiple of the VAE's downsampling factor, {downsampling}")
         return self.height // downsampling, self.width // downsampling
@@ -51,10 +51,10 @@ BucketName = Annotated[str, AfterValidator(lambda name: str(Bucket.parse(name)))
 
 @dataclass(frozen=True)
 class AspectTable:
-    """Table of buckets with about base² pixels.
+    """Table of buckets with about base² pixels each.
 
     Their sides are multiples of `step`, and their aspect ratios are at most `max_ratio`. For base 512, step 64 and
-    ratio 2, these are 512x512, 576x448, 640x384, 704x384, and the portrait versions of the last three.
+    ratio 2, the buckets are 512x512, 576x448, 640x384, 704x384, and the portrait versions of the last three.
     """
 
     base: int
@@ -68,12 +68,12 @@ class AspectTable:
     def buckets(self) -> tuple[Bucket, ...]:
         """Buckets of the table, from the tallest to the widest.
 
-        There is one bucket per long side, with the short side that brings the area closest to base² (at most half a
-        step off; ties go to the smaller side), so the short side never grows with the long side.
+        There is one bucket per long side. Its short side is the multiple of `step` that brings the area closest to
+        base² (ties go to the smaller side), so the short side never grows with the long side.
         """
         wide = []
         for width in count(self.base, self.step):
-            # base² / width, rounded to the nearest step, ties down
+            # base² / width, rounded to the nearest multiple of step, with ties rounded down
             height = self.step * ((2 * self.base**2 + width * self.step - 1) // (2 * width * self.step))
             if not height or width > self.max_ratio * height:
                 break
@@ -85,8 +85,7 @@ class AspectTable:
 
         Only buckets that the width × height image covers without upscaling count, and ties go to the bucket closer to
         square. The result is always one of the two buckets whose ratios enclose the image's ratio (or the outermost
-        bucket), because an image that covers a bucket further out on one side also covers those in between, whose
-        sides are no longer.
+        bucket), because an image that covers a bucket further out on one side also covers the buckets in between.
         """
 
         def distance(bucket: Bucket) -> tuple[Fraction, Fraction]:
@@ -104,8 +103,8 @@ def _ratio(a: int, b: int) -> Fraction:
 def choose_buckets(
     width: int, height: int, buckets: Iterable[Bucket], aspects: Iterable[AspectTable] = ()
 ) -> list[Bucket]:
-    """Return the buckets for a width × height image: all of `buckets` that it covers, and the nearest one in each
-    table."""
+    """Return the buckets for a width × height image: all of `buckets` that the image covers, and the nearest bucket in
+    each table."""
     nearest = (table.nearest(width, height) for table in aspects)
     return sorted({b for b in buckets if b.fits(width, height)} | {b for b in nearest if b})
 

@@ -1,4 +1,4 @@
-"""The encoding record: how the numbers in a latents root were computed. Each root has one, which later jobs must
+"""The encoding record: how the numbers in a latents root were computed. Each root has one record, which later jobs must
 match."""
 
 import hashlib
@@ -28,13 +28,14 @@ class EncodingRecord(Config):
     texts: dict[str, TextTower]
     features: dict[str, FeatureTower] = Field(default_factory=dict)
     captions: tuple[str, ...]
-    """Sources of the captions: `txt` or `json:FIELD`. With several sources, the text columns have a leading axis,
-    and `caption` is a JSON list with one entry per source, null where the sample has no caption."""
+    """Sources of the captions: `txt` or `json:FIELD`. With several sources, the text columns have a leading caption
+    axis, and `caption` is a JSON list with one entry per source, null where the sample has no caption."""
     max_characters: int
-    """Maximum length of captions in characters; longer ones were cut before tokenization."""
+    """Maximum length of captions in characters. Longer captions were cut before tokenization."""
     compute_dtype: Literal["float32", "float16", "bfloat16"]
     scores: tuple[str, ...] = LAION_SCORES
-    """Names of the stored scores, in the order of the MDS column `scores`. Written only if they are not the default."""
+    """Names of the stored scores, in the order of the MDS column `scores`. Written to encoding.json only if they differ
+    from the default."""
 
     @field_validator("texts", "features")
     @classmethod
@@ -72,7 +73,7 @@ class EncodingRecord(Config):
         return hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
 
     def columns(self, bucket: Bucket) -> dict[str, str]:
-        """Return the MDS columns and their types for samples of `bucket`."""
+        """Return a dict from MDS column to type for samples in `bucket`."""
         columns = {"key": "str", "caption": "str", **image.columns(self.image, bucket)}
         for name, tower in self.texts.items():
             columns |= text.columns(name, tower, several=self.several)
@@ -82,7 +83,7 @@ class EncodingRecord(Config):
         return columns
 
     def differences(self, other: "EncodingRecord") -> list[str]:
-        """List every field that differs, as `field: self ≠ other`, ignoring model names."""
+        """List every field that differs between the records, as `field: self ≠ other`. Model names are ignored."""
         here, there = (flatten(record.model_dump(mode="json")) for record in (self, other))
         return [
             f"{path}: {here.get(path, 'absent')!r} ≠ {there.get(path, 'absent')!r}"
@@ -95,12 +96,12 @@ class EncodingRecord(Config):
         return sealed_json({**self.model_dump(mode="json"), "id": self.id})
 
     def save(self, store: Store) -> None:
-        """Write ROOT/encoding.json, replacing an existing one."""
+        """Write ROOT/encoding.json, replacing any existing file."""
         store.write(FILE_NAME, self.sealed())
 
     @classmethod
     def load(cls, store: Store) -> "EncodingRecord":
-        """Read ROOT/encoding.json. Raises RequestError if the folder is not a latents root, and the errors of
+        """Read ROOT/encoding.json. Raises RequestError if the folder is not a latents root, and the same errors as
         `parse`."""
         try:
             data = store.read(FILE_NAME)
@@ -113,8 +114,9 @@ class EncodingRecord(Config):
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> "EncodingRecord":
-        """Parse the bytes of the encoding.json at the path or URL `where`. Raises RequestError if another format
-        version or another version of latentmill wrote it, and DamagedFile if it was modified after it was written."""
+        """Parse the bytes of the encoding.json at the path or URL `where`. Raises RequestError if it has a different
+        format version or was written by a different version of latentmill, and DamagedFile if it was modified after it
+        was written."""
         fields = parse_sealed_json(data, where)
         id = fields.pop("id")
         check_version(fields.get("schema_version"), VERSION, where)
@@ -137,7 +139,7 @@ class EncodingRecord(Config):
 
 
 def _drop_names(fields: Any) -> None:
-    """Remove, in place, every `name` that has a `sha256` beside it."""
+    """Remove, in place, the `name` from every dict that also has a `sha256`."""
     if isinstance(fields, dict):
         if "sha256" in fields:
             fields.pop("name", None)

@@ -1,8 +1,8 @@
 """Storage of image latents and features.
 
-Image latents are stored as exact float16, or as int8: means with one scale per channel, log-variances in uniform steps.
-The columns are `image_latents` and, for int8, `image_scales`. Features are stored in `features.NAME` and, for e4m3
-codes, `feature_scales.NAME`.
+Image latents are stored as exact float16, or as int8, with one scale per channel for the means and uniform steps for
+the log-variances. The columns are `image_latents` and, for int8, `image_scales`. Features are stored in `features.NAME`
+and, for e4m3 codes, `feature_scales.NAME`.
 
 torch is imported inside the functions that need it, so that reading a config or a root does not require this slow
 import.
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_VARIANCE_RANGE = (-30.0, 20.0)
-"""Clamping range of diffusers' DiagonalGaussianDistribution. Values beyond it never affect a result."""
+"""Range to which diffusers' DiagonalGaussianDistribution clamps log-variances. Values beyond it never affect a
+result."""
 LARGEST_CODE = 127
 NUM_STEPS = 255
 ROUNDING_OFFSET = 1.5 * 2**23
@@ -69,7 +70,7 @@ def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def pack(tower: ImageTower, latents: Iterable[Tensor]) -> Iterator[dict[str, np.ndarray]]:
-    """Convert each image's (planes, h, w) float latents, on the CPU, to the columns of its sample."""
+    """Convert each image's float latents, (planes, h, w) in CPU memory, to the columns of its sample."""
     if tower.storage == "float16":
         yield from ({"image_latents": picture.half().numpy()} for picture in latents)
         return
@@ -79,7 +80,7 @@ def pack(tower: ImageTower, latents: Iterable[Tensor]) -> Iterator[dict[str, np.
 
 
 def unpack(latents: Tensor, scales: Tensor | None) -> Tensor:
-    """Decode stored (…, planes, h, w) latents, with their scales if quantised, to float32."""
+    """Decode stored latents (…, planes, h, w) to float32. `scales` is None unless the latents are quantised."""
     return latents.float() if scales is None else dequantise(latents, scales)
 
 
@@ -98,7 +99,7 @@ def columns(tower: ImageTower, bucket: Bucket) -> dict[str, str]:
 
 
 def pack_features(name: str, tower: FeatureTower, features: Iterable[Tensor]) -> Iterator[dict[str, np.ndarray]]:
-    """Convert each image's (tokens, width) float features, on the CPU, to the columns of its sample."""
+    """Convert each image's float features, (tokens, width) in CPU memory, to the columns of its sample."""
     for arrays in encode_states(features, tower.storage):
         yield dict(zip((f"features.{name}", f"feature_scales.{name}"), arrays, strict=False))
 

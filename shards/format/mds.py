@@ -4,9 +4,9 @@ The format is mosaicml-streaming's, and any StreamingDataset can read it. The la
 
     uint32 number of samples | uint32 start of each sample, and end of the last | JSON of the columns | samples
 
-A sample is the uint32 sizes of its variable-size columns, followed by the columns. streaming's own reader is not used,
-because it keeps an index as a tree of Python objects, and rereads the offsets and reparses the column types for every
-sample.
+A sample consists of the uint32 sizes of its variable-size columns, followed by the columns. streaming's own reader is
+not used, because it keeps an index as a tree of Python objects, and rereads the offsets and reparses the column types
+for every sample.
 """
 
 import hashlib
@@ -37,7 +37,8 @@ class Column:
 
     name: str
     encoding: str
-    """`str`; `ndarray:float16:8,32,32`; or `ndarray:float16`, if each sample stores its own shape."""
+    """Type of the column: `str`; `ndarray:float16:8,32,32`; or `ndarray:float16` if each sample stores its own
+    shape."""
     size: int | None
     """Size in bytes, or None if it varies and each sample stores it."""
 
@@ -52,8 +53,8 @@ class Column:
 def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
     """Return the dtype and shape of a column's arrays.
 
-    The shape is None if each sample stores its own; both are None for `str`. Raises RequestError for a type that stage
-    1 does not write.
+    The shape is None if each sample stores its own shape. Both are None for `str`. Raises RequestError for a type that
+    stage 1 does not write.
     """
     match encoding.split(":"):
         case ["str"]:
@@ -66,29 +67,29 @@ def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | N
 
 
 def part_type(folder: int = 1, name: int = 1) -> np.dtype[np.void]:
-    """Return the dtype of a part, with strings of at most `folder` and `name` bytes.
+    """Return the dtype of a part's record, whose strings have at most `folder` and `name` bytes.
 
-    Fields: the folder below the bucket's folder, the name (`00042.g0`), the number of samples, and the SHA-256 of
-    samples.parquet, which is empty if only the receipt has it.
+    Fields: the part's folder relative to the bucket's folder, its name (`00042.g0`), its number of samples, and the
+    SHA-256 of its samples.parquet, which is empty if only the receipt records it.
     """
     return np.dtype([("folder", f"S{folder}"), ("name", f"S{name}"), ("samples", np.int64), ("table", "S64")])
 
 
 @dataclass(frozen=True, eq=False)
 class MdsIndex:
-    """Files of one bucket in index order, at a few dozen bytes per file."""
+    """Compact index of one bucket's files, in order. It takes a few dozen bytes per file."""
 
     names: NDArray[np.bytes_]
     """(files,) Paths relative to the bucket's folder, such as 00042/shard.00000.mds."""
     sizes: NDArray[np.int64]
-    """(files,) Sizes in bytes."""
+    """(files,) Size of each file in bytes."""
     samples: NDArray[np.int64]
-    """(files,) Numbers of samples."""
+    """(files,) Number of samples in each file."""
     hashes: NDArray[np.uint64]
-    """(files,) xxh3_64 hashes."""
+    """(files,) xxh3_64 hash of each file."""
     columns: tuple[Column, ...]
     parts: NDArray[np.void]
-    """(parts,) of `part_type`, in the order of the files; the files of a part are adjacent."""
+    """(parts,) Records of dtype `part_type`, in the order of the files. The files of a part are adjacent."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -156,7 +157,8 @@ def header_size(num_samples: int) -> int:
 
 
 def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32]:
-    """Parse the offsets from the first `header_size` bytes of a file, like `read_offsets`."""
+    """Parse the first `header_size` bytes of a file. Return the same offsets as `read_offsets`, and raise the same
+    error."""
     if len(data) != header_size(num_samples) or struct.unpack_from("<I", data)[0] != num_samples:
         raise DamagedFile(
             f"{path} is damaged: its header does not match its index ({num_samples} samples). Restore it from a backup."
@@ -165,7 +167,8 @@ def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32
 
 
 def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: str) -> bytes:
-    """Read the bytes of one sample, given the file's offsets. Raises DamagedFile if the file is shorter."""
+    """Read the bytes of one sample, given the file's offsets. Raises DamagedFile if the file ends before the sample
+    does."""
     begin, end = offsets[row : row + 2].tolist()
     data = os.pread(descriptor, end - begin, begin)
     if len(data) != end - begin:
@@ -174,7 +177,7 @@ def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: st
 
 
 class Decoder:
-    """Decoder from a sample's bytes to its columns. Arrays are views of the bytes."""
+    """Decoder that converts a sample's bytes to its columns. Decoded arrays are views of the bytes."""
 
     def __init__(self, columns: Sequence[Column]):
         """Prepare the column types. Raises RequestError for a type that stage 1 does not write."""
@@ -198,7 +201,8 @@ class Decoder:
 
 
 def shape_header(shape: tuple[int, ...]) -> bytes:
-    """Encode the shape stored before an array: one byte (axes × 4 + log2 of the bytes per side), then the sides."""
+    """Encode the shape stored before an array: one byte (number of axes × 4 + log2 of the bytes per size), then the
+    size of each axis."""
     width = next(i for i in range(3) if max(shape) < 1 << (8 << i))
     return bytes([len(shape) << 2 | width]) + np.array(shape, f"<u{1 << width}").tobytes()
 

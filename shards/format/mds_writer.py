@@ -1,8 +1,8 @@
 """Writer of a part's MDS files and index, byte-identical to streaming's MDSWriter. `mds.py` describes the format.
 
-Samples are gathered in one reusable buffer of a file's size, in the file's layout, so that each byte is copied once,
-and read once for both hashes. MDSWriter copies each array four times into fresh memory, and the page faults cost more
-than the copies.
+Samples are gathered in one reusable buffer of a file's size, in the file's layout, so that each byte is copied only
+once, and read only once for both hashes. MDSWriter copies each array four times into fresh memory, and the resulting
+page faults cost more than the copies.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ SPARE_BUFFERS = 2
 
 
 _spare: queue.Queue[NDArray[np.uint8]] = queue.Queue(SPARE_BUFFERS)
-"""Buffers of finished parts, kept for reuse, because the kernel takes longer to clear fresh memory than it takes to
-fill it."""
+"""Buffers of finished parts, kept for reuse, because the kernel takes longer to clear fresh memory than the writer
+takes to fill it."""
 
 
 def file_config(columns: Sequence[Column]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def file_config(columns: Sequence[Column]) -> dict[str, Any]:
 
 
 class PartMDSWriter:
-    """Writer of a part's MDS files into a new folder. A full file is flushed to disk while the next one is being
+    """Writer that stores a part's MDS files in a new folder. A full file is flushed to disk while the next one is being
     filled."""
 
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):
@@ -77,7 +77,7 @@ class PartMDSWriter:
         column."""
         pieces = self._pieces(sample)
         size = sum(map(len, pieces))
-        # header: the number of samples, the start of each, the end of the last, the JSON of the columns
+        # header: the number of samples, each sample's start, the last sample's end, and the JSON of the columns
         header_bytes = 4 + 4 * (len(self.ends) + 1) + len(self.config_data)
         if header_bytes + self.ends[-1] + size > FILE_BYTES:
             self._write_file()
@@ -133,8 +133,8 @@ class PartMDSWriter:
         self.ends = [0]
 
     def finish(self) -> None:
-        """Write the remaining samples and the index. On return, every file except the index has been flushed to disk;
-        raises OSError if that failed."""
+        """Write the remaining samples and the index. On return, every file except the index has been flushed to disk.
+        Raises OSError if a flush failed."""
         if len(self.ends) > 1:
             self._write_file()
         entries = []

@@ -1,4 +1,4 @@
-"""Model folders: finding, downloading and hashing them. No model is loaded into memory."""
+"""Find, download and hash model folders, without loading a model into memory."""
 
 import hashlib
 import json
@@ -31,17 +31,17 @@ DOWNLOAD_PATTERNS = (
     *OTHER_VOCABULARIES,
     "preprocessor_config.json",
 )
-# Entries of a config.json that describe its origin and do not affect the computation.
+# Entries of a config.json that describe the model's origin and do not affect the computation.
 NOT_CONTENT = {"architectures", "dtype", "torch_dtype", "transformers_version", "scaling_factor", "sample_size"}
 NOT_CONTENT |= {"name_or_path", "tokenizer_file"}
-# Ignored unless null, because the trainer applies shift and scale.
+# Entries that are ignored unless they are null, because the trainer applies shift and scale.
 NORMALISATION = {"shift_factor", "latents_mean", "latents_std"}
 FETCHING = ".fetching"
 """Prefix of a folder whose download is not complete."""
 PIPELINE_INDEX = "model_index.json"
 """File that names the class and components of a diffusers pipeline."""
 TRAINED_GUIDANCE = "_trained_guidance"
-"""Field in an exported network's config.json: the constant value that its guidance input had in training."""
+"""Field of an exported network's config.json that holds the constant value of its guidance input in training."""
 
 
 def model_folder(name: str, files: Sequence[str] = DOWNLOAD_PATTERNS) -> Path:
@@ -60,8 +60,8 @@ def model_folder(name: str, files: Sequence[str] = DOWNLOAD_PATTERNS) -> Path:
 def recorded_folder(weights: Weights) -> Path:
     """Return the local folder of a model whose content matches its record in encoding.json.
 
-    The cached copy is used if it matches. Otherwise, one process per machine downloads the model, with the errors of
-    `model_folder`; RequestError also means that its content differs from the record.
+    The cached copy is used if it matches. Otherwise, one process per machine downloads the model. Raises the same
+    errors as `model_folder`, and RequestError if the downloaded content differs from the record.
     """
     cached = _cached(weights.name)
     if cached and _matches(cached, weights):
@@ -160,10 +160,10 @@ def _fetch(name: str, files: Sequence[str]) -> Path:
 def _fetch_folder(address: str, patterns: Sequence[str]) -> Path:
     """Download the files at the top level of `address` that match `patterns`, and return their local folder.
 
-    The caller must hold `_fetch_lock`. A copy appears atomically, and its name is derived from the sizes and etags that
-    the store reports, so a changed folder is fetched again.
+    The caller must hold `_fetch_lock`. The complete copy is renamed into place. Its name is derived from the sizes and
+    ETags that the store reports, so a changed folder is downloaded again.
     """
-    from shards.base.remote import RemoteStore  # deferred: imports fsspec and its file systems
+    from shards.base.remote import RemoteStore  # imported late, because it imports fsspec
 
     store = RemoteStore(address)
     entries = store.listing()

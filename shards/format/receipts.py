@@ -4,10 +4,10 @@
     ROOT/commits/256x256/00042.g0.recalled      tombstone: generation 0 is no longer valid …
     ROOT/commits/256x256/00042.g1.json          … and was replaced by generation 1
 
-A receipt records how many samples were stored, and how many were refused and why (the counts add up to `samples_in`),
-with bitmaps of these samples, and the size and SHA-256 of every file in the part. The bitmaps in all of a tar's
-receipts follow the order of its sorted keys, so a tar's outcome over all buckets can be computed from its receipts
-alone.
+A receipt records how many samples were stored, and how many were refused and why (the counts add up to `samples_in`).
+It also contains bitmaps of these samples, and the size and SHA-256 of every file in the part. The bitmaps in all of a
+tar's receipts follow the order of its sorted keys, so a tar's outcome over all buckets can be computed from its
+receipts alone.
 """
 
 import base64
@@ -61,7 +61,7 @@ class MadeBy(Config):
 
 
 class Receipt(Config):
-    """Commit of one tar's part in one bucket."""
+    """Record of the commit of one tar's part in one bucket."""
 
     version: Literal[2] = 2
     tar: str
@@ -87,7 +87,7 @@ class Receipt(Config):
     """Reason → number of the tar's samples that are not in this part for this reason."""
     rejects: dict[str, str]
     """Reason → bitmap of the samples refused for a reason other than size or aspect ratio. A sample that no bucket
-    stores is rejected from the tar."""
+    stores counts as rejected from the tar."""
     captions: dict[str, int]
     """Caption counts: all `stored` captions, and those modified because they had `invalid_utf8` or
     `control_characters`, were `too_long` for `limits.max_caption_characters`, or were `truncated` by the tokenizer."""
@@ -104,9 +104,9 @@ class Receipt(Config):
     attempts: int
     started: str
     seconds: dict[str, float]
-    """Stage → wall-clock seconds spent waiting for it: fetch, decode, encode, write, upload. In addition, `device`
-    is the time the device was busy, with a share per tower (`device.texts.NAME`), `worker` is the time since the
-    worker's previous commit, and `total` counts overlapping stages once."""
+    """Stage (fetch, decode, encode, write, upload) → wall-clock seconds spent waiting for the stage. In addition,
+    `device` is the time the device was busy, with a share per tower (`device.texts.NAME`), `worker` is the time since
+    the worker's previous commit, and `total` counts overlapping stages once."""
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Receipt":
@@ -151,8 +151,8 @@ def pack_bits(values: NDArray[np.bool_]) -> str:
 
 
 def unpack_bits(text: str, count: int) -> NDArray[np.bool_]:
-    """Decode a boolean array (count,) from `pack_bits`. Raises ValueError if `text` encodes another number of
-    values."""
+    """Decode the boolean array (count,) that `pack_bits` encoded. Raises ValueError if `text` encodes a different
+    number of values."""
     data = base64.b64decode(text, validate=True)
     if len(data) != -(-count // 8):
         raise ValueError(f"a bitmap of {len(data)} bytes does not match {count} samples")
@@ -175,7 +175,8 @@ def tombstone_name(bucket: str, tar: str, generation: int) -> str:
 
 
 def parse_name(name: str) -> tuple[str, str, int, bool] | None:
-    """Parse commits/BUCKET/FILE into bucket, tar, generation and whether it is a tombstone; None for other files."""
+    """Parse commits/BUCKET/FILE into bucket, tar, generation, and whether the file is a tombstone. Return None for
+    other files."""
     top, _, rest = name.partition("/")
     bucket, _, file = rest.partition("/")
     match = TOMBSTONE.fullmatch(file) or GENERATION.fullmatch(file)
@@ -195,7 +196,8 @@ def generations(names: Iterable[str]) -> dict[tuple[str, str], tuple[set[int], s
 
 
 def active_parts(names: Iterable[str]) -> dict[tuple[str, str], str]:
-    """Map each (tar, bucket), in sorted order, to the newest of its receipts in commits/, unless that is recalled."""
+    """Map each (tar, bucket), in sorted order, to the name of its newest receipt. Parts whose newest receipt was
+    recalled are left out."""
     return {
         (tar, bucket): receipt_name(bucket, tar, max(made))
         for (tar, bucket), (made, recalled) in sorted(generations(names).items())

@@ -1,4 +1,4 @@
-"""Scores: numbers from a sample's metadata that are stored with the sample, and by which training can filter.
+"""Scores: numbers from a sample's metadata. They are stored with the sample, and training can filter samples by them.
 
 Scores are declared only in `SCORES`. The list determines the JSON fields that stage 1 reads, the columns that selection
 keeps, the columns of samples.parquet, the MDS column `scores`, the dataset card, and the fields of `data.filter`. A
@@ -10,8 +10,8 @@ latentmill:
     from shards.format.scores import SCORES, Score
     SCORES.append(Score("hps", "Human preference score v2"))
 
-Ray workers do not see such an appended entry. They read the score from the JSON field of the same name, but do not know
-its aliases.
+Ray workers do not see an entry that a program appends. They read its score from the JSON field of the same name, but do
+not know its aliases.
 """
 
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Score:
-    """One number per sample; NaN where a sample does not have it."""
+    """One number per sample, or NaN if the sample does not have the score."""
 
     name: str
-    """Name of the score: column of samples.parquet, and field of `data.filter`."""
+    """Name of the score, of its column in samples.parquet, and of its field in `data.filter`."""
     description: str
     """Meaning of the score, for help texts."""
     metadata_name: str = ""
-    """Column of the selected metadata; default: `name`."""
+    """Name of the score's column in the selected metadata, if it differs from `name`."""
     aliases: tuple[str, ...] = ()
     """Other names of the score in JSON files and metadata."""
 
     @property
     def column(self) -> str:
-        """Column of the selected metadata."""
+        """Name of the score's column in the selected metadata."""
         return self.metadata_name or self.name
 
     @property
@@ -48,16 +48,16 @@ SCORES = [
     Score("pwatermark", "Predicted probability of a watermark"),
 ]
 LAION_SCORES = tuple(score.name for score in SCORES)
-"""Names of LAION's scores. A root that records no names has these."""
+"""Names of LAION's scores. A root that does not record the names of its scores has these scores."""
 
 
 def score_names() -> tuple[str, ...]:
-    """Return the names of all scores, which a new root stores."""
+    """Return the names of all declared scores. A new root stores all of them."""
     return tuple(score.name for score in SCORES)
 
 
 def score_fields(names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return for each score the fields of a sample's JSON that may hold it (see `Score.fields`).
+    """Return, for each score, the fields of a sample's JSON that may hold it (see `Score.fields`).
 
     A score that is not declared in this process is read from the field of its own name.
     """

@@ -16,15 +16,16 @@ from shards.format.receipts import FileRecord
 SAMPLES_NAME = "samples.parquet"
 REFUSED_NAME = "refused.parquet"
 CAPTION_CHANGES = ("invalid_utf8", "control_characters", "too_long", "truncated")
-"""Changes to captions: bytes replaced, characters blanked, cut at `limits.max_caption_characters`, truncated
-by the tokenizer. The columns count the affected captions of a sample."""
+"""Changes to captions: invalid bytes replaced, control characters blanked, text cut at `limits.max_caption_characters`,
+tokens truncated by the tokenizer. For each change, a column of samples.parquet counts the sample's affected
+captions."""
 REFUSED_SCHEMA = pa.schema([(name, pa.string()) for name in ("key", "url", "reason", "detail")])
 TOO_SMALL = "too_small"
 OTHER_BUCKET = "other_bucket"
 """Refusal reason for an image that went to a different bucket of its aspect table. It is counted in the receipt, but
 is not a reject and is not listed in refused.parquet."""
 Columns = dict[str, list[Any]]
-"""Columns of a table by name."""
+"""Table as a dict from column name to values."""
 
 
 def samples_schema(scores: Sequence[str]) -> pa.Schema:
@@ -40,7 +41,7 @@ def samples_schema(scores: Sequence[str]) -> pa.Schema:
 
 
 def write_rows(path: Path | BinaryIO, schema: pa.Schema, rows: list[tuple[Any, ...]]) -> None:
-    """Write rows (tuples in the schema's order) to a parquet file. Equal rows give equal bytes."""
+    """Write rows (tuples in the schema's order) to a parquet file. Identical rows produce identical bytes."""
     columns = zip(*rows, strict=True) if rows else [() for _ in schema]
     arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
     pq.write_table(pa.table(arrays, schema=schema), path)

@@ -1,8 +1,8 @@
 """Storage of text latents: exact float16, or e4m3 codes with a float16 scale per token, padded or trimmed.
 
-Trimming keeps the real tokens (begin, words, end) and drops the padding. It is supported only where padding does not
-affect the real tokens, which holds for causal towers and for towers with a padding mask. The trained model then needs
-an attention mask over the tokens, in training and in sampling.
+Trimming keeps the real tokens (begin, words, end) and drops the padding. It is supported only for towers in which
+padding does not affect the real tokens: causal towers, and towers with a padding mask. The trained model then needs an
+attention mask over the tokens, in training and in sampling.
 
 The columns of a text tower NAME are `text_latents.NAME`, with `text_scales.NAME` for e4m3 codes; `num_tokens.NAME` if
 padding is masked; and `pooled.NAME`. If samples may have several captions, each column has a leading caption axis.
@@ -28,22 +28,23 @@ if TYPE_CHECKING:
 FLOAT8_MAX = 448.0  # the largest finite e4m3 number
 SMALLEST_SCALE = float(np.finfo(np.float16).smallest_normal)
 CHUNK_ELEMENTS = 1 << 14
-"""Number of elements quantised at once. With fewer, torch's call overhead dominates. More would exceed a core's cache,
-and from 32,768 elements on, torch splits the work among threads, which stall while other threads are busy decoding."""
+"""Number of elements quantised at once. With fewer elements, torch's call overhead dominates. More elements would
+exceed a core's cache, and from 32,768 elements on, torch splits the work among threads, which stall while other threads
+are busy decoding."""
 AXES = {"text_latents": 2, "text_scales": 1, "num_tokens": 0, "pooled": 1}
-"""Number of axes of one caption's array, by kind of column."""
+"""Kind of column → number of axes of one caption's array."""
 
 
 @dataclass(frozen=True)
 class TextLatents:
-    """Output of one text tower for one caption, on the CPU."""
+    """Output of one text tower for one caption, in CPU memory."""
 
     states: Tensor | None
-    """(tokens, width), including padding. None if only the pooled output is stored."""
+    """(tokens, width), including padding, or None if only the pooled output is stored."""
     num_tokens: int
     """Number of real tokens (begin, words, end), which precede the padding."""
     pooled: Tensor | None = None
-    """(pooled,). None if not stored."""
+    """(pooled,), or None if no pooled output is stored."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -106,7 +107,7 @@ def _quantise_together(quantise: Quantise, tensors: list[Tensor]) -> Iterator[tu
 
 
 def encode_states(latents: Iterable[Tensor], storage: TextStorage) -> Iterator[tuple[np.ndarray, ...]]:
-    """Encode each (tokens, width) tensor as a float16 array, or as codes and scales."""
+    """Encode each (tokens, width) tensor as a float16 array, or as arrays of e4m3 codes and scales."""
     if storage == "float16":
         return ((tensor.half().numpy(),) for tensor in latents)
     return quantise_in_chunks(quantise, latents)
@@ -117,8 +118,8 @@ def pack(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the columns of each sample, given its captions as encoded by the text tower `name`.
 
-    Unless samples may have `several` captions, each sample has exactly one. Trimmed captions of one sample are
-    zero-padded to the longest one.
+    Unless samples may have `several` captions, each sample has exactly one caption. If captions are trimmed, those of
+    one sample are zero-padded to the length of its longest caption.
     """
     caption_arrays = _arrays(tower, [caption for captions in samples for caption in captions])
     for captions in samples:
@@ -151,7 +152,7 @@ def _arrays(tower: TextTower, captions: Sequence[TextLatents]) -> Iterator[list[
 
 
 def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
-    """Stack numbers, or arrays of shape (tokens, …) after zero-padding them to the longest one."""
+    """Stack scalars, or stack (tokens, …) arrays after zero-padding them to the length of the longest array."""
     if not arrays[0].ndim:
         return np.stack(arrays)
     length = max(map(len, arrays))
@@ -159,7 +160,7 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def pad_tokens(array: np.ndarray, length: int) -> np.ndarray:
-    """Zero-pad (tokens, …) at the end to (length, …)."""
+    """Zero-pad an array of shape (tokens, …) at the end to shape (length, …)."""
     return np.pad(array, [(0, length - len(array)), *[(0, 0)] * (array.ndim - 1)])
 
 

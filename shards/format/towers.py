@@ -76,9 +76,9 @@ class TextTower(Config):
     lower: bool = False
     """Whether captions were converted to lower case."""
     empty: str | None = None
-    """Complete prompt for a dropped caption. None: the template with an empty caption."""
+    """Complete prompt for a dropped caption. If None, the template is filled with an empty caption."""
     max_tokens: int
-    """Input length of the tower in tokens, including padding; longer captions were truncated."""
+    """Input length of the tower in tokens, including padding. Longer captions were truncated."""
     masked: bool = False
     """Whether padding was masked out in the tower. If so, the trained model must mask it as well."""
     layer: Literal["last"] | int = "last"
@@ -86,18 +86,19 @@ class TextTower(Config):
     states: bool = True
     """Whether hidden states are stored."""
     keep: tuple[Slice, ...] = ((None, None),)
-    """Slices of the tower's tokens that are stored, in Python's notation, concatenated in this order."""
+    """Slices of the tower's tokens that are stored, as (start, stop) bounds of Python slices, concatenated in this
+    order."""
     length: int
     """Number of stored tokens of an untrimmed caption, including padding."""
     width: int
     """Dimension of a token's hidden state."""
     pooled: int = 0
-    """Dimension of the pooled output, which represents the whole caption. 0: not stored."""
+    """Dimension of the pooled output, which represents the whole caption, or 0 if it is not stored."""
     storage: TextStorage
     trim: bool
     quantised: Quantised | None = None
-    """Data type to which the weights of the linear layers were quantised, with one scale per row. None: not
-    quantised."""
+    """Data type to which the weights of the linear layers were quantised, with one scale per row, or None if they were
+    not."""
 
     @property
     def kept(self) -> list[int]:
@@ -110,7 +111,8 @@ class TextTower(Config):
         return self.masked or self.trim
 
     def prompt(self, caption: str) -> str:
-        """Return the tower's input text for a caption. The empty caption gives the prompt for dropped captions."""
+        """Return the tower's input text for a caption. For an empty caption, this is the prompt for dropped
+        captions."""
         if not caption and self.empty is not None:
             return self.empty
         return self.template.replace("{}", caption.lower() if self.lower else caption)
@@ -128,7 +130,7 @@ class FeatureTower(Config):
     std: Annotated[tuple[float, ...], Field(min_length=3, max_length=3)]
     """Normalisation per RGB channel in [0, 1]: the tower's input was (pixels - mean) / std."""
     patch: int
-    """Side of a patch in pixels. Each patch gives one token."""
+    """Side of a patch in pixels. Each patch produces one token."""
     width: int
     """Dimension of a token's features."""
     storage: TextStorage

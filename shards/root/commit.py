@@ -44,7 +44,7 @@ from shards.root.writing import WrittenPart
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt at a tar: everything that its receipts record besides the files."""
+    """One attempt to encode a tar, with everything that its receipts record besides the files."""
 
     tar: str
     folder: Path
@@ -67,22 +67,22 @@ class Attempt:
     number: int
     started: str
     seconds: dict[str, float]
-    """Stage → seconds, without `upload` and `total`."""
+    """Stage → seconds, without `upload` and `total`, which `commit` adds."""
     clock: float
     """`time.monotonic()` at the start of the attempt."""
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def bits(self, keys: list[str]) -> str:
-        """Pack a bitmap over the tar's samples with the bits of these keys set."""
+        """Return a packed bitmap over the tar's samples in which the bits for these keys are set."""
         values = np.zeros(self.samples_in, bool)
         values[[self.places[key] for key in keys]] = True
         return pack_bits(values)
 
 
 def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
-    """Move or upload an attempt's parts into the root and create their receipts; return bucket → active receipt, which
-    is another attempt's if that attempt committed the part first. Raises WorkError if the root already has parts of
-    this shard from a different tar, or with a different sample count."""
+    """Move or upload an attempt's parts into the root, and create their receipts. Return a dict from bucket to active
+    receipt, which comes from a different attempt if that attempt committed the part first. Raises WorkError if the root
+    already has parts of this shard from a different tar, or with a different sample count."""
     record_tar(store, attempt.tar, attempt.source, attempt.samples_in)
     shared = {name: record_file(store, name) for name in (UNCOND_NAME, FILE_NAME)}
     committed = {}
@@ -123,8 +123,8 @@ def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
 
 
 def record_tar(store: Store, tar: str, source: dict[str, str | int | None], samples_in: int) -> None:
-    """Create tars/TAR.json, or check that the existing one has the same SHA-256 and sample count; raises WorkError if
-    not."""
+    """Create tars/TAR.json, or check that the existing one has the same SHA-256 and sample count. Raises WorkError if
+    they differ."""
     name, ours = f"tars/{tar}.json", {"tar": source, "samples_in": samples_in}
     store.create(name, sealed_json(ours))
     theirs = parse_sealed_json(store.read(name), store.where(name))
@@ -143,7 +143,7 @@ def record_tar(store: Store, tar: str, source: dict[str, str | int | None], samp
 
 
 def content_hash(files: dict[str, FileRecord]) -> str:
-    """Return 8 hex digits of a SHA-256 over all file names, sizes and contents."""
+    """Return the first 8 hex digits of a SHA-256 over all file names, sizes and contents."""
     return hashlib.sha256(canonical_json({name: record.model_dump() for name, record in files.items()})).hexdigest()[:8]
 
 
@@ -169,13 +169,13 @@ def store_part(store: Store, source: Path, folder: str, files: dict[str, FileRec
             if sizes.get(name) != files[name].bytes:
                 raise WorkError(
                     f"{store.where(f'{folder}/{name}')} was uploaded with {sizes.get(name)} bytes instead of "
-                    f"{files[name].bytes}. The part was not committed; run the job again to retry it."
+                    f"{files[name].bytes}. The part was not committed. Run the job again to retry."
                 )
 
 
 def create_receipt(store: Store, receipt: Receipt) -> Receipt:
-    """Create the receipt of a stored part, and return the active receipt: this one, or that of the attempt that
-    committed the part first."""
+    """Create the receipt of a stored part, and return the active receipt: this one, or the receipt from the attempt
+    that committed the part first."""
     while True:
         generation, _ = current_generation(store, receipt.bucket, receipt.tar)
         receipt = receipt.model_copy(update={"generation": generation})
@@ -212,8 +212,8 @@ def recall(store: Store, receipts: Mapping[str, str], why: str) -> None:
 
 
 def record_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, FileRecord]:
-    """Map the relative path of every file below `folder`, sorted, to its size and SHA-256, taken from `known` if it is
-    there."""
+    """Return the size and SHA-256 of every file below `folder`, keyed and sorted by relative path. Files in `known` are
+    not hashed again."""
     here = LocalStore(folder)
     return {name: known.get(name) or record_file(here, name) for name in here.files()}
 

@@ -19,24 +19,24 @@ from shards.format.tables import TOO_SMALL
 
 
 def list_commits(store: Store) -> dict[str, str]:
-    """List commits/ in one pass, including tombstones; return each name, relative to the root, with its ETag."""
+    """List all receipts and tombstones in one pass. Return a dict from name, relative to the root, to ETag."""
     return {f"{FOLDER}/{name}": entry.etag for name, entry in store.listing(FOLDER).items()}
 
 
 def committed_parts(store: Store) -> set[tuple[str, str]]:
-    """Return (bucket, tar) for every part with an active receipt, from object names alone."""
+    """Return (bucket, tar) for every part with an active receipt. No receipt is read, because the names suffice."""
     return {(bucket, tar) for tar, bucket in active_parts(list_commits(store))}
 
 
 def read_receipts(store: Store, names: Sequence[str]) -> Iterator[Receipt]:
     """Yield these receipts in the order of `names`, parsing one at a time. Names that do not exist are skipped. Raises
-    the errors of `parse_receipt`."""
+    the same errors as `parse_receipt`."""
     for name, data in read_each(store, names):
         yield parse_receipt(data, store.where(name))
 
 
 def iter_receipts(store: Store) -> Iterator[Receipt]:
-    """Yield the active receipts, ordered by tar and bucket. Raises the errors of `parse_receipt`.
+    """Yield the active receipts, ordered by tar and bucket. Raises the same errors as `parse_receipt`.
 
     A large root has 158,000 receipts, which take 6 GB as Python objects, so keep the fields you need rather than the
     receipts.
@@ -46,7 +46,7 @@ def iter_receipts(store: Store) -> Iterator[Receipt]:
 
 @dataclass(frozen=True)
 class TarReceipts:
-    """All receipts of one tar, with counts over its buckets."""
+    """Active receipts of one tar, with counts over all of its buckets."""
 
     tar: str
     parts: dict[str, Receipt]
@@ -70,8 +70,8 @@ class TarReceipts:
     def rejected(self) -> dict[str, int]:
         """Reason → number of samples that no bucket stores.
 
-        A sample is counted once, under the first reason other than size that one of its buckets records, or else as
-        too small.
+        A sample is counted once, under the first reason other than size that any of its buckets records. If there is no
+        such reason, it is counted as too small.
         """
         unexplained, counts = ~self._stored, Counter[str]()
         for bucket in sorted(self.parts):
@@ -86,14 +86,13 @@ class TarReceipts:
 
 
 def iter_tars(store: Store) -> Iterator[TarReceipts]:
-    """Yield the receipts of one tar after another, ordered by tar name. Raises the same errors as `parse_receipt`."""
+    """Yield the active receipts tar by tar, ordered by tar name. Raises the same errors as `parse_receipt`."""
     for tar, receipts in groupby(iter_receipts(store), key=lambda receipt: receipt.tar):
         yield TarReceipts(tar, {receipt.bucket: receipt for receipt in receipts})
 
 
 def iter_committed_tars(store: Store) -> Iterator[TarReceipts]:
-    """Yield the receipts of one tar after another, like `iter_tars`. Raises RequestError if nothing has been
-    committed."""
+    """Yield the active receipts tar by tar, like `iter_tars`, but raise RequestError if nothing has been committed."""
     is_empty = True
     for tar_receipts in iter_tars(store):
         is_empty = False
@@ -108,5 +107,5 @@ def load_receipts(store: Store) -> list[Receipt]:
 
 
 def load_tars(store: Store) -> list[TarReceipts]:
-    """Load the receipts of all tars, ordered by tar name. Only for small roots; see `iter_tars`."""
+    """Load the active receipts of all tars, ordered by tar name. Only for small roots; see `iter_tars`."""
     return list(iter_tars(store))

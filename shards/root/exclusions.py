@@ -1,10 +1,11 @@
 """Exclusion lists: samples that later training runs must skip, for example after takedown or licence requests.
 
     ROOT/exclusions/url.SHA256.txt      sorted lines of URLs and hosts in canonical form
-    ROOT/exclusions/key.SHA256.txt      sorted keys; sha256.SHA256.txt has SHA-256s of image files
+    ROOT/exclusions/key.SHA256.txt      sorted keys
+    ROOT/exclusions/sha256.SHA256.txt   sorted SHA-256s of image files
 
-Lists are immutable and only ever added. A run applies the lists that exist when it starts, and its fingerprint names
-them. The stored samples are not modified.
+Lists are immutable: they are added, but never changed or removed. A run applies the lists that exist when it starts,
+and its fingerprint names them. The stored samples are not modified.
 """
 
 import hashlib
@@ -30,15 +31,15 @@ FOLDER = "exclusions"
 MAX_LISTED = 5
 KINDS = {
     "key": "keys of samples",
-    "url": "urls from which the images were downloaded, or hosts, which include their subdomains",
+    "url": "urls that the images were downloaded from, or hosts (including their subdomains)",
     "sha256": "hashes (SHA-256) of the image files",
 }
-"""Column of samples.parquet → description. The first word is also the command-line option."""
+"""Column of samples.parquet → description. The description's first word is also the name of the command-line option."""
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """An exclusion list: the values of one column whose samples are excluded."""
+    """Exclusion list: values of one column. Samples with one of these values are excluded."""
 
     kind: str
     """Column of samples.parquet that the values are matched against: one of KINDS."""
@@ -51,7 +52,7 @@ class Exclusion:
 
     @property
     def id(self) -> str:
-        """Kind and SHA-256 of the content, as in `url.SHA256`."""
+        """Kind and SHA-256 of the content, in the form `url.SHA256`."""
         return f"{self.kind}.{hashlib.sha256(self.data).hexdigest()}"
 
     def hits(self, table: pa.Table) -> NDArray[np.bool_]:
@@ -59,7 +60,8 @@ class Exclusion:
         return self.lines_of(table) >= 0
 
     def lines_of(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return (rows,) indices in `values` of the lines that exclude the samples, -1 for samples not excluded."""
+        """Return a (rows,) array with the index in `values` of the line that excludes each sample, or -1 if no line
+        does."""
         column = table[self.kind].combine_chunks()
         lines = np.full(len(column), -1, np.int64)
         is_present = np.asarray(column.is_valid())
@@ -75,10 +77,10 @@ class Exclusion:
 def make_exclusion(kind: str, values: Iterable[str]) -> Exclusion:
     """Build an exclusion list from values; blank lines and duplicates are dropped.
 
-    URLs and hosts are stored in canonical form, so that different spellings match. A host covers all URLs at it and at
-    its subdomains. Addresses with other schemes than http and https are matched as they are written. Raises
-    RequestError if there are no values, if one of kind `sha256` is not a SHA-256, or if one of kind `url` names neither
-    a URL nor a host.
+    URLs and hosts are stored in canonical form, so that different spellings match. A host covers all URLs on that host
+    and on its subdomains. URLs with schemes other than http and https are matched exactly as written. Raises
+    RequestError if there are no values, if a value of kind `sha256` is not a SHA-256, or if a value of kind `url` is
+    neither a URL nor a host.
     """
     assert kind in KINDS
     lines = {value.strip() for value in values} - {""}
@@ -94,7 +96,8 @@ def make_exclusion(kind: str, values: Iterable[str]) -> Exclusion:
 
 
 def _canonical(entries: set[str]) -> set[str]:
-    """Return the stored lines for URLs and hosts; a line without a slash is a host."""
+    """Convert URLs and hosts to the canonical form in which they are stored. A line without a slash is a host. Raises
+    RequestError if an entry is neither."""
     found, invalid = OptOuts(), []
     for entry in sorted(entries):
         if re.match(r"(?!https?:)[a-z][a-z0-9+.-]*://", entry, re.IGNORECASE):
@@ -119,7 +122,7 @@ def add_exclusion(store: Store, exclusion: Exclusion) -> bool:
 
 
 def exclusion_ids(store: Store) -> list[str]:
-    """Return the ids of all exclusion lists of a root, sorted."""
+    """Return the ids of all exclusion lists in a root, sorted."""
     return [name.removesuffix(".txt") for name in store.files(FOLDER) if name.partition(".")[0] in KINDS]
 
 
@@ -137,8 +140,8 @@ def load_exclusion(store: Store, id: str) -> Exclusion:
 
 def read_samples(store: Store, bucket: str, part: np.void, columns: Sequence[str]) -> pa.Table:
     """Read `key` and `columns` from the sample table of a part (a record of dtype `part_type`), in stored order. Raises
-    RequestError if the table is missing, and DamagedFile if it is not the one that was committed or its row count is
-    not the part's sample count."""
+    RequestError if the table is missing, and DamagedFile if it differs from the committed table, or if its row count
+    differs from the part's sample count."""
     folder, expected = part["folder"].decode(), part["table"].decode()
     name = f"{bucket}/{folder}/{SAMPLES_NAME}"
     data = store.read_many([name]).get(name)

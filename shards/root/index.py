@@ -1,8 +1,8 @@
 """Write BUCKET/index.json, the index that `streaming.StreamingDataset` reads.
 
-It is built from receipts, never from a directory listing, and the same parts always give the same bytes.
-`streaming.base.util.merge_index` cannot do this: it keeps only the last folder of a path and fails on unrelated
-JSON files.
+The index is built from receipts, never from a directory listing, and the same parts always produce the same bytes.
+`streaming.base.util.merge_index` cannot do this: it keeps only the last folder of a path and fails on unrelated JSON
+files.
 """
 
 import json
@@ -27,14 +27,15 @@ FILES_AT_ONCE = 1 << 14
 
 
 def write_indexes(store: Store) -> dict[str, int]:
-    """Publish all committed parts and write every bucket's index.json; return bucket → number of samples."""
+    """Publish all committed parts and write every bucket's index.json. Return a dict from bucket to number of
+    samples."""
     manifest = Publisher(store).publish()
     write_streaming(store, manifest)
     return {bucket: size.samples for bucket, size in manifest.buckets.items()}
 
 
 def write_streaming(store: Store, manifest: Manifest) -> None:
-    """Write index.json for every bucket of a manifest, unless it is unchanged."""
+    """Write index.json for every bucket in a manifest, except where the existing file is already up to date."""
     encoding = EncodingRecord.load(store)
     for bucket, size in manifest.buckets.items():
         name, rows = f"{bucket}/index.json", load_rows(store, size.id, read_index(store, bucket, size.id))
@@ -53,7 +54,7 @@ def index_columns(encoding: EncodingRecord, bucket: str) -> list[Column]:
 
 
 def bucket_index(encoding: EncodingRecord, bucket: str, rows: pa.Table) -> Iterator[bytes]:
-    """Yield ROOT/BUCKET/index.json for these parts in pieces, because the whole file can reach 600 MB."""
+    """Yield the content of ROOT/BUCKET/index.json for these parts in pieces, because it can reach 600 MB."""
     # all entries have the same columns, so only the values of each file are converted to JSON
     entry = file_config(index_columns(encoding, bucket)) | {"raw_data": PLACEHOLDER, "zip_data": None}
     head, tail = _json(entry).split(_json(PLACEHOLDER))

@@ -1,8 +1,8 @@
 """Numbered manifests, which map each bucket to its current index. Training runs are pinned to an index.
 
-    ROOT/index/manifests/00000017.json      bucket → index id, and recalled parts; the highest number is current
+    ROOT/index/manifests/00000017.json      each bucket's index id, and recalled parts; the highest number is current
     ROOT/index/buckets/ID.json              an index: its list of segments. ID depends only on the set of parts
-    ROOT/index/segments/SHA256.arrow        rows of parts
+    ROOT/index/segments/SHA256.arrow        a segment: a table with one row per part
 
 All files are written with create-if-absent and are never replaced, except to repair an index that lost a segment.
 """
@@ -48,8 +48,8 @@ class Manifest(Config):
 
 
 class BucketIndex(Config):
-    """A bucket's index, stored as a list of segments. Its id determines the set of rows, but not how they are
-    divided."""
+    """A bucket's index, stored as a list of segments. Its id determines the set of rows, but not how they are divided
+    into segments."""
 
     version: Literal[2] = VERSION
     bucket: str
@@ -69,7 +69,7 @@ def newest_manifest(store: Store) -> Manifest | None:
 
 
 def parse_manifest(store: Store, name: str) -> Manifest:
-    """Load the manifest with this path relative to the root."""
+    """Load the manifest at the path `name` relative to the root."""
     return Manifest.model_validate(_parse_version_2(store.read(name), store.where(name)))
 
 
@@ -88,7 +88,8 @@ def read_index(store: Store, bucket: str, id: str) -> BucketIndex:
 
 def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
     """Load all rows of an index. Raises DamagedFile if a segment is missing or damaged or the rows do not match `id`,
-    and RequestError if a row names a path outside the bucket's folder, so the index may have been tampered with."""
+    and RequestError if a row names a path outside the bucket's folder, which suggests that the index was tampered
+    with."""
     try:
         rows = merge([load_segment(store, sha256) for sha256 in index.segments])
     except FileNotFoundError as error:
@@ -110,7 +111,7 @@ def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
 
 
 def current_ids(store: Store) -> dict[str, str]:
-    """Return bucket → id of its current index; empty if nothing has been published."""
+    """Return a dict from bucket to the id of its current index. It is empty if nothing has been published."""
     manifest = newest_manifest(store)
     return {bucket: size.id for bucket, size in manifest.buckets.items()} if manifest else {}
 

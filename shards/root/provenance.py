@@ -40,14 +40,14 @@ def source_sha256() -> str:
 
 @functools.cache
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return package → version. Cached, because looking up six versions takes as long as processing a dozen small
-    images."""
+    """Return a dict from package to version. The result is cached, because looking up six versions takes as long as
+    processing a dozen small images."""
     return {name: version(name) for name in packages}
 
 
 @functools.cache
 def made_by(device: torch.device) -> MadeBy:
-    """Describe this process and `device` for a receipt."""
+    """Describe this process's machine, `device` and code, for a receipt."""
     gpu = device_module().get_device_properties(device) if is_accelerator(device) else None
     return MadeBy(
         host=os.uname().nodename,
@@ -59,7 +59,7 @@ def made_by(device: torch.device) -> MadeBy:
 
 
 class Stopwatch:
-    """Seconds per stage, summed over all threads."""
+    """Stopwatch that records seconds per stage, summed over all threads."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()

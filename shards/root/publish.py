@@ -3,7 +3,7 @@
 A publisher lists the commits and fetches only the receipts that the newest manifest does not cover. It writes them as
 one new segment per bucket and merges small segments into it, so the number of segments grows with the logarithm of the
 number of parts. Then it creates the next manifest, and starts over if another process created it first. A killed
-publisher leaves at most some unreferenced files.
+publisher leaves behind at most a few unreferenced files.
 """
 
 import sys
@@ -26,7 +26,8 @@ RECEIPTS_AT_ONCE = 512
 JOIN_TIMEOUT_SECONDS = 5.0
 """Maximum time that a stopping process waits for its publisher's current step. Only a listing can take longer."""
 MERGE_BELOW = 2
-"""A new segment absorbs every existing segment that has fewer than MERGE_BELOW times its number of rows."""
+"""A new segment absorbs every existing segment that has fewer than MERGE_BELOW times as many rows as the new
+segment."""
 
 
 class IndexConfig(Config):
@@ -38,11 +39,12 @@ class IndexConfig(Config):
 
 
 class PublishStopped(Exception):
-    """Publishing was abandoned because the process is stopping."""
+    """Exception that ends publishing because the process is stopping."""
 
 
 class Publisher:
-    """Publishes a root repeatedly and caches the segments of the newest manifest in memory."""
+    """Publisher of a root's committed parts, which caches the segments of the newest manifest in memory between
+    calls."""
 
     def __init__(self, store: Store, stop: Callable[[], bool] = lambda: False):
         """Prepare a publisher. `stop` is polled before each step (about a second of work); PublishStopped is raised
@@ -52,7 +54,7 @@ class Publisher:
         self.tables: dict[str, pa.Table] = {}
 
     def publish(self) -> Manifest:
-        """Publish all committed parts, unless the newest manifest already lists them; return the current manifest.
+        """Publish all committed parts, unless the newest manifest already lists them. Return the current manifest.
         Raises DamagedFile if a receipt or a segment is damaged, and PublishStopped if `stop` returned True."""
         while True:
             newest, listed = newest_manifest(self.store), list_commits(self.store)
@@ -92,13 +94,14 @@ class Publisher:
         if len(rows) or not kept:
             segments[save_segment(self.store, rows)] = rows
         id = content_id(merge(list(segments.values()), ["tar", "generation", "digest"]))
-        # an index that lost a segment is replaced, because it is stored under the same id
+        # an index that lost a segment must be replaced, because the rebuilt index has the same id
         BucketIndex(bucket=bucket, segments=tuple(segments)).save(self.store, id, replace=tables is None)
         self.tables |= segments
         return BucketSize(id=id, **sizes(segments.values()))
 
     def _load(self, bucket: str, id: str) -> dict[str, pa.Table] | None:
-        """Load an index's segments by SHA-256. Return None if a file is missing; it can be rebuilt from receipts."""
+        """Load an index's segments by SHA-256. Return None if a file is missing, because the index can be rebuilt from
+        receipts."""
         try:
             index = read_index(self.store, bucket, id)
             for sha256 in index.segments:
@@ -124,8 +127,8 @@ def read_rows(store: Store, etags: Mapping[str, str], check: Callable[[], None] 
 
 
 def in_force(listed: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, tuple[str, ...]]]:
-    """Split a listing of commits/ by bucket: bucket → active receipts (name → ETag), and bucket → sorted names of the
-    recalled parts."""
+    """Split a listing of commits/ by bucket. Return a dict from bucket to its active receipts (name → ETag), and a dict
+    from bucket to the sorted names of its recalled parts."""
     wanted: dict[str, dict[str, str]] = {}
     recalled: dict[str, list[str]] = {}
     for name in active_receipts(listed):
@@ -139,9 +142,9 @@ def in_force(listed: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict
 
 
 class PeriodicPublisher:
-    """Context manager that publishes at intervals from a thread.
+    """Context manager that publishes at intervals from a background thread.
 
-    The last manifest is published by `finish`, not on exit, so nothing more is published if the body raises.
+    The last manifest is published by `finish`, not on exit, so nothing more is published if the `with` block raises.
     """
 
     def __init__(self, store: Store, every: float):
@@ -161,7 +164,7 @@ class PeriodicPublisher:
         self.thread.join(JOIN_TIMEOUT_SECONDS)
 
     def finish(self) -> Manifest:
-        """Stop the thread and publish all committed parts; return the manifest. Raises the errors of
+        """Stop the thread, publish all committed parts, and return the manifest. Raises the same errors as
         `Publisher.publish`."""
         self.over.set()
         self.thread.join()

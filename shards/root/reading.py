@@ -17,8 +17,8 @@ from shards.format.text import dequantise, unpack
 
 
 def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a bucket's parts in order, at most `each` per part. Remote parts are downloaded when
-    reached."""
+    """Yield the samples of a bucket's parts in order, at most `each` per part. Each remote part is downloaded when its
+    first sample is read."""
     for shard in shards:
         with store.local(f"{bucket}/{shard}") as folder:
             yield from islice(read_part(folder), each)
@@ -51,7 +51,7 @@ def image_latents(sample: dict[str, Any]) -> np.ndarray:
 
 def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> list[dict[str, np.ndarray]]:
     """Return, for each of a sample's captions, a dict from text tower to hidden states, (tokens, width) float32;
-    trimmed states come without padding tokens."""
+    trimmed states have no padding tokens."""
     found: list[dict[str, np.ndarray]] = []
     for row in unpack(sample):
         found.append({})
@@ -68,7 +68,8 @@ def features(sample: dict[str, Any], encoding: EncodingRecord) -> dict[str, np.n
 
 
 def decoded(columns: dict[str, Any], latents: str, scales: str, rows: slice = slice(None)) -> np.ndarray:
-    """Convert the stored (tokens, width) column `latents` to float32, from float16 or from codes and `scales`."""
+    """Convert the stored (tokens, width) column `latents` to float32, using the column `scales` if it holds e4m3
+    codes."""
     stored = torch.tensor(columns[latents][rows])
     if scales not in columns:
         return stored.float().numpy()

@@ -1,7 +1,7 @@
 """Index segments: immutable Arrow tables with one row per part.
 
-The part's MDS files are nested in its row; 158,000 parts with 1.03 M files take about 90 MB. Rows are sorted by tar and
-generation, so the merged table does not depend on how the rows were divided into segments.
+Each row includes a list of the part's MDS files; rows for 158,000 parts with 1.03 M files take about 90 MB. Rows are
+sorted by tar and generation, so the merged table does not depend on how the rows were divided into segments.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ SCHEMA = pa.schema(
     [
         ("tar", pa.string()),
         ("generation", pa.int32()),
-        ("part", pa.string()),  # folder below the bucket's folder
+        ("part", pa.string()),  # the part's folder, relative to the bucket's folder
         ("etag", pa.string()),  # ETag of the receipt's object
         ("samples", pa.int64()),
         ("table", pa.string()),  # SHA-256 of samples.parquet
@@ -38,7 +38,7 @@ SCHEMA = pa.schema(
 
 
 def make_rows(receipts: Iterable[tuple[Receipt, str]]) -> pa.Table:
-    """Build a table from receipts and their ETags."""
+    """Build a table with one row per (receipt, ETag) pair, sorted by tar and generation."""
     rows = [
         {
             "tar": receipt.tar,
@@ -73,12 +73,13 @@ def _sorted(rows: pa.Table) -> pa.Table:
 
 
 def content_id(rows: pa.Table) -> str:
-    """Return an id of 64 hex digits that depends only on the set of parts, not on segments or publication times."""
+    """Return an id of 64 hex digits that depends only on the set of parts, not on how they are divided into segments or
+    when they were published."""
     return hashlib.sha256(b"".join(rows["digest"].to_pylist())).hexdigest()
 
 
 def receipts_of(rows: pa.Table, bucket: str) -> list[str]:
-    """Return (rows,) paths of the receipts relative to the root."""
+    """Return the path of each row's receipt, relative to the root."""
     pairs = zip(rows["tar"].to_pylist(), rows["generation"].to_pylist(), strict=True)
     return [receipt_name(bucket, tar, generation) for tar, generation in pairs]
 
@@ -99,7 +100,8 @@ def sizes(tables: Iterable[pa.Table]) -> dict[str, int]:
 
 
 def files_of(rows: pa.Table) -> pa.Table:
-    """Flatten to one row per MDS file, in order: the fields of `MDS_FILE`, and `name`, the path below the bucket."""
+    """Build a table with one row per MDS file, in order. Its columns are the fields of `MDS_FILE`, and `name`, the
+    file's path relative to the bucket's folder."""
     nested = rows["files"].combine_chunks()
     parts = pc.take(rows["part"].combine_chunks(), pc.list_parent_indices(nested))
     flat = nested.flatten()
@@ -132,7 +134,7 @@ def save_arrays(rows: pa.Table, folder: Path) -> None:
 
 
 def parts_of(rows: pa.Table) -> NDArray[np.void]:
-    """Return (parts,) records of dtype `part_type`."""
+    """Convert the rows to a (parts,) array of dtype `part_type`."""
     folders = [part.encode() for part in rows["part"].to_pylist()]
     named = [
         part_name(*pair).encode() for pair in zip(rows["tar"].to_pylist(), rows["generation"].to_pylist(), strict=True)

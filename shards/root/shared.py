@@ -48,8 +48,8 @@ def check_root(store: Store, encoding: EncodingRecord) -> None:
 
 
 def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
-    """Check that the root's buckets were filled by the same rules, so that images are assigned alike in all tars.
-    Raises RequestError if a bucket, or an aspect table of the same base, has a different rule."""
+    """Check that the root's buckets were filled by these rules, so that images are assigned to buckets in the same way
+    in all tars. Raises RequestError if a bucket, or an aspect table with the same base, has a different rule."""
     ours = rule_files(rules)
     for name, data in store.read_many(list(ours)).items():
         theirs = parse_sealed_json(data, store.where(name))["rule"]
@@ -64,7 +64,8 @@ def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
 
 
 def rule_files(rules: dict[Bucket, str]) -> dict[str, str]:
-    """Return each rule by its path in the root: one per bucket, and one per aspect table, named after its base."""
+    """Return a dict from path in the root to rule. There is one file per bucket, and one per aspect table, named after
+    the table's base."""
     tables = {rule for rule in rules.values() if rule.startswith(NEAREST)}
     by_base = {rule.removeprefix(NEAREST).split(",")[0].replace(" ", "-"): rule for rule in tables}
     return {f"{RULES}/{name}.json": rule for name, rule in [*by_base.items(), *rules.items()]}
@@ -109,7 +110,7 @@ def has_uncond(store: Store) -> bool:
 def write_uncond(store: Store, empty: dict[str, TextLatents]) -> None:
     """Store the text latents of the empty caption, one entry per text tower, unless the root already has them.
 
-    Existing latents are kept; even if another GPU model computed them, they differ only by rounding.
+    Existing latents are kept. Even if a different GPU model computed them, they differ from `empty` only by rounding.
     """
     import torch
     from safetensors.torch import save

@@ -1,4 +1,4 @@
-"""Write a part, the samples of one tar for one bucket, to a private attempt folder: MDS files and sample tables."""
+"""Write a part (the samples of one tar for one bucket) to a private attempt folder, as MDS files and sample tables."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -44,13 +44,14 @@ class Sample:
 
     key: str
     captions: list[Caption | None]
-    """One entry per caption field of the encoding, None where the sample has no such caption; at least one is set."""
+    """One entry per caption field of the encoding, which is None if the sample has no such caption. At least one entry
+    is not None."""
     image_latents: Tensor
     """(planes, h, w): the posterior's mean and log-variance, or only its mean, before the VAE's shift and scale."""
     size: tuple[int, int, int, int]
-    """Original width and height, crop top and left, in original pixels."""
+    """Width and height of the original image, then top and left of the crop, in pixels of the original image."""
     scores: np.ndarray
-    """(scores,) float32: the scores that the encoding names, NaN where the sample has none."""
+    """(scores,) float32: the scores that the encoding names, or NaN for scores that the sample does not have."""
     features: dict[str, Tensor] = field(default_factory=dict)
     """Feature tower → (tokens, width)."""
     url: str = ""
@@ -81,9 +82,9 @@ class WrittenPart:
 
 
 class PartWriter:
-    """Writes the samples of one bucket to `folder`, which is incomplete until `finish` returns.
+    """Writer of one bucket's samples to `folder`, which is incomplete until `finish` returns.
 
-    This is deliberately not a context manager: finishing on an exception would leave a valid-looking index.
+    This is deliberately not a context manager: finishing the part after an exception would leave a valid-looking index.
     """
 
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):
@@ -122,7 +123,7 @@ class PartWriter:
         return json.dumps(texts, ensure_ascii=False) if self.encoding.several else str(texts[0])
 
     def _tower_columns(self, samples: Sequence[Sample]) -> Iterator[Iterator[dict[str, np.ndarray]]]:
-        """Yield, for each tower, an iterator over the tower's columns of each sample."""
+        """Yield one iterator per tower, which in turn yields the tower's columns for each sample."""
         yield image.pack(self.encoding.image, [sample.image_latents for sample in samples])
         for name, tower in self.encoding.texts.items():
             captions = [[caption.latents[name] for caption in sample.present] for sample in samples]
@@ -135,7 +136,7 @@ class PartWriter:
         self.refused.append((key, url, reason, detail))
 
     def skip(self, count: int = 1) -> None:
-        """Count samples that belong to a different bucket of the aspect table."""
+        """Count samples that belong to a different bucket in the aspect table."""
         self.elsewhere += count
 
     def finish(self) -> WrittenPart:
@@ -147,7 +148,7 @@ class PartWriter:
         keys: dict[str, list[str]] = {}
         for key, _, reason, _ in sorted(self.refused):
             keys.setdefault(reason, []).append(key)
-        # caption counts of a row: all captions, and those with each of CAPTION_CHANGES
+        # columns of a row's caption counts: all captions, and captions with each of CAPTION_CHANGES
         first = self.schema.get_field_index("captions")
         caption_counts = slice(first, first + 1 + len(CAPTION_CHANGES))
         counts = [sum(column) for column in zip(*(row[caption_counts] for row in self.samples), strict=True)]

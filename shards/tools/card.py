@@ -104,7 +104,8 @@ class SettingCounts:
         """(section, setting) → number of tars that record the setting."""
 
     def add(self, tar_receipts: TarReceipts) -> None:
-        """Count a tar's settings. The tar's buckets may have been encoded with different settings."""
+        """Count a tar's settings. A tar counts for several values of a setting if its buckets were encoded with
+        different ones."""
         self.num_tars += 1
         for section, counts in self.tars.items():
             made = [getattr(part, section) for part in tar_receipts.parts.values()]
@@ -113,7 +114,8 @@ class SettingCounts:
                 self.having[section, key] += 1
 
     def described(self) -> Iterator[tuple[str, str]]:
-        """Yield each setting with its values, most frequent first; "None" stands for tars that do not record it."""
+        """Yield each setting with its values, most frequent first. The value "None" stands for tars that do not record
+        the setting."""
         for section, counts in self.tars.items():
             for key in sorted(counts):
                 values = counts[key] + Counter({"None": self.num_tars - self.having[section, key]})

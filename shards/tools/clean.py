@@ -16,7 +16,8 @@ from shards.root.committed import list_commits, read_receipts
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 LEAST_AGE = QUIET = 3600.0
-"""In seconds; longer than any attempt takes from storing its part to its last request."""
+"""Minimum of `--older-than`, and minimum time since a job last wrote to the root, in seconds. Both exceed the time that
+any attempt takes from storing its part to its last request."""
 PART = re.compile(r"(\d+x\d+/[^/]+|\.attempts/[^/]+)/.+")
 WRITTEN_BY_JOBS = re.compile(r"(\d+x\d+/[^/]+|\.attempts|\.unfinished|tars)/.+|commits/.+\.json")
 """Files that only a running job writes, unlike indexes, exclusion lists, tombstones and cards."""
@@ -38,7 +39,7 @@ def parse_age(text: str) -> float:
 def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
     """Delete orphaned parts, folders of attempts, unfinished files and unfinished uploads, and return their names.
 
-    A part is orphaned if no receipt refers to it, whether active or recalled. A folder is deleted only if all of its
+    A part is orphaned if neither an active nor a recalled receipt refers to it. A folder is deleted only if all of its
     files are older than `older_than` seconds. Attempts that are running on this machine keep their folders. Raises
     RequestError if a job wrote to the root less than `quiet` seconds ago, or if `store` is not a latents root.
     """
@@ -56,8 +57,8 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
     for name in found:
         if (folder := folder_of(name)) and folder not in young:
             old.setdefault(folder, []).append(name)
-    named = named_parts(store)  # read after the listing, so that receipts created in between count
-    top = ".attempts/"  # of these, the ones of attempts that are running on this machine are kept
+    named = named_parts(store)  # read after the listing, so that receipts created since then count
+    top = ".attempts/"  # folders of attempts that are running on this machine are kept
     alive = {f for f in old if f.startswith(top) and has_live_owner(store.attempts() / f.removeprefix(top))}
     orphans = sorted(old.keys() - named - alive)
     for folder in orphans:

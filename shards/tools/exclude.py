@@ -17,10 +17,11 @@ NUM_READERS = 16
 
 
 def exclude(store: Store, exclusion: Exclusion) -> str:
-    """Add an exclusion list to a root, and describe for the terminal what it matches and which values match nothing.
+    """Add an exclusion list to a root. Return a text for the terminal that says what the list matches, and which of its
+    values match nothing.
 
     The list also applies to parts that are written later. Raises RequestError if `store` is not a latents root, or if
-    the list consists of keys, none of which exists.
+    the list consists of keys and none of them exists.
     """
     EncodingRecord.load(store)
     is_matched = np.zeros(len(exclusion.values), bool)
@@ -47,7 +48,8 @@ def exclude(store: Store, exclusion: Exclusion) -> str:
 
 
 def _match(store: Store, bucket: str, id: str, exclusion: Exclusion, is_matched: NDArray[np.bool_]) -> str:
-    """Count a list's matches in one bucket, and set `is_matched` for each value with a match."""
+    """Return a line with the number of a list's matches in one bucket, and set `is_matched` for each value that has a
+    match."""
     parts = parts_of(load_rows(store, id, read_index(store, bucket, id)))
 
     def match(part: np.void) -> NDArray[np.int64]:

@@ -46,7 +46,7 @@ class NodeTotals:
     seconds: Counter[str] = field(default_factory=Counter)
     """Stage → seconds."""
     sources: set[str] = field(default_factory=set)
-    """Source code hashes (first 12 digits)."""
+    """First 12 digits of each source code hash."""
 
     def add(self, parts: list[Receipt]) -> None:
         """Add the parts of one tar."""
@@ -91,7 +91,7 @@ def nodes_table(found: list[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class RecallFilter:
-    """Filter for the parts to recall: those that match every given criterion."""
+    """Filter for the parts to recall. A part must match every criterion that is not None."""
 
     node: str | None
     gpu: str | None
@@ -131,7 +131,8 @@ def _time(text: str) -> datetime:
 
 
 class RecallCandidate(NamedTuple):
-    """The fields of a receipt that `recall` needs. A root can have 158,000 receipts, so other fields are dropped."""
+    """The fields of a receipt that `recall` needs. A root can have 158,000 receipts, so their other fields are dropped
+    to save memory."""
 
     name: str
     token: str

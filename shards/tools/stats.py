@@ -55,9 +55,9 @@ class RootTotals:
     rejected: Counter[str] = field(default_factory=Counter)
     """Reason → number of samples that no bucket stores."""
     samples: Counter[str] = field(default_factory=Counter)
-    """Bucket → number of samples, with empty buckets included."""
+    """Bucket → number of samples, including empty buckets."""
     bytes: Counter[str] = field(default_factory=Counter)
-    """Bucket → bytes of its MDS files."""
+    """Bucket → total bytes of its MDS files."""
 
     def add(self, tar_receipts: TarReceipts) -> None:
         """Add a tar's counts."""
@@ -71,7 +71,8 @@ class RootTotals:
 
     @property
     def buckets(self) -> dict[str, dict[str, Any]]:
-        """Bucket → number of samples and bytes per sample (MDS files with headers), smallest bucket first."""
+        """Bucket → number of samples and bytes per sample (in MDS files, including their headers), smallest bucket
+        first."""
         return {
             bucket: {"samples": samples, "bytes_per_sample": round(self.bytes[bucket] / max(samples, 1))}
             for bucket, samples in sorted(self.samples.items(), key=lambda item: Bucket.parse(item[0]))
@@ -92,7 +93,7 @@ def caption_counts() -> Counter[str]:
 
 
 def captions_once(store: Store, tar_receipts: TarReceipts) -> Iterator[dict[str, int]]:
-    """Yield caption counts for each bucket, without the samples that were already counted in a smaller bucket."""
+    """Yield caption counts for each bucket, excluding samples that were already counted in a smaller bucket."""
     counted = np.zeros(tar_receipts.samples_in, bool)
     areas = {name: (size.width * size.height, name) for name in tar_receipts.parts if (size := Bucket.parse(name))}
     for bucket in sorted(areas, key=areas.__getitem__):
@@ -111,8 +112,8 @@ def captions_once(store: Store, tar_receipts: TarReceipts) -> Iterator[dict[str,
 
 
 def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) -> dict[str, Any]:
-    """Compute the scaled latents' mean and standard deviation per channel, and percentiles of caption lengths; an empty
-    dict if there are no samples."""
+    """Compute the scaled latents' mean and standard deviation per channel, and percentiles of caption lengths. Return
+    an empty dict if there are no samples."""
     moments, lengths, image = [], [], encoding.image
     scale, shift = (np.array(values)[:, None, None] for values in (image.scale, image.shift))
     for sample in samples:

@@ -31,7 +31,7 @@ from shards.root.shared import RULES
 
 
 def verify_root(store: Store) -> Iterator[str]:
-    """Yield one line per problem; none if the root is intact.
+    """Check a root, and yield one line per problem. An intact root yields none.
 
     Checks:
     - the checksum of every receipt and sealed record
@@ -95,7 +95,8 @@ def errors_of(check: Callable[..., object], *arguments: object) -> Iterator[str]
 
 
 def verify_receipt(store: Store, name: str, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:
-    """Check one receipt against the root, and the part's files and samples against the receipt."""
+    """Check one receipt against the root, and its part's files and samples against the receipt. Yield one line per
+    problem."""
     if receipt.encoding_id != encoding.id:
         yield f"{store.where(name)} has encoding id {receipt.encoding_id}, but the root has {encoding.id}"
     if receipt.part != f"{receipt.tar}.{content_hash(receipt.files)}":
@@ -180,13 +181,14 @@ def verify_samples(folder: Path, where: str, bucket: str, num_samples: int, enco
 
 
 def text_fits(states: np.ndarray, tower: TextTower) -> bool:
-    """Return whether one caption's hidden states, (tokens, width), have a shape that `tower` allows."""
+    """Return whether the shape of one caption's hidden states, (tokens, width), is one that `tower` allows."""
     tokens, width = states.shape
     return width == tower.width and (1 <= tokens <= tower.length if tower.trim else tokens == tower.length)
 
 
 def verify_indexes(store: Store, encoding: EncodingRecord, receipts: Iterable[str]) -> Iterator[str]:
-    """Check that every bucket's index.json is byte-identical to the one built from its active receipts."""
+    """Check that every bucket's index.json is byte-identical to an index.json built from the bucket's active
+    receipts."""
     names_by_bucket: dict[str, dict[str, str]] = {}
     for receipt in receipts:
         names_by_bucket.setdefault(receipt.split("/")[1], {})[receipt] = ""

@@ -27,7 +27,7 @@ def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
     names: dict[str, list[str]] = {}
     for (tar, _), name in active_parts(list_commits(store)).items():
         names.setdefault(tar, []).append(name)
-    # img2dataset's keys start with the name of their tar, so search those tars first
+    # img2dataset's keys start with the name of their tar, so first search tars whose name starts the key
     for chosen in ([tar for tar in names if key.startswith(tar)], names):
         tars = (TarReceipts(tar, {r.bucket: r for r in read_receipts(store, names[tar])}) for tar in chosen)
         if found := [entry for tar in tars if (entry := _in_tar(store, key, tar, encoding))]:
@@ -74,7 +74,7 @@ def _row(store: Store, table: str, key: str) -> tuple[int, dict[str, Any]] | Non
 
 
 def describe_sample(entry: dict[str, Any]) -> str:
-    """Format one entry of `find_sample` for the terminal."""
+    """Format one entry from the result of `find_sample` for the terminal."""
     lines = (f"  {name.replace('_', ' '):15} {value}" for name, value in _lines(entry))
     return "\n".join([f"sample {entry['key']} of shard {entry['shard']}", *lines])
 

@@ -143,7 +143,7 @@ def test_units_leave_a_node_that_lacks_a_model(clock: Clock, monkeypatch: pytest
     events = without_state(make_fleet(monkeypatch, pool, KEYS, backoff=5, max_in_flight=12))
     assert sorted(event.key for event in events if isinstance(event, Done)) == KEYS
     assert next(event.text for event in events if isinstance(event, News)) == (
-        "5 attempts in a row failed on node a, so it gets no work for now"
+        "5 attempts in a row failed on node a, so the node gets no work for now"
     )
     assert not any("is paused" in event.text for event in events if isinstance(event, News))
     assert all(event.again for event in events if isinstance(event, Failed))

@@ -1,1 +1,1 @@
-"""Statistics for a study: preferences with intervals, strengths of several models, and power."""
+"""Statistics for a study: preferences with intervals, strengths of three or more models, and power analysis."""

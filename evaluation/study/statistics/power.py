@@ -1,8 +1,8 @@
-"""Power analysis: how many raters and prompts a margin requires.
+"""Power analysis: how many raters and prompts are needed to detect a given margin, or to show equivalence within it.
 
 On prompt p, rater r favours the first model by d = mean + aₚ + bᵣ in log odds, where a and b are normal. Each vote adds
-logistic noise to d, and is a tie if |d + noise| is below a threshold. The variances that `preference` estimates are
-computed in closed form for this `VoteModel`. Quantiles are Student's.
+logistic noise to d, and is a tie if |d + noise| is below a threshold. For this `VoteModel`, the variances that
+`preference` estimates from votes are computed by numerical integration. Quantiles are from Student's t distribution.
 """
 
 from dataclasses import dataclass
@@ -22,20 +22,20 @@ NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
 WEIGHTS = WEIGHTS / WEIGHTS.sum()
 """Gauss-Hermite quadrature over a standard normal variable."""
 Several = Annotated[int, Field(ge=2)]
-"""At least two, because a single rater or prompt says nothing about how others differ."""
+"""Integer of at least two, because a single rater or prompt says nothing about how raters or prompts differ."""
 
 
 class PowerConfig(Config):
     """Study designs to compare, and the assumed differences between raters and between prompts."""
 
     raters: list[Several] = Field([5, 10, 15, 20, 30], min_length=1)
-    """Numbers of raters to try."""
+    """Numbers of raters to compare."""
     prompts: list[Several] = Field([50, 100, 200, 400], min_length=1)
-    """Numbers of prompts to try with each number of raters."""
+    """Numbers of prompts to compare, each combined with every number of raters."""
     prompt_sd: float = Field(1.0, ge=0)
-    """Standard deviation across prompts of the preference for one model, in log odds."""
+    """How much the preference for one model varies between prompts: its standard deviation in log odds."""
     rater_sd: float = Field(0.4, ge=0)
-    """Standard deviation across raters of the preference for one model, in log odds."""
+    """How much the preference for one model varies between raters: its standard deviation in log odds."""
     ties: float = Field(0.2, ge=0, lt=1)
     """Share of votes that are ties."""
     wanted: float = Field(0.8, gt=0, lt=1)
@@ -52,7 +52,7 @@ class VoteModel:
     """Standard deviation of bᵣ."""
     mean: float = 0.0
     ties: float = 0.0
-    """Share of ties if the models are equal (mean 0)."""
+    """Share of votes that are ties if the models are equal (mean 0)."""
 
     @property
     def sd(self) -> float:
@@ -61,7 +61,7 @@ class VoteModel:
 
     @property
     def threshold(self) -> float:
-        """Largest |d + noise| that counts as a tie, chosen so that `ties` is the share of ties."""
+        """Largest |d + noise| that counts as a tie, chosen so that equal models get the share of ties in `ties`."""
         if not self.ties:
             return 0.0
         return float(
@@ -74,7 +74,7 @@ class VoteModel:
         return float(expected_score(self.mean + NODES * self.sd, self.threshold) @ WEIGHTS)
 
     def with_preference(self, preference: float) -> "VoteModel":
-        """Return a copy whose mean is chosen such that the first model has this preference."""
+        """Return a copy whose mean is chosen so that the first model has this preference."""
 
         def shifted(mean: float) -> VoteModel:
             return VoteModel(self.prompt_sd, self.rater_sd, mean, self.ties)
@@ -104,13 +104,13 @@ class DesignPower:
     half_width: float
     """Half the width of the 95 % interval if the models are equal."""
     difference: float
-    """Probability that the interval excludes one half if the preference is one half plus the margin."""
+    """Probability that the interval excludes one half if the true preference is one half plus the margin."""
     equivalence: float
     """Probability of showing equivalence within the margin if the models are equal."""
 
 
 def variance_components(model: VoteModel) -> tuple[float, float, float]:
-    """Return the components of a vote's score variance: between prompts, between raters, and residual."""
+    """Return the variance of a vote's score in three components: between prompts, between raters, and residual."""
     threshold = model.threshold
     d = model.mean + NODES[:, None] * model.prompt_sd + NODES[None, :] * model.rater_sd
     score = expected_score(d, threshold)  # (prompts, raters)
@@ -123,14 +123,14 @@ def variance_components(model: VoteModel) -> tuple[float, float, float]:
 
 
 def preference_variance(model: VoteModel, raters: int, prompts: int, votes: int) -> tuple[float, float]:
-    """Return the variance of the preference and its degrees of freedom, with `votes` per prompt, evenly assigned."""
+    """Return the variance and degrees of freedom of the preference, for `votes` evenly assigned votes per prompt."""
     between_prompts, between_raters, residual = variance_components(model)
     count = prompts * votes
     single = (between_prompts + between_raters + residual) / count
     by_prompt = between_prompts / prompts + (between_raters + residual) / count
     by_rater = between_raters / raters + (between_prompts + residual) / count
     variance = by_prompt + by_rater - single
-    # Satterthwaite
+    # Satterthwaite's approximation for the degrees of freedom
     spread = by_prompt**2 / (prompts - 1) + by_rater**2 / (raters - 1) - 2 * single**2 / count
     return variance, variance**2 / spread
 
@@ -150,7 +150,7 @@ def compute_power(model: VoteModel, raters: int, prompts: int, votes: int, margi
 
 
 def power_table(config: PowerConfig, votes_per_item: int, margin: float) -> list[DesignPower]:
-    """Compute the power of every number of raters with every number of prompts.
+    """Compute the power for every combination of a number of raters and a number of prompts.
 
     If there are fewer raters than votes per item, each rater votes once on each item.
     """

@@ -1,8 +1,8 @@
 """The share of votes for one of two models, ties counting as halves, with an interval over prompts and raters.
 
-Votes on the same prompt are correlated, and so are votes by the same rater. Prompts and raters are crossed clusters:
-Cameron, Gelbach and Miller, "Robust inference with multiway clustering", Journal of Business & Economic Statistics 29,
-2011, section 2.2. docs/evidence/intervals.md has the measured coverage.
+Votes on the same prompt are correlated, and so are votes by the same rater. Prompts and raters are therefore treated as
+crossed clusters (Cameron, Gelbach and Miller, "Robust inference with multiway clustering", Journal of Business &
+Economic Statistics 29, 2011, section 2.2). docs/evidence/intervals.md lists the measured coverage.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Preference:
-    """A preference and its uncertainty. Fields are arrays (…,) if several studies were given."""
+    """A preference and its uncertainty. If several studies were given, the fields are arrays of shape (…,)."""
 
     value: Array
     """Share of votes for the first model, ties counting as halves."""
@@ -27,10 +27,10 @@ class Preference:
     degrees: Array
     """Degrees of freedom of the variance, at least 1."""
     effective: Array
-    """Number of independent votes with the same variance."""
+    """Number of independent votes that would give the same variance."""
 
     def interval(self, coverage: float = COVERAGE) -> tuple[Array, Array]:
-        """Return Wilson's interval at the effective number of votes, with Student's quantile."""
+        """Return the Wilson interval at the effective number of votes, with a quantile of Student's t distribution."""
         return wilson(self.value, self.effective, t.ppf((1 + coverage) / 2, self.degrees))
 
     def is_within(self, margin: float) -> np.ndarray:
@@ -45,23 +45,23 @@ class Preference:
 def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> Preference:
     """Estimate the preference for the first model.
 
-    Let e be the scores minus their mean, T the sum of e over a cluster, n the cluster's votes, and m the mean of e·e'
-    over pairs of votes that share neither prompt nor rater. Subtracting m removes the bias from the error of the mean,
-    which would make the variance too small.
+    Let e be the scores minus their mean, T the sum of e over a cluster, n the number of votes in the cluster, and m the
+    mean of e·e' over pairs of votes that share neither prompt nor rater. Because the mean is itself estimated, the
+    variance would be too small; subtracting m removes this bias.
 
         V(clusters)   Σ(T² − n²·m) / N²
         variance      V(prompts) + V(raters) − V(prompt and rater),   at least V(prompt and rater)
         degrees       variance² / (Σ V(clusters)²/(G − 1) − 2·V(prompt and rater)²/G),       G = N² / Σn²
 
-    The degrees are Satterthwaite's, minus the contribution of the votes' own squares, because (vote − mean)² hardly
-    varies. When the variance is at its lower bound it consists of these squares alone, and the degrees are
-    G(prompt and rater) − 1.
+    The degrees of freedom are Satterthwaite's, without the contribution of the votes' own squares, because
+    (vote − mean)² hardly varies. When the variance is at its lower bound, it consists of these squares alone, and the
+    degrees of freedom are G(prompt and rater) − 1.
 
     Args:
-        scores: (…, N) 1 for the first model, 0 for the second, 0.5 for a tie; for one study, or for several with the
-            same design.
-        prompts: (N,) any ids.
-        raters: (N,) any ids.
+        scores: (…, N) scores of one study, or of several studies with the same design: 1 for the first model, 0 for the
+            second, 0.5 for a tie.
+        prompts: (N,) prompt ids of any type.
+        raters: (N,) rater ids of any type.
 
     Returns:
         The preference. If no two votes differ in both prompt and rater, the effective number of votes is practically 0
@@ -98,7 +98,11 @@ def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> P
 
 
 def _cluster_squares(e: np.ndarray, labels: np.ndarray) -> tuple[Any, float]:
-    """Return (…,) the sum of the squared sums of `e`, (…, N), over the (N,) clusters, and of their squared sizes."""
+    """Sum `e`, (…, N), within each of the clusters given by (N,) `labels`, and square the sums.
+
+    Returns:
+        The sum of the squares, (…,), and the sum of the squared cluster sizes.
+    """
     order = np.argsort(labels, kind="stable")
     starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
     sums = np.add.reduceat(e[..., order], starts, axis=-1)

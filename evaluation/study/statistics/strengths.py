@@ -1,7 +1,7 @@
-"""Strengths of three or more models from votes on pairs of them, by the Bradley–Terry model with ties as halves.
+"""Strengths of three or more models, from votes on pairs of models, by the Bradley–Terry model. Ties count as halves.
 
 P(i is preferred to j) = 1 / (1 + exp(θⱼ − θᵢ)), with Σθ = 0. PRIOR votes are added to each side of every pair, so that
-a model that lost every vote still has a finite strength. For two models this is Haldane and Anscombe's correction of
+a model that lost every vote still has a finite strength. For two models, this is the Haldane–Anscombe correction of
 the log odds.
 """
 
@@ -38,7 +38,7 @@ def bradley_terry(wins: np.ndarray) -> np.ndarray:
     is −Σⱼ nᵢⱼ·pᵢⱼ·pⱼᵢ.
 
     Args:
-        wins: (…, K, K) votes for the row's model against the column's.
+        wins: (…, K, K) number of votes for the row's model against the column's model.
 
     Returns:
         (…, K) strengths.
@@ -73,14 +73,14 @@ def strengths(
     """Estimate strengths with percentile intervals from a bootstrap over both prompts and raters.
 
     A vote's weight is the number of times its prompt was drawn, times the number of times its rater was drawn. Owen
-    ("The pigeonhole bootstrap", Annals of Applied Statistics 1, 2007) shows that the intervals err towards being too
-    wide.
+    ("The pigeonhole bootstrap", Annals of Applied Statistics 1, 2007) shows that such intervals tend to be too wide
+    rather than too narrow.
 
     Args:
-        scores: (N,) 1, 0 or 0.5 for the first model of the pair.
-        pairs: (N, 2) indices of models.
-        prompts: (N,) any ids.
-        raters: (N,) any ids.
+        scores: (N,) score of each pair's first model: 1 if it won, 0 if it lost, 0.5 for a tie.
+        pairs: (N, 2) indices of the models in each pair.
+        prompts: (N,) prompt ids of any type.
+        raters: (N,) rater ids of any type.
     """
     _, prompt_of = np.unique(prompts, return_inverse=True)
     _, rater_of = np.unique(raters, return_inverse=True)
@@ -103,7 +103,7 @@ def strengths(
 
 
 def shares(theta: np.ndarray) -> np.ndarray:
-    """Return (…, K) each model's mean probability of being preferred to each other model, from (…, K) strengths."""
+    """Convert (…, K) strengths into each model's mean probability of being preferred to each other model, (…, K)."""
     count = theta.shape[-1]
     wins = 1 / (1 + np.exp(theta[..., None, :] - theta[..., :, None]))
     means: np.ndarray = (wins.sum(-1) - 0.5) / (count - 1)
@@ -111,6 +111,6 @@ def shares(theta: np.ndarray) -> np.ndarray:
 
 
 def _resampled_counts(rng: np.random.Generator, clusters: np.ndarray) -> np.ndarray:
-    """Draw from the votes' (N,) clusters with replacement; return (N,) the number of times each vote's was drawn."""
+    """Resample the votes' (N,) clusters with replacement, and return how often each vote's cluster was drawn, (N,)."""
     count = int(clusters.max()) + 1
     return np.bincount(rng.integers(count, size=count), minlength=count)[clusters].astype(float)

@@ -59,7 +59,7 @@ def _all_texts() -> list[str]:
 def labelled_captions(
     num_captions: int, rng: np.random.Generator, combinations: tuple[tuple[str, str], ...] = SEEN
 ) -> tuple[list[str], torch.Tensor]:
-    """Write captions and label them: (num_captions, 5) indices into NAMES, 0 for facts that are not stated."""
+    """Write captions with their labels: (num_captions, 5) indices into NAMES, with 0 for facts that are not stated."""
     captions, labels = [], []
     for _ in range(num_captions):
         scene, template = sample_scene(rng, combinations), TEMPLATES[rng.integers(len(TEMPLATES))]
@@ -77,7 +77,7 @@ def train_text_encoder(
     """Train a text encoder on captions of seen combinations.
 
     Returns:
-        The encoder, and a linear head for each fact, from token states to the logits of the fact's names.
+        The encoder, and a linear head for each fact, which maps token states to logits over the fact's names.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng([seed, NUM_TOKENS])
@@ -114,12 +114,12 @@ def train_text_encoder(
 
 
 def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> torch.Tensor:
-    """Return token ids (captions, NUM_TOKENS), padded with the end-of-text token as in Stable Diffusion."""
+    """Return token ids, (captions, NUM_TOKENS). As in Stable Diffusion, they are padded with the end-of-text token."""
     return tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt").input_ids
 
 
 def _loss(logits: list[torch.Tensor], labels: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Sum the facts' mean cross-entropies over the tokens marked in `ends` (batch, tokens)."""
+    """Return the mean cross-entropy over the tokens marked in `ends`, (batch, tokens), summed over the facts."""
     labels = labels[:, None].expand(-1, ends.shape[1], -1)  # (batch, tokens, facts)
     losses = [F.cross_entropy(fact_logits[ends], labels[..., i][ends]) for i, fact_logits in enumerate(logits)]
     return torch.stack(losses).sum()
@@ -129,7 +129,7 @@ def _loss(logits: list[torch.Tensor], labels: torch.Tensor, ends: torch.Tensor) 
 def accuracy(
     tokenizer: CLIPTokenizer, encoder: CLIPTextModel, heads: nn.ModuleList, captions: list[str], labels: torch.Tensor
 ) -> dict[str, float]:
-    """Return each head's accuracy at the first end-of-text token."""
+    """Return each head's accuracy on the captions at their first end-of-text token."""
     token_ids = tokenize(tokenizer, captions)
     first_end = (token_ids == tokenizer.eos_token_id).int().argmax(1)
     states = encoder(token_ids).last_hidden_state[torch.arange(len(captions)), first_end]

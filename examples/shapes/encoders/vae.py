@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from examples.shapes.scenes import draw_scene, sample_scene
 
-# far from 1, as in Stable Diffusion's VAE, so that a forgotten scaling_factor is noticed
+# standard deviation of unscaled latents: far from 1, as in Stable Diffusion's VAE, so that a forgotten scaling_factor
+# is noticed
 RAW_STD = 5.0
 KL_WEIGHT = 3e-4
 CONFIG = {
@@ -57,9 +58,9 @@ def train_vae(seed: int, num_steps: int, peak_lr: float = 1.2e-3) -> Autoencoder
 
 
 def _initialise(vae: AutoencoderKL) -> None:
-    """Initialise as a chain of variance-preserving convolutions, with zero residual branches and narrow posteriors.
+    """Initialise `vae` as variance-preserving convolutions, with zero residual branches and narrow posteriors.
 
-    With the default initialisation, a VAE this small and deep needs many times as many steps.
+    With the default initialisation, a VAE this small and deep would need many times as many training steps.
     """
     for module in vae.modules():
         if isinstance(module, nn.Conv2d) and module.bias is not None:
@@ -95,7 +96,7 @@ def _loss(vae: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _standardise(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) -> None:
-    """Give all latent channels mean 0 and the same standard deviation, and set scaling_factor to its inverse.
+    """Give all latent channels mean 0 and the same standard deviation, and set scaling_factor to 1 / that deviation.
 
     The change is folded into the 1x1 convolutions on both sides of the latents, so reconstructions stay the same.
     """
@@ -112,7 +113,7 @@ def _standardise(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) -> None:
 
 
 def _channel_statistics(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and standard deviation (channels,) of latents sampled for up to 512 images from each set."""
+    """Return the mean and standard deviation, each (channels,), of latents sampled for up to 512 images per set."""
     posteriors = [vae.encode(batch).latent_dist for pictures in picture_sets for batch in pictures[:512].split(64)]
     latents = torch.cat([posterior.sample().movedim(1, -1).flatten(0, -2) for posterior in posteriors])
     return latents.mean(0), latents.std(0)

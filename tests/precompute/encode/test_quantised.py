@@ -77,7 +77,7 @@ def test_a_node_without_torchao_is_refused(
         UnfitNode, match=r"has no torchao .*is needed for a text tower's int8 weights\. Install it on that node"
     ):
         quantise(nn.Linear(2, 2), "int8")
-    with pytest.raises(ValueError, match=r"texts\.t5\.weights: products with int8 weights overflow float16"):
+    with pytest.raises(ValueError, match=r"texts\.t5\.weights: matrix products with int8 weights overflow float16"):
         config(models, tars, tars / "none", towers, "int8", precision="float16")
 
 

@@ -416,7 +416,10 @@ def of_t5(**changes: Any) -> Callable[[Path, Path], dict[str, Any]]:
         (of_t5(pooled=True), r"texts\.t5\.pooled: T5EncoderModel has no pooled output"),
         (of_t5(max_tokens=None), r"texts\.t5\.max_tokens: T5EncoderModel accepts captions of any length"),
         (of_t5(class_name="NoSuchModel"), r"needs the class 'NoSuchModel', which transformers"),
-        (of_t5(class_name="T5ForConditionalGeneration"), r"texts\.t5: .* not return hidden states for a caption alone"),
+        (
+            of_t5(class_name="T5ForConditionalGeneration"),
+            r"texts\.t5: .* not return hidden states when its only input is a caption",
+        ),
         (
             of_t5(layer=99),
             r"texts\.t5\.layer: T5EncoderModel .* no hidden state at index 99\. Use an index from -3 to 2",

@@ -59,9 +59,9 @@ def test_a_child_returns_what_a_thread_does_and_raises_what_it_raises(
 def test_what_kills_a_decoder_is_rejected_and_the_next_picture_is_not(one_try: None) -> None:
     with Isolated(poisoned, LIMITS) as isolated:
         for poison, how in (
-            ("MEMORY", "needs more than 4294967296 bytes of memory"),
+            ("MEMORY", "needed more than 4294967296 bytes of memory"),
             ("ABORT", "killed by SIGABRT"),
-            ("LOOP", "used more than 1 s of processor time"),
+            ("LOOP", "used more than 1 s of CPU time"),
             ("EXIT", "exit code 3"),
         ):
             with pytest.raises(Reject) as caught:
@@ -74,7 +74,7 @@ def test_what_kills_a_decoder_is_rejected_and_the_next_picture_is_not(one_try: N
 
 def test_a_sleeping_decoder_is_killed_by_the_wall_clock_limit(one_try: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("precompute.pixels.isolation.CLOCK_PER_PROCESSOR_SECOND", 1)
-    with Isolated(poisoned, LIMITS) as isolated, pytest.raises(Reject, match="did not end in 1 s"):
+    with Isolated(poisoned, LIMITS) as isolated, pytest.raises(Reject, match="did not finish within 1 s"):
         isolated(b"SLEEP", SMALL, PixelsConfig(), LIMITS)
 
 
