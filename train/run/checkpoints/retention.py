@@ -11,8 +11,8 @@ from shards.base.config import Config
 
 
 class CheckpointConfig(Config):
-    """Schedule and retention of checkpoints. A checkpoint is kept if at least one of `keep`,
-    `keep_every` and `keep_hours` applies to it."""
+    """Schedule and retention of checkpoints. A checkpoint is kept if at least one of `keep`, `keep_every` and
+    `keep_hours` applies to it."""
 
     keep: int = Field(3, ge=1)
     """Number of the newest checkpoints to keep."""
