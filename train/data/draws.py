@@ -1,4 +1,6 @@
-"""Random numbers as a pure function of (seed, step, global slot), so the number of ranks and resuming don't matter.
+"""Random numbers as a pure function of (seed, step, global slot).
+
+They are the same for any number of ranks, and after a resume.
 
 The generator is Philox-4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1,
 2, 3" (SC 2011). The counter encodes the step, the sample and the purpose of a draw, so there is no generator state that

@@ -63,8 +63,8 @@ class DataConfig(Config):
     """`pinned`: a resumed run keeps the parts and exclusions that it started with, even if its roots have changed
     since. `newest`: a resumed run switches to the current parts and exclusions of its roots."""
     towers: list[str] | None = None
-    """Towers of the roots that the run may use, such as [texts.clip, features.dinov2]; null: all. Of these, only the
-    towers that the network takes as input or is aligned with are read."""
+    """Towers of the roots that the run may use, such as [texts.clip, features.dinov2]; null: all towers. The run reads
+    only those that are inputs of the network or are used to align it."""
     filter: FilterConfig | None = None
     """Bounds on the stored scores and sizes of the samples to train on, in every stream."""
     cache: Path | None = None

@@ -74,7 +74,7 @@ class ObjectiveConfig(Config):
     """Prediction target. The first three are DDPM targets, which use the β schedule; flow_matching is rectified flow,
     which has no β schedule."""
     num_train_timesteps: int = Field(1000, ge=1)
-    """Number of noise steps. With flow_matching: factor from the time in [0, 1] to the network's timestep."""
+    """Number of noise steps. With flow_matching, the network receives the time in [0, 1] multiplied by this number."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode", "cosmap"] = "uniform"
     """Distribution of the times for flow_matching; `logit_normal` favors the middle (Esser et al., 2024)."""
     logit_mean: float = 0.0

@@ -102,7 +102,7 @@ class RemoteRun:
         """Remove the process output of old launches.
 
         Args:
-            choose: returns the launches whose log folders to remove, given the names of all launches' log folders.
+            choose: returns the names of the log folders to remove, given the names of all launches' log folders.
         """
         names = self.store.files("logs")
         old = choose({name.partition("/")[0] for name in names})
