@@ -1,1 +1,1 @@
-"""Stage 2: train a latent diffusion model on the roots that stage 1 writes."""
+"""Stage 2: training a latent diffusion model on the roots that stage 1 writes."""

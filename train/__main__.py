@@ -27,11 +27,11 @@ from train.run.preflight import World
 if TYPE_CHECKING:
     from train.config import TrainConfig
 
-# Modules that import torch are imported inside functions, after the checks that do not need it.
+# Modules that import torch are imported inside functions, after the checks that do not need torch.
 
 
 def run(arguments: list[str]) -> None:
-    """Run the subcommand that the first argument names, or train."""
+    """Run the subcommand that the first argument names, or train if it names none."""
     if arguments[:1] and arguments[0] in COMMANDS:
         COMMANDS[arguments[0]](arguments[1:])
         return
@@ -47,17 +47,17 @@ def run(arguments: list[str]) -> None:
 
 
 def read_config(arguments: list[str], prog: str, about: str | None) -> "TrainConfig":
-    """Load the training config from the arguments."""
+    """Load the training config from the command-line arguments."""
     from train.config import TrainConfig
 
     return load_from_args(TrainConfig, arguments, prog, about)
 
 
 def check_without_torch(config: "TrainConfig", arguments: list[str], world: World) -> str | None:
-    """Run the checks that need no torch, and return the final message if the run has already finished.
+    """Run the checks that do not need torch, and return the final message if the run has already finished.
 
     With several processes, only their number is checked here, because all of them must get the same result. The
-    launcher has made the other checks.
+    launcher has already run the other checks.
 
     Raises:
         RequestError: the number of processes is wrong, or an input of the run is missing.

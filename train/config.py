@@ -1,4 +1,4 @@
-"""The config of stage 2. Its sections are defined in the modules whose code reads them.
+"""The config of stage 2. Each section is defined in a module next to the code that reads it.
 
 These modules must not import torch, so that an invalid config is rejected within a second.
 """
@@ -23,36 +23,36 @@ from train.run.reporting.config import LogConfig
 
 
 class RequestConfig(Config):
-    """Requests to `python -m evaluation watch`, which evaluates checkpoints. The trainer ignores them."""
+    """Settings for `python -m evaluation watch`, which evaluates checkpoints. The trainer ignores them."""
 
     every: int | None = Field(None, ge=1)
-    """Evaluate the checkpoints whose step is a multiple of this, and the last one; null: all checkpoints."""
+    """Evaluate the last checkpoint and those whose step is a multiple of this number; null: all checkpoints."""
 
 
 class TrainConfig(Config):
     """Stage 2: train a diffusion model on the latents of one or more buckets."""
 
     run_dir: Place
-    """Folder or object-store URL (s3://…) of the run's config, metrics and checkpoints. An existing run is resumed."""
+    """Folder or object-store URL (s3://…) for the run's config, metrics and checkpoints. An existing run is resumed."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the initial weights, the order of samples and all random draws."""
     max_steps: int = Field(ge=1)
-    """Total number of optimizer steps of the run, including those before a resume."""
+    """Total number of optimizer steps in the run, including the steps before it was resumed."""
     global_batch_size: int = Field(2048, ge=1)
-    """Samples per optimizer step, summed over all processes."""
+    """Number of samples per optimizer step, summed over all processes."""
     microbatch_size: int = Field(16, ge=1)
-    """Samples per forward pass of a process, at most its share of the batch. Gradients are accumulated over the
-    microbatches of a step."""
+    """Number of samples per forward pass of a process, limited to the process's share of the batch. Gradients are
+    accumulated over the microbatches of a step."""
     init_from: Place | None = None
     """Run folder or URL whose newest checkpoint provides the initial weights; the optimizer state is not loaded."""
     init_weights: Literal["auto", "raw", "ema"] = "auto"
     """Weights of `init_from` to use; `auto`: the moving average if there is one, otherwise the raw weights."""
     init_unet: str | None = None
-    """Folder or hub name (org/repo/unet) of a pretrained diffusers network that provides the initial weights. Its
-    config must match `backbone.config`."""
+    """Folder or Hugging Face Hub name (org/repo/unet) of a pretrained diffusers network that provides the initial
+    weights. The network's config must match `backbone.config`."""
     train_only: list[str] | None = Field(None, min_length=1)
-    """Name patterns such as `*.attn2.*`. Only parameters whose names match a pattern are trained; the others keep their
-    initial values. null: all are trained."""
+    """Name patterns such as `*.attn2.*`. Only parameters whose names match a pattern are trained; all others keep their
+    initial values. null: all parameters are trained."""
     data: DataConfig
     backbone: BackboneConfig = BackboneConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -69,30 +69,31 @@ class TrainConfig(Config):
     """`auto` trains on GPUs if torch can use them, and fails if the machine has GPUs that torch cannot use; `cpu`
     always trains on the CPU."""
     precision: PrecisionOption = "auto"
-    """Autocast type; weights and optimizer are always float32. `auto` is bfloat16 if the hardware supports it and
-    float32 otherwise; a resumed run keeps its earlier precision. `float32` disables TF32, also in convolutions."""
+    """Data type for autocast; weights and optimizer state are always float32. `auto` is bfloat16 if the hardware
+    supports it and float32 otherwise; a resumed run keeps its earlier precision. `float32` does not use TF32, not even
+    in convolutions."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, to save memory at the cost of time."""
+    """Recompute activations in the backward pass, which saves memory but takes more time."""
     compile: bool = False
     """Compile the network with torch.compile."""
     sharding: Sharding = "none"
-    """Sharding across processes: `none` (DDP; every process holds everything), `grad_op` (gradients and optimizer
-    state) or `full` (weights as well)."""
+    """What is sharded across processes: `none`: nothing (DDP, in which every process holds everything); `grad_op`:
+    gradients and optimizer state; `full`: weights as well."""
     ddp: DdpConfig = DdpConfig()
     collective_timeout: float = Field(600.0, gt=0)
-    """Seconds that processes wait for each other in a collective before the run fails. It must exceed the time
-    needed to write a checkpoint. With several processes, each waits for storage at most 0.8 times as long."""
+    """Seconds that processes wait for each other in a collective before the run fails. This must exceed the time needed
+    to write a checkpoint. With several processes, each process waits for storage at most 0.8 times as long."""
     takeover_after: float = Field(60.0, gt=0)
     """Seconds without a heartbeat after which the launch that holds the run is considered dead, so that a new launch
     may take over."""
     channels_last: bool | None = None
-    """Use the channels-last memory format for convolutions; null: on GPUs, whose bfloat16 kernels need it."""
+    """Use the channels-last memory format for convolutions; null: only on GPUs, whose bfloat16 kernels need it."""
     low_precision_norms: bool = False
-    """Run GroupNorm and LayerNorm in the autocast type instead of float32: less memory traffic, slightly more
-    rounding."""
+    """Run GroupNorm and LayerNorm in the autocast data type instead of float32, which reduces memory traffic but adds
+    slightly more rounding."""
     num_processes: int | None = Field(None, ge=1)
-    """Number of processes that the launcher must have started; with any other number, the run refuses to start. null:
-    any number."""
+    """Number of processes that the launcher must start; the run refuses to start with a different number. null: any
+    number."""
 
     @model_validator(mode="after")
     def _check(self) -> "TrainConfig":
@@ -131,7 +132,7 @@ class TrainConfig(Config):
 
     @property
     def start_timeout(self) -> float:
-        """Timeout for collectives in the first steps, in seconds, long enough for `data.first_timeout`."""
+        """Timeout in seconds for collectives in the first steps, which is long enough for `data.first_timeout`."""
         return max(self.collective_timeout, self.data.first_timeout + self.data.timeout)
 
     def patience(self, seconds: float, num_processes: int) -> float:

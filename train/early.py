@@ -1,6 +1,6 @@
-"""Commands that must end within a second, without importing torch: most invalid requests, and runs that have finished.
+"""Checks without torch, so that most invalid requests, and commands for finished runs, end within a second.
 
-`prepare` repeats the checks. The final message of a run is here, too.
+`prepare` repeats these checks. This module also builds the final message of a run.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def check_without_torch(config: TrainConfig, file: Path | None) -> str | None:
     If several processes train, only one may call this, before the others start.
 
     Args:
-        file: file of the config.
+        file: the config file.
 
     Raises:
         RequestError: the run folder is not writable, or the run has not finished and an input is missing.
@@ -50,7 +50,7 @@ def config_file(arguments: list[str]) -> Path | None:
 
 
 def check_inputs_exist(config: TrainConfig) -> None:
-    """Check that the latents roots exist, and the run to start from if the config names one.
+    """Check that the latents roots exist and, if a new run starts from a local run, that it has a checkpoint.
 
     Raises:
         RequestError: a root is missing, or the run to start from has no checkpoint.
@@ -64,7 +64,7 @@ def check_inputs_exist(config: TrainConfig) -> None:
 
 
 def no_checkpoint(run_dir: Place) -> RequestError:
-    """Build the error for an `init_from` without a complete checkpoint."""
+    """Build the error for an `init_from` that has no complete checkpoint."""
     return RequestError(
         f"init_from: {run_dir} has no complete checkpoint. Train that phase first (`make train PHASE=1`), or set "
         f"init_from to a run that has one."
@@ -74,8 +74,8 @@ def no_checkpoint(run_dir: Place) -> RequestError:
 def describe_if_finished(config: TrainConfig, config_file: Path | None) -> str | None:
     """Return the final message if the run has completed all its steps with this exact config.
 
-    None means that the run is unfinished, or that only `prepare` can decide. If several processes train, only one may
-    call this, before the others start.
+    Return None if the run is unfinished, or if only `prepare` can decide. If several processes train, only one may call
+    this, before the others start.
     """
     files = open_store(config.run_dir).read_many(["config.yaml"])
     if not files or not _is_unchanged(config, files["config.yaml"]):
@@ -95,7 +95,7 @@ def nothing_to_do(config: TrainConfig) -> str:
 
 
 def describe_finished(config: TrainConfig, step: int, launch: int | None, config_file: Path | None) -> str:
-    """Return the message at the end of a run: its last step, its last checkpoint, and commands to run next.
+    """Return the message for the end of a run: its last step, its last checkpoint, and commands to run next.
 
     Args:
         launch: number of the launch that uploaded the checkpoint, if the run is at an object-store URL.
@@ -110,7 +110,7 @@ def describe_finished(config: TrainConfig, step: int, launch: int | None, config
 
 
 def next_commands(config: TrainConfig, config_file: Path | None) -> list[str]:
-    """Return the commands that evaluate and export the finished run, and those of the phases that start from it."""
+    """Return the commands to evaluate and export the finished run, and to train the phases that start from it."""
     run = shlex.quote(str(config.run_dir))
     # an export is always a local folder
     output = "" if isinstance(config.run_dir, Path) else f" --output runs/{Path(config.run_dir).name}/export"
@@ -152,7 +152,7 @@ def _is_unchanged(config: TrainConfig, data: bytes) -> bool:
 
 
 def _newest_in_folder(run_dir: Path) -> tuple[int, None] | None:
-    """Return the step of the newest checkpoint in a run folder, or None if there is none or a hash does not match."""
+    """Return the step of the newest checkpoint in a run folder; None: there is no checkpoint, or it is damaged."""
     folders = list_checkpoints(run_dir)
     try:
         return (step_of(verify_checkpoint(folders[-1]).folder), None) if folders else None
@@ -161,7 +161,7 @@ def _newest_in_folder(run_dir: Path) -> tuple[int, None] | None:
 
 
 def _newest_at_url(url: str) -> tuple[int, int] | None:
-    """Return the step of the newest checkpoint at a URL whose state.json is intact, and its launch's number."""
+    """Return the step and the launch number of the newest checkpoint at a URL whose state.json is intact, or None."""
     stored = stored_checkpoints(open_store(url))
     if not stored:
         return None

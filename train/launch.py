@@ -1,8 +1,8 @@
 """`python -m train.launch FLAGS -m train --config …`: accelerate's launcher, with signal handling for schedulers.
 
-The flags are those of `accelerate launch`. Signals are handled here because accelerate does not forward them to a
-single process. For several processes it uses torch's launcher, which does not forward SIGUSR1, kills its processes 30 s
-after a SIGTERM, keeps waiting after a second Ctrl-C, and always exits with 1.
+The flags are the same as for `accelerate launch`. This module handles signals because accelerate does not forward them
+to a single process. For several processes, accelerate uses torch's launcher, which does not forward SIGUSR1, kills its
+processes 30 s after a SIGTERM, keeps waiting after a second Ctrl-C, and always exits with 1.
 
 `--slurm` (`train/slurm.py`) and `--hosts` (`train/ssh.py`) are other ways to start the processes.
 """
@@ -27,28 +27,28 @@ from train.ssh import FORWARD_FLAG, receive_signals, start_launchers
 EXAMPLE = "example: python -m train.launch --multi_gpu --num_processes 8 -m train --config configs/phase1.yaml"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 UNUSED_SIGNAL = "SIGRTMAX"
-"""The only signal that torch's launcher is allowed to handle, so that it keeps this module's handlers."""
+"""The only signal that torch's launcher is told to handle, so that it does not replace this module's handlers."""
 POLL_SECONDS = 0.05
-"""Interval between checks for exited child processes."""
+"""Interval between checks for exited child processes, in seconds."""
 
 
 class Stopped(BaseException):
-    """The launcher received a stop signal, and its processes have exited.
+    """Raised when the launcher has received a stop signal and its processes have exited.
 
-    It is not an Exception, so that `except Exception` in a library does not catch it.
+    It does not derive from Exception, so that `except Exception` in a library does not catch it.
     """
 
 
 class Shutdown:
     """The launcher's response to a stop signal: stop the processes, wait until they have exited, and raise `Stopped`.
 
-    Whatever the signal, the processes get SIGTERM. A trainer in the terminal's process group has already received
-    Ctrl-C, and a second SIGINT would end it before it has saved.
+    The processes get SIGTERM, no matter which signal the launcher received. A trainer in the terminal's process group
+    has already received a SIGINT from Ctrl-C, and a second SIGINT would end it before it has saved.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        """The first stop signal."""
+        """The first stop signal received, if any."""
         self.interrupts = 0
         """Number of SIGINTs received so far."""
         self.timed_out = False
@@ -58,7 +58,7 @@ class Shutdown:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle signals within the context. SIGHUP stays ignored under `nohup`."""
+        """Handle signals while the context is open. Under `nohup`, SIGHUP stays ignored."""
         handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, self.handle) for number in handled}
         previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, forward_signal)
@@ -71,11 +71,11 @@ class Shutdown:
     def handle(self, number: int, *_: object) -> None:
         """Handle a stop signal.
 
-        The first one stops the processes and raises `Stopped`. Later ones are ignored, except that a second SIGINT
-        kills the processes, so that the first call returns.
+        The first signal stops the processes and raises `Stopped`. Later signals are ignored, except that a second
+        SIGINT kills the processes, so that the first call need not wait any longer.
 
         Raises:
-            Stopped: all processes have exited.
+            Stopped: this is the first signal, and the processes have exited.
         """
         self.interrupts += number == signal.SIGINT
         if self.interrupts > 1:
@@ -88,7 +88,7 @@ class Shutdown:
         raise Stopped
 
     def stop_processes(self, seconds: float) -> None:
-        """Send SIGTERM to all child processes and wait for them. Kill those still running after `seconds`."""
+        """Send SIGTERM to all child processes and wait for them. Kill any that are still running after `seconds`."""
         pids = list(child_processes())
         if pids:
             hint = " Press Ctrl-C again to end it now." if self.interrupts else ""
@@ -117,7 +117,7 @@ class Shutdown:
         """Return the launcher's exit code after a stop signal, and print an error if the run did not save.
 
         Raises:
-            Preempted: the run saved, or had nothing to save, and a scheduler may requeue it.
+            Preempted: the run saved, had nothing to save, or was killed for taking too long, and may be requeued.
         """
         if self.interrupts > 1:
             say(
@@ -155,7 +155,7 @@ class Shutdown:
 
 
 def child_processes() -> dict[int, int]:
-    """Return the child processes (Linux only): process id → bit mask of the signals that the process handles."""
+    """Return a dict from each child's process ID to the bit mask of the signals that it handles (Linux only)."""
     children = {}
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
@@ -174,7 +174,7 @@ def send(pid: int, number: int) -> None:
 
 
 def exit_code_of_process(pid: int) -> int | None:
-    """Return the exit code of a child process without reaping it. None: it is still running.
+    """Return the exit code of a child process without reaping it, or None if it is still running.
 
     The code is negative if a signal killed the process.
     """
@@ -188,7 +188,7 @@ def exit_code_of_process(pid: int) -> int | None:
 
 
 def forward_signal(number: int, *_: object) -> None:
-    """Send a signal to the child processes that handle it. Processes still starting up would be killed by it."""
+    """Send a signal to the child processes that handle it. It would kill processes that are still starting up."""
     for pid, handled in child_processes().items():
         if handled >> (number - 1) & 1:
             send(pid, number)
@@ -207,7 +207,7 @@ def launch(arguments: list[str]) -> int:
     try:
         with shutdown.installed():
             trainer = trainer_arguments(arguments)
-            # the launchers of several machines must all get the same result, so they check nothing
+            # the launchers on several machines must all get the same result, so they run no checks
             if trainer is not None and num_machines(arguments) == 1 and (message := check_run(trainer)) is not None:
                 print(message)
                 return 0
@@ -215,11 +215,11 @@ def launch(arguments: list[str]) -> int:
     except Stopped:
         return shutdown.exit_code()
     finally:
-        del os.environ[LAUNCHER]  # the caller may train without a launcher afterwards
+        del os.environ[LAUNCHER]  # because the caller may train without a launcher afterward
 
 
 def check_run(trainer: list[str]) -> str | None:
-    """Check the run that these trainer arguments start, and return the final message if it has already finished.
+    """Check the run that these trainer arguments would start, and return its final message if it has finished.
 
     Raises:
         RequestError: the training config is wrong, or an input of the run is missing.
@@ -242,7 +242,7 @@ def trainer_arguments(arguments: list[str]) -> list[str] | None:
 
 
 def num_machines(arguments: list[str]) -> int:
-    """Return the launcher's `--num_machines`, or 2 if only accelerate's config file may set it."""
+    """Return the launcher's `--num_machines`. Without the flag, return 2 if a config file may set it, otherwise 1."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num_machines", "--num-machines", type=int)
     parser.add_argument("--config_file", "--config-file")
@@ -275,15 +275,17 @@ def start_processes(arguments: list[str], shutdown: Shutdown) -> int:
 
 
 def to_exit_code(returncode: int) -> int:
-    """Convert the return code of a process that failed: to 130 if SIGINT (a second Ctrl-C) killed it, to 1 if any other
-    signal did."""
+    """Convert the return code of a failed process to an exit code.
+
+    The code is 130 if SIGINT (a second Ctrl-C) killed the process, and 1 if a different signal did.
+    """
     if returncode == -signal.SIGINT:
         return INTERRUPTED
     return returncode if returncode > 0 else WorkError.exit_code
 
 
 def launch_on_hosts(arguments: list[str]) -> int:
-    """Start launchers by ssh, unless the run has finished, and return the exit code of the first one to fail.
+    """Start launchers over ssh, unless the run has finished, and return the exit code of the first launcher to fail.
 
     Raises:
         RequestError: the arguments or the training config are wrong, or a machine cannot be reached.
@@ -297,7 +299,7 @@ def launch_on_hosts(arguments: list[str]) -> int:
 
 
 def main() -> None:
-    """Console entry point."""
+    """Run the launcher from the command line."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["--slurm"]:
         sys.exit(exit_code_of(lambda: become_slurm_task(arguments[1:])))

@@ -1,4 +1,4 @@
-"""Fields of a line in metrics.jsonl, accumulated over the steps since the previous line."""
+"""The fields of a line in metrics.jsonl, accumulated over the steps since the previous line."""
 
 import math
 import time
@@ -31,7 +31,7 @@ class Metrics:
     alarm: AlarmConfig
     steps_per_epoch: int
     peak_tflops: float | None
-    """Peak throughput of one device, from which MFU is computed. None: unknown, so MFU is null."""
+    """Peak throughput of one device in TFLOP/s, from which MFU is computed; None: unknown, so MFU is null."""
     grad_norm: float = field(default=math.nan, init=False)
     """Gradient norm of the last step."""
     results: list[StepResult] = field(default_factory=list, init=False)
@@ -47,9 +47,9 @@ class Metrics:
         self.meter.count(batch)
 
     def collect(self) -> None:
-        """Add up the results of the steps since the last call over all ranks, and move them to the state.
+        """Sum the results of the steps since the last call over all ranks, and add them to the state.
 
-        Only this makes the host wait for the device. All ranks must call it.
+        This is the only method that makes the host wait for the device. All ranks must call it.
 
         Raises:
             WorkError: more steps were skipped than `optimizer.max_skipped_steps`.
@@ -85,7 +85,7 @@ class Metrics:
     def line_fields(self) -> dict[str, Any]:
         """Return the fields of a line in metrics.jsonl. Call `collect` first, and `begin_line` after writing the line.
 
-        The time between this call and `begin_line`, in which validation runs, counts towards no line's throughput.
+        The time between this call and `begin_line`, during which validation runs, is not part of any line's throughput.
         """
         state = self.state
         return {
@@ -104,12 +104,12 @@ class Metrics:
         }
 
     def begin_line(self) -> None:
-        """Start accumulating the next line."""
+        """Start accumulating values for the next line."""
         self.state.begin_line()
         self.meter.restart()
 
     def _alignment_fields(self) -> dict[str, float | None]:
-        """Return the mean alignment loss (REPA) and its coefficient in the last step, or nothing without alignment."""
+        """Return the mean alignment loss (REPA) and its last coefficient, or no fields if no layer is aligned."""
         aligned = self.train_step.aligned
         if aligned is None:
             return {}
@@ -139,5 +139,5 @@ class Metrics:
 
 
 def mean(values: list[float]) -> float | None:
-    """Return the mean, or None if there are no values because no step had a finite loss."""
+    """Return the mean of the values, or None if there are none because no step had a finite loss."""
     return sum(values) / len(values) if values else None

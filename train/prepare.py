@@ -1,6 +1,6 @@
-"""Preparation of a launch before it acquires the run: find checkpoints and data, build the network, check the request.
+"""Preparation of a launch before it acquires the run: finding checkpoints and data, building and checking the network.
 
-Nothing here changes the run, in its folder or at its URL.
+Nothing in this module changes the run, neither in its folder nor at its URL.
 """
 
 from collections.abc import Callable
@@ -49,13 +49,13 @@ class Prepared:
     world: World
     spec: DataSpec
     network: Any
-    """The diffusers network to train, on the CPU, with its initial weights or those of the checkpoint."""
+    """The diffusers network to train, on the CPU, with its initial weights or the checkpoint's weights."""
     backbone: BackboneConfig
     """The config of the network and its inputs, with the text towers resolved."""
     checkpoint: Checkpoint | None
     """Newest checkpoint of the run itself; None: the run is new."""
     start: str | None
-    """Description of the checkpoint that provides the weights of a new run; None: there is none."""
+    """Description of the checkpoint that provides the weights of a new run; None: no checkpoint does."""
     fingerprint: dict[str, Any]
     validation: Validation | None
     aligned: Aligned | None = None
@@ -63,7 +63,7 @@ class Prepared:
     seen: Seen = field(default_factory=Seen)
     """The state of the run as this launch saw it."""
     start_seed: int | None = None
-    """Seed of the run that provides the weights of a new run, if any."""
+    """Seed of the run whose checkpoint provides the weights of a new run; None: no checkpoint does."""
 
     @property
     def orphan(self) -> Path | None:
@@ -85,9 +85,9 @@ def prepare(
     is an object-store URL, one process on every other node downloads and verifies a copy.
 
     Args:
-        accelerator: None: this is the only process.
-        downloads: closing it deletes the downloaded checkpoints. Required if `run_dir` or `init_from` is a URL. It
-            must stay open until `install` has moved the run's own checkpoint.
+        accelerator: the accelerator of this process; None: this is the only process.
+        downloads: closing it deletes the downloaded checkpoints. It is required if `run_dir` or `init_from` is a URL,
+            and must stay open until `install` has moved the run's own checkpoint.
         world: processes of the planned run; None: the launched processes.
 
     Raises:
@@ -144,7 +144,7 @@ def prepare(
         rank, ranks = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
         validation = open_validation(config.validation, training, config.seed, held_out, rank, ranks)
     if accelerator is not None:
-        accelerator.wait_for_everyone()  # afterwards, the process that downloaded the weights may delete them
+        accelerator.wait_for_everyone()  # from then on, a process may delete weights that it downloaded
     return Prepared(
         world=world,
         spec=spec,
@@ -166,7 +166,7 @@ def load_first_weights(
     """Load the weights of the checkpoint to resume, of the run to start from, or of a pretrained network.
 
     Returns:
-        A description of the checkpoint to start from; None: the weights have another source.
+        A description of the checkpoint to start from; None: the weights come from a different source.
 
     Raises:
         RequestError: the weights belong to a different architecture.
@@ -191,7 +191,7 @@ def load_first_weights(
 def make_aligned(
     config: TrainConfig, spec: DataSpec, network: Any, backbone: BackboneConfig, stored: list[str]
 ) -> Aligned | None:
-    """Combine the network with the projection head of `config.repa`; None: no layer is aligned.
+    """Combine the network with the projection head of `config.repa`, or return None if no layer is aligned.
 
     Args:
         stored: names of the feature towers in the root.
@@ -229,9 +229,10 @@ def on_each_node(
 
 
 def precision_of_run(config: TrainConfig, device: str) -> Precision:
-    """Return the precision to train in. `auto` means the precision of a resumed run, or the best one for `device`.
+    """Return the precision in which to train.
 
-    Prints the choice made for `auto`, or a warning if the CPU emulates the given precision.
+    `auto` means the earlier precision of a resumed run, or the best precision for `device` for a new run. This prints
+    the choice made for `auto`, or a warning if the CPU has to emulate the given precision.
     """
     precision = config.precision
     if precision == "auto" and (files := open_store(config.run_dir).read_many(["config.yaml"])):
@@ -245,11 +246,12 @@ def find_all(
     """Look up everything that may change over time, once per launch.
 
     Returns:
-        The state of the run; its newest checkpoint; the checkpoint to start from if the run has none; and the indexes
-        of the training and validation data, which the run's own checkpoint pins.
+        The state of the run; its newest checkpoint; the checkpoint to start from if the run has no checkpoint; and the
+        training and validation data that were found, whose indexes the run's own checkpoint pins.
 
     Raises:
-        RequestError: another launch holds the run, or `find_start`, `find_data` or `find_validation` raised it.
+        RequestError: another launch holds the run, the trained model could not be exported, or `find_start`,
+            `find_data` or `find_validation` raised it.
     """
     check_run_dir(config.work)
     free = wait_until_free(local_copy.lease_backend(config.run_dir), config.takeover_after)
@@ -271,7 +273,7 @@ def find_all(
 
 
 def find_start(config: TrainConfig, downloads: ExitStack) -> Checkpoint | None:
-    """Return the newest checkpoint of the run to start from; None if `init_from` is not set.
+    """Return the newest checkpoint of the run to start from, or None if `init_from` is not set.
 
     Raises:
         RequestError: `init_from` has no checkpoint, or its checkpoint lacks the weights named by `init_weights`.
@@ -293,7 +295,7 @@ def on_main_process(accelerator: Accelerator | PartialState | None, function: Ca
     """Call `function` on the main process, and return its result on all processes.
 
     Raises:
-        RequestError, WorkError: on all processes, if `function` raised one.
+        RequestError, WorkError: `function` raised this error on the main process. All processes raise it.
     """
     result: list[Any] = [None]
     if accelerator is None or accelerator.is_main_process:

@@ -38,12 +38,12 @@ from train.trainer import Trainer
 
 
 def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator) -> tuple[TrainStep, TrainState]:
-    """Build the training step, and restore weights, optimizer and averages from the checkpoint to resume, if any.
+    """Build the training step, and restore the optimizer and the averages from the checkpoint to resume, if any.
 
-    No run folder is needed.
+    This does not need a run folder.
 
     Returns:
-        The training step, and the state of the run after its last step.
+        The training step, and the state of the run after its last completed step.
     """
     assert config.precision != "auto", "`auto` must be resolved first"
     network, aligned = prepared.network, prepared.aligned
@@ -104,7 +104,7 @@ def build_trainer(
 
     Args:
         remote: uploads to the run's URL, if it has one.
-        heartbeat: reports this process's progress to the other processes; None: there are no others.
+        heartbeat: reports this process's progress to the other processes; None: this is the only process.
     """
     network_json = prepared.network.to_json_string()  # before sharding, which renames the class
     train_step, state = build_step(config, prepared, accelerator)
@@ -182,7 +182,7 @@ def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerato
 def begin_folder(
     config: TrainConfig, accelerator: Accelerator, lease: Lease, remote: RemoteRun | None, step: int
 ) -> None:
-    """Write the resolved config into the run folder, and delete outdated output and the snapshots after `step`."""
+    """Write the resolved config into the run folder, and delete outdated output and snapshots from after `step`."""
     if accelerator.is_main_process:
         save_config(config, lease.folder / "config.yaml")
         publish(lease.folder / "config.yaml", lease.run_dir / "config.yaml", lease.folder)
@@ -195,7 +195,7 @@ def begin_folder(
 
 
 def make_loader(config: TrainConfig, prepared: Prepared, rank: int, step: int) -> Loader:
-    """Build the loader for this rank's share of every step after `step`."""
+    """Build the loader of this rank's share of the global batches, starting after `step` completed steps."""
     world, batch = prepared.world, config.global_batch_size
     nodes = config.data.num_canonical_nodes
     slots = global_slots(batch // world.size, rank, world.size, world.local_size, nodes)
@@ -218,7 +218,7 @@ def make_writers(
     """
     single = each = WriterGroup(accelerator.process_index)
     if config.sharding != "none" and store is not None:
-        # a cloned connection, because waiting for a share blocks it
+        # a cloned connection, because waiting for a share blocks the connection
         total, beside = accelerator.num_processes, prepared.world.local_size
         each = WriterGroup(single.rank, total, store.clone(), config.collective_timeout, beside)
     every = config.checkpoint.model_copy(update={"every": config.ema.snapshot_every or 1, "keep_every": 1})
@@ -230,7 +230,7 @@ def make_writers(
 
 
 def make_meter(prepared: Prepared, network: Any) -> Meter:
-    """Build a throughput meter, with the FLOPs per sample for each latent shape in the data."""
+    """Build a throughput meter that knows the FLOPs per sample for each latent shape in the data."""
     shapes = {stream.latent_hw for stream in prepared.spec.streams}
     flops = {}
     for shape in shapes:
@@ -240,7 +240,7 @@ def make_meter(prepared: Prepared, network: Any) -> Meter:
 
 
 def device_peak(config: TrainConfig, device: torch.device) -> float | None:
-    """Return the device's peak in TFLOP/s, from the config or a table of devices; None: unknown."""
+    """Return the device's peak throughput in TFLOP/s, from the config or a table of devices; None: it is unknown."""
     if config.log.peak_tflops is not None:
         return config.log.peak_tflops
     if not is_accelerator(device) or config.precision == "float32":  # the table lists peaks for bfloat16

@@ -1,4 +1,4 @@
-"""Run the trainer as a Slurm task: `srun python -m train.launch --slurm -m train --config …`.
+"""Running the trainer as a Slurm task: `srun python -m train.launch --slurm -m train --config …`.
 
 Slurm starts one task per process, so there is nothing left to launch. Each task derives its rank from Slurm's
 environment variables and then becomes the trainer.
@@ -16,7 +16,7 @@ EXAMPLE = "srun python -m train.launch --slurm -m train --config configs/phase1.
 
 
 def become_slurm_task(arguments: list[str]) -> None:
-    """Replace this process with Python and these arguments, in the environment that torch's launcher would set.
+    """Replace this process with a Python process that runs these arguments, in the environment of torch's launcher.
 
     Raises:
         RequestError: this process was not started by srun, or `arguments` is empty.
@@ -24,7 +24,7 @@ def become_slurm_task(arguments: list[str]) -> None:
     if not arguments:
         raise RequestError(f"--slurm must be followed by the command to run: {EXAMPLE}")
     os.environ.update(slurm_variables(os.environ))
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # would kill the process until the trainer handles it
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until the trainer handles SIGUSR2, it would kill the process
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
@@ -32,7 +32,8 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Convert srun's environment variables to those of torch's launcher. MASTER_ADDR and MASTER_PORT are kept if set.
 
     Raises:
-        RequestError: a variable is missing, so this process was not started by srun, or the node list names no host.
+        RequestError: a variable is missing because this process was not started by srun, or the node list names no
+            host.
     """
     try:
         rank, size, local_rank = (environment[f"SLURM_{name}"] for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
@@ -44,7 +45,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "LOCAL_RANK": local_rank,
             "LOCAL_WORLD_SIZE": str(local_sizes[int(environment["SLURM_NODEID"])]),
             "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
-            # the same for all tasks of a job step, but different for concurrent steps and jobs
+            # the port is the same for all tasks of a job step, but usually differs between concurrent steps and jobs
             "MASTER_PORT": str(15_000 + (31 * job + step) % 15_000),
         }
     except KeyError as missing:

@@ -1,7 +1,7 @@
-"""Start a launcher on each of several machines by ssh: `python -m train.launch --hosts hosts.txt 2 8 -m train …`.
+"""Starting a launcher on each of several machines over ssh: `python -m train.launch --hosts hosts.txt 2 8 -m train …`.
 
-Signals are forwarded to the launchers through the standard input of ssh, one name per line. If this process dies, the
-input closes, and each launcher stops its processes.
+Signals are forwarded to the launchers through the standard input of ssh, with one signal name per line. If this process
+dies, that input is closed, and each launcher stops its processes.
 """
 
 import os
@@ -23,9 +23,9 @@ from train.run.preflight import DEFAULT_SHUTDOWN_SECONDS, SHUTDOWN_TIMEOUT
 EXAMPLE = "python -m train.launch --hosts hosts.txt 2 8 -m train --config configs/phase1.yaml"
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
 SSH_FAILED = 255
-"""Exit code of ssh if ssh itself failed."""
+"""Exit code of ssh if ssh itself fails."""
 KILLED_BY = 128
-"""A shell exits with this plus the number of the signal that killed its command."""
+"""Offset in a shell's exit code: the shell exits with this plus the number of the signal that killed its command."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are forwarded to the launchers on the other machines."""
 FORWARD_FLAG = "--signals-from-stdin"
@@ -49,7 +49,7 @@ def start_launchers(arguments: list[str]) -> int:
     running = {}
     for rank, host in enumerate(hosts):
         launcher = shlex.join(launcher_command(hosts, rank, processes_per_host) + rest)
-        # run by a shell, because ssh exits with SSH_FAILED if a signal kills the remote command
+        # a shell runs the launcher, because ssh exits with SSH_FAILED if a signal kills the remote command
         command = [*SSH, host, f"cd {shlex.quote(os.getcwd())} && exec sh -c {shlex.quote(f'{launcher}; exit $?')}"]
         # in its own session, because Ctrl-C in the terminal would end ssh but not the remote launcher
         running[host] = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -129,9 +129,9 @@ def read_hosts(path: Path) -> list[str]:
 
 
 def first_failure(running: Mapping[str, subprocess.Popen[bytes]], forward: Callable[[int], None]) -> int:
-    """Wait for all launchers, and return the exit code of the first one to fail, or 0 if none does.
+    """Wait for all launchers, and return the exit code of the first launcher to fail, or 0 if none fails.
 
-    When a launcher fails, the others receive SIGTERM, unless it exited because of a signal sent to all of them.
+    When a launcher fails, all launchers receive SIGTERM, unless it exited because it was preempted.
 
     Raises:
         RequestError: a machine could not be reached.
@@ -166,7 +166,7 @@ def first_failure(running: Mapping[str, subprocess.Popen[bytes]], forward: Calla
 
 
 def receive_signals() -> None:
-    """Start a thread that sends this process the signals named on its standard input, and SIGTERM when that closes."""
+    """Start a thread that sends this process the signals named on its standard input, and SIGTERM when that ends."""
 
     def listen() -> None:
         for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""A training launch from its config to its end: join the other processes, prepare, acquire the run, train."""
+"""A training launch from start to finish: joining the other processes, preparing, acquiring the run and training."""
 
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
@@ -33,7 +33,7 @@ def train_here(config: TrainConfig, config_file: Path | None) -> None:
     """Join the other processes of the run and train.
 
     Args:
-        config_file: file of the config. The final message lists the config files in its folder that continue this run.
+        config_file: the config file. The final message lists the configs in the same folder that start from this run.
     """
     die_with_launcher()
     device = choose_device(config.device)
@@ -82,8 +82,10 @@ def _train_here(
 
 
 def make_accelerator(config: TrainConfig, device: str) -> Accelerator:
-    """Configure accelerate and torch for the precision, which must be resolved, the device (`cuda` or `cpu`) and the
-    tracker."""
+    """Configure accelerate and torch for the device (`cuda` or `cpu`), the precision and the tracker.
+
+    The precision must not be `auto`.
+    """
     accelerator = Accelerator(
         mixed_precision=ACCELERATE_PRECISION[config.precision],
         cpu=device == "cpu",
@@ -102,7 +104,7 @@ def acquire(config: TrainConfig, prepared: Prepared) -> Lease:
 
     Raises:
         RunInUse: another launch holds the run.
-        WorkError: the previous launch woke up and saved while this one was preparing.
+        WorkError: the previous launch resumed and saved a checkpoint while this launch was preparing.
     """
     orphan = prepared.orphan
     orphans = {} if orphan is None else {orphan.name: local_copy.sha256_of_state(orphan) or ""}
@@ -111,10 +113,10 @@ def acquire(config: TrainConfig, prepared: Prepared) -> Lease:
 
 
 def install(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, lease: Lease) -> Prepared:
-    """Set up each node's local folder of a run at a URL.
+    """Set up each node's local folder if the run is at a URL.
 
     Returns:
-        `prepared`, with the checkpoint's new folder.
+        `prepared`, updated with the new folder of the checkpoint.
 
     Raises:
         LeaseLost: another launch has taken over.

@@ -35,9 +35,9 @@ class StepResult:
     """The result of a step on this rank. Its tensors are on the device, and the host has not waited for them."""
 
     grad_norm: Tensor
-    """() norm of the gradient over all ranks, before clipping."""
+    """() gradient norm over all ranks, before clipping."""
     skipped: Tensor
-    """() 1 if the gradient was not finite, so that the step changed nothing; otherwise 0. The same on all ranks."""
+    """() 1 if the step was skipped because the gradient was not finite, otherwise 0. It is the same on all ranks."""
     sums: LossSums
     """This rank's losses, summed by quarter of the time axis."""
     alignment: Tensor | None
@@ -54,12 +54,13 @@ class TrainStep:
     loss: DiffusionLoss
     optimizer: Optimizer
     microbatch_size: int
-    """Samples per forward pass, at most this rank's share of the global batch."""
+    """Number of samples per forward pass, at most this rank's share of the global batch."""
     seed: int = 0
     model: Any = None
-    """`network`, or `loss.aligned` around it, as wrapped by accelerate; None: `network` itself."""
+    """`network`, or `loss.aligned`, which contains it, after wrapping by accelerate; None: `network` itself."""
     averages: dict[str, Ema] = field(default_factory=dict)
-    """Folder in a checkpoint → moving average. `ema` is the run's own; post-hoc averages are built from the others."""
+    """Moving averages by their folder in a checkpoint. `ema` is the run's own average; from the others, an average of
+    any width can be rebuilt later."""
     compiled: bool = False
     """Whether the network is compiled. If so, all microbatches are padded to the same size, so that they share a
     graph."""
@@ -74,10 +75,10 @@ class TrainStep:
             self.weight_casts = torch.autocast(self.accelerator.device.type, enabled=False)
 
     def __call__(self, batch: Batch, step: int) -> StepResult:
-        """Train on this rank's share of the global batch of step `step`, where the first step is 0.
+        """Train on this rank's share of the global batch for step `step`, counted from 0.
 
         Args:
-            batch: on any device, with one or more captions per sample.
+            batch: this rank's share, on any device, with one or more captions per sample.
         """
         assert self.weight_casts is not None
         noisy = self.add_noise(batch, step)
@@ -98,13 +99,13 @@ class TrainStep:
         return StepResult(grad_norm, skipped, sums, alignment)
 
     def add_noise(self, batch: Batch, step: int) -> NoisyBatch:
-        """Choose a caption per sample, move the batch to the device, and add the noise of step `step`."""
+        """Choose one caption per sample, move the batch to the device, and add the noise for step `step`."""
         # captions are chosen on the CPU, so that only the chosen ones are copied to the device
         batch = batch.draw_captions(Draws(self.seed, step, batch.slots)).to(self.accelerator.device)
         return self.loss.add_noise(batch, Draws(self.seed, step, batch.slots, fused=self.compiled))
 
     def _sum_losses(self, losses: list[Losses], timesteps: Tensor) -> tuple[LossSums, Tensor | None]:
-        """Return the sums of the losses of all microbatches, and the () sum of their alignment losses."""
+        """Sum the losses and the alignment losses (None if no layer is aligned) of all microbatches."""
         per_sample = torch.cat([each.per_sample.detach() for each in losses])
         sums = LossSums.of(per_sample, timesteps, self.loss.path.num_train_timesteps, self.microbatch_size)
         aligned = [each.aligned.detach().sum() for each in losses if each.aligned is not None]
@@ -114,8 +115,8 @@ class TrainStep:
         """Run a backward pass and discard its gradients, so that DDP settles the order of its gradient buckets.
 
         DDP reorders its buckets once, after the first backward pass. With three or more processes, the order of the
-        buckets affects the rounding of summed gradients, so without this pass the first step after a resume would
-        differ from the same step of an uninterrupted run. Call it before the first step of a launch.
+        buckets affects the rounding of summed gradients, so without this pass, the first step after a resume would
+        differ from the same step in an uninterrupted run. Call this before the first step of a launch.
         """
         assert self.weight_casts is not None
         # `_orig_mod`: accelerate may have compiled the DDP wrapper
@@ -136,10 +137,10 @@ class TrainStep:
         return self.averages.get("ema")
 
     def snapshot(self, state: TrainState, lines: Mapping[str, int]) -> Snapshot:
-        """Return the content of a checkpoint after the last step. No tensor is copied yet.
+        """Return the contents of a checkpoint after the last step. No tensors are copied yet.
 
         Args:
-            lines: log file in the run folder → its size in bytes up to this step.
+            lines: name of each log file in the run folder → its size in bytes up to this step.
         """
         if self.accelerator.scaler is not None:
             state.scaler = self.accelerator.scaler.state_dict()
@@ -147,7 +148,7 @@ class TrainStep:
         return take_snapshot(state, self.network, self.optimizer.torch_optimizer, self.averages, head, lines)
 
     def snapshot_averages(self, state: TrainState) -> Snapshot | None:
-        """Return the averages from which an average of any width can be rebuilt later; None: the run keeps none."""
+        """Return a snapshot of the averages from which an average of any width can be rebuilt, or None without them."""
         averages = {name: average for name, average in self.averages.items() if name != "ema"}
         if not averages:
             return None
@@ -170,7 +171,7 @@ def place_network(
     Call it before building an optimizer, because sharding replaces the parameters.
 
     Args:
-        channels_last: None: on GPUs only.
+        channels_last: whether to use the channels-last memory format; None: only on GPUs.
         sharding: modes other than `none` need a process group.
         precision: data type in which sharded weights are gathered.
     """
@@ -180,7 +181,7 @@ def place_network(
         use_low_precision_norms(network)
     network.to(device)
     is_sharded = sharding != "none"
-    # fully_shard accepts contiguous weights only
+    # fully_shard accepts only contiguous weights
     if not is_sharded and (is_accelerator(device) if channels_last is None else channels_last):
         keep_channels_last(network)
     choose_attention(device)

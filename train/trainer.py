@@ -43,15 +43,15 @@ class Trainer:
     heartbeat: HeartbeatReporter
     max_steps: int
     collective_timeout: float
-    """Timeout of collectives in seconds, once each loader worker has delivered its first batch, which may take longer
-    than later ones."""
+    """Timeout of collectives in seconds, which applies once each loader worker has delivered its first batch. First
+    batches may take longer than later batches."""
 
     def fit(self) -> None:
         """Train until `max_steps`, saving checkpoints along the way.
 
         Raises:
             Preempted: the run received a stop signal, and saved first.
-            LeaseLost: another launch took over the run, because this one sent no heartbeat for too long.
+            LeaseLost: another launch took over the run, because this launch sent no heartbeat for too long.
             WorkError: no batch arrived in time, too many steps had non-finite gradients, or a process was lost.
         """
         try:
@@ -119,8 +119,10 @@ class Trainer:
         self.log.advance()
 
     def _write_line(self) -> None:
-        """Log the steps since the last line. Only logging, saving and signal checks make the host wait for the
-        device."""
+        """Write a log line for the steps since the previous line.
+
+        Only logging, saving and signal checks make the host wait for the device.
+        """
         self.metrics.collect()
         self.heartbeat.enter(self.state.step, "logging")
         fields = self.metrics.line_fields() | self._validate()
@@ -144,7 +146,7 @@ class Trainer:
                 self.average_snapshots.write(snapshot)
 
     def save(self, is_last: bool) -> None:
-        """Write a checkpoint of the current step. If it is the launch's last one, wait until it is complete."""
+        """Write a checkpoint of the current step. If it is the launch's last checkpoint, wait until it is complete."""
         self.heartbeat.enter(self.state.step, "saving")
         self.metrics.collect()
         self.checkpoints.write(self.train_step.snapshot(self.state, self.log.sync()))

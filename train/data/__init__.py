@@ -1,1 +1,1 @@
-"""Data loading: streams, sample order, filters, files and their cache, keyed random draws, and the loader."""
+"""Data loading: streams, sample order, filters, files and their cache, random numbers, and the loader."""

@@ -25,9 +25,10 @@ class Batch:
     """Columns in their stored form: `image_latents` (N, planes, h, w), `size` (N, 4), `text_latents.NAME`
     (N, tokens, width) as float16 or as e4m3 codes with `text_scales.NAME` (N, tokens), `num_tokens.NAME` (N,),
     `pooled.NAME` (N, pooled), `features.NAME` (N, tokens, width). Trimmed captions are zero-padded. If `num_captions`
-    is set, the text columns hold all captions of the first sample, followed by those of the next, and so on."""
+    is set, the text columns hold all captions of the first sample, followed by all captions of the second, and so
+    on."""
     num_captions: Tensor | None = None
-    """(N,) int64 number of captions per sample; None once each sample has exactly the caption it is trained with."""
+    """(N,) int64 number of captions per sample; None if each sample has exactly one caption."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -37,7 +38,7 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        """Copy the batch to pinned memory, from which `to` copies asynchronously. The DataLoader calls this."""
+        """Copy the batch to pinned memory, so that `to` can copy asynchronously. The DataLoader calls this."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -50,16 +51,16 @@ class Batch:
         )
 
     def draw_captions(self, draws: Draws) -> "Batch":
-        """Choose one of each sample's captions uniformly at random."""
+        """Keep one caption per sample, chosen uniformly at random."""
         if self.num_captions is None:
             return self
         return self.with_captions(draws.integers(Purpose.CAPTION_CHOICE, self.num_captions))
 
     def with_captions(self, choice: Tensor) -> "Batch":
-        """Keep only caption number `choice`, (N,) int64, of each sample."""
+        """Keep only one caption per sample: the one whose number, from 0, is in `choice`, (N,) int64."""
         if self.num_captions is None:
             return self
-        # captions of all samples => the chosen ones
+        # captions of all samples => the chosen captions
         rows = self.num_captions.cumsum(0) - self.num_captions + choice
         columns = {name: tensor[rows] if kind_of(name) else tensor for name, tensor in self.columns.items()}
         chosen = replace(self, columns=columns, num_captions=None)
@@ -78,7 +79,7 @@ class Collate:
 
     slots: Tensor
     lengths: dict[str, int | None]
-    """Columns to read → number of tokens of an untrimmed caption, or None for columns without a token axis."""
+    """Column to read → number of tokens in an untrimmed caption, or None for columns without a token axis."""
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         """Stack the samples of one rank's share of a global batch."""
@@ -113,8 +114,8 @@ def _stack(arrays: list[np.ndarray], length: int | None = None) -> Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Tensor:
-    """Allocate an uninitialised tensor. A loader worker uses shared memory, so that passing a batch to the trainer
-    copies nothing."""
+    """Allocate an uninitialized tensor, in shared memory if this process is a loader worker, so that the batch reaches
+    the trainer without being copied."""
     tensor = torch.from_numpy(np.empty(0, dtype))
     if get_worker_info() is not None:
         storage = torch.empty(0, dtype=tensor.dtype).untyped_storage()._new_shared(math.prod(shape) * dtype.itemsize)

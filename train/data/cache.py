@@ -1,12 +1,12 @@
 """A size-limited local cache of remote MDS files, shared by all processes on a machine.
 
-    CACHE/cache.sqlite                            the copies, their sizes, and when each was last used
+    CACHE/cache.sqlite                            names and sizes of the copies, and when each was last used
     CACHE/<root>/256x256/<hash>/00042.3fa9c1d2/shard.00000.mds
 
 A copy is renamed into place after its size and hash have been verified. The least recently used copies are evicted.
 Only files listed in cache.sqlite are ever removed, and the folder must have been created by this module, so an original
-file cannot be deleted by mistake. A killed process leaves at most a row and a partial file, which count towards the
-limit until they are evicted.
+file cannot be deleted by mistake. A killed process leaves behind at most a database row and a partial file, which count
+toward the limit until they are evicted.
 """
 
 import os
@@ -24,7 +24,7 @@ INDEXES = "indexes"
 """Subfolder for the tables that `node.py` manages."""
 WAIT_SECONDS = 0.02
 TOUCH_SECONDS = 30.0
-"""Minimum time between updates of a copy's last use, so that most reads do not write to the database."""
+"""Minimum time in seconds between updates of a copy's last use, so that most reads do not write to the database."""
 
 
 class Cache:
@@ -55,11 +55,15 @@ class Cache:
             )
 
     def path(self, name: str) -> Path:
-        """Return the path of the copy of `name`, which may not exist."""
+        """Return the path for the copy of the file `name`, whether or not the copy exists."""
         return self.folder / name
 
     def touch(self, name: str, size: int) -> bool:
-        """Return whether a copy (of `size` bytes) exists, and if so, record that it was used now."""
+        """Return whether a copy of the file `name` exists, and if so, record that it has just been used.
+
+        Args:
+            size: size of the file in bytes, for the record.
+        """
         if not self.path(name).exists():
             return False
         now = time.time()
@@ -76,18 +80,18 @@ class Cache:
         download: Callable[[Path], None],
         sound: Callable[[Path], bool] = lambda copy: True,
     ) -> None:
-        """Make room for `size` bytes and download a file, waiting if downloads in progress take up all the space.
+        """Make room for `size` bytes and download a file, waiting while other downloads take up the space.
 
         Args:
-            download: writes the file to the given path, and raises if the bytes are wrong.
-            sound: decides whether an existing copy is kept instead.
+            download: writes the file to the given path, and raises an error if its content is wrong.
+            sound: returns whether the existing copy at the given path is intact, so that no download is needed.
 
         Raises:
             WorkError: the file alone exceeds the limit.
         """
         target, partial = self.path(name), partial_path(self.path(name))
         with self._database():
-            pass  # creates the database, without which `check` would reject the folder next time
+            pass  # create the database, because `check` would reject a folder that has files but no database
         target.parent.mkdir(parents=True, exist_ok=True)
         with lock_copy(partial):
             if target.exists() and sound(target):  # another process has downloaded it in the meantime
@@ -98,14 +102,14 @@ class Cache:
                 while not self._reserve(name, size):
                     time.sleep(WAIT_SECONDS)
                 download(partial)
-                with self._database():  # its lock keeps other processes from evicting now
+                with self._database():  # holding its lock keeps other processes from evicting the copy now
                     partial.replace(target)
             except BaseException:
                 self.drop(name)
                 raise
 
     def drop(self, name: str) -> None:
-        """Remove the copy of `name`, its partial file and its row."""
+        """Remove the copy of the file `name`, its partial file and its database row."""
         with self._database() as database:
             database.execute("DELETE FROM copies WHERE name = ?", (name,))
             self._unlink(name)
@@ -116,7 +120,7 @@ class Cache:
             return int(database.execute("SELECT coalesce(sum(bytes), 0) FROM copies").fetchone()[0])
 
     def _reserve(self, name: str, size: int) -> bool:
-        """Evict copies until `size` more bytes fit, and record them. Return False if not enough can be evicted."""
+        """Evict copies until `size` more bytes fit, and reserve them. Return False if too little can be evicted."""
         if self.limit is not None and size > self.limit:
             raise WorkError(f"{name} is {size} bytes, which exceeds data.cache_limit ({self.limit}). Raise the limit.")
         with self._database() as database:
@@ -137,7 +141,7 @@ class Cache:
             return excess <= 0
 
     def _unlink(self, name: str) -> None:
-        """Remove the copy of `name` and its partial file, if they exist."""
+        """Remove the copy of the file `name` and its partial file, if they exist."""
         for path in (self.path(name), partial_path(self.path(name))):
             path.unlink(missing_ok=True)
 
@@ -151,7 +155,7 @@ class Cache:
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with closing(sqlite3.connect(self.folder / DATABASE, timeout=60, isolation_level=None)) as database:
-                database.execute("PRAGMA synchronous = OFF")  # a power failure can only corrupt copies
+                database.execute("PRAGMA synchronous = OFF")  # after a power failure, only copies can be lost
                 database.execute("BEGIN IMMEDIATE")
                 database.execute("CREATE TABLE IF NOT EXISTS copies (name TEXT PRIMARY KEY, bytes INTEGER, used REAL)")
                 yield database
@@ -164,7 +168,7 @@ class Cache:
 
 
 def partial_path(path: Path) -> Path:
-    """Return the path to which a copy is downloaded before it is renamed. This file also carries the copy's lock."""
+    """Return the path to which a copy is downloaded before it is renamed. The copy's lock is on this file as well."""
     return path.with_name(path.name + ".partial")
 
 
@@ -197,7 +201,9 @@ def try_lock_copy(partial: Path) -> Iterator[bool]:
 
 
 def _lock(partial: Path, wait: bool = True) -> int | None:
-    """Return a descriptor that holds the lock, or None if the last holder has renamed or removed the locked file.
+    """Lock a copy, and return a file descriptor that holds the lock.
+
+    Return None if the last holder has renamed or removed the locked file, in which case the caller must retry.
 
     Raises:
         BlockingIOError: another process holds the lock, and `wait` is False.

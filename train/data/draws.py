@@ -1,4 +1,6 @@
-"""Random numbers as a pure function of (seed, step, global slot): identical on any number of ranks and after a resume.
+"""Random numbers as a pure function of (seed, step, global slot).
+
+They are the same for any number of ranks, and after a resume.
 
 The generator is Philox-4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1,
 2, 3" (SC 2011). The counter encodes the step, the sample and the purpose of a draw, so there is no generator state that
@@ -20,7 +22,7 @@ LOW_32 = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """Purpose of a draw. Each has an independent random stream, keyed by its value, so values are never reused."""
+    """Purpose of a draw. Each purpose has an independent random stream keyed by its value, so never reuse a value."""
 
     POSTERIOR = 0
     NOISE = 1
@@ -39,7 +41,7 @@ NORMAL = (Purpose.POSTERIOR, Purpose.NOISE, Purpose.OFFSET_NOISE, Purpose.SIZE_J
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
     """Return four 32-bit words (in int64 tensors) for each counter of four 32-bit words. Shapes broadcast.
 
-    int64 products wrap modulo 2^64, which keeps their low 64 bits exact; no other bits are used.
+    int64 products wrap modulo 2^64. Their low 64 bits are therefore exact, and no other bits are used.
     """
     x0, x1, x2, x3 = counter
     k0, k1 = key
@@ -53,20 +55,20 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 @cache
 def fused_philox() -> Callable[..., tuple[Tensor, ...]]:
-    """Compile `philox` to one or two kernels. Integer arithmetic makes the results identical."""
+    """Compile `philox` into one or two kernels. The results are identical, because the arithmetic is on integers."""
     return torch.compile(philox, dynamic=False)
 
 
 @lru_cache(maxsize=256)
 def _counters(blocks: tuple[tuple[Purpose, int], ...], high: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the first and the last word of the counters, (blocks,) each; they are the same at every step."""
+    """Return the first word and the last word of the counters, (blocks,) each. They do not change between steps."""
     numbers = torch.cat([torch.arange(number, device=device) for _, number in blocks])
     purposes = torch.cat([torch.full((number,), int(of) << 16 | high, device=device) for of, number in blocks])
     return numbers, purposes
 
 
 class Draws:
-    """Random numbers for some of the global slots of one step."""
+    """Random numbers for one step, for some of the slots of its global batch."""
 
     def __init__(self, seed: int, step: int, slots: Tensor, fused: bool = False):
         """
@@ -79,13 +81,13 @@ class Draws:
         self.step = step
         self.slots = slots
         self.drawn: dict[Purpose, Tensor] = {}
-        """Words drawn so far, (N, words) per purpose."""
+        """Words drawn so far, (N, words) for each purpose."""
         self.normals: dict[Purpose, Tensor] = {}
-        """Normals computed from those words, (N, normals) per purpose, always an even number."""
+        """Normals computed from those words, (N, normals) for each purpose; the number of normals is always even."""
 
     def draw(self, counts: dict[Purpose, int]) -> None:
         """Draw `counts` numbers per slot for each purpose in one call, because kernel launches dominate the cost."""
-        # normals use words in pairs, and a block has four, so even an odd number of normals gets all its words
+        # normals use words in pairs, and a block has four words, so even an odd number of normals gets enough of them
         blocks = {purpose: math.ceil(count / 4) for purpose, count in counts.items()}
         first, last = _counters(tuple(blocks.items()), self.step >> 32, self.slots.device)
         step = torch.full_like(first, self.step & LOW_32)
@@ -111,7 +113,10 @@ class Draws:
         return self.normals[purpose][:, :count].reshape(-1, *shape)
 
     def _make_normals(self, counts: dict[Purpose, int]) -> None:
-        """Apply the Box-Muller transform: each purpose's first half of words gives the radii, the second the angles."""
+        """Apply the Box-Muller transform to each purpose's words.
+
+        The first half of the words gives the radii, and the second half gives the angles.
+        """
         firsts, seconds = zip(*(self.words(*of).chunk(2, dim=1) for of in counts.items()), strict=True)
         uniform = (torch.cat(firsts + seconds, dim=1).float() + 0.5) * 2.0**-32  # (0, 1]
         u1, u2 = uniform.chunk(2, dim=1)
@@ -125,11 +130,18 @@ class Draws:
         return (self.words(purpose, 1)[:, 0].float() + 0.5) * 2.0**-32
 
     def integers(self, purpose: Purpose, high: int | Tensor) -> Tensor:
-        """Return (N,) integers in [0, high), uniform up to a bias below high / 2^32. `high` is an integer or (N,)."""
+        """Return (N,) integers in [0, high), uniform up to a bias below high / 2^32.
+
+        Args:
+            high: an integer, or one integer per sample, (N,).
+        """
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
     def bernoulli(self, purpose: Purpose, probability: float, count: int) -> Tensor:
-        """Return (N, count) booleans, True with `probability`. A sample's first value does not depend on `count`."""
+        """Return (N, count) booleans that are True with `probability`.
+
+        A sample's first value does not depend on `count`.
+        """
         return self.words(purpose, count) < round(probability * 2**32)
 
 
@@ -138,10 +150,11 @@ def global_slots(
 ) -> Tensor:
     """Return the slots of the global batch that `rank` loads, (local_batch_size,), in the order of its loader.
 
-    The ranks partition the global batch. If the number of machines divides the number of canonical nodes in
-    `train/data/order.py`, or vice versa, a machine gets the slots node, node + num_nodes, …, and so reads only its own
-    canonical nodes. Otherwise the slots are sorted by canonical node and split evenly over the machines: a machine then
-    reads at most ⌈canonical nodes / machines⌉ + 1 canonical nodes, and may share the first and the last with others.
+    The ranks partition the global batch. If the number of machines divides the number of canonical nodes (see
+    `train/data/order.py`), or vice versa, a machine gets the slots node, node + num_nodes, …, so that it reads only its
+    own canonical nodes. Otherwise the slots are sorted by canonical node and split evenly among the machines. A machine
+    then reads at most ⌈canonical nodes / machines⌉ + 1 canonical nodes, and may share the first and the last of these
+    with other machines.
     """
     num_nodes = world_size // local_world_size
     node, local_rank = divmod(rank, local_world_size)

@@ -1,4 +1,4 @@
-"""The MDS files of all streams: download, verification by hash before first use, and access to individual samples."""
+"""Downloading the MDS files of all streams, verifying each file's hash before its first use, and reading samples."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ from shards.format.mds import HASH, Decoder, MdsIndex, hash_file, read_offsets, 
 from train.data.cache import Cache
 
 NUM_FETCHERS = 8
-"""Threads per loader worker that download and hash files."""
+"""Number of threads per loader worker that download and hash files."""
 DOWNLOAD_PAUSES = (0.5, 4.0)
 """Pauses in seconds before the second and the third attempt to download a file."""
 NUM_LOCKS = 64
@@ -43,7 +43,7 @@ class StreamFiles:
         self.cache = cache
         self.prefix = prefix
         self.decoder = Decoder(files.columns)
-        # without a cache the store is local; `check_locations` rejects anything else
+        # without a cache, the store is local; `check_locations` rejects remote roots that have no cache
         self.top = "" if cache is not None else store.where(bucket)
 
     def path(self, file: int) -> str:
@@ -52,7 +52,7 @@ class StreamFiles:
         return os.path.join(self.top, name) if self.cache is None else str(self.cache.path(self._cached_name(file)))
 
     def where(self, file: int) -> str:
-        """Return the path or URL of the original, for messages."""
+        """Return the path or URL of the original file, for messages."""
         return self.store.where(f"{self.bucket}/{self.files.name(file)}")
 
     def is_available(self, file: int) -> bool:
@@ -60,10 +60,12 @@ class StreamFiles:
         return self.cache is None or self.cache.touch(self._cached_name(file), int(self.files.sizes[file]))
 
     def open(self, file: int) -> int | None:
-        """Open a file, downloading it if necessary. Return None if its copy was just evicted; the caller must retry.
+        """Open a file, downloading it if necessary, and return a file descriptor.
+
+        Return None if the file's cached copy has just been evicted, in which case the caller must retry.
 
         Raises:
-            WorkError: the original is missing, or does not match its index.
+            WorkError: the original file is missing, or does not match its index.
         """
         try:
             return os.open(self.path(file), os.O_RDONLY)
@@ -74,7 +76,7 @@ class StreamFiles:
         descriptors: list[int] = []
 
         def download_and_open(target: Path) -> None:
-            # opened before it can be evicted, so that every download serves at least one read
+            # opened before the copy can be evicted, so that every download serves at least one read
             self._download(file, target)
             descriptors.append(os.open(target, os.O_RDONLY))
 
@@ -85,11 +87,11 @@ class StreamFiles:
     def make_ready(self, file: int) -> None:
         """Download a file unless it is local or cached, and verify its size and hash.
 
-        A damaged copy is replaced by a new download.
+        A damaged cached copy is downloaded again.
 
         Raises:
-            DamagedFile: the original is damaged.
-            WorkError: the original is missing or cannot be read.
+            DamagedFile: the original file is damaged.
+            WorkError: the original file is missing or cannot be read.
         """
         if self.cache is None:
             with self._named_errors(file):
@@ -108,16 +110,16 @@ class StreamFiles:
                 self._cached_name(file),
                 int(self.files.sizes[file]),
                 lambda target: self._download(file, target),
-                # verified again, because another process may have replaced it in the meantime
+                # the copy is verified again, because another process may have replaced it in the meantime
                 lambda target: self._is_sound(file, target),
             )
 
     def check(self, file: int, path: str) -> None:
-        """Verify the size and hash of a file, or of a copy of it, against the index.
+        """Verify the size and hash of a file, or of its cached copy, against the index.
 
         Raises:
             FileNotFoundError: the file is missing.
-            DamagedFile: its size or hash differs.
+            DamagedFile: its size or hash does not match the index.
         """
         size, expected = os.stat(path).st_size, int(self.files.sizes[file])
         if size != expected:
@@ -137,7 +139,7 @@ class StreamFiles:
 
     def _cached_name(self, file: int) -> str:
         """Return the name of a file's copy in the cache."""
-        # named by content, so that a run keeps reading its own copies even if the data at the root's URL changes
+        # named by content hash, so that a run keeps reading its own copies even if the data at the root's URL changes
         return f"{self.prefix}/{self.bucket}/{int(self.files.hashes[file]):016x}/{self.files.name(file)}"
 
     def _download(self, file: int, target: Path) -> None:
@@ -164,7 +166,7 @@ class StreamFiles:
 
     @contextmanager
     def _named_errors(self, file: int) -> Iterator[None]:
-        """Turn an OSError about a file into a WorkError that names the original."""
+        """Turn an OSError about a file into a WorkError that names the original file."""
         try:
             yield
         except FileNotFoundError:
@@ -180,13 +182,16 @@ class StreamFiles:
 
 
 class SampleReader:
-    """Reader of samples from all streams' files, numbered consecutively. A rank's loader workers share one reader."""
+    """Reader of samples from the files of all streams. A rank's loader workers share one reader.
+
+    The files are numbered consecutively across the streams.
+    """
 
     def __init__(self, buckets: Sequence[StreamFiles]):
         self.buckets = buckets
         counts = [len(bucket.files) for bucket in buckets]
         self.first = np.cumsum([0, *counts[:-1]])
-        # shared, so that only one of the rank's loader workers verifies a file
+        # in shared memory, so that only one of the rank's loader workers verifies each file
         self.ready = torch.zeros(sum(counts), dtype=torch.uint8).share_memory_()
         self.locks = [multiprocessing.Lock() for _ in range(NUM_LOCKS)]
         self._init_process()
@@ -199,7 +204,7 @@ class SampleReader:
         self._init_process()
 
     def _init_process(self) -> None:
-        """Create the state that is private to each process."""
+        """Create the attributes that are private to each process."""
         self._is_ready: NDArray[np.uint8] = self.ready.numpy()
         self._pool: ThreadPoolExecutor | None = None
         self._pending: dict[int, Future[None]] = {}
@@ -211,7 +216,7 @@ class SampleReader:
         return self.buckets[stream], file - int(self.first[stream])
 
     def prefetch(self, files: Iterable[int]) -> None:
-        """Download and verify, in background threads, files that will be read soon."""
+        """Start downloading and verifying files that will be read soon, in background threads."""
         for file in files:
             if file in self._pending:
                 continue
@@ -223,7 +228,10 @@ class SampleReader:
             self._pending[file] = self._pool.submit(self.make_ready, file)
 
     def make_ready(self, file: int) -> None:
-        """Download a file if necessary and verify it, once per rank. Raises the errors of `StreamFiles.make_ready`."""
+        """Download a file if necessary and verify it, once per rank.
+
+        It raises the same errors as `StreamFiles.make_ready`.
+        """
         bucket, number = self.locate(file)
         with self.locks[file % NUM_LOCKS]:
             if self._is_ready[file] and bucket.is_available(number):
@@ -232,7 +240,7 @@ class SampleReader:
             self._is_ready[file] = 1
 
     def sample(self, file: int, row: int) -> dict[str, Any]:
-        """Read one sample as a dict of columns. Its arrays are read-only.
+        """Read one sample as a dict from column to value. Its arrays are read-only.
 
         Raises:
             WorkError: the file is missing, damaged or unreadable.
@@ -252,7 +260,7 @@ class SampleReader:
             os.close(descriptor)
 
     def _read(self, descriptor: int, file: int, row: int) -> bytes:
-        """Read the stored bytes of a sample; the file's sample offsets are cached."""
+        """Read the stored bytes of a sample, caching the file's sample offsets."""
         bucket, number = self.locate(file)
         offsets = self._headers.get(file)
         if offsets is None:

@@ -1,7 +1,7 @@
-"""Loading of batches in an order that does not depend on the number of ranks or workers.
+"""Loading batches in an order that does not depend on the number of ranks or workers.
 
-A loader worker looks up its rank's samples of a step in `order.py`, reads them through `files.py` and collates them.
-Any failure on the way reaches the training process as a single error.
+A loader worker looks up its rank's samples for a step in `order.py`, reads them through `files.py` and collates them.
+If any of this fails, the training process raises a single error.
 """
 
 import copy
@@ -30,15 +30,15 @@ from train.data.streams import diagnose_storage, resolve_root
 from train.data.watchdog import Watchdog, diagnose, end_process
 
 GRACE_SECONDS = 120
-"""Seconds for which a loader worker survives SIGTERM."""
+"""Seconds that a loader worker keeps running after SIGTERM."""
 MAX_PREFETCH = 4
-"""Upper bound on the batches that each loader worker prepares in advance."""
+"""Maximum number of batches that each loader worker prepares in advance."""
 FILE_PREFETCH = 4
 """Number of upcoming batches for which a worker downloads and verifies files in advance."""
 
 
 class StepSampler(Sampler[int]):
-    """Endless sequence of a run's steps, from `first` on."""
+    """Endless sequence of a run's steps, starting at `first`."""
 
     def __init__(self, first: int):
         self.first = first
@@ -116,8 +116,8 @@ def make_files(config: DataConfig, spec: DataSpec) -> SampleReader:
 def plan_prefetch(batch_bytes: int, config: DataConfig) -> tuple[int, int | None]:
     """Return the number of loader workers and their prefetch factor, such that all batches fit in `data.prefetch_gb`.
 
-    W workers with factor F hold W·F batches, the samples of W more batches being collated, one batch in use, and one
-    being copied to pinned memory.
+    With W workers and a factor of F, memory holds W·F prefetched batches, the samples of W batches that are being
+    collated, one batch that is being copied to pinned memory, and the batch in use.
     """
     if not config.num_workers:
         return 0, None
@@ -127,9 +127,9 @@ def plan_prefetch(batch_bytes: int, config: DataConfig) -> tuple[int, int | None
 
 
 class Loader:
-    """Endless iterator over one rank's share of the global batches, starting at any step.
+    """Endless iterable of one rank's share of the global batches, starting at any step.
 
-    Only this class uses private attributes of torch's DataLoader.
+    This is the only class that uses private attributes of torch's DataLoader.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Loader:
         """Start at global batch number `step`, without computing or reading anything for earlier batches.
 
         Args:
-            step: number of completed steps. It is the loader's entire state, so checkpoints need no other.
-            slots: (n,) this rank's slots of the global batch, where n is the batch size per rank.
+            step: number of completed steps. This is the loader's entire state, so checkpoints store no other.
+            slots: (n,) this rank's slots in the global batch, where n is the batch size per rank.
         """
         batch_bytes = len(slots) * max(spec.sample_bytes(stream.config.bucket) for stream in spec.streams)
         self.num_workers, factor = plan_prefetch(batch_bytes, config)
@@ -166,7 +166,7 @@ class Loader:
         Raises:
             WorkError: a file is missing or damaged, or no batch arrived in time.
         """
-        # without workers this process reads the files itself, and only ending the process can end a hung read
+        # without workers, this process reads the files itself, and a hung read ends only when the process ends
         watchdog = None if self.num_workers else Watchdog(lambda: diagnose_storage(self.spec))
         batches, patience, num_batches = iter(self.loader), self.config.first_timeout, 0
         try:
@@ -191,7 +191,7 @@ class Loader:
         failed = f"The loader failed after {self.step} steps"
         try:
             batch = next(batches)
-        except Exception as error:  # anything that a worker raised, or the DataLoader's timeout
+        except Exception as error:  # any error in a worker, or the DataLoader's timeout
             found = diagnose(lambda: diagnose_storage(self.spec))
             if found is None:  # a normal exit would wait for threads that are blocked on storage
                 self._kill(batches)
@@ -205,7 +205,7 @@ class Loader:
 
     @staticmethod
     def _kill(batches: Any) -> None:
-        """Kill the workers, including stuck ones, because this process would wait for them when it exits."""
+        """Kill the workers, including stuck ones, because otherwise this process would wait for them when it exits."""
         if getattr(batches, "_worker_pids_set", False):  # otherwise torch reports their exit as a crash
             torch._C._remove_worker_pids(id(batches))
             batches._worker_pids_set = False
@@ -218,13 +218,13 @@ class Loader:
 
 
 def start_worker(worker: int) -> None:
-    """Initialise a loader worker: its signal handlers, output streams and connections.
+    """Initialize a loader worker: its signal handlers, output streams and connections.
 
     A scheduler signals every process of a job, but the trainer needs its loader until it has saved a checkpoint.
     SIGTERM therefore terminates a worker only after GRACE_SECONDS. It cannot be ignored altogether, because an exiting
     trainer uses it to end its workers.
     """
-    # a progress bar may have replaced these streams; its lock, copied by the fork, would never be released
+    # a progress bar may have replaced these streams, and the copy of its lock in this fork might never be released
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole process group

@@ -1,11 +1,11 @@
-"""Work that one process per machine does for all others: parsing an index, applying a filter, checking file sizes.
+"""Work that one process per machine does for the others: parsing an index, applying a filter, checking file sizes.
 
-    FOLDER/KEY/names.npy, …     written by the first process that takes the lock; memory-mapped by all
-    FOLDER/KEY.lock
+    FOLDER/KEY/names.npy, …     written by the first process that takes the lock, and memory-mapped by all processes
+    FOLDER/KEY.lock             the lock
 
-FOLDER is below `data.cache` if that is set, otherwise below the system's temporary folder. A key determines the content
-exactly, so an entry never needs to be updated. Entries that have not been used for a week are removed; processes that
-have mapped an entry keep it.
+FOLDER is inside `data.cache` if that is set, and otherwise inside the system's temporary folder. A key determines the
+content of its entry exactly, so an entry never needs to be updated. Entries that have not been used for a week are
+removed; processes that have already mapped an entry can still read it.
 """
 
 import os
@@ -25,7 +25,7 @@ from shards.format.mds import MdsIndex
 from train.data.cache import INDEXES
 
 KEPT_SECONDS = 7 * 24 * 3600.0
-"""Age after which unused entries are removed."""
+"""Time in seconds after which an unused entry is removed."""
 NUM_STAT_THREADS = 32
 FILES_AT_ONCE = 1000
 
@@ -34,7 +34,7 @@ def node_folder(cache: Path | None) -> Path:
     """Return the folder in which the processes of this machine share tables.
 
     Raises:
-        RequestError: the default folder, below the system's temporary folder, belongs to another user.
+        RequestError: the default folder, inside the system's temporary folder, belongs to another user.
     """
     if cache is not None:
         return cache / INDEXES
@@ -50,7 +50,7 @@ def once_per_node(folder: Path, key: str, make: Callable[[Path], None]) -> Path:
     target = folder / key
     with locked(folder / f"{key}.lock"):
         with suppress(FileNotFoundError):
-            os.utime(target)  # marks it as in use for `_sweep`
+            os.utime(target)  # so that `_sweep` does not consider it unused
             return target
         _sweep(folder, key)
         making = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=folder))
@@ -64,7 +64,10 @@ def once_per_node(folder: Path, key: str, make: Callable[[Path], None]) -> Path:
 
 
 def _sweep(folder: Path, key: str) -> None:
-    """Remove unused entries, and leftovers from a process killed while making `key`, whose lock must be held."""
+    """Remove unused entries, and leftovers from a process that was killed while making `key`.
+
+    The caller must hold the lock for `key`.
+    """
     for path in folder.iterdir():
         try:
             is_old = time.time() - path.stat().st_mtime > KEPT_SECONDS
@@ -79,7 +82,7 @@ class SizeCheck:
 
     def __init__(self, streams: Sequence[tuple[Store, str, MdsIndex]]):
         self.problem: str | None = None
-        """Error message about the first missing or wrongly sized file, if one has been found so far."""
+        """Error message about a file that is missing or has the wrong size; None: no such file has been found yet."""
         self.streams = streams
         self.thread = threading.Thread(target=self._check, daemon=True, name="size-check")
         self.thread.start()
@@ -94,9 +97,9 @@ class SizeCheck:
 
 
 def check_sizes(store: Store, bucket: str, files: MdsIndex) -> str | None:
-    """Return an error message about a missing or wrongly sized local file, or None if all files are correct.
+    """Return an error message about a local file that is missing or has the wrong size, or None if there is none.
 
-    Many files are checked concurrently. Files of a remote store are checked when they are downloaded instead.
+    Many files are checked concurrently. Files in a remote store are not checked here, but when they are downloaded.
     """
     if not isinstance(store, LocalStore):
         return None

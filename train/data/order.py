@@ -1,17 +1,17 @@
 """The order of samples over all epochs: a pure function of seed, data and batch size, computed on demand.
 
-An epoch takes `chosen` samples from every stream, a multiple of the global batch size. The MDS files in a group of
-streams (those with the same latent shape) are shuffled and concatenated. The sequence is split into C equal spans, one
-per **canonical node**; each span is split into blocks, and the samples in each block are shuffled. Slot s of a global
-batch takes the next sample from canonical node s mod C:
+An epoch takes `chosen` samples from every stream, where `chosen` is a multiple of the global batch size. Streams with
+the same latent shape form a group, whose MDS files are shuffled and concatenated. The resulting sequence of samples is
+split into C equal spans, one per **canonical node**. Each span is split into blocks, and the samples in each block are
+shuffled. Slot s of a global batch takes the next sample from canonical node s mod C:
 
     files, shuffled      | 17 | 3 | 42 | 8 | 25 | 11 | 30 | 5 | …
     canonical nodes      |-------- 0 --------|-------- 1 --------| …
-    blocks, shuffled     |--- 0 ---|--- 1 ---|- 0 -|--- 1 ---| 2 |      boundaries staggered over the nodes
+    blocks, shuffled     |--- 0 ---|--- 1 ---|- 0 -|--- 1 ---| 2 |      boundaries are staggered between nodes
 
-A global batch therefore mixes C blocks from all over the data, while a machine, which loads only a few canonical nodes,
-reads a bounded set of files at a time. Looking up a sample needs memory only for the list of files and the current
-blocks. Nothing depends on ranks, workers, or the step from which a run resumes.
+A global batch therefore mixes C blocks from all over the data. A machine, however, loads only a few canonical nodes, so
+it reads a bounded set of files at a time. Looking up a sample needs memory only for the list of files and the current
+blocks. Nothing depends on the number of ranks or workers, or on the step from which a run resumes.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ from numpy.typing import NDArray
 VERSION = 2
 """Incremented with every change to this file that affects the order. It is part of a run's fingerprint."""
 Block = tuple[int, NDArray[np.int32], NDArray[np.int32]]
-"""First position within the node's span, file numbers, rows within the files."""
+"""Position of the block's first sample within the node's span; each sample's file number; each sample's row."""
 PASSES, ROWS, BLOCK, BATCHES = range(1, 5)
 """Purposes of draws; each has an independent random stream."""
 
 
 @dataclass(frozen=True, eq=False)
 class StreamOrder:
-    """A stream's samples, and how many of them an epoch takes."""
+    """Samples of a stream, and the number of them that an epoch takes."""
 
     first_file: int
-    """Index of the stream's first file among all streams' files."""
+    """Index of the stream's first file among the files of all streams."""
     counts: NDArray[np.int64]
     """(files,) number of samples in each file that pass the stream's filter."""
     starts: NDArray[np.int64]
@@ -44,7 +44,7 @@ class StreamOrder:
     mask: NDArray[np.uint8] | None
     """Packed bits, set for samples that pass the filter; None if all pass."""
     chosen: int
-    """Samples per epoch."""
+    """Number of samples per epoch."""
 
     def rows(self, file: int) -> NDArray[np.int64]:
         """Return the rows of a file that pass the filter, (counts[file],)."""
@@ -57,15 +57,15 @@ class StreamOrder:
 
 
 def choose_per_epoch(weight: float, num_samples: int, global_batch_size: int) -> int:
-    """Return a stream's number of samples per epoch: weight × n, rounded down to whole global batches."""
+    """Return a stream's number of samples per epoch: weight × `num_samples`, rounded down to whole global batches."""
     # use the weight as written: 0.29 × 100 is 29, but 28.999… in floating point
     return int(Fraction(str(weight)) * num_samples) // global_batch_size * global_batch_size
 
 
 def quotas(counts: NDArray[np.int64], wanted: int, start: int) -> NDArray[np.int64]:
-    """Distribute `wanted` samples over the files, in proportion to `counts` and with an exact sum.
+    """Return how many of the `wanted` samples to take from each file, in proportion to `counts` and with an exact sum.
 
-    This is systematic sampling: with `start` uniform in [0, sum), every sample is equally likely.
+    This is systematic sampling: if `start` is uniform in [0, sum of counts), every sample is equally likely.
     """
     # Python integers, because products of sample counts in the billions overflow 64 bits
     ends = np.concatenate([[0], counts.cumsum()]).astype(object)
@@ -77,9 +77,9 @@ class Layout:
     """The concatenated files of one group in one epoch. A unit is one pass over one file."""
 
     files: NDArray[np.int64]
-    """(units,) file numbers; a file occurs once per pass."""
+    """(units,) file numbers; a file occurs once for every pass over it."""
     streams: NDArray[np.int64]
-    """(units,) each file's stream within the group."""
+    """(units,) number of each file's stream within the group."""
     partial: NDArray[np.bool_]
     """(units,) whether only some of the file's passing samples are taken."""
     ends: NDArray[np.int64]
@@ -101,7 +101,7 @@ class Order:
         """
         Args:
             groups: streams grouped by latent shape.
-            block: number of samples in a canonical node that are shuffled together.
+            block: number of samples within a canonical node that are shuffled together.
         """
         self.groups = groups
         self.global_batch_size = global_batch_size
@@ -121,7 +121,14 @@ class Order:
         self._init_caches()
 
     def samples(self, step: int, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (n,) file numbers and (n,) rows of the samples in `slots`, (n,), of the global batch of `step`."""
+        """Look up the samples in some slots of the global batch for `step`.
+
+        Args:
+            slots: (n,) slots of the global batch.
+
+        Returns:
+            (n,) file numbers and (n,) rows within these files.
+        """
         epoch, batch = divmod(step, self.steps_per_epoch)
         group, number = self._batch(epoch, batch)
         nodes = slots % self.num_nodes
@@ -136,13 +143,13 @@ class Order:
         return files, rows
 
     def _init_caches(self) -> None:
-        # two entries each, because a prefetching loader crosses into the next epoch or block
+        # two entries each, because a prefetching loader may already be in the next epoch or block
         self._batches = lru_cache(2)(self._plan_batches)
         self._layout = lru_cache(2 * len(self.groups))(self._make_layout)
         self._blocks: dict[tuple[int, int], dict[tuple[int, int], Block]] = {}
 
     def _words(self, count: int, *key: int) -> NDArray[np.uint64]:
-        """Return random words, (count,), as a function of the seed and `key`."""
+        """Return (count,) random words, which depend only on the seed and `key`."""
         # raw words, because NumPy's distributions and shuffles may change between versions (NEP 19)
         return np.random.Philox(np.random.SeedSequence([self.seed, *key])).random_raw(count)
 
@@ -152,18 +159,18 @@ class Order:
 
     def _stagger(self, nodes: Any) -> Any:
         """Return the number of samples by which each node's block boundaries are shifted."""
-        # so that the canonical nodes do not all reach new files at the same step
+        # shifted so that the canonical nodes do not all reach new files at the same step
         return nodes * self.block // self.num_nodes if self.shuffle else 0 * nodes
 
     def _batch(self, epoch: int, batch: int) -> tuple[int, int]:
-        """Return the group of an epoch's global batch, and the batch's number within that group."""
+        """Return the group to which an epoch's global batch belongs, and the batch's number within that group."""
         if len(self.groups) == 1:
             return 0, batch
         origins, numbers = self._batches(epoch)
         return int(origins[batch]), int(numbers[batch])
 
     def _plan_batches(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return each global batch's group and its number within that group, (steps_per_epoch,) each."""
+        """Return the group of each global batch in an epoch and its number in that group, (steps_per_epoch,) each."""
         origins = np.repeat(np.arange(len(self.groups)), self.num_batches)
         if self.shuffle:
             origins = origins[self._shuffled(len(origins), epoch, BATCHES)]
@@ -173,7 +180,7 @@ class Order:
         return origins, numbers
 
     def _make_layout(self, epoch: int, group: int) -> Layout:
-        """Lay out all passes over a group's files: complete passes first, then the rest of each stream's share."""
+        """Lay out an epoch's passes over a group's files, with complete passes of a stream before its partial pass."""
         passes = []
         for k, stream in enumerate(self.groups[group]):
             present = np.flatnonzero(stream.counts)
@@ -195,14 +202,14 @@ class Order:
         counts = np.concatenate([taken for _, _, _, taken, _ in passes])
         partial = np.concatenate([np.full(len(present), part) for _, _, present, _, part in passes])
         if self.shuffle:
-            # each pass is shuffled separately, which keeps repetitions of a sample apart
+            # passes are shuffled separately, which keeps repetitions of a sample apart
             numbers = np.concatenate([np.full(len(present), number) for number, _, present, _, _ in passes])
             order = np.lexsort((self._words(len(files), epoch, PASSES, group), numbers))
             files, streams, counts, partial = files[order], streams[order], counts[order], partial[order]
         return Layout(files, streams, partial, counts.cumsum())
 
     def _block(self, epoch: int, group: int, node: int, block: int) -> Block:
-        """Return a block, caching the two most recent blocks of each canonical node."""
+        """Return a block. The last two blocks computed for each canonical node are cached."""
         kept = self._blocks.setdefault((group, node), {})
         if (epoch, block) not in kept:
             if len(kept) == 2:

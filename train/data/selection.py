@@ -1,4 +1,4 @@
-"""Select a stream's samples by filters and exclusion lists, reading only the parts' sample tables and no latents."""
+"""Select a stream's samples by filters and exclusion lists, which reads the sample tables of its parts, not latents."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from shards.format.scores import SCORES
 from shards.root.exclusions import Exclusion, read_samples
 
 NUM_READERS = 16
-"""Number of tables read concurrently, because latency dominates on a remote root."""
+"""Number of tables that are read concurrently, because latency dominates on a remote root."""
 MISSING = "missing"
 EXCLUDED = "excluded"
 FILES_AT_ONCE = 1024
@@ -28,7 +28,7 @@ PARTS_AT_ONCE = 1024
 
 
 class Range(Config):
-    """A lower bound, an upper bound or both. Bounds are inclusive, and compared in float32, in which scores are
+    """A lower bound, an upper bound or both. Bounds are inclusive. Values are compared in float32, in which scores are
     stored."""
 
     min: float | None = None
@@ -46,7 +46,7 @@ class Range(Config):
 
     @property
     def rules(self) -> list[tuple[np.ufunc, float, str]]:
-        """(comparison, limit, text such as `≥ 5`) for each bound that is set."""
+        """Each bound that is set, as (comparison, limit, text such as `≥ 5`)."""
         both = ((np.greater_equal, self.min, "≥"), (np.less_equal, self.max, "≤"))
         return [(compare, limit, f"{sign} {limit:g}") for compare, limit, sign in both if limit is not None]
 
@@ -62,7 +62,7 @@ class SizeBounds(Config):
 
 if TYPE_CHECKING:
     ScoreBounds = SizeBounds
-else:  # a field for each declared score, so that the command line and the config reference include it
+else:  # one field per declared score, so that scores appear on the command line and in the config reference
     ScoreBounds = create_model(
         "ScoreBounds",
         __base__=SizeBounds,
@@ -71,14 +71,14 @@ else:  # a field for each declared score, so that the command line and the confi
 
 
 class FilterConfig(ScoreBounds):
-    """Bounds on the stored sizes and scores. Only samples within all bounds are trained on."""
+    """Bounds on the stored sizes and scores. The run trains only on samples within all bounds."""
 
     missing: Literal["drop", "keep"] = Field("drop")
     """Whether a sample without a score (NaN) fails (`drop`) or passes (`keep`) a bound on that score."""
 
     @property
     def bounds(self) -> dict[str, Range]:
-        """Column → bound, for each bound that is set."""
+        """The bounds that are set, by column."""
         return {name: bound for name, bound in self if isinstance(bound, Range)}
 
     def describe(self) -> str:
@@ -96,15 +96,15 @@ class Selection:
     counts: NDArray[np.int64]
     """(files,) number of selected samples per MDS file."""
     dropped: dict[str, int]
-    """Rule → number of samples that fail it; a sample can fail several."""
+    """Rule → number of samples that fail it. A sample can fail several rules."""
 
     @property
     def sha256(self) -> str:
-        """Hash of the mask, which identifies a selection of a given stream."""
+        """Hash of the mask, which identifies a selection from a given stream."""
         return hashlib.sha256(self.mask.data).hexdigest()
 
     def explain(self) -> str:
-        """Format the counts for an error message."""
+        """Format the number of samples that fail each rule, for an error message."""
         rules = ", ".join(f"{rule} {count:,}" for rule, count in sorted(self.dropped.items()))
         return f"failed, by rule: {rules or 'none'}"
 
@@ -127,12 +127,12 @@ def select(
     """Apply a filter and exclusion lists to the tables of all parts.
 
     Raises:
-        DamagedFile: a table differs from its receipt, or has the wrong number of rows.
+        DamagedFile: a table does not match its receipt, or has the wrong number of rows.
         RequestError: a part's table is missing.
     """
     mask, counts, dropped = bytearray(), np.zeros(len(files), np.int64), Counter[str]()
     left = np.zeros(0, bool)
-    """The last few samples, which do not yet fill a byte of the mask."""
+    """Whether the last few samples pass, which do not fill a byte of the mask yet."""
     first = 0
     ends = files.samples.cumsum()
     with ThreadPoolExecutor(NUM_READERS) as readers:
@@ -154,7 +154,12 @@ def select(
 
 
 def count_by_file(passing: NDArray[np.bool_], samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return (files,) the number of passing samples per file, given (files,) the total number of `samples`."""
+    """Count the passing samples in each file.
+
+    Args:
+        passing: whether each sample passes, in the order of the files.
+        samples: (files,) total number of samples in each file.
+    """
     holding, ends = np.flatnonzero(samples), samples.cumsum()
     starts, counts = ends - samples, np.zeros_like(samples)
     # in blocks, because NumPy expands each sample to 8 bytes for the sum
@@ -168,7 +173,7 @@ def count_by_file(passing: NDArray[np.bool_], samples: NDArray[np.int64]) -> NDA
 def select_part(
     store: Store, bucket: str, part: np.void, config: FilterConfig, excluded: Sequence[Exclusion] = ()
 ) -> tuple[NDArray[np.bool_], Counter[str]]:
-    """Return (samples,) whether each sample of a part passes, and the number of samples that fail each rule.
+    """Return whether each sample of a part passes, (samples,), and the number of samples that fail each rule.
 
     Args:
         part: a record of dtype `part_type`.
@@ -192,7 +197,10 @@ def select_part(
 def column_rules(
     column: str, values: NDArray[np.float32], bound: Range, missing: str
 ) -> Iterator[tuple[NDArray[np.bool_], str]]:
-    """Yield (mask of passing values, rule) for each rule of a bound. NaN fails only the rule for missing values."""
+    """Yield (mask of passing values, rule) for each rule of a bound.
+
+    A missing value (NaN) fails only the rule about missing values.
+    """
     absent = np.isnan(values)
     for compare, limit, rule in bound.rules:
         yield absent | compare(values, np.float32(limit)), f"{column} {rule}"

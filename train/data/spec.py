@@ -1,4 +1,4 @@
-"""The config of a run's data, and the specification of its opened streams, which `streams.py` builds."""
+"""The config of a run's data, and the description of its opened streams, which `streams.py` builds."""
 
 import math
 from dataclasses import dataclass, replace
@@ -28,11 +28,11 @@ class StreamConfig(Config):
     bucket: BucketName
     """Size in pixels, WIDTHxHEIGHT."""
     weight: float = Field(1.0, gt=0, le=10_000)
-    """Number of passes per epoch over the samples that satisfy the filter."""
+    """Number of passes per epoch over the samples that pass the filter."""
     filter: FilterConfig | None = None
-    """Filter for this stream, replacing data.filter."""
+    """Filter for this stream, instead of data.filter."""
     cache: Path | None = None
-    """Cache folder for this stream, replacing data.cache."""
+    """Cache folder for this stream, instead of data.cache."""
 
 
 class DataConfig(Config):
@@ -46,24 +46,25 @@ class DataConfig(Config):
     bucket: str | None = Field(None, exclude=True)
     """Shorthand for the `bucket` of the only stream."""
     num_workers: int = Field(8, ge=0)
-    """Loader workers per rank; fewer are started if `prefetch_gb` is too small for them. The number does not affect the
-    order of samples."""
+    """Number of loader workers per rank; fewer are started if `prefetch_gb` is too small for all of them. The number
+    does not affect the order of samples."""
     prefetch_gb: float = Field(8.0, gt=0)
-    """Host memory in GB for each rank's prefetched batches, including those being collated and the one in use. At least
-    four batches are allowed."""
+    """Host memory in GB for each rank's prefetched batches, including batches that are being collated and the batch in
+    use. Four batches are always allowed, even if they exceed this limit."""
     num_canonical_nodes: int = Field(64, ge=1)
     """Number of slices into which an epoch's order is divided, regardless of the number of machines. It must divide the
     global batch size."""
     shuffle: bool = True
     """Shuffle files, and samples within blocks; false: read in the order of the index."""
     shuffle_block: int = Field(32768, ge=1)
-    """Number of samples in a slice that are shuffled together. A global batch mixes one such block from each slice."""
+    """Number of samples within a slice that are shuffled together. A global batch mixes one such block from each
+    slice."""
     index: Literal["pinned", "newest"] = "pinned"
-    """`pinned`: a resumed run keeps the parts and exclusions it started with, even if its roots have changed since.
-    `newest`: it continues with the current content of its roots."""
+    """`pinned`: a resumed run keeps the parts and exclusions that it started with, even if its roots have changed
+    since. `newest`: a resumed run switches to the current parts and exclusions of its roots."""
     towers: list[str] | None = None
-    """Towers of the roots that the run may use, such as [texts.clip, features.dinov2]; null: all. Only those that the
-    network takes as input or is aligned with are read."""
+    """Towers of the roots that the run may use, such as [texts.clip, features.dinov2]; null: all towers. The run reads
+    only those that are inputs of the network or are used to align it."""
     filter: FilterConfig | None = None
     """Bounds on the stored scores and sizes of the samples to train on, in every stream."""
     cache: Path | None = None
@@ -73,9 +74,9 @@ class DataConfig(Config):
     timeout: float = Field(300.0, gt=0)
     """Time in seconds to wait for a batch before the run stops with an error."""
     first_timeout: float = Field(1800.0, gt=0)
-    """Time in seconds to wait for each loader worker's first batch, because a machine first has to download and hash
-    much of a block from every slice. During the first `num_workers` steps, ranks wait equally long for the slowest
-    rank."""
+    """Time in seconds to wait for each loader worker's first batch, which can take long because a machine first has to
+    download and hash much of a block from every slice. During the first `num_workers` steps, this is also the time
+    that ranks wait for the slowest rank."""
 
     @model_validator(mode="before")
     @classmethod
@@ -105,21 +106,21 @@ class DataConfig(Config):
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The opened data of a run: encoding, streams and the length of an epoch."""
+    """The opened data of a run: its encoding, its streams and the length of an epoch."""
 
     image: ImageTower
     texts: dict[str, TextTower]
-    """Text towers that are read."""
+    """Text towers whose latents are read."""
     features: dict[str, FeatureTower]
-    """Feature towers that are read."""
+    """Feature towers whose features are read."""
     uncond: dict[str, TextLatents]
-    """Text tower → latents of the empty caption."""
+    """Latents of the empty caption, by text tower."""
     streams: tuple["OpenStream", ...]
     steps_per_epoch: int
     num_captions: int = 1
     """Maximum number of captions per sample."""
     size_check: SizeCheck | None = None
-    """Background check of local files' sizes, in one process per machine."""
+    """Background check of the local files' sizes; None except in one process per machine."""
 
     def keep_towers(self, texts: list[str], features: list[str]) -> "DataSpec":
         """Return a copy that reads only these towers."""
@@ -130,7 +131,7 @@ class DataSpec:
         )
 
     def sample_bytes(self, bucket: str) -> int:
-        """Return the memory in bytes that a sample takes up in a batch, with all its captions, padded."""
+        """Return the number of bytes that a sample takes up in a batch, with all its captions untrimmed."""
         size = Bucket.parse(bucket)
         types = list(image.columns(self.image, size).values())
         for name, tower in self.texts.items():
@@ -142,7 +143,7 @@ class DataSpec:
 
     @property
     def lengths(self) -> dict[str, int | None]:
-        """Columns of a batch → number of tokens of an untrimmed caption, or None for columns without a token axis."""
+        """Number of tokens in an untrimmed caption, or None if there is no token axis, for each column of a batch."""
         return column_lengths(self.image, self.texts, self.features)
 
 
@@ -178,22 +179,22 @@ class OpenStream:
     latent_hw: tuple[int, int]
     files: MdsIndex
     selection: Selection | None
-    """None if all samples are used."""
+    """Samples to train on; None if all samples are used."""
     num_samples: int
     """Number of samples that pass the filter."""
     chosen: int
     """Number of samples per epoch, after applying the weight."""
     index_sha256: str
-    """Id of the index."""
+    """ID of the index."""
     encoding_id: str
     exclusions: tuple[str, ...] = ()
-    """Ids of the exclusion lists that were applied."""
+    """IDs of the exclusion lists that were applied."""
     recalled: int = 0
     """Number of samples in parts that were recalled after the index was published."""
 
 
 def keep_towers(record: EncodingRecord, towers: list[str] | None) -> EncodingRecord:
-    """Return the record with only the text and feature towers named in `data.towers`; None keeps all."""
+    """Return the record with only those text and feature towers that `towers` names; None keeps all."""
     if towers is None:
         return record
     texts = {name: tower for name, tower in record.texts.items() if f"texts.{name}" in towers}

@@ -1,8 +1,9 @@
 """Resolve, check and open the streams of a run.
 
-`find_data` runs in one process of a run and reads everything that can change: which index and which exclusion lists are
-the newest. `open_data` runs in every process and reads only content-named files, so all machines and restarts see the
-same data. On each machine, one process parses them and the others map the result into memory (`node.py`).
+`find_data` runs in one process of a run and reads everything that can change, such as which index and which exclusion
+lists are the newest. `open_data` runs in every process and reads only files named by content hash, so all machines and
+restarts see the same data. On each machine, one process parses these files, and the others map the result into memory
+(`node.py`).
 """
 
 import hashlib
@@ -35,18 +36,18 @@ from train.data.selection import FilterConfig, Selection, SizeBounds, select
 from train.data.spec import DataConfig, DataSpec, OpenStream, StreamConfig, encoding_differences, keep_towers
 
 SIZE_CHECK_SECONDS = 10.0
-"""Seconds that a run waits for its size check before the first step. A problem found later stops the run."""
+"""Seconds that a run waits for its size check before the first step. A problem that is found later stops the run."""
 
 
 @dataclass(frozen=True)
 class FoundStream:
-    """The resolved state of a stream: everything that can change over time."""
+    """The resolved state of a stream: everything about it that can change over time."""
 
     encoding: EncodingRecord
     index: str
-    """Id of the index to which the run is pinned."""
+    """ID of the index to which the run is pinned."""
     exclusions: tuple[str, ...]
-    """Ids of the exclusion lists to apply."""
+    """IDs of the exclusion lists to apply."""
     recalled: frozenset[str]
     """Names (see `part_name`) of the bucket's parts that have been recalled so far."""
 
@@ -57,15 +58,15 @@ class FoundData:
 
     streams: tuple[FoundStream, ...]
     uncond: dict[str, TextLatents]
-    """Text tower → latents of the empty caption."""
+    """Latents of the empty caption, by text tower."""
 
 
 def find_data(config: DataConfig, pins: Sequence[Mapping[str, Any]] = ()) -> FoundData:
     """Resolve the index and the exclusion lists of every stream, unless they are pinned.
 
     Args:
-        pins: the streams in the fingerprint of an earlier checkpoint. With `config.index: pinned` they apply to streams
-            of the same bucket.
+        pins: the streams in the fingerprint of an earlier checkpoint. If `config.index` is `pinned`, each applies to
+            the stream at the same position, provided that it has the same bucket.
 
     Raises:
         RequestError: a root or bucket is missing, the encodings of two streams are incompatible, or a cache overlaps
@@ -88,10 +89,10 @@ def find_data(config: DataConfig, pins: Sequence[Mapping[str, Any]] = ()) -> Fou
 
 
 def find_stream(store: Store, bucket: str, pin: Mapping[str, Any]) -> FoundStream:
-    """Resolve the index and the exclusion lists of a bucket: pinned ones if `pin` is for this bucket, or the newest.
+    """Resolve the index and the exclusion lists of a bucket: those in `pin` if it is for this bucket, or the newest.
 
     Args:
-        pin: `bucket`, `index_sha256` and `exclusions` from a checkpoint's fingerprint, or empty.
+        pin: `bucket`, `index_sha256` and `exclusions` from a checkpoint's fingerprint; empty: nothing is pinned.
 
     Raises:
         RequestError: the root, bucket or index does not exist.
@@ -110,7 +111,7 @@ def find_stream(store: Store, bucket: str, pin: Mapping[str, Any]) -> FoundStrea
 
 
 def newest_index(store: Store, bucket: str) -> str:
-    """Return the id of a bucket's newest index.
+    """Return the ID of a bucket's newest index.
 
     Raises:
         RequestError: the root has no such bucket, or the bucket has not been published.
@@ -130,7 +131,7 @@ def open_data(config: DataConfig, global_batch_size: int, found: FoundData | Non
     """Open and check every stream.
 
     Args:
-        found: the result of `find_data` in one process of the run; None to call it here.
+        found: the result of `find_data` in one process of the run; None: `find_data` is called here.
 
     Raises:
         RequestError: an index is missing, or a stream has too few samples for one global batch.
@@ -176,7 +177,7 @@ def check_locations(config: DataConfig) -> None:
     """Check that no bucket occurs twice, that remote roots have a cache, and that no cache overlaps with a root.
 
     Raises:
-        RequestError: one of these conditions is violated.
+        RequestError: one of these checks fails, or a cache folder contains other files.
     """
     buckets = [(resolve_root(stream.root), stream.bucket) for stream in config.streams]
     roots = [root for root, _ in buckets if isinstance(root, Path)]
@@ -262,7 +263,11 @@ def map_index(store: Store, bucket: str, found: FoundStream, folder: Path) -> Md
 def _map_selection(
     store: Store, bucket: str, files: MdsIndex, config: FilterConfig | None, found: FoundStream, folder: Path
 ) -> Selection | None:
-    """Return the samples to train on, computed once per machine, or None if all samples are used."""
+    """Return the selection of samples to train on, computed once per machine, or None if all samples are used.
+
+    Raises:
+        RequestError: the filter uses scores that the root does not store.
+    """
     config = config or FilterConfig()
     if not config.bounds and not found.exclusions:
         return None
@@ -283,7 +288,7 @@ def _map_selection(
 
 
 def diagnose_storage(spec: DataSpec) -> str:
-    """Return a probable reason why no batches arrive: a local file that is missing or truncated, or hung storage."""
+    """Return a probable reason why no batches arrive: a missing or truncated local file, or hung storage."""
     problems = (check_sizes(stream.store, stream.config.bucket, stream.files) for stream in spec.streams)
     intact = "All local files exist and have the right size, and none was found damaged: the storage may have stalled."
     return next(filter(None, problems), intact)

@@ -1,4 +1,4 @@
-"""Terminate the process when it blocks too long in an uninterruptible call, such as a read from hung storage."""
+"""Termination of a process that blocks too long in an uninterruptible call, such as a read from hung storage."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ class Watchdog:
     def __init__(self, explain: Callable[[], str]):
         """
         Args:
-            explain: returns a probable cause for the error message. It may hang as well; the message then omits it.
+            explain: returns a probable cause for the error message. If it hangs as well, the message omits the cause.
         """
         self.explain = explain
         self.seconds = 0.0
@@ -61,7 +61,7 @@ def diagnose(explain: Callable[[], T]) -> T | None:
 
 
 def end_process(message: str) -> NoReturn:
-    """Print the error and exit with code 1 at once. No cleanup runs, because threads may be blocked on storage."""
+    """Print the error and exit immediately with code 1, without cleanup, because threads may be blocked on storage."""
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress bar hides
     say(WorkError(message))

@@ -1,4 +1,7 @@
-"""The model card of an exported pipeline: how it was trained, on which data, and how to sample. Template: card.md."""
+"""The model card of an exported pipeline: how and on which data it was trained, and how to sample from it.
+
+The template is card.md.
+"""
 
 import inspect
 from pathlib import Path
@@ -19,7 +22,7 @@ from train.objective.config import ObjectiveConfig
 
 CARD = Path(__file__).with_name("card.md")
 SIZES = ("block_out_channels", "cross_attention_dim", "num_layers", "num_attention_heads", "depth", "hidden_size")
-"""Fields of a network's config that the card lists if they are present."""
+"""Fields of a network's config that the card lists if the network has them."""
 GUIDANCE = 5.0
 """Guidance scale in the card's code for pipelines that do not use classifier-free guidance by default."""
 
@@ -42,7 +45,7 @@ def model_card(
         checkpoint: content of the checkpoint's state.json.
         texts: the pipeline's text towers, in the pipeline's order.
         weights: name of the exported weights folder: `unet`, or `ema` for the moving average.
-        trimmed: whether the pipeline is the one of trimmed_pipeline.py.
+        trimmed: whether the pipeline is the one in trimmed_pipeline.py.
     """
     fingerprint, pipeline = checkpoint["fingerprint"], config.backbone.pipeline.class_name
     sizes = trained_sizes(fingerprint)
@@ -78,9 +81,9 @@ def model_card(
 
 
 def _guidance_arguments(config: TrainConfig) -> str:
-    """Return extra arguments for the card's code, if the pipeline's defaults would not use guidance as trained.
+    """Return extra arguments for the card's code if the pipeline's defaults do not match the guidance used in training.
 
-    Pipelines whose `guidance_scale` is an input of the network need the value used in training, and apply
+    Pipelines whose `guidance_scale` is an input of the network need the value that was used in training. They apply
     classifier-free guidance only if they are given a negative prompt and `true_cfg_scale`.
     """
     accepted = inspect.signature(getattr(diffusers, config.backbone.pipeline.class_name).__call__).parameters

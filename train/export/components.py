@@ -1,4 +1,4 @@
-"""The components of a diffusers pipeline, derived from the arguments of its constructor, and its model_index.json."""
+"""The components of a diffusers pipeline, as determined by its constructor's arguments, and its model_index.json."""
 
 import difflib
 import inspect
@@ -21,14 +21,15 @@ from train.model.backbone import PipelineConfig
 from train.model.network import UNET
 
 ZEROS = "force_zeros_for_empty_prompt"
-"""Constructor argument of pipelines that replace a missing negative prompt with zeros."""
+"""Constructor argument of pipelines that can replace a missing negative prompt with zeros."""
 
 
 def pipeline_texts(encoding: EncodingRecord, config: TrainConfig) -> list[TextTower]:
     """Return the text towers that the pipeline uses, in the pipeline's order.
 
     Raises:
-        RequestError: the root lacks one of the towers, or the pipeline would encode images or captions differently.
+        RequestError: the root lacks one of the towers, or the pipeline would encode images or captions differently from
+            the root.
     """
     pipeline = config.backbone.pipeline
     if pipeline.class_name == PipelineConfig().class_name:
@@ -42,10 +43,11 @@ def pipeline_texts(encoding: EncodingRecord, config: TrainConfig) -> list[TextTo
 
 
 def stock_text_tower(encoding: EncodingRecord, towers: list[str] | None) -> TextTower:
-    """Return the text tower for a StableDiffusionPipeline: the only one that a run with these `data.towers` reads.
+    """Return the text tower for a StableDiffusionPipeline: the only tower that a run with these `data.towers` reads.
 
     Raises:
-        RequestError: there are several, or the pipeline would encode images or captions differently from the root.
+        RequestError: the run does not read exactly one, or the pipeline would encode images or captions differently
+            from the root.
     """
     read = [tower for tower in keep_towers(encoding, towers).texts.values() if tower.states]
     stock = ("CLIPTextModel", "last", "{}", False, ((None, None),))
@@ -82,10 +84,10 @@ def constructor(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
 
 
 def check_unconditional(config: TrainConfig) -> None:
-    """Check that the pipeline's unconditional input is the one that replaces dropped captions in training.
+    """Check that the pipeline's unconditional input is the input that replaces dropped captions in training.
 
     Raises:
-        RequestError: one of the inputs is zeros, and the other is the empty caption.
+        RequestError: one of these inputs is zeros, and the other is the empty caption.
     """
     pipeline, parameter = config.backbone.pipeline, constructor(config.backbone.pipeline).get(ZEROS)
     if config.objective.caption_dropout == 0:
@@ -131,7 +133,7 @@ def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
 
 
 def trained_sizes(fingerprint: Mapping[str, Any]) -> list[Bucket]:
-    """Return the buckets that a run was trained on, the one with the most samples first."""
+    """Return the buckets on which a run was trained, in descending order of their numbers of samples."""
     counts = Counter[str]()
     for stream in fingerprint["streams"]:
         counts[stream["bucket"]] += stream["samples"]
@@ -141,15 +143,15 @@ def trained_sizes(fingerprint: Mapping[str, Any]) -> list[Bucket]:
 def default_size(fingerprint: Mapping[str, Any], network_class: str) -> Bucket | None:
     """Return the exported pipeline's default image size, or None if it cannot be chosen.
 
-    A U-Net's `sample_size` is only a default, which pipelines interpret as a square. Other networks scale their
-    position embeddings by it, or have a pipeline with a fixed default.
+    A U-Net's `sample_size` is only a default, which pipelines interpret as the side of a square. Other networks scale
+    their position embeddings by it, or have a pipeline with a fixed default size.
     """
     squares = [bucket for bucket in trained_sizes(fingerprint) if bucket.width == bucket.height]
     return squares[0] if network_class == UNET and squares else None
 
 
 def network_name(pipeline: PipelineConfig) -> str:
-    """Return the component name of the trained network in the pipeline."""
+    """Return the name of the pipeline component that is the trained network."""
     return "unet" if "unet" in constructor(pipeline) else "transformer"
 
 
@@ -180,8 +182,8 @@ def write_index(
     Args:
         vae: class name of the VAE.
         scheduler: class name of the scheduler.
-        own: module (in the folder) and class of the pipeline if it is not part of diffusers. DiffusionPipeline then
-            loads that class, but only with `trust_remote_code=True`.
+        own: module in the folder and class name, for a pipeline that is not part of diffusers. DiffusionPipeline loads
+            such a class only with `trust_remote_code=True`.
     """
     arguments, network = constructor(pipeline), network_name(pipeline)
     optional = {name: [None, None] for name in getattr(diffusers, pipeline.class_name)._optional_components}

@@ -55,19 +55,20 @@ class ExportConfig(Config):
     """Export a run as a diffusers pipeline, with the VAE and the text encoders that encoded its latents."""
 
     step: int | None = Field(None, ge=0)
-    """Step of the checkpoint to export; null: the newest complete one."""
+    """Step of the checkpoint to export; null: the newest complete checkpoint."""
     weights: str = "auto"
-    """Weights to export: raw, ema, auto (ema if the run has it, else raw), or a folder written by `train ema RUN`."""
+    """Weights to export: raw, ema, auto (ema if the run has it, otherwise raw), or a folder from `train ema RUN`."""
     output: Path | None = None
     """Folder to write; default: RUN/export. Required if the run is at a URL."""
     vae: str | None = None
-    """Folder or hub name of the VAE; default: as recorded in the latents root. Its content must match the record."""
+    """Folder or hub name of the VAE; default: the VAE recorded in the latents root. Its content must match the
+    record."""
     text_encoder: str | None = None
     """Folder or hub name of the text encoder, as for `vae`."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer, as for `vae`."""
     models: dict[str, str] = Field({})
-    """Folders or hub names of any components, as for `vae`: {"text_encoder_2": FOLDER}."""
+    """Folders or hub names of other components, by component, such as {"text_encoder_2": FOLDER}."""
 
 
 def export(arguments: list[str]) -> Path:
@@ -79,7 +80,7 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
     """Write a checkpoint as a pipeline folder, atomically, and return the folder.
 
     Raises:
-        RequestError: there is no such checkpoint, or an encoder is not the one that encoded the latents.
+        RequestError: there is no such checkpoint, or an encoder is not the model that encoded the latents.
         WorkError: the checkpoint is damaged, or was removed during the export.
     """
     if isinstance(run_dir, str):
@@ -142,7 +143,7 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
             scheduler cannot be built.
     """
     pipeline = config.backbone.pipeline
-    # the default pipeline is checked at export only, because a U-Net can be trained with any text tower
+    # the default pipeline is checked only at export, because a U-Net can be trained with any text tower
     if pipeline.class_name != PipelineConfig().class_name:
         recorded_components(pipeline, encoding.image, pipeline_texts(encoding, config))
         check_same_encoders(encoding, config)
@@ -155,11 +156,11 @@ def sampler(
 ) -> DDIMScheduler | DPMSolverMultistepScheduler:
     """Build a deterministic sampler for the objective's noise schedule, configured like Stable Diffusion's.
 
-    Its timesteps are shifted as in training; a shift that depends on the image size is computed for latents of size
+    Its timesteps are shifted as in training. A shift that depends on the image size is computed for latents of size
     `latent_hw`.
 
-    For flow matching it is DPM-Solver++ along the straight path, whose first order is Euler's method. Unlike diffusers'
-    FlowMatchEulerDiscreteScheduler, it works with the stock StableDiffusionPipeline.
+    For flow matching, the sampler is DPM-Solver++ along the straight path, whose first-order version is Euler's method.
+    Unlike diffusers' FlowMatchEulerDiscreteScheduler, it works with the stock StableDiffusionPipeline.
     """
     if objective.prediction == "flow_matching":
         return DPMSolverMultistepScheduler(
@@ -178,10 +179,10 @@ def sampler(
 def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw: tuple[int, int] = (64, 64)) -> Any:
     """Build the scheduler named in the config, or `sampler` if none is named.
 
-    Its timesteps are shifted as in training for latents of `latent_hw`, unless its settings override that.
+    Its timesteps are shifted as in training on latents of size `latent_hw`, unless its settings override the shift.
 
     Raises:
-        RequestError: diffusers has no scheduler of that name, or it does not accept these settings.
+        RequestError: diffusers has no scheduler with that name, or it does not accept these settings.
     """
     if pipeline.scheduler is None:
         return sampler(objective, latent_hw)
@@ -213,7 +214,7 @@ def _check_target(target: Path) -> None:
 
 
 def _load_checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
-    """Return the verified checkpoint of a step, or the newest complete one."""
+    """Return the verified checkpoint for a step, or the newest intact checkpoint if no step is given."""
     checkpoint = newest_checkpoint(run_dir) if step is None else verify_checkpoint(step_folder(run_dir, step))
     if checkpoint is None:
         raise RequestError(f"{run_dir} has no complete checkpoint yet, so there is nothing to export.")
@@ -221,9 +222,9 @@ def _load_checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
 
 
 def _complete_config(path: Path, config: TrainConfig, checkpoint: Checkpoint, encoding: EncodingRecord) -> None:
-    """Add the training settings that a sampler needs to the exported network's config.json.
+    """Add to the exported network's config.json the training settings that a sampler needs.
 
-    diffusers keeps fields whose names begin with an underscore, and ignores them.
+    diffusers ignores fields whose names begin with an underscore, but keeps them in the file.
     """
     fields = json.loads(path.read_text())
     if size := default_size(checkpoint.content["fingerprint"], class_name(fields)):
@@ -252,7 +253,11 @@ def _copy(folder: Path, target: Path) -> None:
 
 
 def _matching_model(name: str, given: str | None, recorded: Weights) -> Path:
-    """Return the folder of component `name`: the given model, or the recorded one if none is given."""
+    """Return the folder of component `name`: the given model, or the recorded model if none is given.
+
+    Raises:
+        RequestError: the given model is not the model that encoded the latents.
+    """
     folder = model_folder(given or recorded.name)
     found = hash_weights(str(folder), folder)
     if found.sha256 != recorded.sha256:

@@ -39,10 +39,10 @@ class RebuildConfig(Config):
     """Rebuild a weight average of a given width from a run's snapshots, for `train export` or to load in diffusers."""
 
     std: Width
-    """Width of the average: its standard deviation in time, relative to the number of steps. EDM2's best values were
-    0.04 to 0.15."""
+    """Width of the average: its standard deviation in time, relative to the number of steps. The best values for EDM2
+    were between 0.04 and 0.15."""
     step: int | None = Field(None, ge=1)
-    """Step of the last snapshot to use; null: the newest."""
+    """Step of the last snapshot to use; null: the newest snapshot."""
     output: Path | None = None
     """Folder to write; default: RUN/posthoc/std-STD-step-STEP."""
 
@@ -97,8 +97,8 @@ def select_snapshots(run_dir: Path, step: int | None) -> list[Path]:
     """
     by_step: dict[int, Path] = {}
     for folder in sorted((run_dir / SNAPSHOTS / "checkpoints").glob("step-*")):
-        if parsed := parse_folder(folder.name):  # copied from a URL, it carries the number of its launch
-            by_step[step_of(Path(parsed[0]))] = folder  # of a step's launches, the last
+        if parsed := parse_folder(folder.name):  # a folder copied from a URL has its launch's number as a suffix
+            by_step[step_of(Path(parsed[0]))] = folder  # if several launches wrote a step, use the last launch's
     if not by_step:
         raise RequestError(
             f"{run_dir}/{SNAPSHOTS} has no snapshots from which to rebuild an average. Set ema.snapshot_every and "
@@ -119,9 +119,9 @@ def average_names(snapshot: Checkpoint) -> list[str]:
 
 
 def combine(folders: list[Path], coefficients: np.ndarray) -> dict[str, Tensor]:
-    """Return a dict from name to Σ coefficient · tensor over the folders, computed in float64, rounded to float32.
+    """Compute the weighted sum of each tensor over the folders, in float64, and return the sums by name, in float32.
 
-    Tensors that are equal in all folders, and integer buffers, are copied unchanged.
+    Tensors that are equal in all folders and integer buffers are copied unchanged.
 
     Raises:
         WorkError: a result is not finite.

@@ -1,4 +1,4 @@
-"""StableDiffusionPipeline for a U-Net that was trained on captions without padding: it masks padding tokens out.
+"""StableDiffusionPipeline that masks padding tokens, for a U-Net that was trained on captions without padding.
 
 DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
 """

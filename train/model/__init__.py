@@ -1,1 +1,1 @@
-"""The network to train: building and calling it, its optimizer, averages, sharding and tensor files."""
+"""The network to train: how it is built, called, optimized, averaged and sharded, and how tensors are stored."""

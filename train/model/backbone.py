@@ -1,4 +1,4 @@
-"""A network's calling convention: its arguments, and conventions that its signature does not show (time scaling).
+"""How a network is called: its arguments, and conventions that its signature does not show, such as time scaling.
 
 torch is not imported at run time, so that reading a config stays fast.
 """
@@ -26,9 +26,9 @@ class PipelineConfig(Config):
     class_name: str = "StableDiffusionPipeline"
     """Class of the pipeline in diffusers."""
     towers: list[str] = Field([])
-    """The root's text towers that become text_encoder, text_encoder_2, …; empty: the tower used in training."""
+    """The root's text towers to export as text_encoder, text_encoder_2, …; empty: the only tower used in training."""
     scheduler: str | None = None
-    """Class of the diffusers scheduler; null: a deterministic one with the training noise schedule."""
+    """Class of the diffusers scheduler; null: a deterministic scheduler with the training noise schedule."""
     scheduler_settings: dict[str, Any] = Field({})
     """Arguments of the scheduler, such as {shift: 3.0}."""
     settings: dict[str, Any] = Field({})
@@ -36,24 +36,24 @@ class PipelineConfig(Config):
 
 
 class BackboneConfig(Config):
-    """The network to train and how it is called; train/model/backbones.yaml lists the supported diffusers classes."""
+    """The network to train, and how it is called. train/model/backbones.yaml lists the supported diffusers classes."""
 
     config: Path | None = None
     """A diffusers config (JSON). Its `_class_name` is the network's class, by default UNet2DConditionModel."""
     inputs: dict[str, Input] = Field({"encoder_hidden_states": States(mask="encoder_attention_mask")}, min_length=1)
-    """Network argument → its content, in addition to latents and timesteps; `a.b` is entry b of a dict a."""
+    """Content of each network argument, other than latents and timesteps. `a.b` is entry b of a dict argument a."""
     drop: Literal["together", "apart"] = "together"
     """Whether caption dropout drops all text towers together, or each independently (Esser et al., 2024)."""
     dropped: Literal["empty", "zeros"] = "empty"
-    """Replacement for the text latents of a dropped caption: those of the empty caption, or zeros."""
+    """Replacement for the text latents of a dropped caption: the latents of the empty caption, or zeros."""
     size_dropout: float = Field(0.0, ge=0, le=1)
     """Share of samples whose inputs of kind `sizes` are replaced by zeros."""
     size_jitter: float = Field(0.0, ge=0)
     """Standard deviation of the logarithm of a random factor that scales each original size in inputs of kind
     `sizes`."""
     pack: int = Field(1, ge=1)
-    """Side of the patches in which the network takes and returns latents: (N, h/pack · w/pack, C · pack²); 1: not
-    packed."""
+    """Side of the patches into which latents are packed for the network, which takes and returns
+    (N, h/pack · w/pack, C · pack²); 1: latents are not packed."""
     time_divisor: float = Field(1.0, gt=0)
     """The network receives timestep / time_divisor."""
     time_reversed: bool = False
@@ -73,32 +73,32 @@ class BackboneConfig(Config):
 
     @property
     def called(self) -> BackboneConfig:
-        """This config without the fields that do not affect the loss, for the fingerprint."""
+        """A copy of this config, for the fingerprint, without the fields that do not affect the loss."""
         return self.model_copy(update={"config": None, "pipeline": PipelineConfig()})
 
     @property
     def states(self) -> States:
-        """The input that consists of hidden states."""
+        """The input that receives hidden states."""
         return next(item for item in self.inputs.values() if isinstance(item, States))
 
     @property
     def text_towers(self) -> list[str]:
-        """Names of the text towers that the inputs use, without duplicates; empty if the only tower is used."""
+        """Names of the text towers that the inputs use, without duplicates; empty if the inputs name no tower."""
         named = (item.names for item in self.inputs.values() if isinstance(item, States | Pooled))
         return list(dict.fromkeys(name for names in named for name in names))
 
     @property
     def top_arguments(self) -> list[str]:
-        """Names of the keyword arguments in addition to latents and timesteps."""
+        """Names of the network's keyword arguments, other than latents and timesteps."""
         masks = [self.states.mask] if self.states.mask else []
         return list(dict.fromkeys([*(name.split(".")[0] for name in self.inputs), *masks]))
 
     def resolved(self, texts: dict[str, TextTower]) -> BackboneConfig:
-        """Return this config with its text tower named; if none is configured, it is the only tower in `texts`.
+        """Return this config with its text towers named. If it names none, use the only tower with hidden states.
 
         Raises:
-            RequestError: no tower is named and `texts` does not have exactly one with hidden states, or a named tower
-                is missing or was encoded without the outputs that the inputs use.
+            RequestError: no tower is named, and `texts` does not have exactly one tower with hidden states; or a named
+                tower is missing, or was encoded without the outputs that the inputs use.
         """
         if self.states.towers is not None:
             _check_towers(self, texts)
@@ -129,10 +129,12 @@ class BackboneConfig(Config):
         return -prediction if self.output_negated else prediction
 
     def arguments(self, conditioning: Conditioning, grid: tuple[int, int]) -> dict[str, Any]:
-        """Return the keyword arguments in addition to latents and timesteps; inputs `a.b` and `a.c` form one dict `a`.
+        """Return the network's keyword arguments, other than latents and timesteps.
+
+        Inputs named `a.b` and `a.c` become entries b and c of one dict argument `a`.
 
         Args:
-            grid: (h, w) of the latents' patches.
+            grid: number of rows and columns of the latents' patches.
         """
         context = InputContext(conditioning, grid, {})
         for name, item in self.inputs.items():
@@ -156,7 +158,7 @@ def pack(latents: Tensor, side: int) -> Tensor:
 
 
 def unpack(packed: Tensor, side: int, grid: tuple[int, int]) -> Tensor:
-    """Invert `pack`, for patches in a grid of (rows, columns)."""
+    """Invert `pack`. `grid`: number of rows and columns of patches."""
     n, _, numbers = packed.shape
     # (N, rows, columns, C, side, side) => (N, C, rows, side, columns, side)
     patches = packed.view(n, *grid, numbers // side**2, side, side).permute(0, 3, 1, 4, 2, 5)
@@ -164,10 +166,11 @@ def unpack(packed: Tensor, side: int, grid: tuple[int, int]) -> Tensor:
 
 
 def _check_towers(config: BackboneConfig, texts: dict[str, TextTower]) -> None:
-    """Check that the towers of the inputs were encoded with the outputs that the inputs use.
+    """Check that the text towers have the outputs that the inputs use.
 
     Raises:
-        RequestError: a tower is missing, lacks states or a pooled output, or cannot be concatenated with another.
+        RequestError: a tower is missing, lacks the states or pooled output that an input uses, or cannot be
+            concatenated with a different tower.
     """
     problems = []
     for name in config.text_towers:
@@ -192,7 +195,7 @@ def _check_towers(config: BackboneConfig, texts: dict[str, TextTower]) -> None:
 
 
 def _concatenation_problems(states: States, texts: dict[str, TextTower]) -> list[str]:
-    """List towers that cannot be concatenated along the width, because they differ in tokens or masking."""
+    """Describe towers that cannot be concatenated along the width, because they differ in length or masking."""
     problems = []
     for row in states.towers or []:
         tokens = {name: (texts[name].length, texts[name].hides_padding) for name in row}

@@ -1,8 +1,8 @@
-"""Find the blocks of a backbone, and run code before and after them.
+"""Finding the blocks of a backbone, and running code before and after them.
 
 FSDP gathers weights block by block (train/model/sharding.py), and REPA reads a block's output
-(train/objective/alignment.py). Hooks leave weights, their names and the network's code unchanged, so they do not affect
-checkpoints and exports.
+(train/objective/alignment.py). Hooks do not change the weights, their names or the network's code, so checkpoints and
+exports are unaffected.
 """
 
 import difflib
@@ -20,23 +20,23 @@ MAX_SUGGESTIONS = 5
 class BlockHook:
     """Code that runs before and after a module of the backbone; a subclass overrides one or both methods.
 
-    With gradient checkpointing, the backward pass calls the module again, and the hook with it: a hook must then return
-    the same result.
+    With gradient checkpointing, the backward pass calls the module and its hook a second time. The hook must then
+    return the same result as the first time.
     """
 
     def before(self, name: str, inputs: Inputs, named: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
-        """Return the positional and named arguments to call the module `name` with; by default unchanged."""
+        """Return the positional and keyword arguments with which to call the module `name`; by default unchanged."""
         return inputs, named
 
     def after(self, name: str, output: Any) -> Any:
-        """Return the output to use for the module `name`; by default unchanged."""
+        """Return the value to use as the output of the module `name`; by default unchanged."""
         return output
 
 
 def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a backbone by module name, in the order in which the network registers them.
 
-    They are the residual blocks and the transformers of a U-Net, and the entries of a transformer's block lists.
+    In a U-Net, these are the residual blocks and the transformers; in a transformer, the entries of its block lists.
     """
     unet_blocks = {
         name: module
@@ -54,7 +54,7 @@ def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_module(network: nn.Module, name: str) -> nn.Module:
-    """Return the module called `name`, which may be a block, contain several blocks, or be part of one.
+    """Return the module named `name`, which may be a block, a part of a block, or a container of several blocks.
 
     Raises:
         LookupError: there is no such module; the message lists the nearest names in the top two levels.
@@ -68,12 +68,12 @@ def find_module(network: nn.Module, name: str) -> nn.Module:
 
 
 def add_hook(network: nn.Module, names: Collection[str], hook: BlockHook) -> Callable[[], None]:
-    """Run `hook` before and after each of the named modules. Return a function that removes it.
+    """Run `hook` before and after each of the named modules, and return a function that removes the hook.
 
     Add hooks before the network is compiled or sharded.
 
     Raises:
-        LookupError: one of the modules does not exist. No hook is added in this case.
+        LookupError: one of the modules does not exist. In this case, the hook is not added to any module.
     """
     handles = []
     for name, module in [(name, find_module(network, name)) for name in names]:
@@ -84,7 +84,7 @@ def add_hook(network: nn.Module, names: Collection[str], hook: BlockHook) -> Cal
         def after(module: nn.Module, inputs: Inputs, output: Any, name: str = name) -> Any:
             return hook.after(name, output)
 
-        # a method that is not overridden registers nothing, so it costs nothing
+        # a method that is not overridden is not registered, so it costs nothing
         if type(hook).before is not BlockHook.before:
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if type(hook).after is not BlockHook.after:

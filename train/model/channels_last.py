@@ -1,8 +1,9 @@
 """Keep activations in the channels-last memory format, which diffusers' modules do not preserve.
 
-Where diffusers makes tensors contiguous, the next convolution has to copy them back. These subclasses avoid the copies
-before a shortcut, after a transformer, and before an upsampling of 64 images or more, without changing any value.
-(diffusers makes them contiguous because of a DDP warning about strides, and for a kernel of torch before 2.1.)
+Where diffusers makes a tensor contiguous, the next convolution has to copy it back to channels last. These subclasses
+avoid the copies before a shortcut, after a transformer, and before an upsampling of 64 images or more, without changing
+any values. (diffusers makes tensors contiguous to avoid a DDP warning about strides, and for a kernel in torch versions
+before 2.1.)
 """
 
 from typing import Any
@@ -15,11 +16,12 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 MAX_ELEMENTS = 2**31
-"""Maximum size of an upsampled tensor: torch's channels-last kernel counts elements in 32 bits (pytorch #141831)."""
+"""Maximum number of elements in an upsampled channels-last tensor: torch's kernel counts elements in 32 bits (pytorch
+issue 141831)."""
 
 
 class ChannelsLastTransformer(Transformer2DModel):
-    """Transformer2DModel that returns its tokens (N, h, w, C) as a channels-last view."""
+    """Transformer2DModel that returns a channels-last view of its tokens (N, h·w, C), without copying them."""
 
     def _get_output_for_continuous_inputs(
         self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
@@ -34,7 +36,7 @@ class ChannelsLastTransformer(Transformer2DModel):
 
 
 class ChannelsLastUpsample(Upsample2D):
-    """Upsample2D (nearest neighbour and convolution) that keeps the memory format at any batch size."""
+    """Upsample2D (nearest-neighbor interpolation and a convolution) that keeps the memory format at any batch size."""
 
     def forward(self, hidden_states: Tensor, output_size: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
         """Upsample (N, C, h, w) to (N, C, 2h, 2w) or to `output_size`."""
@@ -47,7 +49,10 @@ class ChannelsLastUpsample(Upsample2D):
 
 
 def keep_channels_last(network: nn.Module) -> None:
-    """Convert weights and activations of `network` to channels last, in place; names and state dict do not change."""
+    """Make `network` use channels last for its weights and activations, in place.
+
+    Module names and the state dict do not change.
+    """
     network.to(memory_format=torch.channels_last)
     for module in network.modules():
         if type(module) is Transformer2DModel and module.is_input_continuous:
@@ -60,6 +65,6 @@ def keep_channels_last(network: nn.Module) -> None:
 
 
 def _is_plain(module: Upsample2D) -> bool:
-    """Return whether the module upsamples by interpolation and convolution, without normalisation."""
+    """Return whether the module upsamples by interpolation and convolution, without normalization."""
     convolves = module.use_conv and not module.use_conv_transpose and module.name == "conv"
     return convolves and module.interpolate and module.norm is None

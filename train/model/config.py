@@ -1,4 +1,4 @@
-"""Config for the optimizer, the moving averages and DDP, which is read before torch is imported."""
+"""Config classes for the optimizer, the moving averages and DDP. They must not need torch, which is imported later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 Width = Annotated[float, Field(gt=0, lt=0.28)]
-"""An average's standard deviation in time ÷ the number of completed steps; for a flat average, 1/√12 = 0.289."""
+"""Width of an average: its standard deviation in time, divided by the number of completed steps. An average that
+weights all steps equally has a width of 1/√12 = 0.289."""
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Sharding = Literal["none", "grad_op", "full"]
 
@@ -29,17 +30,18 @@ class EmaConfig(Config):
     kind: Literal["constant", "power"] = "constant"
     """`power` widens the average in proportion to the number of completed steps (Karras et al., 2024)."""
     decay: float = Field(0.9999, gt=0, lt=1)
-    """Decay per step, for `constant`."""
+    """Decay per step, if `kind` is `constant`."""
     sigma_rel: Width = 0.1
-    """Width of the average for `power`: its standard deviation in time, as a share of the completed steps."""
+    """Width of the average if `kind` is `power`: its standard deviation in time, as a fraction of the completed
+    steps."""
     start_step: int | None = Field(None, ge=0)
-    """First step of the average, which takes no memory before then; null: no average."""
+    """Step at which the average starts; it takes no memory before then. null: no average."""
     snapshot_every: int | None = Field(None, ge=1)
-    """Steps between snapshots of the averages in `std`, from which `python -m train ema RUN` rebuilds any width
-    afterwards; null: no snapshots."""
+    """Steps between snapshots of the averages in `std`, from which `python -m train ema RUN` can later rebuild an
+    average of any width; null: no snapshots."""
     std: list[Width] = Field([0.05, 0.1], min_length=1)
-    """Widths of these averages, like `sigma_rel`. Each average takes 4 bytes per parameter, in memory and in
-    checkpoints."""
+    """Widths of the averages in snapshots, defined like `sigma_rel`. Each average takes 4 bytes per parameter, both in
+    memory and in checkpoints."""
     snapshot_dtype: Literal["float16", "float32"] = "float16"
     """Data type of snapshots; float16 rounds to within 1/2048 of each value."""
 
@@ -52,7 +54,7 @@ class EmaConfig(Config):
 
 
 def average_name(std: float) -> str:
-    """Return the folder of a post-hoc average in checkpoints and snapshots, such as `ema-0.050`."""
+    """Return the name of a post-hoc average's folder in checkpoints and snapshots, such as `ema-0.050`."""
     return f"ema-{std:.3f}"
 
 
@@ -65,25 +67,29 @@ class OptimizerConfig(Config):
     kind: str
     """Name of the optimizer."""
     lr: float = Field(1e-4, gt=0)
-    """The learning rate after warm-up."""
+    """Learning rate after warm-up."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum global norm of the gradients; larger gradients are scaled down."""
     max_skipped_steps: int = Field(100, ge=0)
-    """Maximum number of steps that may be skipped, because of a non-finite gradient, before a run stops."""
+    """Maximum number of steps that may be skipped because of non-finite gradients before a run stops."""
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer for these parameters, given by name.
+        """Return the optimizer for these parameters.
 
-        Its per-parameter state must consist of tensors, which checkpoints save by parameter name. All its parameter
-        groups are stepped at the scheduled learning rate.
+        Its per-parameter state must consist of tensors, because checkpoints save tensors by parameter name. The
+        scheduled learning rate is set in all of its parameter groups.
+
+        Args:
+            parameters: the parameters to train, by name.
         """
         raise NotImplementedError
 
     @classmethod
     def step_bytes(cls) -> int:
-        """Return the bytes per parameter that a step moves through memory.
+        """Return the number of bytes per parameter that an optimizer step reads from and writes to memory.
 
-        A step reads weight, gradient and state, and writes weight and state; weights and gradients are float32.
+        A step reads the weight, the gradient and the state, and writes the weight and the state. Weights and gradients
+        are float32.
         """
         return 4 + 4 + cls.state_bytes + 4 + cls.state_bytes
 
@@ -96,14 +102,14 @@ class AdamWConfig(OptimizerConfig):
     kind: Literal["adamw"] = "adamw"
     """Name of the optimizer."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
-    """AdamW's decays of the first and second moment."""
+    """AdamW's decay rates for the first and second moments."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's ε."""
     weight_decay: float = Field(0.01, ge=0)
     """AdamW's decoupled weight decay."""
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-        """Return torch's AdamW with its fused kernel, which changes nothing in a step whose `found_inf` is 1."""
+        """Return torch's AdamW with its fused kernel, which skips a step if `found_inf` is 1."""
         import torch
 
         return torch.optim.AdamW(
@@ -117,11 +123,11 @@ class AdamWConfig(OptimizerConfig):
 
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig}
-"""Kind → its config class. To add an optimizer, derive a class from `OptimizerConfig` and list it here."""
+"""Config class for each kind of optimizer. To add a kind, derive a class from `OptimizerConfig` and list it here."""
 
 
 def optimizer_class(kind: str) -> type[OptimizerConfig]:
-    """Return the config class of a kind of optimizer.
+    """Return the config class for a kind of optimizer.
 
     Raises:
         ValueError: the kind is unknown.
@@ -134,7 +140,7 @@ def optimizer_class(kind: str) -> type[OptimizerConfig]:
 
 
 def _parse_optimizer(value: Any, info: ValidationInfo) -> OptimizerConfig:
-    """Validate an `optimizer` section with the config class of its kind, by default `adamw`."""
+    """Validate an `optimizer` section with the config class for its kind, which is `adamw` by default."""
     if isinstance(value, OptimizerConfig):
         return value
     if not isinstance(value, dict):
@@ -145,7 +151,7 @@ def _parse_optimizer(value: Any, info: ValidationInfo) -> OptimizerConfig:
 if TYPE_CHECKING:
     AnyOptimizer = OptimizerConfig
 else:
-    # the union gives `--help` and the config reference the fields of every kind
+    # with the union, `--help` and the config reference include the fields of every kind
     AnyOptimizer = Annotated[SerializeAsAny[reduce(or_, OPTIMIZERS.values())], PlainValidator(_parse_optimizer)]
 
 
@@ -153,24 +159,25 @@ class ScheduleConfig(Config):
     """The learning rate schedule."""
 
     kind: Literal["constant", "cosine"] = "constant"
-    """After warm-up: constant, or half a cosine down to zero at `max_steps`."""
+    """Learning rate after warm-up: constant, or falling to zero at `max_steps` along half a cosine."""
     warmup_steps: int = Field(10_000, ge=0)
-    """Steps of linear warm-up from zero."""
+    """Number of steps of linear warm-up from zero."""
 
 
 class DdpConfig(Config):
-    """Gradient exchange between processes that each hold the whole network (`sharding: none`)."""
+    """Gradient exchange between processes if each process holds the whole network (`sharding: none`)."""
 
     bucket_mb: int = Field(500, ge=1)
-    """Size in MB of the buckets that are all-reduced during the backward pass. A compiled network is split there."""
+    """Size in MB of the buckets that are all-reduced during the backward pass. A compiled network is split at the
+    bucket boundaries."""
     gradients: Literal["float32", "bfloat16"] = "float32"
-    """Data type of all-reduced gradients; bfloat16 halves the bytes and rounds to within 1/256 of each value."""
+    """Data type of all-reduced gradients. bfloat16 halves the traffic, and rounds to within 1/256 of each value."""
 
     def handler(self) -> DistributedDataParallelKwargs:
         """Return Accelerate's handler for these settings.
 
-        Gradients are views of the buckets, so nothing is copied back. The graph is not declared static, because that
-        would only save the search for unused parameters, which is off anyway.
+        Gradients are views of the buckets, so they need not be copied back. The graph is not declared static, because
+        that would only avoid the search for unused parameters, which is disabled anyway.
         """
         from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 

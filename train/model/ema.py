@@ -1,4 +1,5 @@
-"""Moving averages of the weights: the run's own, and those from which an average of any width can be rebuilt later."""
+"""Moving averages of the weights: the run's own average, and post-hoc averages, from which an average of any width can
+be rebuilt later."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,11 +13,11 @@ SNAPSHOT_DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:
-    """Return the decay of the average at the update after step `step` (the first is 1).
+    """Return the decay with which the average is updated after step `step`, counted from 1.
 
     `power` is the power function profile of Karras et al., "Analyzing and improving the training dynamics of diffusion
     models" (2024), equation 127: β(t) = (1 − 1/t)^(γ + 1), which weights step τ by τ^γ. t counts the steps of the run
-    even if the average starts late; the weights at its start then represent all earlier steps.
+    even if the average starts late. In that case, the weights at its start represent all earlier steps.
     """
     if config.kind == "constant":
         return config.decay
@@ -26,7 +27,7 @@ def ema_decay(config: EmaConfig, step: int) -> float:
 def power_exponent(sigma_rel: float) -> float:
     """Return the exponent γ of the power profile whose relative width is `sigma_rel`.
 
-    By appendix C of Karras et al. (2024), σ_rel = (γ + 1)^½ (γ + 2)^−1 (γ + 3)^−½. So γ is the largest root of
+    According to Karras et al. (2024), appendix C, σ_rel = (γ + 1)^½ (γ + 2)^−1 (γ + 3)^−½. So γ is the largest root of
     γ³ + 7γ² + (16 − σ_rel^−2)·γ + (12 − σ_rel^−2) = 0.
     """
     inverse = sigma_rel**-2
@@ -34,10 +35,10 @@ def power_exponent(sigma_rel: float) -> float:
 
 
 def correlation(a_step: np.ndarray, a_std: np.ndarray, b_step: np.ndarray, b_std: np.ndarray) -> np.ndarray:
-    """Return the inner products of power profiles that end at these steps and have these widths; shapes broadcast.
+    """Return the inner products of power profiles that end at these steps and have these widths. Shapes broadcast.
 
-    Karras et al. (2024), algorithm 3 and equation 151: ∫ p_a(t)·p_b(t) dt, where p(t) = (γ + 1)·t^γ / T^(γ + 1) on
-    [0, T].
+    The inner product is ∫ p_a(t)·p_b(t) dt, where p(t) = (γ + 1)·t^γ / T^(γ + 1) on [0, T] (Karras et al., 2024,
+    algorithm 3 and equation 151).
     """
     a, b = (np.vectorize(power_exponent)(std) for std in (a_std, b_std))
     exponent = np.where(a_step < b_step, b, -a)
@@ -45,9 +46,14 @@ def correlation(a_step: np.ndarray, a_std: np.ndarray, b_step: np.ndarray, b_std
 
 
 def posthoc_coefficients(steps: Sequence[int], stds: Sequence[float], step: int, std: float) -> np.ndarray:
-    """Return the coefficients (n,) of n averages that best approximate the average of width `std` that ends at `step`.
+    """Return the coefficients (n,) with which n averages best approximate the average of width `std` ending at `step`.
 
-    Least squares over the profiles, algorithm 3 of Karras et al. (2024), in float64 and scaled to sum to 1.
+    They are the least-squares fit of the profiles (Karras et al., 2024, algorithm 3), computed in float64 and scaled to
+    sum to 1.
+
+    Args:
+        steps: the steps at which the n averages end.
+        stds: widths of the n averages.
     """
     t, width = np.asarray(steps, np.float64), np.asarray(stds, np.float64)
     gram = correlation(t[:, None], width[:, None], t, width)
@@ -56,12 +62,15 @@ def posthoc_coefficients(steps: Sequence[int], stds: Sequence[float], step: int,
 
 
 class Ema:
-    """Float32 averages of parameters by name, from `start_step` on: average ← decay·average + (1 − decay)·weight."""
+    """Float32 moving average of each parameter, which starts at `start_step`.
+
+    The update is average ← decay·average + (1 − decay)·weight.
+    """
 
     def __init__(self, config: EmaConfig):
         self.config = config
         self.average: dict[str, Tensor] | None = None
-        """None before `start_step`, or always if that is null."""
+        """Average of each parameter, by name; None before `start_step`, or always if `start_step` is null."""
 
     def begin(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Start the average from the current weights, and return it."""
@@ -69,15 +78,15 @@ class Ema:
         return self.average
 
     def has_begun(self, step: int) -> bool:
-        """Return whether there is an average after `step` optimizer steps."""
+        """Return whether the average exists after `step` optimizer steps."""
         return self.config.start_step is not None and step >= self.config.start_step
 
     @torch.no_grad()
     def update(self, parameters: Iterable[tuple[str, Tensor]], step: int) -> None:
-        """Update the average after an optimizer step (the first is 1).
+        """Update the average after optimizer step `step`, counted from 1.
 
         Args:
-            parameters: the same named parameters with which the average was created.
+            parameters: the same named parameters with which the average was started.
         """
         if not self.has_begun(step):
             return
@@ -90,9 +99,9 @@ class Ema:
 
     @torch.no_grad()
     def swap(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Swap average and weights in place, if there is an average; a second call restores both bit-exactly.
+        """Swap the average and the weights in place, if there is an average. A second call restores both bit-exactly.
 
-        At any time, only one additional tensor is in memory.
+        At most one additional tensor is in memory at any time.
         """
         by_name = dict(parameters)
         for name, average in (self.average or {}).items():
@@ -102,10 +111,10 @@ class Ema:
 
 
 def make_averages(config: EmaConfig) -> dict[str, Ema]:
-    """Return a dict from checkpoint folder to average: `ema`, and the post-hoc averages if snapshots are configured.
+    """Return the run's averages by checkpoint folder: `ema`, and the post-hoc averages if snapshots are configured.
 
-    The first update replaces a post-hoc average entirely (β(1) = 0), so the average covers all steps. If snapshots are
-    enabled later, the weights at that step represent all earlier steps.
+    The first update overwrites a post-hoc average's initial value entirely (β(1) = 0), so the average covers exactly
+    the steps of the run. If snapshots are enabled later, the weights at that point represent all earlier steps.
     """
     stds = config.std if config.snapshot_every is not None else []
     posthoc = {average_name(std): Ema(EmaConfig(kind="power", sigma_rel=std, start_step=1)) for std in stds}

@@ -1,4 +1,4 @@
-"""Check that a network fits the latents, by comparing their configs and by calling it once without weights."""
+"""Checks that a network fits the latents, by comparing their configs and by calling the network without weights."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -20,13 +20,14 @@ EXTRA_INPUTS: dict[str, tuple[str | None, ...]] = {
     "addition_embed_type": (None, "text", "text_time"),
     "encoder_hid_dim_type": (None, "text_proj"),
 }
-"""U-Net config fields that make the network require more inputs, and the values for which these can be provided."""
+"""U-Net config fields that make the network require additional inputs, and the values for which this trainer can
+provide these inputs."""
 STANDARD_ARGUMENTS = ("timestep", "return_dict")
-"""Arguments that every network is called with, besides the latents."""
+"""Arguments with which every network is called, in addition to the latents."""
 
 
 class Encoding(Protocol):
-    """The towers whose latents a network receives, as both encoding records and a DataSpec describe them."""
+    """The towers whose latents a network receives. Both encoding records and DataSpecs have these attributes."""
 
     @property
     def image(self) -> ImageTower: ...
@@ -35,13 +36,13 @@ class Encoding(Protocol):
 
 
 def check_fit(network: Any, spec: DataSpec, backbone: BackboneConfig | None = None) -> None:
-    """Check the network's arguments, channels, widths and patch size against the latents, and call it on meta tensors.
+    """Check that the network's arguments, channels, widths and patch size fit the latents, and call it on meta tensors.
 
     Args:
         backbone: how the network is called, with its text towers named.
 
     Raises:
-        RequestError: something differs. The message gives both values.
+        RequestError: the network does not fit. The message lists all mismatches.
     """
     backbone = backbone or BackboneConfig().resolved(spec.texts)
     problems = [
@@ -61,7 +62,7 @@ def check_fit(network: Any, spec: DataSpec, backbone: BackboneConfig | None = No
 
 
 def check_precision(network: Any, precision: str) -> None:
-    """Check that the network's arithmetic does not overflow in this precision.
+    """Check that the network's class is not known to overflow in this precision.
 
     Raises:
         RequestError: backbones.yaml lists the precision as unsafe for the network's class.
@@ -79,7 +80,7 @@ def on_meta(
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     """Return a copy of the network without weights, and a function that calls it on one sample.
 
-    Both are on the meta device, so a call computes shapes but no values. Only the config of `network` is used.
+    Both use the meta device, so a call computes only shapes. Nothing but the config of `network` is used.
     """
     target = (latent_hw[0] * data.image.downsampling, latent_hw[1] * data.image.downsampling)
     with torch.device("meta"):
@@ -100,12 +101,12 @@ def _is_unet(config: Mapping[str, Any]) -> bool:
 
 
 def _class_facts(network: Any) -> dict[str, Any]:
-    """Return the entry of the network's class in backbones.yaml."""
+    """Return the entry for the network's class in backbones.yaml."""
     return CLASSES[class_name(network.config)]
 
 
 def _argument_problems(network: Any, backbone: BackboneConfig) -> Iterator[str]:
-    """List inputs that the network does not accept, and those that it requires but `backbone.inputs` lacks."""
+    """List inputs that the network does not accept, and inputs that it requires but `backbone.inputs` lacks."""
     config = network.config
     parameters = list(inspect.signature(type(network).forward).parameters)[1:]
     free = [name for name in parameters[1:] if name not in STANDARD_ARGUMENTS]  # the first receives the latents
@@ -129,7 +130,7 @@ def _argument_problems(network: Any, backbone: BackboneConfig) -> Iterator[str]:
 
 
 def _channel_problems(config: Any, spec: DataSpec, backbone: BackboneConfig) -> Iterator[str]:
-    """Compare the network's input and output channels with those of the latents, packed if so configured."""
+    """Compare the network's input and output channels with the channels of the latents, after packing if configured."""
     channels = spec.image.channels * backbone.pack**2
     out_channels = config.get("out_channels") or config.in_channels
     output_fits = out_channels > channels if backbone.further_channels else out_channels == channels
@@ -176,7 +177,7 @@ def _side_problems(config: Any, spec: DataSpec, backbone: BackboneConfig) -> Ite
 
 
 def _call_problems(network: Any, spec: DataSpec, backbone: BackboneConfig) -> Iterator[str]:
-    """Call the network with one sample of each latent shape, and describe the first error or wrong output shape."""
+    """Call the network on one sample of each latent shape, and describe the first error or wrong output shape."""
     for hw in sorted({stream.latent_hw for stream in spec.streams}):
         try:
             with torch.no_grad():

@@ -1,7 +1,7 @@
-"""FLOPs in a training step, counted on the meta device, and devices' peak FLOP/s, for computing MFU.
+"""FLOPs of a training step, counted on the meta device, and peak FLOP/s of devices, for computing MFU.
 
-MFU, the model FLOPs utilisation of Chowdhery et al. (2022), is the rate of FLOPs that the model needs, divided by the
-device's peak. Activations recomputed by gradient checkpointing do not count.
+MFU is the model FLOPs utilization of Chowdhery et al. (2022): the FLOP/s that the model itself requires at the measured
+throughput, divided by the device's peak. Recomputation of activations by gradient checkpointing does not count.
 
 torch is imported inside the functions that need it, so that reading a config stays fast.
 """
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 TRAIN_OVER_FORWARD = 3
-"""FLOPs of a training step ÷ those of its forward pass: for each matrix product of the forward pass, the backward pass
-has two. The exact ratio of the SD2 U-Net is 2.98, because some layers need no gradient of their input; published
-utilisations use 3."""
+"""Ratio of a training step's FLOPs to those of its forward pass: for each matrix product in the forward pass, the
+backward pass has two. The exact ratio for the SD2 U-Net is 2.98, because some layers need no gradient for their input;
+published MFU figures use 3."""
 
 PEAK_TFLOPS = {
     "A100": 312.0,  # SXM and PCIe
@@ -35,12 +35,12 @@ PEAK_TFLOPS = {
     "RTX 3090": 71.0,
     "RTX 4090": 165.2,
 }
-"""GPU name, or a distinctive part of it → dense bfloat16 TFLOP/s from NVIDIA's datasheets and architecture papers,
-whose headline figures with sparsity are twice as high. The values for GeForce cards assume float32 accumulation."""
+"""GPU name, or a distinctive part of it → dense bfloat16 TFLOP/s from NVIDIA's datasheets and architecture papers. The
+headline figures there assume sparsity and are twice as high. Values for GeForce cards assume float32 accumulation."""
 
 
 def count_flops(function: Callable[..., Any], *inputs: torch.Tensor) -> int:
-    """Return the FLOPs of one call, where a multiply-add counts as 2. On meta tensors the call takes almost no time."""
+    """Count the FLOPs of one call. A multiply-add counts as 2. On meta tensors, this takes almost no time."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
@@ -49,7 +49,7 @@ def count_flops(function: Callable[..., Any], *inputs: torch.Tensor) -> int:
 
 
 def training_flops(call: Callable[[], Any]) -> int:
-    """Return the FLOPs for one image in a training step, where `call` is the forward pass on the meta device."""
+    """Return the FLOPs per image of a training step. `call`: runs the forward pass for one image on the meta device."""
     import torch
 
     with torch.no_grad():

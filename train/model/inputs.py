@@ -1,4 +1,4 @@
-"""Turn a batch's conditioning into a backbone's keyword arguments, with one config class for each kind of input.
+"""Conversion of a batch's conditioning into a backbone's keyword arguments, with one config class per kind of input.
 
 torch is imported inside the functions that need it, so that reading a config stays fast.
 """
@@ -27,7 +27,8 @@ class TextConditioning:
     states: Tensor | None
     """(N, tokens, width) float32; None if only the pooled output is used."""
     mask: Tensor | None
-    """(N, tokens), 1 for real tokens; None if the network attends to all tokens, including padding, as in SD."""
+    """(N, tokens), 1 for real tokens; None if the network attends to all tokens, including padding, as Stable Diffusion
+    does."""
     pooled: Tensor | None
     """(N, pooled) float32."""
 
@@ -43,7 +44,7 @@ class Conditioning:
 
     texts: dict[str, TextConditioning]
     sizes: Tensor
-    """(N, 4): width and height of each original in pixels, and top and left of the crop in it."""
+    """(N, 4): width and height of each original image, and top and left offset of the crop in it, in pixels."""
     target: tuple[int, int]
     """(height, width) of the bucket in pixels."""
 
@@ -54,13 +55,13 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class InputContext:
-    """Data that an argument may be computed from."""
+    """Data from which an input computes its arguments."""
 
     conditioning: Conditioning
     grid: tuple[int, int]
-    """(h, w) of the latents' patches."""
+    """Number of rows and columns of the latents' patches."""
     made: dict[str, Tensor | None]
-    """Arguments computed so far, by name."""
+    """Arguments that earlier inputs have computed, by name."""
 
 
 class States(Config):
@@ -69,10 +70,10 @@ class States(Config):
     kind: Literal["states"] = "states"
     """Kind of input."""
     towers: list[list[str]] | None = Field(None, min_length=1)
-    """Text towers. Towers in an inner list are concatenated along the width; the results are zero-padded to the same
-    width and concatenated along the tokens. null: the only text tower that is read."""
+    """Text towers. Towers in the same inner list are concatenated along the width. The results are zero-padded to the
+    same width and concatenated along the tokens. null: the only text tower that is read."""
     mask: str | None = None
-    """Argument that receives the mask of real tokens, if a tower hides padding."""
+    """Name of the argument that receives the mask of real tokens, if a tower hides padding."""
 
     @property
     def names(self) -> list[str]:
@@ -98,7 +99,7 @@ class States(Config):
 
 
 class Pooled(Config):
-    """Pooled outputs of text towers, concatenated, (N, width)."""
+    """Concatenated pooled outputs of text towers, (N, width)."""
 
     kind: Literal["pooled"]
     """Kind of input."""
@@ -116,17 +117,17 @@ class Pooled(Config):
 
 
 class Sizes(Config):
-    """Sizes of the original and the crop in pixels, (N, numbers) float32."""
+    """Sizes of the original image and position of the crop in pixels, (N, numbers) float32."""
 
     kind: Literal["sizes"]
     """Kind of input."""
     of: list[SizeName] = Field(["original", "crop", "target"], min_length=1)
-    """Numbers to pass, in this order. `original` and `target`: height and width of the image and of its bucket; `crop`:
-    top and left of the crop in the scaled image (Podell et al., 2023); `aspect_ratio`: height / width of the original.
-    All are 0 if the size of the original is unknown (0 × 0)."""
+    """Numbers to pass, in this order. `original`: height and width of the original image; `target`: height and width of
+    its bucket; `crop`: top and left offset of the crop in the scaled image (Podell et al., 2023); `aspect_ratio`:
+    height / width of the original image. All are 0 if the size of the original is unknown (0 × 0)."""
 
     def arguments(self, name: str, context: InputContext) -> dict[str, Tensor | None]:
-        """Return the numeric inputs, concatenated into one tensor."""
+        """Return the configured numbers, concatenated into one tensor."""
         import torch
 
         known = context.conditioning.sizes[:, 0] > 0
@@ -147,12 +148,13 @@ class Sizes(Config):
 
 
 class Positions(Config):
-    """Positions for rotary embeddings, (tokens, 3) float32: (0, row, column) of patches, zeros for captions."""
+    """Positions for rotary embeddings, (tokens, 3) float32: (0, row, column) for patches and zeros for captions."""
 
     kind: Literal["positions"]
     """Kind of input."""
     of: Literal["image", "text"]
-    """Tokens: the latents' patches, or those of the hidden states, which must precede this input."""
+    """Tokens whose positions are passed: the latents' patches, or the tokens of the hidden states. The input of kind
+    `states` must precede an input with `of: text`."""
 
     def arguments(self, name: str, context: InputContext) -> dict[str, Tensor | None]:
         """Return the positions."""
@@ -172,7 +174,7 @@ class Guidance(Config):
     kind: Literal["guidance"]
     """Kind of input."""
     scale: float = 1.0
-    """The scale, in the units of a sampler."""
+    """Guidance scale, in the units that a sampler uses."""
 
     def arguments(self, name: str, context: InputContext) -> dict[str, Tensor | None]:
         """Return the scale for every sample."""
@@ -186,7 +188,7 @@ Input = Annotated[States | Pooled | Sizes | Positions | Guidance, Field(discrimi
 
 
 def example(texts: dict[str, TextTower], target: tuple[int, int]) -> Conditioning:
-    """Create dummy conditioning of one sample, with the shapes of these towers' outputs, on the default device."""
+    """Create dummy conditioning for one sample on the default device, with the shapes of these towers' outputs."""
     import torch
 
     return Conditioning(
@@ -209,7 +211,7 @@ def _rounded(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _concatenate_width(parts: Iterable[Tensor | None]) -> Tensor:
-    """Concatenate along the width those parts that are not None."""
+    """Concatenate the parts that are not None along the width."""
     import torch
 
     found = [part for part in parts if part is not None]

@@ -1,4 +1,4 @@
-"""Build the network to train, a U-Net or another diffusers class, and load pretrained weights into it."""
+"""Building the network to train, a U-Net or a different diffusers class, and loading pretrained weights into it."""
 
 import difflib
 import inspect
@@ -21,14 +21,15 @@ PRETRAINED_FILES = (
     "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model.fp16.safetensors",
 )
-"""Weights files to look for, in order of preference. Half-precision weights are rounded, so they come last."""
+"""Weight files to look for, in order of preference. Half-precision weights come last, because they are rounded."""
 SHARDED_FILES = "diffusion_pytorch_model-*-of-*.safetensors"
-"""Weights files that an index lists."""
+"""Pattern for the sharded weight files that an index lists."""
 CLASSES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("backbones.yaml").read_text())
-"""Class name → facts that the class's code does not state, explained in the file."""
+"""Facts about each supported class that its code does not state, by class name. The file explains them."""
 UNET = "UNet2DConditionModel"
 NOT_ARCHITECTURE = {UNET: ("sample_size",)}
-"""Class name → config fields without effect on the output. A transformer's positions depend on its sample_size."""
+"""Config fields that do not affect the output, by class name. A U-Net's sample_size does not, but a transformer's
+positions depend on its sample_size."""
 BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions that diffusers' classes raise for inconsistent sizes."""
 
@@ -37,11 +38,11 @@ def build_network(path: Path, seed: int | None) -> Any:
     """Build a network from a diffusers config.json, with random weights that depend only on `seed`.
 
     Args:
-        seed: None builds it without weights, on the meta device.
+        seed: seed of the weights; None: the network is built without weights, on the meta device.
 
     Raises:
-        RequestError: the file cannot be read, diffusers cannot build the network, its class is not supported, or it has
-            dropout.
+        RequestError: the file cannot be read, the network's class is not supported, diffusers cannot build the network,
+            or the config enables dropout.
     """
     fields = read_unet_config(path)
     model_class = class_of(fields, path)
@@ -66,7 +67,8 @@ def build_network(path: Path, seed: int | None) -> Any:
 def compile_network(network: Any, num_shapes: int) -> None:
     """Compile a network in place, with a static graph for each of `num_shapes` latent shapes.
 
-    By default torch would compile one slower dynamic graph from the second shape on, and stop compiling after eight.
+    By default, torch would compile a single, slower dynamic graph for the second and all later shapes, and would stop
+    compiling after eight graphs.
     """
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, num_shapes + 1)  # one more for validation
@@ -75,7 +77,7 @@ def compile_network(network: Any, num_shapes: int) -> None:
 
 
 def class_name(fields: Mapping[str, Any]) -> str:
-    """Return the class name in a diffusers config; configs without one are U-Nets."""
+    """Return the class name in a diffusers config; a config without a class name is a U-Net's."""
     return str(fields.get("_class_name", UNET))
 
 
@@ -83,10 +85,10 @@ def class_of(fields: Mapping[str, Any], path: Path | str) -> Any:
     """Return the diffusers class that a config names, or the U-Net class if it names none.
 
     Args:
-        path: where the config is from, for errors.
+        path: source of the config, for the error message.
 
     Raises:
-        RequestError: the class is not among those in backbones.yaml.
+        RequestError: backbones.yaml does not list the class.
     """
     name = class_name(fields)
     if name not in CLASSES or not hasattr(diffusers, name):
@@ -102,7 +104,7 @@ def check_fields(fields: Mapping[str, Any], model_class: Any, path: Path) -> Non
     """Reject unknown fields, which diffusers would ignore with a warning.
 
     Raises:
-        RequestError: the class takes no argument with the name of a field.
+        RequestError: the class has no argument with the name of a field.
     """
     known = list(inspect.signature(model_class.__init__).parameters)[1:]
     for name in fields:
@@ -133,11 +135,14 @@ def read_unet_config(path: Path) -> dict[str, object]:
 
 
 def load_pretrained(network: Any, name: str) -> None:
-    """Load the weights of a pretrained diffusers network, in a folder or on the hub, into `network` as float32.
+    """Load the weights of a pretrained diffusers network into `network` as float32.
+
+    Args:
+        name: folder or Hugging Face Hub repository of the pretrained network.
 
     Raises:
-        RequestError: the folder has no safetensors weights, or they belong to a different architecture; the message
-            names the fields that differ.
+        RequestError: the folder has no safetensors weights, or the weights belong to a different architecture; the
+            message names the fields that differ.
     """
     folder = model_folder(name, ("config.json", *PRETRAINED_FILES, SHARDED_FILES))
     with torch.device("meta"):
@@ -164,10 +169,11 @@ def load_pretrained(network: Any, name: str) -> None:
 
 
 def load_matching(network: Any, path: Path, theirs: Mapping[str, Any]) -> None:
-    """Load the safetensors file at `path`, or the files that this index lists, into `network` as float32.
+    """Load the weights at `path` into `network` as float32.
 
     Args:
-        theirs: diffusers config of the network that the weights belong to.
+        path: a safetensors file, or the index of sharded safetensors files.
+        theirs: diffusers config of the network to which the weights belong.
 
     Raises:
         RequestError: a file is missing or damaged, or the weights belong to a different architecture; the message names
@@ -187,10 +193,11 @@ def load_matching(network: Any, path: Path, theirs: Mapping[str, Any]) -> None:
 
 
 def architecture_differences(theirs: Mapping[str, Any], network: Any) -> str:
-    """List the fields of the diffusers config `theirs` that differ from `network`'s, as `field: theirs ≠ network's; …`.
+    """List the fields in which a diffusers config differs from the config of `network`, as `field: theirs ≠ its; …`.
 
-    Many fields, such as the number of heads, change a network's output but no weight's shape. A field that is missing
-    in `theirs` was added by a later diffusers version, and has its default value in `network`.
+    Comparing weight shapes is not enough: many fields, such as the number of heads, affect a network's output but not
+    the shapes. A field that is missing in `theirs` was added by a later version of diffusers and has its default value
+    in `network`.
     """
     ignored = NOT_ARCHITECTURE.get(class_name(network.config), ())
     return "; ".join(
@@ -201,7 +208,7 @@ def architecture_differences(theirs: Mapping[str, Any], network: Any) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two config values are equal; a single number equals a list that repeats it for every block."""
+    """Return whether two config values are equal. A number equals a list that repeats this number for every block."""
     a, b = (list(value) if isinstance(value, list | tuple) else value for value in (a, b))
     if isinstance(a, list) != isinstance(b, list):
         values, value = (a, b) if isinstance(a, list) else (b, a)

@@ -1,4 +1,4 @@
-"""A run's optimizer step: learning rate schedule, gradient clipping, and skipping steps with non-finite gradients.
+"""A run's optimizer step: learning rate schedule, gradient clipping, and skipping of steps with non-finite gradients.
 
 `OPTIMIZERS` in train/model/config.py lists the kinds of optimizer and how each is built.
 """
@@ -21,7 +21,7 @@ from train.model.sharding import gather
 def learning_rate(step: int, base: float, config: ScheduleConfig, max_steps: int) -> float:
     """Return the learning rate for optimizer step `step`, counted from 0.
 
-    It rises linearly during warm-up, and is then constant or falls to zero at `max_steps` by half a cosine.
+    It rises linearly during warm-up. Afterwards it is constant, or falls to zero at `max_steps` along half a cosine.
     """
     if step < config.warmup_steps:
         return base * (step + 1) / config.warmup_steps
@@ -32,9 +32,9 @@ def learning_rate(step: int, base: float, config: ScheduleConfig, max_steps: int
 
 
 def freeze_except(network: nn.Module, patterns: Sequence[str] | None) -> None:
-    """Freeze all parameters of `network` whose names match none of the glob patterns; None freezes nothing.
+    """Freeze all parameters of `network` whose names match none of the glob patterns. None freezes nothing.
 
-    Frozen parameters are not given to the optimizer. They remain in checkpoints, averages and exports.
+    Frozen parameters are not passed to the optimizer, but checkpoints, averages and exports still contain them.
 
     Raises:
         RequestError: a pattern matches no parameter.
@@ -83,12 +83,13 @@ class Optimizer:
         return float(self.prepared.param_groups[0]["lr"])
 
     def step(self, model: nn.Module, step: int) -> tuple[Tensor, Tensor]:
-        """Clip the gradients, which are the same on all ranks, and do optimizer step `step` (the first is 0).
+        """Clip the gradients, which are the same on all ranks, and do optimizer step `step`, counted from 0.
 
         A step with a non-finite gradient is skipped: it changes neither weights nor optimizer state.
 
         Returns:
-            The gradient norm before clipping, and 1 if the step was skipped or 0 if not; both are on the device.
+            The gradient norm before clipping, and 1 if the step was skipped, otherwise 0. Both are tensors on the
+            device.
         """
         for group in self.prepared.param_groups:
             group["lr"] = learning_rate(step, self.base_lr, self.schedule, self.max_steps)
@@ -98,11 +99,11 @@ class Optimizer:
             # the fused kernel checks on the device whether to skip the step, so the host does not wait
             self.torch_optimizer.found_inf = skipped  # type: ignore[attr-defined]
             self.prepared.step()
-        elif self.accelerator.scaler is not None or not skipped:  # the loss scaler skips such steps itself
+        elif self.accelerator.scaler is not None or not skipped:  # the loss scaler skips non-finite steps itself
             self.prepared.step()
         self.forget_gradients()
         return grad_norm, skipped
 
     def forget_gradients(self) -> None:
-        """Drop the gradients and free their memory."""
+        """Discard the gradients and free their memory."""
         self.torch_optimizer.zero_grad(set_to_none=True)

@@ -1,8 +1,8 @@
 """Sharding of weights, gradients and optimizer state across processes (FSDP2). Without sharding, each process holds
 everything (DDP).
 
-Checkpoints are the same either way. The trainer calls `fully_shard` itself, with gloo as well as NCCL, because
-accelerate's FSDP2 plugin does nothing on a CPU, where the tests run.
+A checkpoint can be resumed with or without sharding. The trainer calls `fully_shard` itself, both with NCCL and with
+gloo, because accelerate's FSDP2 plugin does nothing on CPUs, on which the tests run.
 """
 
 import os
@@ -19,12 +19,12 @@ from train.model.config import Sharding
 
 
 def launched_sharding() -> Sharding | None:
-    """Return the sharding that accelerate's launcher was configured with (`configs/accelerate/fsdp2_*.yaml`), or None.
+    """Return the sharding that accelerate's launcher requests (`configs/accelerate/fsdp2_*.yaml`), or None.
 
-    The request is removed from the environment, so that accelerate itself starts plain processes.
+    The request is removed from the environment, so that accelerate itself does not set up FSDP.
 
     Raises:
-        RequestError: FSDP is requested on a CPU, where accelerate would silently ignore it, or in a form that this
+        RequestError: FSDP is requested on CPUs, where accelerate would silently ignore it, or with settings that this
             trainer does not support.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
@@ -48,8 +48,8 @@ def launched_sharding() -> Sharding | None:
 def shard_weights(network: nn.Module, sharding: Sharding, precision: Precision) -> None:
     """Shard every weight across processes, in place. All processes must hold the same weights beforehand.
 
-    Weights are gathered block by block. With `grad_op` they stay gathered from the forward pass until the end of the
-    backward pass. Gradients are averaged in float32 after each microbatch, so that no process holds all of them.
+    Weights are gathered block by block. With `grad_op`, they stay gathered from the forward pass until the end of the
+    backward pass. Gradients are averaged in float32 after each microbatch, so that no process holds all gradients.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bfloat16" else None,
@@ -69,15 +69,17 @@ def reshard(network: nn.Module) -> None:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the full (unsharded) tensor; a tensor that is not sharded is returned unchanged. All processes must call
-    this."""
+    """Return the full (unsharded) tensor. A tensor that is not sharded is returned unchanged.
+
+    All processes must call this.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(tensor: Tensor, model: Tensor) -> Tensor:
-    """Return this process's shard of a tensor that all processes hold, sharded like `model`.
+    """Shard `tensor`, which all processes hold, in the same way as `model`, and return this process's shard.
 
-    If `model` is not sharded, or has a different shape, return `tensor` unchanged.
+    If `model` is not sharded or has a different shape, `tensor` is returned unchanged.
     """
     if not isinstance(model, DTensor) or tensor.shape != model.shape:
         return tensor

@@ -1,4 +1,4 @@
-"""Write safetensors files tensor by tensor, without a second copy of the weights on the device or in host memory."""
+"""Writing safetensors files tensor by tensor, without a second copy of the weights on the device or in host memory."""
 
 import hashlib
 import json
@@ -31,13 +31,13 @@ MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], mine: Collection[str] | None = None) -> str:
-    """Write tensors as safetensors' `save_file` would, byte for byte, and return the SHA-256 of the file.
+    """Write the same bytes as safetensors' `save_file`, and return the SHA-256 of the file.
 
     Sharded tensors are gathered one at a time, so all processes must call this.
 
     Args:
-        path: None to take part in gathering without writing a file.
-        mine: names of the tensors to write; None for all.
+        path: file to write; None: take part in gathering without writing a file.
+        mine: names of the tensors to write; None: all.
 
     Raises:
         OSError: the file could not be written.
@@ -68,7 +68,11 @@ def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def file_header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return a file's header: its length, then JSON with each tensor's dtype, shape and offsets, padded to 8 bytes."""
+    """Return the header of a safetensors file that contains these tensors.
+
+    It consists of the length of the JSON, as 8 bytes, and the JSON with each tensor's dtype, shape and offsets, padded
+    to a multiple of 8 bytes.
+    """
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -85,8 +89,11 @@ def tensor_bytes(tensor: Tensor) -> bytes | memoryview:
 
 
 def assign_owners(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
-    """Return a dict from tensor name to the process, of `count`, that writes it: each process writes consecutive
-    tensors of about the same total size."""
+    """Divide tensors among `count` processes, each of which writes consecutive tensors of about the same total size.
+
+    Returns:
+        Tensor name → number of the process that writes the tensor.
+    """
     total, before, found = max(bytes_of(tensors), 1), 0, {}
     for name in file_order(tensors):
         found[name] = before * count // total
@@ -95,15 +102,16 @@ def assign_owners(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
 
 
 def share_name(path: Path, number: int, count: int) -> Path:
-    """Return the name of one of several files, by diffusers' convention: `x-00002-of-00004.safetensors`."""
+    """Return the path of shard `number` of `path`, named as in diffusers: `x-00002-of-00004.safetensors`."""
     return path.with_name(f"{path.stem}-{number + 1:05d}-of-{count:05d}{path.suffix}")
 
 
 def write_index(path: Path, shares: Mapping[str, str]) -> Path:
-    """Write the index of the files into which `path` is divided, by diffusers' convention, and return its path.
+    """Write the index of a sharded file, in diffusers' format, and return the path of the index.
 
     Args:
-        shares: tensor name → name of the file that contains it.
+        path: path that the file would have if it were not sharded.
+        shares: tensor name → name of the shard that contains it.
     """
     index = path.with_name(f"{path.name}.index.json")
     content = {"metadata": {}, "weight_map": dict(sorted(shares.items()))}
@@ -112,12 +120,12 @@ def write_index(path: Path, shares: Mapping[str, str]) -> Path:
 
 
 def file_of(path: Path) -> Path:
-    """Return `path` if it exists, otherwise the path of the index of the files into which it is divided."""
+    """Return `path` if it exists, and otherwise the path of the index of its shards."""
     return path if path.is_file() else path.with_name(f"{path.name}.index.json")
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Load all tensors of a safetensors file, or of the files that its index lists; `path` may also be the index."""
+    """Load all tensors from a safetensors file, which may be sharded. `path` may also be the index of the shards."""
     path = file_of(path)
     if path.suffix != ".json":
         return load_file(path)
@@ -126,14 +134,14 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def bytes_of(tensors: Mapping[str, Tensor]) -> int:
-    """Return the total size of the tensors, unsharded."""
+    """Return the total size of the tensors in bytes, counting sharded tensors in full."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 class HostCopies:
-    """Host buffers for a copy of a checkpoint's tensors, page-locked for copies from a GPU, and reused by every save.
+    """Host buffers for a copy of a checkpoint's tensors. Buffers for tensors on a GPU are page-locked.
 
-    Allocating and page-locking new memory would take longer than the copy.
+    Every save reuses the buffers, because allocating and page-locking new memory would take longer than the copy.
     """
 
     def __init__(self) -> None:
@@ -146,10 +154,11 @@ class HostCopies:
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers.values())
 
     def take(self, file: str, tensors: Mapping[str, Tensor], mine: Collection[str]) -> dict[str, Tensor]:
-        """Copy those of a file's tensors that are named in `mine`, and return the copies.
+        """Start copying the tensors of `file` that are named in `mine`, and return the copies.
 
-        The copies are complete once `wait` has returned, and are overwritten by the next `take`. Sharded tensors are
-        gathered in the same order as in `write_tensors`, which other processes may call at the same time.
+        The copies are complete once `wait` has returned, and are overwritten by the next call for the same file.
+        Sharded tensors are gathered in the same order as in `write_tensors`, which other processes may call at the same
+        time.
         """
         copies = {}
         for name in file_order(tensors):
@@ -171,16 +180,16 @@ class HostCopies:
 
 
 def free_memory() -> int:
-    """Return the number of bytes that this process can allocate, given its machine and control group (cgroup v2).
+    """Return the number of bytes that this process can allocate under the limits of its machine and cgroup (v2).
 
-    If neither is known, as on systems other than Linux, return a practically infinite number.
+    If neither limit is known, as on systems other than Linux, return a practically infinite number.
     """
     found = [2**63]
     with suppress(FileNotFoundError):
         found += [int(kilobytes) * 1024 for kilobytes in re.findall(r"MemAvailable: +(\d+)", MEMINFO.read_text())]
     with suppress(FileNotFoundError):
         limit = (CGROUP / "memory.max").read_text().strip()
-        # the group's usage includes page cache, which the kernel can reclaim
+        # the cgroup's usage includes page cache, which the kernel can reclaim
         inactive = re.search(r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
         if limit != "max" and inactive:
             found.append(int(limit) - int((CGROUP / "memory.current").read_text()) + int(inactive[1]))

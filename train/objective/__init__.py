@@ -1,1 +1,1 @@
-"""The training objective: from a batch of stored latents to a loss."""
+"""The training objective, which computes a loss from a batch of stored latents."""

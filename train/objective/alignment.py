@@ -1,8 +1,8 @@
 """Representation alignment (REPA): a loss between a hidden layer of the network and stored features of the image.
 
-Yu et al., "Representation Alignment for Generation" (2024, arXiv 2410.06940). A hook reads the layer's output, so any
-module of any diffusers class can be aligned. The projection head is trained and checkpointed with the network, but is
-not part of an export.
+The method is from Yu et al., "Representation Alignment for Generation" (2024, arXiv 2410.06940). A hook reads the
+layer's output, so any module of any diffusers class can be aligned. The projection head is trained and checkpointed
+with the network, but is not exported.
 """
 
 import difflib
@@ -27,15 +27,15 @@ from train.objective.config import RepaConfig
 
 @dataclass(frozen=True)
 class StoredFeatures:
-    """The feature tower that a layer is aligned with."""
+    """The feature tower with which a layer is aligned."""
 
     name: str
     tower: FeatureTower
     downsampling: int
-    """Image side / latent side."""
+    """Ratio of an image's side to the side of its latents."""
 
     def read(self, batch: Batch, grid: tuple[int, int]) -> Tensor:
-        """Return the batch's features, resized to the layer's grid (h, w): (N, h·w, width) float32."""
+        """Return the batch's features resized to the layer's `grid` (h, w), as (N, h·w, width) float32."""
         stored, scales = (batch.columns.get(f"{kind}.{self.name}") for kind in ("features", "feature_scales"))
         assert stored is not None
         features = stored.float() if scales is None else dequantise(stored, scales)
@@ -44,13 +44,14 @@ class StoredFeatures:
 
 
 def find_features(config: RepaConfig, spec: DataSpec, stored: list[str]) -> StoredFeatures:
-    """Return the feature tower named in the config, or the only one that is read.
+    """Return the feature tower named in the config, or the only feature tower that is read if the config names none.
 
     Args:
-        stored: names of all feature towers of the root.
+        stored: names of all feature towers in the root.
 
     Raises:
-        RequestError: the root has no tower of that name, the tower is not read, or several are read and none is named.
+        RequestError: the root has no tower with that name, the tower is not read, or the config names none and the run
+            does not read exactly one.
     """
     read = sorted(spec.features)
     if config.tower is None and len(read) != 1:
@@ -72,7 +73,7 @@ def find_features(config: RepaConfig, spec: DataSpec, stored: list[str]) -> Stor
 
 
 def resize_tokens(tokens: Tensor, grid: tuple[int, int], to: tuple[int, int]) -> Tensor:
-    """Resize (N, h·w, width) tokens from one grid (h, w) to another, bilinearly and antialiased."""
+    """Resize (N, h·w, width) tokens from one grid (h, w) to another, by antialiased bilinear interpolation."""
     if grid == to:
         return tokens
     planes = tokens.transpose(1, 2).unflatten(2, grid)
@@ -81,7 +82,10 @@ def resize_tokens(tokens: Tensor, grid: tuple[int, int], to: tuple[int, int]) ->
 
 
 def negative_cosine(projected: Tensor, features: Tensor) -> Tensor:
-    """Return −mean over patches of the cosine of two (N, patches, width): (N,) float32, equation 8 of the paper."""
+    """Return the negative cosine similarity of (N, patches, width) tensors, averaged over the patches: (N,) float32.
+
+    This is equation 8 of the REPA paper.
+    """
     return -F.cosine_similarity(projected.float(), features.float(), dim=-1).mean(dim=1)
 
 
@@ -91,7 +95,7 @@ def to_tokens(output: Tensor) -> Tensor:
 
 
 def token_grid(num_tokens: int, latent_hw: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the grid (h, w) of tokens that cover latents (h, w) evenly in the same ratio, or None if they cannot."""
+    """Return the grid (h, w) of tokens that has the aspect ratio of the latents (h, w), or None if there is none."""
     height, width = latent_hw
     rows = math.isqrt(num_tokens * height // width)
     fits = rows * rows * width == num_tokens * height and rows and num_tokens % rows == 0
@@ -99,7 +103,7 @@ def token_grid(num_tokens: int, latent_hw: tuple[int, int]) -> tuple[int, int] |
 
 
 class LayerOutput(BlockHook):
-    """Hook that keeps the output of a layer while it is recording."""
+    """Hook that keeps the outputs of a layer while `recording` is set."""
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
@@ -112,7 +116,7 @@ class LayerOutput(BlockHook):
 
 
 class Aligned(nn.Module):
-    """A network and its projection head, with the network's own inputs and outputs."""
+    """A network together with its projection head. It is called like the network itself."""
 
     def __init__(self, network: nn.Module, head: nn.Module, config: RepaConfig, features: StoredFeatures):
         super().__init__()
@@ -123,7 +127,7 @@ class Aligned(nn.Module):
         add_hook(network, [config.layer], self.layer)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return the network's output. If gradients are enabled, also project the layer, for `loss`."""
+        """Return the network's output. If gradients are enabled, also project the aligned layer, for `loss`."""
         # record only here, because gradient checkpointing calls the layer again in the backward pass
         self.layer.recording = torch.is_grad_enabled()
         answer = self.network(*inputs, **named)
@@ -136,14 +140,14 @@ class Aligned(nn.Module):
         return answer
 
     def discard(self) -> None:
-        """Discard the projection that `loss` would use, and its graph."""
+        """Discard the projection that `loss` would use, and its autograd graph."""
         self.__dict__.pop("projected", None)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the alignment loss (N,) for the batch of the network's last call."""
+        """Return the alignment losses (N,) for `batch`, on which the network must have been called last."""
         height, width = batch.columns["image_latents"].shape[2:]
         projected = self.projected
-        del self.projected  # keeps the graph no longer than the backward pass needs it
+        del self.projected  # so that the graph is freed after the backward pass
         grid = token_grid(projected.shape[1], (height, width))
         assert grid is not None
         return negative_cosine(projected, self.features.read(batch, grid))
@@ -152,8 +156,9 @@ class Aligned(nn.Module):
 def make_head(
     config: RepaConfig, shapes: dict[tuple[int, int], tuple[int, ...]], width: int, seed: int
 ) -> nn.Sequential:
-    """Return the projection head, which maps the layer's width to `width` through two hidden layers; its weights depend
-    only on `seed`.
+    """Build the projection head, which maps the layer's width to `width` through two hidden layers.
+
+    Its initial weights depend only on `seed`.
 
     Args:
         shapes: latent shape (h, w) → shape of the layer's output for one sample.
@@ -184,10 +189,10 @@ def make_head(
 
 
 def layer_shape(network: nn.Module, config: RepaConfig, call: Callable[[], object]) -> tuple[int, ...]:
-    """Return the shape of the layer's output when `call` calls the network.
+    """Return the shape of the aligned layer's output when `call` calls the network.
 
     Raises:
-        RequestError: there is no such layer, it is not called exactly once, or it has no such output.
+        RequestError: the layer does not exist, is not called exactly once, or lacks the configured output.
     """
     layer = LayerOutput()
     try:

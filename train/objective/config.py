@@ -1,4 +1,4 @@
-"""Config for the objective, the alignment loss and validation. This module must not import torch."""
+"""Config classes for the objective, the alignment loss and validation. This module must not import torch."""
 
 import math
 from typing import Any, Literal
@@ -14,23 +14,24 @@ NUM_TIMESTEPS = 8
 
 
 class ShiftConfig(Config):
-    """Shift of the drawn timesteps towards noise, t → αt / (1 + (α − 1)·t), because larger images need more noise."""
+    """Shift of the drawn timesteps toward noise, t → αt / (1 + (α − 1)·t), because larger images need more noise."""
 
     kind: Literal["constant", "log_linear", "square_root"] = "constant"
-    """`constant`: α is `factor` (SD3). `log_linear`: α is e^μ, with μ linear in an image's tokens (FLUX.1).
-    `square_root`: α is `factor` · √(tokens / `base_tokens`) (Esser et al., 2024, equation 23)."""
+    """`constant`: α is `factor` (as in SD3). `log_linear`: α is e^μ, where μ is linear in an image's number of tokens
+    (as in FLUX.1). `square_root`: α is `factor` · √(tokens / `base_tokens`) (Esser et al., 2024, equation 23)."""
     factor: float = Field(1.0, gt=0)
-    """Factor for `constant` and `square_root`; 1 leaves the timesteps of the base size unchanged."""
+    """Factor for `constant` and `square_root`. With 1, `constant` shifts no timesteps, and `square_root` none at
+    `base_tokens`."""
     base_tokens: int = Field(256, ge=1)
-    """Tokens at which μ is `base_shift`."""
+    """Number of tokens at which μ is `base_shift`, or at which `square_root` applies just `factor`."""
     max_tokens: int = Field(4096, ge=1)
-    """Tokens at which μ is `max_shift`; larger images extrapolate."""
+    """Number of tokens at which μ is `max_shift`. For larger images, μ is extrapolated."""
     base_shift: float = 0.5
     """Value of μ at `base_tokens`, for `log_linear`."""
     max_shift: float = 1.15
     """Value of μ at `max_tokens`, for `log_linear`."""
     patch: int = Field(2, ge=1)
-    """Side of a token, in latents."""
+    """Side of a token's patch, in latent pixels."""
 
     @model_validator(mode="after")
     def _check(self) -> "ShiftConfig":
@@ -49,9 +50,12 @@ class ShiftConfig(Config):
         return math.exp(self.base_shift + slope * (tokens - self.base_tokens))
 
     def scheduler_settings(self, scheduler: str, latent_hw: tuple[int, int]) -> dict[str, Any]:
-        """Return the settings that make a diffusers scheduler of this class apply the same shift.
+        """Return the settings with which a diffusers scheduler applies the same shift.
 
-        A scheduler that cannot follow the image size gets the shift of images whose latents are (h, w).
+        If the scheduler's shift cannot depend on the image size, it gets the shift for images whose latents are (h, w).
+
+        Args:
+            scheduler: class name of the scheduler.
         """
         if scheduler == "DPMSolverMultistepScheduler":
             return {"flow_shift": self.alpha(latent_hw)}
@@ -67,37 +71,39 @@ class ObjectiveConfig(Config):
     """Prediction target and noise schedule."""
 
     prediction: Literal["epsilon", "v_prediction", "sample", "flow_matching"] = "epsilon"
-    """The first three are DDPM targets and use the β schedule below; flow_matching is rectified flow, without β."""
+    """Prediction target. The first three are DDPM targets, which use the β schedule; flow_matching is rectified flow,
+    which has no β schedule."""
     num_train_timesteps: int = Field(1000, ge=1)
-    """With flow_matching, the factor between the time in [0, 1] and the timestep that the network receives."""
+    """Number of noise steps. With flow_matching, the network receives the time in [0, 1] multiplied by this number."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode", "cosmap"] = "uniform"
-    """Distribution of flow_matching's times; `logit_normal` favours the middle (Esser et al., 2024)."""
+    """Distribution of the times for flow_matching; `logit_normal` favors the middle (Esser et al., 2024)."""
     logit_mean: float = 0.0
     """Mean of the normal distribution behind `logit_normal`."""
     logit_std: float = Field(1.0, gt=0)
     """Standard deviation of the normal distribution behind `logit_normal`."""
     mode_scale: float = Field(1.29, ge=-1, le=2 / (math.pi - 2))
-    """Scale of `mode`; 0 is uniform. Within these bounds the mapping from draws to times is one to one."""
+    """Scale of `mode`; 0 is uniform. Within these bounds, the mapping from draws to times is one-to-one."""
     shift: ShiftConfig = ShiftConfig()
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
-    """With flow_matching, each sample's weight in the loss: max(t, 1/num_train_timesteps)^−2, or 2 / (π·(1 − 2t +
-    2t²)), the density of cosmap. Without the limit t^−2 has an infinite mean over uniform times."""
+    """Weight of each sample in the loss, for flow_matching. `sigma_sqrt`: max(t, 1/num_train_timesteps)^−2; without
+    this bound, t^−2 would have an infinite mean over uniform times. `cosmap`: 2 / (π·(1 − 2t + 2t²)), the density of
+    cosmap."""
     beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear"
-    """Schedule of β from `beta_start` to `beta_end`, by its name in diffusers."""
+    """Schedule of β from `beta_start` to `beta_end`, as named in diffusers."""
     beta_start: float = Field(0.00085, gt=0, lt=1)
     """Variance of the first noise step."""
     beta_end: float = Field(0.012, gt=0, lt=1)
     """Variance of the last noise step."""
     caption_dropout: float = Field(0.1, ge=0, le=1)
-    """Share of samples that see the empty caption, for classifier-free guidance."""
+    """Fraction of samples whose caption is replaced by the empty caption, for classifier-free guidance."""
     min_snr_gamma: float | None = Field(None, gt=0)
-    """Weight each sample's loss by min(SNR, γ) in terms of the latents (Hang et al., 2023); null: no weighting. With
-    zero_terminal_snr the weight is min(SNR + 1, γ), because min(SNR, γ) is 0 at the last timestep, which would then
-    never be trained."""
+    """γ of the min-SNR weights, which weight each sample's squared error in the latents by min(SNR, γ) (Hang et al.,
+    2023); null: no weighting. With zero_terminal_snr, the weight is min(SNR + 1, γ), because min(SNR, γ) is 0 at the
+    last timestep, which would then never be trained."""
     offset_noise: float = Field(0.0, ge=0)
-    """Scale of an additional draw per channel, constant over the image, that is added to the noise."""
+    """Scale of an additional random value that is drawn per channel and added to the noise at every position."""
     zero_terminal_snr: bool = False
-    """Rescale the schedule so that its last step is pure noise (Lin et al., 2023); not with epsilon."""
+    """Rescale the schedule so that its last step is pure noise (Lin et al., 2023). This does not work with epsilon."""
 
     @model_validator(mode="after")
     def _check(self) -> "ObjectiveConfig":
@@ -125,13 +131,13 @@ class RepaConfig(Config):
     """An additional loss that aligns a hidden layer with a feature tower of the root (REPA)."""
 
     layer: str | None = None
-    """Module of the network by its name, such as down_blocks.1 or transformer_blocks.7; null: no alignment."""
+    """Name of the network's module to align, such as down_blocks.1 or transformer_blocks.7; null: no alignment."""
     output: int = Field(0, ge=0)
-    """Index of the output to align, if the module has several: 0 for U-Net blocks, 1 if the text comes first."""
+    """Index of the output to align, if the module has several: 0 for U-Net blocks, 1 if the text output comes first."""
     tower: str | None = None
-    """Name of the feature tower; null: the only one that the run reads."""
+    """Name of the feature tower; null: the only feature tower that the run reads."""
     weight: float = Field(0.5, gt=0)
-    """λ, the loss's coefficient."""
+    """Coefficient λ of the alignment loss."""
     schedule: Literal["constant", "linear"] = "constant"
     """`constant`: λ until `until`, then 0. `linear`: a linear decay to 0 at `until`."""
     until: int | None = Field(None, ge=1)
@@ -146,7 +152,7 @@ class RepaConfig(Config):
         return self
 
     def coefficient(self, step: int) -> float:
-        """Return λ at optimizer step `step` (the first is 0)."""
+        """Return the coefficient of the alignment loss at optimizer step `step`, counted from 0."""
         if self.until is None:
             return self.weight
         left = max(0.0, 1.0 - step / self.until)
@@ -157,23 +163,24 @@ class ValidationConfig(Config):
     """Loss on held-out samples from a root that was encoded like the training data."""
 
     root: Place | None = None
-    """The latents root, a folder or an object-store URL; null: no validation."""
+    """Latents root with the held-out samples, a folder or an object-store URL; null: no validation."""
     bucket: BucketName = "256x256"
     """Bucket to validate on, WIDTHxHEIGHT in pixels."""
     samples: int = Field(1024, ge=1)
-    """Number of samples: the first in the bucket that are not on the root's exclusion lists. As with the training data,
-    a run keeps the index and exclusions that it started with, unless it is resumed with `data.index: newest`."""
+    """Number of samples. The first samples in the bucket that are not on the root's exclusion lists are used. As with
+    the training data, a run keeps the index and exclusions that it started with, unless it is resumed with
+    `data.index: newest`."""
     batch_size: int = Field(64, ge=1)
-    """Samples per forward pass."""
+    """Number of samples per forward pass."""
     every: int = Field(1000, ge=1)
     """Steps between validations. The result is part of a line in metrics.jsonl, so this must be a multiple of
     `log.every`."""
     timesteps: Literal["middles", "starts"] = "middles"
-    """Middles or starts of eight equal parts of the time axis. With flow matching, the starts, t = k/8, are the
-    timesteps of MLPerf's FLUX.1 benchmark."""
+    """Timesteps to evaluate: the middles or the starts of eight equal parts of the time axis. With flow matching, the
+    starts are t = k/8, the timesteps of MLPerf's FLUX.1 benchmark."""
     dealt: bool = False
-    """Evaluate each sample at one of the eight timesteps, in turn, as MLPerf does; false: at all eight, at eight times
-    the cost."""
+    """Evaluate each sample at only one of the eight timesteps, which are assigned to samples in turn, as MLPerf does;
+    false: evaluate it at all eight, at eight times the cost."""
     weights: Literal["raw", "ema"] = "raw"
     """Weights to validate; `ema` swaps in the moving average during validation, once it exists."""
 

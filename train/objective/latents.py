@@ -15,7 +15,7 @@ from train.model.inputs import Conditioning, TextConditioning
 
 
 class StoredLatents:
-    """Conversion of batches from the roots that a `DataSpec` describes. All constants are moved to the device once."""
+    """Converter for batches from the roots that a `DataSpec` describes. Its constants are moved to the device once."""
 
     def __init__(self, spec: DataSpec, device: torch.device, backbone: BackboneConfig):
         """Prepare the constants on the device. `backbone` must have its text towers resolved."""
@@ -25,13 +25,15 @@ class StoredLatents:
         )
         self.texts = {name: spec.texts[name] for name in backbone.text_towers}
         self.empty = {name: self._replacement(spec.uncond[name], backbone.dropped, device) for name in self.texts}
-        # (tokens,) token positions, created once instead of in every microbatch
+        # (tokens,) token positions, created once instead of for every microbatch
         self.places = {name: torch.arange(tower.length, device=device) for name, tower in self.texts.items()}
         self.num_empty = {name: torch.tensor(empty.num_tokens, device=device) for name, empty in self.empty.items()}
         self.backbone = backbone
 
     def sample(self, batch: Batch, normals: Tensor | None) -> Tensor:
-        """Return normalised image latents, (N, C, h, w) float32: mean + σ·normals if the batch stores moments.
+        """Return normalized image latents, (N, C, h, w) float32.
+
+        If the batch stores moments, the latents are drawn as mean + σ·normals before normalization.
 
         Args:
             normals: (N, C, h, w) standard normals; None if the batch stores no moments.
@@ -42,20 +44,20 @@ class StoredLatents:
         return self.normalise(image.draw(stored, normals))
 
     def normalise(self, latents: Tensor) -> Tensor:
-        """Return (latents - shift) × scale, the normalisation of diffusers' pipelines."""
+        """Return (latents - shift) × scale, which is how diffusers' pipelines normalize latents."""
         return (latents - self.shift) * self.scale
 
     @property
     def drops_per_sample(self) -> int:
-        """Number of caption dropout decisions per sample: one per text tower if towers are dropped independently."""
+        """Number of caption dropout decisions per sample: one, or one per text tower if they are independent."""
         return len(self.texts) if self.backbone.drop == "apart" else 1
 
     def conditioning(self, batch: Batch, dropped: Tensor) -> Conditioning:
-        """Convert a batch's text latents to float32 and its sizes to conditioning.
+        """Build the conditioning from a batch's sizes and its text latents, converted to float32.
 
         Args:
-            dropped: booleans where the empty caption replaces the caption: (N,) for all towers together, or
-                (N, towers) for each independently.
+            dropped: booleans, True where a caption is dropped: (N,) for all towers together, or (N, towers) for each
+                tower independently.
         """
         columns = dropped.reshape(len(batch), -1).expand(-1, len(self.texts)).unbind(1)
         texts = {}
@@ -66,11 +68,11 @@ class StoredLatents:
         return Conditioning(texts, batch.columns["size"], pixels)
 
     def perturb_sizes(self, batch: Batch, jitter: Tensor | None, dropped: Tensor | None) -> Batch:
-        """Return the batch with some of the original sizes scaled, and others set to 0, which means unknown.
+        """Return the batch with jittered and dropped original sizes.
 
         Args:
-            jitter: (N,) standard normals; a size is scaled by exp(`size_jitter` · normal). None: no scaling.
-            dropped: (N, 1) booleans; None: none is dropped.
+            jitter: (N,) standard normals; each size is scaled by exp(`size_jitter` · normal). None: no scaling.
+            dropped: (N, 1) booleans, True where the size is set to 0, which means unknown. None: no size is dropped.
         """
         sizes = batch.columns["size"]
         if jitter is not None:
@@ -99,7 +101,7 @@ class StoredLatents:
         return stored.float() if scales is None else dequantise(stored, scales)
 
     def _replacement(self, empty: TextLatents, dropped: str, device: torch.device) -> TextLatents:
-        """Return the replacement for a dropped caption, in float32 on the device: the empty caption, or zeros."""
+        """Return the float32 replacement for a dropped caption's latents: the empty caption's latents, or zeros."""
         states, pooled = (None if value is None else value.to(device).float() for value in (empty.states, empty.pooled))
         if dropped == "zeros":
             states, pooled = (None if value is None else torch.zeros_like(value) for value in (states, pooled))

@@ -20,20 +20,20 @@ from train.objective.paths import noise_path
 
 @dataclass(frozen=True)
 class RandomTensors:
-    """All random tensors of a step for N samples, except the choice of a caption (`Batch.draw_captions`)."""
+    """All random tensors of a step for N samples, except the choice of captions (`Batch.draw_captions`)."""
 
     timesteps: Tensor
-    """(N,) timesteps drawn by the path, before any shift."""
+    """(N,) timesteps, as drawn by the path before any shift."""
     dropped: Tensor
-    """(N, 1), or (N, towers) if text towers are dropped independently: where the empty caption replaces the caption."""
+    """Booleans, True where a caption is dropped: (N, 1), or (N, towers) if text towers are dropped independently."""
     noise: Tensor
     """(N, C, h, w) float32 standard normals, plus the offset noise if configured."""
     posterior: Tensor | None = None
-    """(N, C, h, w) float32 standard normals that sample the latents from their moments; None: no moments stored."""
+    """(N, C, h, w) float32 standard normals for drawing latents from their moments; None: no moments are stored."""
     size_jitter: Tensor | None = None
-    """(N,) float32 standard normals; None: no size jitter."""
+    """(N,) float32 standard normals that scale the original sizes; None: no size jitter."""
     size_dropped: Tensor | None = None
-    """(N, 1) where the original size is dropped; None: no size dropout."""
+    """(N, 1) booleans, True where the original size is dropped; None: no size dropout."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class NoisyBatch:
     batch: Batch
     """The samples as stored, with one caption each."""
     dropped: Tensor
-    """(N,) or (N, towers): where the empty caption replaces the caption."""
+    """Booleans, (N,) or (N, towers), True where a caption is dropped."""
     latents: Tensor
-    """(N, C, h, w) float32, with noise."""
+    """(N, C, h, w) float32 noisy latents."""
     target: Tensor
-    """(N, C, h, w) float32."""
+    """(N, C, h, w) float32 target of the prediction."""
     timesteps: Tensor
-    """(N,)."""
+    """(N,) timesteps."""
     weight: Tensor | None = None
-    """(N,) weights of the samples' losses; None: all 1."""
+    """(N,) weights of the samples' losses; None: all weights are 1."""
     coefficient: float = 0.0
     """Coefficient of the alignment loss, if a layer is aligned."""
     num_real: int | None = None
-    """Number of samples that count; the ones after them are padding. None: all count."""
+    """Number of samples that count toward the loss; the samples after these are padding. None: all samples count."""
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -64,7 +64,7 @@ class NoisyBatch:
         """Yield slices of at most `size` samples, in order.
 
         Args:
-            filled: pad a smaller slice to `size` by repeating its own samples, which then do not count.
+            filled: pad a smaller slice to `size` by repeating its own samples; the repetitions do not count.
         """
         for start in range(0, len(self), size):
             part = self._take(slice(start, start + size))
@@ -90,7 +90,7 @@ class Losses:
     """The losses of a microbatch."""
 
     per_sample: Tensor
-    """(N,) float32 mean squared error over a sample's latents, weighted as configured."""
+    """(N,) float32 mean squared error over each sample's latents, weighted as configured."""
     timesteps: Tensor
     """(N,) timesteps of the samples."""
     aligned: Tensor | None = None
@@ -101,7 +101,7 @@ class Losses:
 
     @property
     def total(self) -> Tensor:
-        """(N,) losses to minimise."""
+        """(N,) losses to minimize."""
         return self.per_sample if self.aligned is None else self.per_sample + self.coefficient * self.aligned
 
 
@@ -134,7 +134,7 @@ class DiffusionLoss:
     def draw(self, batch: Batch, draws: Draws) -> RandomTensors:
         """Draw all random tensors for a step on this batch.
 
-        All numbers come from one call of the generator, because on a GPU a small kernel takes as long to launch as a
+        All numbers come from one call to the generator, because on a GPU, a small kernel takes as long to launch as a
         large one. The numbers for one purpose do not depend on the other purposes.
         """
         height, width = batch.columns["image_latents"].shape[2:]
@@ -167,7 +167,7 @@ class DiffusionLoss:
         )
 
     def add_noise(self, batch: Batch, draws: Draws) -> NoisyBatch:
-        """Draw a step's random tensors and turn a batch with one caption per sample into the inputs of the network."""
+        """Draw a step's random tensors, and add noise to a batch that has one caption per sample."""
         random = self.draw(batch, draws)
         height, width = batch.columns["image_latents"].shape[2:]
         timesteps = self.path.shifted(random.timesteps, (height, width))
@@ -177,7 +177,12 @@ class DiffusionLoss:
         return replace(noisy, weight=self.path.weight(timesteps), coefficient=coefficient)
 
     def add_noise_at(self, batch: Batch, timesteps: Tensor, dropped: Tensor, random: RandomTensors) -> NoisyBatch:
-        """Add noise at the given timesteps (N,), and drop captions where `dropped` (N,). Every sample has weight 1."""
+        """Add noise to a batch at the given timesteps (N,). Every sample gets weight 1.
+
+        Args:
+            dropped: booleans, (N,) or (N, towers), True where a caption is dropped.
+            random: the noise, and the normals for drawing latents from their moments.
+        """
         # moments => latents
         latents = self.latents.sample(batch, random.posterior)
         # latents => noisy latents and target
@@ -197,7 +202,7 @@ class DiffusionLoss:
 
     def squared_error(self, network: nn.Module, noisy: NoisyBatch) -> Tensor:
         """Run the network and return the unweighted errors, (N,) float32, of the samples that count."""
-        # text latents become float32 for one microbatch at a time, because they are the largest part of a batch
+        # text latents are converted to float32 per microbatch, because they are the largest part of a batch
         conditioning = self.latents.conditioning(noisy.batch, noisy.dropped)
         prediction = self.backbone.predict(network, noisy.latents, noisy.timesteps, conditioning).float()
         target = noisy.target

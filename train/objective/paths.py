@@ -1,4 +1,4 @@
-"""Paths from data to noise: how noise is added, what the network must predict, and how a sample is weighted."""
+"""Paths from data to noise: how noise is added, what the network must predict, and how samples are weighted."""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,28 +10,28 @@ from torch import Tensor
 from train.data.draws import Draws, Purpose
 from train.objective.config import ObjectiveConfig
 
-# `mode`, `cosmap`, `shifted`: flow matching's times t in (0, 1], where 1 is pure noise, from Esser et al., "Scaling
-# rectified flow transformers for high-resolution image synthesis" (2024)
+# `mode`, `cosmap` and `shifted` compute times t in (0, 1] for flow matching, where 1 is pure noise. Their formulas are
+# from Esser et al., "Scaling rectified flow transformers for high-resolution image synthesis" (2024).
 SMALLEST = 2.0**-33
 """The smallest uniform draw, which is the lower bound of all times."""
 
 
 def mode(u: Tensor, scale: float) -> Tensor:
-    """Map uniforms (N,) to times that favour the middle or, with a negative scale, both ends (section 3.1)."""
+    """Map uniforms (N,) to times that favor the middle or, with a negative scale, both ends (section 3.1)."""
     return (1.0 - u - scale * (torch.cos(math.pi / 2 * u) ** 2 - 1.0 + u)).clamp(SMALLEST, 1.0)
 
 
 def cosmap(u: Tensor) -> Tensor:
-    """Map uniforms u (N,) to the times t with the log-SNR of the cosine schedule at u (section 3.1).
+    """Map uniforms u (N,) to the times t whose log-SNR is that of the cosine schedule at u (section 3.1).
 
-    t = 1 − 1/(tan(πu/2) + 1), rewritten without the pole of the tangent.
+    The formula is t = 1 − 1/(tan(πu/2) + 1), rewritten without the pole of the tangent.
     """
     sine, cosine = torch.sin(math.pi / 2 * u), torch.cos(math.pi / 2 * u)
     return (sine / (sine + cosine)).clamp(SMALLEST, 1.0)
 
 
 def shifted(t: Tensor, alpha: float) -> Tensor:
-    """Return αt / (1 + (α − 1)·t), equation 23, rewritten so that t = 1 gives exactly 1."""
+    """Return αt / (1 + (α − 1)·t) (equation 23), rewritten so that t = 1 gives exactly 1."""
     return t / (t + (1.0 - t) / alpha)
 
 
@@ -49,8 +49,11 @@ class NoisePath(ABC):
         return timesteps
 
     def fixed_timesteps(self, count: int, place: float = 0.5) -> list[int] | list[float]:
-        """Return a timestep in each of `count` equal parts of the time axis: the middle, or the start if `place` is
-        0."""
+        """Return one timestep from each of `count` equal parts of the time axis.
+
+        Args:
+            place: position of the timestep within its part: 0.5 is the middle, and 0 is the start.
+        """
         return [(k + place) * self.num_train_timesteps / count for k in range(count)]
 
     @abstractmethod
@@ -59,10 +62,10 @@ class NoisePath(ABC):
 
     @abstractmethod
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Return what the network must predict at `timesteps`."""
+        """Return the target that the network must predict at `timesteps`."""
 
     def weight(self, timesteps: Tensor) -> Tensor | None:
-        """Return the samples' weights in the loss, (N,); None: all 1."""
+        """Return the samples' weights in the loss, (N,); None: all weights are 1."""
         return None
 
 
@@ -72,7 +75,7 @@ def noise_path(config: ObjectiveConfig, device: torch.device) -> NoisePath:
 
 
 def noise_scheduler(config: ObjectiveConfig) -> DDPMScheduler:
-    """Build DDPM's forward process with diffusers. An export's sampler is also built from it."""
+    """Build the diffusers scheduler of DDPM's forward process. An export's sampler is built from it as well."""
     return DDPMScheduler(
         num_train_timesteps=config.num_train_timesteps,
         beta_schedule=config.beta_schedule,
@@ -92,7 +95,7 @@ class DDPM(NoisePath):
         self.prediction, self.min_snr_gamma = config.prediction, config.min_snr_gamma
         self.zero_terminal_snr = config.zero_terminal_snr
         self.scheduler = noise_scheduler(config)
-        # moved once, because add_noise would otherwise copy it to the device in every step
+        # moved to the device here, because add_noise would otherwise copy it there in every step
         self.scheduler.alphas_cumprod = self.scheduler.alphas_cumprod.to(device)
 
     def timesteps(self, draws: Draws) -> Tensor:
@@ -100,7 +103,7 @@ class DDPM(NoisePath):
         return draws.integers(Purpose.TIMESTEP, self.num_train_timesteps)
 
     def fixed_timesteps(self, count: int, place: float = 0.5) -> list[int]:
-        """Return one integer timestep, rounded down, in each of `count` equal parts of the time axis."""
+        """Return one integer timestep, rounded down, from each of `count` equal parts of the time axis."""
         return [int(time) for time in super().fixed_timesteps(count, place)]
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
@@ -116,14 +119,14 @@ class DDPM(NoisePath):
         return latents
 
     def weight(self, timesteps: Tensor) -> Tensor | None:
-        """Return the min-SNR weights of Hang et al. (2023), or None if they are off.
+        """Return the min-SNR weights of Hang et al. (2023), or None if they are disabled.
 
-        The weight of a squared error in the latents is min(SNR, γ). A squared error in the noise equals the squared
-        error in the latents times SNR, and a squared error in the velocity equals it times SNR + 1, so the weight is
-        divided by this factor.
+        The weight of a squared error in the latents is min(SNR, γ). The squared error in the noise equals the squared
+        error in the latents times SNR, and the squared error in the velocity equals it times SNR + 1. So for these
+        predictions, the weight is divided by SNR or SNR + 1.
 
-        With a zero terminal SNR the weight in terms of the latents is min(SNR + 1, γ) instead. SNR + 1 is the weight
-        that an unweighted velocity loss implies (Salimans and Ho, 2022), and it is not 0 at the last timestep.
+        With a zero terminal SNR, the weight of a squared error in the latents is min(SNR + 1, γ) instead. SNR + 1 is
+        the weight that an unweighted velocity loss implies (Salimans and Ho, 2022), and is not 0 at the last timestep.
         """
         if self.min_snr_gamma is None:
             return None
@@ -134,7 +137,10 @@ class DDPM(NoisePath):
 
 
 class RectifiedFlow(NoisePath):
-    """The straight path of Liu et al. (2022), x_t = (1 − t)·x_0 + t·noise, t in (0, 1]. The network receives t·T."""
+    """The straight path of Liu et al. (2022), x_t = (1 − t)·x_0 + t·noise for t in (0, 1].
+
+    Timesteps are t·T, where T is num_train_timesteps.
+    """
 
     def __init__(self, config: ObjectiveConfig):
         self.num_train_timesteps = config.num_train_timesteps
@@ -154,17 +160,18 @@ class RectifiedFlow(NoisePath):
         return times * self.num_train_timesteps
 
     def shifted(self, timesteps: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-        """Return the drawn timesteps (N,), shifted towards noise."""
+        """Return the drawn timesteps (N,), shifted toward noise."""
         alpha = self.config.shift.alpha(latent_hw)
         if alpha == 1.0:  # keeps the timesteps bit-exact
             return timesteps
         return shifted(timesteps / self.num_train_timesteps, alpha) * self.num_train_timesteps
 
     def weight(self, timesteps: Tensor) -> Tensor | None:
-        """Return the weights of diffusers' `compute_loss_weighting_for_sd3`, or None if they are off.
+        """Return the weights of diffusers' `compute_loss_weighting_for_sd3`, or None if they are disabled.
 
-        t^−2 is clamped at t = 1/T. diffusers' training scripts draw from the T sigmas of a scheduler, the smallest of
-        which is 1/T before any shift. For continuous times near 0 the expected weight would be infinite.
+        Unlike there, t is at least 1/T in t^−2, because with continuous times, the expected weight would be infinite.
+        diffusers' training scripts draw from the T sigmas of a scheduler, the smallest of which is 1/T before any
+        shift.
         """
         if self.config.weighting == "none":
             return None

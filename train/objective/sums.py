@@ -17,9 +17,9 @@ class LossSums:
     """Summed losses and sample counts for each quarter of the time axis."""
 
     sums: Tensor
-    """(…, 4) summed losses."""
+    """(…, 4) sum of the losses in each quarter."""
     counts: Tensor
-    """(…, 4) numbers of samples."""
+    """(…, 4) number of samples in each quarter."""
 
     @classmethod
     def zeros(cls, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> "LossSums":
@@ -30,11 +30,11 @@ class LossSums:
     def of(
         cls, losses: Tensor, timesteps: Tensor, num_train_timesteps: int, microbatch_size: int | None = None
     ) -> "LossSums":
-        """Sum losses (N,) of samples at timesteps (N,).
+        """Sum the losses (N,) of samples at timesteps (N,) by quarter.
 
         Args:
-            microbatch_size: sum each microbatch first and then add the sums in order, so that rounding does not depend
-                on how the batch was split; None: sum all samples at once.
+            microbatch_size: sum each microbatch first and then add these sums in order, so that rounding does not
+                depend on how the batch was split; None: sum all samples at once.
         """
         quarters = (timesteps * NUM_QUARTERS / num_train_timesteps).long().clamp(max=NUM_QUARTERS - 1)
         member = quarters[:, None] == torch.arange(NUM_QUARTERS, device=losses.device)  # (N, 4)
@@ -45,7 +45,7 @@ class LossSums:
 
     @classmethod
     def stack(cls, parts: Sequence["LossSums"]) -> "LossSums":
-        """Stack sums (4,) to (len(parts), 4)."""
+        """Stack sums of shape (4,) into sums of shape (len(parts), 4)."""
         return cls(torch.stack([part.sums for part in parts]), torch.stack([part.counts for part in parts]))
 
     def __add__(self, other: "LossSums") -> "LossSums":
@@ -53,13 +53,13 @@ class LossSums:
 
     def reduce(self, accelerator: Accelerator) -> "LossSums":
         """Add up all ranks' sums, in float64 on the CPU. Every rank must call this."""
-        # with three or more ranks, float32 sums would depend on the order of the ranks, and that order depends on how
-        # many steps are reduced at once
+        # with three or more ranks, float32 sums would depend on the order in which ranks are added, which in turn
+        # depends on how many steps are reduced at once
         both = accelerator.reduce(torch.stack([self.sums, self.counts]).double(), "sum")
         return LossSums(*both.cpu())
 
     def steps(self) -> list["LossSums"]:
-        """Split stacked sums (steps, 4) into one per step."""
+        """Split stacked sums (steps, 4) into the sums of each step."""
         return [LossSums(*pair) for pair in zip(self.sums, self.counts, strict=True)]
 
     @property
@@ -68,7 +68,7 @@ class LossSums:
         return float(sum(self.sums.tolist()))
 
     def means(self, num_train_timesteps: int) -> dict[str, float | None]:
-        """Return a dict from a quarter's timesteps, as `first-last`, to its mean loss, or None without samples."""
+        """Return the mean loss of each quarter, or None if it has no samples, by its timesteps as `first-last`."""
         edges = [math.ceil(k * num_train_timesteps / NUM_QUARTERS) for k in range(NUM_QUARTERS + 1)]
         quarters = zip(edges, edges[1:], self.sums.tolist(), self.counts.tolist(), strict=False)
         return {f"{first}-{last - 1}": total / count if count else None for first, last, total, count in quarters}

@@ -1,4 +1,4 @@
-"""Validation loss: held-out latents at eight fixed timesteps with fixed noise, so it depends only on the weights."""
+"""Validation loss on held-out latents. Its timesteps and noise are fixed, so it depends only on the weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,11 +32,11 @@ from train.objective.config import NUM_TIMESTEPS, ValidationConfig
 from train.objective.loss import DiffusionLoss, NoisyBatch
 
 PLACES = {"middles": 0.5, "starts": 0.0}
-"""`validation.timesteps` → position of a timestep in its eighth of the time axis."""
+"""Position of each timestep within its eighth of the time axis, for each value of `validation.timesteps`."""
 NUM_READERS = 16
-"""Number of samples read concurrently, because round trips dominate on a remote root."""
+"""Number of samples that are read concurrently, because round trips dominate on a remote root."""
 FIRST_STEP = 1 << 47
-"""Step that keys the draws at the first timestep; no training run reaches it."""
+"""Step from which the random numbers at the first timestep are drawn. No training run reaches this step."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,23 @@ class Validation:
     """This rank's share of the held-out samples, in memory."""
 
     batches: list[Batch]
-    """As many as on any other rank, because all ranks must call a sharded network equally often."""
+    """Batches of this rank. Every rank has the same number, because all ranks must call a sharded network equally
+    often."""
     seed: int
     every: int
     """Steps between validations."""
     place: float
-    """Position of a timestep in its eighth of the time axis; see PLACES."""
+    """Position of each timestep within its eighth of the time axis; see PLACES."""
     dealt: bool
-    """Whether each sample is evaluated at one timestep instead of at all eight."""
+    """Whether each sample is evaluated at only one timestep instead of all eight."""
     weights: str = "raw"
-    """`raw` or `ema`."""
+    """Weights to validate, `raw` or `ema`."""
     filler: bool = False
-    """Whether the last batch only keeps this rank in step with the others: another rank counts its samples."""
+    """Whether the last batch only keeps this rank in step with the others. Its samples are counted by another rank."""
 
     @contextmanager
     def averaged(self, ema: Ema, network: nn.Module) -> Iterator[None]:
-        """Swap in the average for the duration of the context, if the average is to be validated."""
+        """Swap in the moving average while the context is open, if `weights` is `ema`."""
         if self.weights == "raw":
             yield
             return
@@ -73,11 +74,10 @@ class Validation:
     def __call__(
         self, network: nn.Module, loss: DiffusionLoss, accelerator: Accelerator, microbatch_size: int | None = None
     ) -> dict[str, Any]:
-        """Return `val_loss` and its value at each timestep, over all ranks. No caption is dropped.
+        """Return `val_loss` and `val_loss_by_timestep`, computed over all ranks. No captions are dropped.
 
         Args:
-            microbatch_size: the microbatch size of training, to reuse the graph that was compiled for it; None: run
-                whole batches.
+            microbatch_size: microbatch size of training, to reuse the graph compiled for it; None: run whole batches.
         """
         timesteps = loss.path.fixed_timesteps(NUM_TIMESTEPS, self.place)
         times = torch.tensor(timesteps, device=accelerator.device)
@@ -100,7 +100,7 @@ class Validation:
         return {"val_loss": float(means.mean()), "val_loss_by_timestep": by_timestep}
 
     def squared_error(self, network: nn.Module, loss: DiffusionLoss, noisy: NoisyBatch, size: int | None) -> Tensor:
-        """Return a batch's errors, (N,), computed on the whole batch or in padded microbatches of `size`."""
+        """Return a batch's errors, (N,), computed in padded microbatches of `size`, or on the whole batch if None."""
         if size is None:
             return loss.squared_error(network, noisy)
         # the graph compiled for training expects gradients to be enabled
@@ -120,21 +120,21 @@ class HeldOutFile(NamedTuple):
     """Path relative to the bucket's folder."""
     samples: int
     hash: int
-    """xxh3_64."""
+    """xxh3_64 hash of the file."""
 
 
 @dataclass(frozen=True)
 class FoundValidation:
-    """The validation samples of a run, which the main process chooses so that all ranks use the same ones."""
+    """The validation samples of a run, which the main process chooses so that all ranks use the same samples."""
 
     bucket: str
     stream: FoundStream
     rows: tuple[tuple[HeldOutFile, int], ...]
-    """(file, row in the file) of each sample."""
+    """File of each sample, and the sample's row in the file."""
 
     @property
     def pin(self) -> dict[str, Any]:
-        """Entry of the run's fingerprint that keeps later launches on the same samples."""
+        """Entry in the run's fingerprint that makes later launches validate on the same samples."""
         return {
             "bucket": self.bucket,
             "index_sha256": self.stream.index,
@@ -143,13 +143,13 @@ class FoundValidation:
 
 
 def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = None) -> FoundValidation:
-    """Choose the first `samples` of the held-out bucket, in index order, skipping excluded samples.
+    """Choose the first `config.samples` samples of the held-out bucket in index order, skipping excluded samples.
 
     Args:
         pin: the `validation` entry of an earlier checkpoint's fingerprint; ignored if it is for a different bucket.
 
     Raises:
-        RequestError: the root, bucket or index does not exist, or it has too few samples.
+        RequestError: the root, bucket or index does not exist, or the bucket has too few samples.
     """
     assert config.root is not None
     store, bucket = open_store(config.root), config.bucket
@@ -194,14 +194,14 @@ def open_validation(
     rank: int = 0,
     ranks: int = 1,
 ) -> Validation:
-    """Read this rank's batches of the held-out samples into memory, each sample with its first caption.
+    """Read this rank's batches of held-out samples into memory. Each sample has only its first caption.
 
     Args:
         training: the encoding of the training data, reduced to the towers that the run reads.
         found: the samples that the main process chose; None: this process chooses them.
 
     Raises:
-        RequestError: the root is encoded differently from the training data, or an error of `find_validation`.
+        RequestError: the root is encoded differently from the training data, or `find_validation` raised an error.
         DamagedFile: a file is missing or damaged.
     """
     assert config.root is not None
@@ -230,7 +230,7 @@ def open_validation(
 
 
 class Reader:
-    """Reader of single samples by range requests, so that a remote root need not be downloaded."""
+    """Reader that fetches single samples by range requests, so that a remote root need not be downloaded."""
 
     def __init__(self, store: Store, found: FoundValidation):
         self.store = store
@@ -246,7 +246,7 @@ class Reader:
             return list(readers.map(self._sample, rows))
 
     def _open(self, file: HeldOutFile) -> NDArray[np.uint32]:
-        """Read a file's sample offsets. A local file is hashed first; only the header of a remote file is read."""
+        """Read a file's sample offsets. The file's hash is verified first, but only if the file is local."""
         name = f"{self.bucket}/{file.name}"
         where = self.store.where(name)
         try:

@@ -1,1 +1,1 @@
-"""The life of a run around its training steps: checkpoints, the run folder's lease, health, logs and loss alarms."""
+"""Everything in a run besides its training steps: checkpoints, the run's lease, health, logs and loss alarms."""

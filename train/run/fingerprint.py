@@ -1,6 +1,6 @@
 """The fingerprint of a run: everything that determines its loss curve.
 
-A checkpoint resumes only with the fingerprint that it stores, and all processes must have the same one.
+A run resumes from a checkpoint only if their fingerprints match, and all processes must have the same fingerprint.
 """
 
 import json
@@ -18,7 +18,7 @@ from train.model.network import class_name
 from train.objective.config import ObjectiveConfig
 
 INDEX_FIELDS = ("samples", "selection_sha256", "index_sha256", "exclusions")
-"""Fields of a stream that change when parts or exclusions are added to its root."""
+"""Fields of a stream's fingerprint that change when parts or exclusions are added to its root."""
 
 
 def make_fingerprint(
@@ -37,9 +37,9 @@ def make_fingerprint(
     """Return the fingerprint of a run. Optional features appear in it only if the run uses them.
 
     Args:
-        repa: config of the alignment of a layer, and its feature tower; None: no layer is aligned.
+        repa: config of the layer alignment, including its feature tower; None: no layer is aligned.
         validation: the pinned validation bucket; None: the run has no validation.
-        optimizer: kind of the optimizer, on which the optimizer state of a checkpoint depends.
+        optimizer: kind of optimizer, which determines the format of a checkpoint's optimizer state.
         train_only: name patterns of the parameters to train; None: all are trained.
     """
     resolved = (backbone or BackboneConfig()).called.resolved(spec.texts)
@@ -83,7 +83,7 @@ def check_resume(folder: Path, saved: dict[str, Any], current: dict[str, Any], a
     """Check that the fingerprint of a checkpoint matches that of the run that resumes it.
 
     Args:
-        folder: the checkpoint's folder, for the error.
+        folder: the checkpoint's folder, for the error message.
         saved: fingerprint of the checkpoint.
         current: fingerprint of the run.
         allow_newer_index: do not compare INDEX_FIELDS, because the run switches to the newest indexes of its roots.
@@ -96,7 +96,7 @@ def check_resume(folder: Path, saved: dict[str, Any], current: dict[str, Any], a
     saved, current = (
         {key: value for key, value in fields.items() if key != "validation"} for fields in (saved, current)
     )
-    # network fields that the checkpoint lacks were added by a later version of diffusers and have their defaults
+    # network fields that the checkpoint lacks were added by a later version of diffusers and have default values
     current["unet"] = {name: value for name, value in current["unet"].items() if name in saved["unet"]}
     if allow_newer_index:
         saved, current = ({**fields, "streams": _without_index(fields["streams"])} for fields in (saved, current))
@@ -109,7 +109,7 @@ def check_resume(folder: Path, saved: dict[str, Any], current: dict[str, Any], a
 
 
 def _differences(name: str, left: Any, right: Any) -> list[str]:
-    """Return a line for each innermost field in which two JSON values differ. `name` is the path of the values."""
+    """Return a line for each innermost field that differs between two JSON values. `name`: path of the values."""
     if isinstance(left, dict) and isinstance(right, dict):
         return [line for key in left | right for line in _differences(f"{name}.{key}", left.get(key), right.get(key))]
     if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
@@ -123,15 +123,15 @@ def _without_index(streams: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_same_everywhere(accelerator: Accelerator | None, fingerprint: dict[str, Any], problem: str | None) -> None:
-    """Check that all processes have the same fingerprint and that none found a problem. All must call this.
+    """Check that all processes have the same fingerprint and that none found a problem. All processes must call this.
 
-    Processes with different data would train on some samples twice and on others never.
+    Processes with different data would train on some samples twice and never on others.
 
     Args:
-        problem: error that this process found in its data files.
+        problem: error message about this process's data files; None: they are valid.
 
     Raises:
-        RequestError: on all processes, if any has a problem or the fingerprints differ.
+        RequestError: a process has a problem, or the fingerprints differ. All processes raise it.
     """
     own = [(json.dumps(fingerprint, sort_keys=True, default=str), problem)]
     gathered = own if accelerator is None else gather_object(own)

@@ -1,4 +1,4 @@
-"""Launch checks that need no data: the number of processes per node, the tracker and the run folder."""
+"""Checks before a launch that need no data: the number of processes per node, the tracker and the run folder."""
 
 import os
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 LAUNCHER = "LATENTMILL_LAUNCHER"
-"""Environment variable that passes the process id of `python -m train.launch` to the processes that it starts."""
+"""Environment variable that passes the process ID of `python -m train.launch` to the processes that it starts."""
 SHUTDOWN_TIMEOUT = "PET_SHUTDOWN_TIMEOUT"
-"""Environment variable: seconds that the processes have to save and exit after a stop signal. Also read by torch."""
+"""Environment variable with the seconds in which processes must save and exit after a stop signal. torch also reads
+it."""
 DEFAULT_SHUTDOWN_SECONDS = "120"
 SUPPORTED_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU")
 """Values of accelerate's `DistributedType` that this trainer supports."""
@@ -21,7 +22,7 @@ SUPPORTED_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU")
 
 @dataclass(frozen=True)
 class World:
-    """The number of processes in a run."""
+    """The number of processes in a run, in total and per node."""
 
     size: int
     local_size: int
@@ -32,7 +33,7 @@ class World:
         """Read the launcher's environment variables.
 
         Raises:
-            RequestError: srun started several tasks without a launcher, so the tasks do not know of each other.
+            RequestError: srun started several tasks without a launcher, so the tasks do not know about each other.
         """
         tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
         if tasks > 1 and "WORLD_SIZE" not in os.environ:
@@ -46,7 +47,7 @@ class World:
 
     @classmethod
     def planned(cls, num_processes: int | None) -> "World":
-        """Return the launched processes or, without a launcher, a world of `num_processes` on one node."""
+        """Return the launched processes. If only this process was launched, return `num_processes` on one node."""
         launched = cls.launched()
         return launched if launched.size > 1 or num_processes is None else cls(num_processes, num_processes)
 
@@ -54,10 +55,10 @@ class World:
         """Check the number of processes against the config.
 
         Args:
-            num_processes: number that the config requests; None: any.
+            num_processes: number of processes that the config requests; None: any number.
 
         Raises:
-            RequestError: a different number was started, or they cannot share the global batch evenly.
+            RequestError: a different number of processes was started, or they cannot share the global batch evenly.
         """
         if num_processes not in (None, self.size):
             started = "1 process was" if self.size == 1 else f"{self.size} processes were"
@@ -99,11 +100,11 @@ def check_launch(accelerator: "Accelerator | None", world: World) -> None:
     """Check that this trainer supports the launcher's configuration.
 
     Args:
-        accelerator: None: this is the only process.
+        accelerator: the accelerator that the launcher configured; None: this is the only process.
 
     Raises:
         RequestError: the launcher set up an unsupported backend or gradient scaling, or the nodes have different
-            numbers of processes, so that some samples would be used twice and others never.
+            numbers of processes, so that some samples would be used twice and others would never be used.
     """
     local_sizes, scales_gradients = {world.local_size}, False
     if accelerator is not None:
@@ -134,7 +135,7 @@ def check_run_dir(run_dir: Path) -> None:
     """Check that the run folder is writable, or can be created.
 
     Raises:
-        RequestError: the folder, or the nearest existing folder above it, is not writable or is a file.
+        RequestError: `run_dir`, or its nearest existing parent if it does not exist, is not writable or is a file.
     """
     candidates = (run_dir, *run_dir.absolute().parents)
     # os.path.exists, because Path.exists raises an error for a folder without access rights

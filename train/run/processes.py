@@ -1,4 +1,4 @@
-"""The processes of a run: join them, agree on when to stop or save, and explain the loss of one of them."""
+"""Coordination of a run's processes: joining them, agreeing on when to stop or save, and explaining lost processes."""
 
 import ctypes
 import os
@@ -24,8 +24,8 @@ from train.run.preflight import LAUNCHER
 PR_SET_PDEATHSIG = 1
 """`prctl` option that selects the signal to send to a process when its parent dies."""
 CHECK_SECONDS = 1.0
-"""Target time between signal checks. It is half of the 2 s within which a signal should take effect, because the
-duration of steps varies."""
+"""Target time in seconds between signal checks. It is half of the 2 s within which a signal should take effect, because
+the duration of steps varies."""
 MAX_CHECK_INTERVAL = 10
 """Maximum number of steps between signal checks, which bounds the delay if steps suddenly become slower."""
 
@@ -33,7 +33,7 @@ MAX_CHECK_INTERVAL = 10
 def die_with_launcher() -> None:
     """Ask the kernel to kill this process when its launcher dies, even if the launcher is killed by SIGKILL.
 
-    Without a launcher, or on a system other than Linux, nothing is done.
+    Without a launcher, or on a system other than Linux, this does nothing.
 
     Raises:
         WorkError: the launcher is already dead.
@@ -56,16 +56,15 @@ def join_processes(timeout: float, device: str) -> HeartbeatReporter:
     """Initialize the process group before accelerate does, under keys that no earlier attempt has used.
 
     The launcher's store outlives the processes that it restarts (`--max_restarts`), and still holds the addresses of
-    dead processes. Each attempt therefore adds its number as a prefix to its keys. All launchers of a job count the
-    same attempts, because a lost process ends the attempt on every machine. If no launcher provides a store, rank 0
-    does.
+    dead processes. Each attempt therefore prefixes its keys with its number. All launchers of a job agree on this
+    number, because a lost process ends the attempt on every machine. If no launcher provides a store, rank 0 does.
 
     Args:
         timeout: seconds after which a collective fails if a process has not joined it.
-        device: `cuda` or `cpu`, on which all processes train.
+        device: kind of device on which all processes train, `cuda` or `cpu`.
 
     Returns:
-        The heartbeat of this process, which has started unless this is the only process.
+        The heartbeat reporter of this process, which is already sending unless this is the only process.
 
     Raises:
         WorkError: a process did not join in time.
@@ -86,7 +85,7 @@ def join_processes(timeout: float, device: str) -> HeartbeatReporter:
 
 
 class AgreedSignals(NamedTuple):
-    """The requests to which all processes respond after the same step."""
+    """Requests to which all processes respond after the same step."""
 
     stop: bool = False
     """Save a checkpoint and exit."""
@@ -97,9 +96,9 @@ class AgreedSignals(NamedTuple):
 class ShutdownCoordinator:
     """Coordinator that makes all processes respond to a signal after the same step, even if only one received it.
 
-    Agreeing takes a collective, which makes the host wait for the device, so the processes check for signals about once
-    a second instead of after every step. They also agree on the number of steps until the next check, because it
-    depends on each process's clock.
+    To agree, the processes need a collective, which makes the host wait for the device. So they check for signals about
+    once a second instead of after every step. They also agree on the number of steps until the next check, because each
+    process would compute a different number from its own clock.
     """
 
     def __init__(self, accelerator: Accelerator, lease: Lease, stop: SignalFlag, save: SignalFlag, step: int):
@@ -118,15 +117,15 @@ class ShutdownCoordinator:
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Exclude the time spent in this context, for example on saving a checkpoint, from the step times."""
+        """Exclude the time spent in this context, such as the time for saving a checkpoint, from the step times."""
         start = time.monotonic()
         yield
         self.timing_since += time.monotonic() - start
 
     def check(self, step: int) -> AgreedSignals:
-        """Return the signals that any process has received, or none if no check is due after `step` steps.
+        """Return the requests that any process has received, or no requests if no check is due after `step` steps.
 
-        All processes must call this after every step, and all get the same result.
+        All processes must call this after every step, and all of them get the same result.
 
         Raises:
             RequestError: another launch has taken over the run.
@@ -137,7 +136,7 @@ class ShutdownCoordinator:
         interval = check_interval(self.step_seconds)
         own = [float(value) for value in (self.stop.received, self.save.received, self.lease.superseded, interval)]
         totals = self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), "sum").tolist()
-        stop, save, superseded, intervals = map(int, totals)  # integer sums are exact, so equal on all processes
+        stop, save, superseded, intervals = map(int, totals)  # sums of integers are exact, and so the same everywhere
         if superseded:
             raise self.lease.taken_over()
         self.last_check, self.next_check = step, step + intervals // self.accelerator.num_processes
@@ -154,9 +153,9 @@ def check_interval(seconds_per_step: float) -> int:
 
 @contextmanager
 def explain_lost_processes(heartbeat: HeartbeatReporter) -> Iterator[None]:
-    """Turn the failure of a collective into an error that names the missing process.
+    """Turn the failure of a collective into an error that names the missing processes.
 
-    Any other exception is reported to the other processes and raised unchanged.
+    Any other exception is reported to the other processes and re-raised unchanged.
 
     Raises:
         WorkError: a process died, or did not join a collective before its timeout.
@@ -183,7 +182,7 @@ def explain_lost_processes(heartbeat: HeartbeatReporter) -> Iterator[None]:
 
 
 def print_once(accelerator: Accelerator, message: str) -> None:
-    """Print on the run's main process only. `Accelerator.print` prints on every machine."""
+    """Print a message on the run's main process only, whereas `Accelerator.print` prints it on every machine."""
     if accelerator.is_main_process:
         print(message, flush=True)
 

@@ -11,31 +11,31 @@ from train.run.alarm import AlarmState
 
 @dataclass
 class TrainState:
-    """Everything that one step passes to the next, besides the weights and the optimizer state."""
+    """Everything that one step passes to the next, apart from the weights and the optimizer state."""
 
     step: int = 0
     """Number of completed optimizer steps."""
     losses: list[float] = field(default_factory=list)
     """Mean losses of the steps since the last line in metrics.jsonl, without non-finite values."""
     sums: LossSums = field(default_factory=lambda: LossSums.zeros(dtype=torch.float64))
-    """Sums of the losses in `losses`, by quarter of the time axis."""
+    """Sums of the sample losses behind `losses`, by quarter of the time axis."""
     alignments: list[float] = field(default_factory=list)
-    """Mean alignment losses (REPA) of these steps, without non-finite values; empty if no layer is aligned."""
+    """Mean alignment losses (REPA) of the same steps, without non-finite values; empty if no layer is aligned."""
     skipped: int = 0
-    """Number of steps that changed nothing because their gradient was not finite."""
+    """Number of steps that were skipped because their gradient was not finite."""
     scaler: dict[str, Any] = field(default_factory=dict)
     """State of the loss scaler, if the run trains in float16."""
     alarm: AlarmState = field(default_factory=AlarmState)
 
     def begin_line(self) -> None:
-        """Reset the values that each line of metrics.jsonl summarises."""
+        """Reset the values that each line of metrics.jsonl summarizes."""
         self.losses.clear()
         self.alignments.clear()
         self.alarm.highest = None
         self.sums = LossSums.zeros(dtype=torch.float64)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as stored in state.json, in which `sums` is named `quarters`."""
+        """Return the fields in the form of state.json, where `sums` is named `quarters`."""
         fields = asdict(self)
         del fields["sums"]
         return fields | {"quarters": self.sums.to_json()}

@@ -1,10 +1,10 @@
-"""Checkpoints: each is published atomically, and used only if the SHA-256 of every file matches.
+"""Checkpoints: each is published atomically, and is used only if the SHA-256 of every file matches.
 
 checkpoints/step-00001000/unet/         config.json, diffusion_pytorch_model.safetensors   (loads in diffusers)
-                         /ema/          the same, from the first step of the EMA on; ema-0.050/, … for post-hoc averages
+                         /ema/          the same files, once the EMA has started; ema-0.050/, … for post-hoc averages
                          /optimizer.safetensors, and repa.safetensors with the projection head if a layer is aligned
-                         /lines/        for runs at a URL: metrics.jsonl and samples.jsonl, up to this step
-                         /state.json    tag, step, fingerprint, SHA-256 of every file and of itself
+                         /lines/        only for runs at a URL: metrics.jsonl and samples.jsonl up to this step
+                         /state.json    tag, step, fingerprint, and the SHA-256 of every file and of its own content
 
 If weights are sharded, each process writes a share, x-00001-of-00004.safetensors, and x.safetensors.index.json maps
 tensors to shares.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 STATE_NAME = "state.json"
 TRACKER_ID = "tracker.json"
-"""File in the run folder with the run's id in its tracker."""
+"""File in the run folder that contains the run's ID in its tracker."""
 VERSION = 1
 LINES = "lines"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
@@ -55,26 +55,27 @@ class Checkpoint:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """The values that determine the loss curve."""
+        """The settings and data that determine the loss curve."""
         return dict(self.content["fingerprint"])
 
     @property
     def state(self) -> TrainState:
-        """The state of the run after the step."""
+        """The state of the run after the checkpoint's step."""
         from train.run.state import TrainState
 
         return TrainState.from_json(self.content["state"])
 
     @property
     def tag(self) -> str:
-        """Name of the phase, or of the run folder if the phase has no name."""
+        """Name of the phase, or the name of the run folder if the phase has none."""
         return str(self.content["tag"])
 
     def weights(self, which: str) -> Path:
-        """Return the folder of the `raw` or `ema` weights, or of `auto`: the moving average if there is one.
+        """Return the folder that contains the requested weights.
 
         Args:
-            which: raw, ema, auto, or a folder with other weights.
+            which: `raw`; `ema`, the moving average; `auto`, the moving average if there is one and otherwise the raw
+                weights; or a folder with other weights, which is returned as it is.
 
         Raises:
             RequestError: the checkpoint has no moving average, or the folder has no weights.
@@ -95,12 +96,12 @@ class Checkpoint:
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of `step`."""
+    """Return the folder of the checkpoint for `step`."""
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int:
-    """Parse the step in a checkpoint folder's name."""
+    """Parse the step from a checkpoint folder's name."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -111,9 +112,10 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def drop_later(run_dir: Path, step: int, own: Path) -> None:
-    """Remove the checkpoints of later steps, which the run will write again, perhaps with a different learning rate.
+    """Remove the checkpoints after `step`, which the run will write again, perhaps with a different learning rate.
 
-    `own`: the launch's staging folder.
+    Args:
+        own: the launch's staging folder.
     """
     for folder in list_checkpoints(run_dir):
         if step_of(folder) > step:
@@ -121,20 +123,20 @@ def drop_later(run_dir: Path, step: int, own: Path) -> None:
 
 
 def checkpoint_identities(run_dir: Path) -> dict[str, str]:
-    """Return a dict from name to identity for the run's checkpoints.
+    """Return a dict from the name of each of the run's checkpoints to its identity.
 
-    An identity changes if another launch replaces the checkpoint.
+    The identity changes if another launch replaces the checkpoint.
     """
     stats = [(folder.name, folder.stat()) for folder in list_checkpoints(run_dir)]
     return {name: f"{stat.st_ino}-{stat.st_mtime_ns}" for name, stat in stats}
 
 
 def verify_checkpoint(folder: Path) -> Checkpoint:
-    """Verify every file of the checkpoint in `folder`, and return it.
+    """Verify every file of the checkpoint in `folder`, and return the checkpoint.
 
     Raises:
-        DamagedFile: a file is missing or differs.
-        RequestError: a different version of this program wrote it.
+        DamagedFile: a file is missing or does not match its SHA-256.
+        RequestError: the checkpoint was written by an incompatible version of this program.
     """
     try:
         content = read_sealed_json(folder / STATE_NAME)
@@ -148,10 +150,13 @@ def verify_checkpoint(folder: Path) -> Checkpoint:
 
 
 def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
-    """Return the newest intact checkpoint, and print a line about each damaged one. None: the run has none.
+    """Return the newest intact checkpoint, and print a line about each damaged one that is skipped.
+
+    Returns:
+        The checkpoint, or None if the run has no checkpoints.
 
     Raises:
-        RequestError: all checkpoints are damaged. Starting from scratch would lose the run without notice.
+        RequestError: all checkpoints are damaged. Starting from scratch would silently discard the run.
     """
     folders = {folder.name: folder for folder in list_checkpoints(run_dir)}
     remedy = f"remove {run_dir}/checkpoints to train from scratch"
@@ -161,12 +166,13 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
 def newest_intact(
     names: list[str], obtain: Callable[[str], Checkpoint], run: Path | str, remedy: str
 ) -> Checkpoint | None:
-    """Return the newest of the named checkpoints that is intact, as `newest_checkpoint` does.
+    """Return the newest intact checkpoint among `names`. Damaged ones are handled as in `newest_checkpoint`.
 
     Args:
-        names: oldest first.
-        obtain: returns the named checkpoint, verified.
-        remedy: alternative to restoring a checkpoint if all are damaged.
+        names: names of the checkpoints, oldest first.
+        obtain: verifies the named checkpoint and returns it.
+        run: the run's folder or URL, for the error.
+        remedy: what the user can do if all are damaged, other than restoring one from a backup.
     """
     for name in reversed(names):
         try:
@@ -187,14 +193,14 @@ def restore(
     averages: dict[str, Ema],
     head: nn.Module | None = None,
 ) -> TrainState:
-    """Load the optimizer's state and the moving averages in place, and return the state of the run."""
+    """Load the optimizer's state and the moving averages from a checkpoint in place, and return the run's state."""
     from train.model.sharding import shard_like
     from train.model.tensors import load_tensors
 
     unflatten(trained(unet, head), optimizer, load_tensors(checkpoint.folder / OPTIMIZER_NAME))
     state = checkpoint.state
     for folder, ema in averages.items():
-        # an average from before `start_step` belongs to an earlier setting, so it is restarted
+        # an average saved before `start_step` was made with a different setting, so it is restarted
         if ema.has_begun(state.step) and (checkpoint.folder / folder).is_dir():
             average = ema.begin(unet.named_parameters())
             saved = load_tensors(checkpoint.folder / folder / WEIGHTS_NAME)
@@ -207,7 +213,7 @@ def load_weights(unet: Any, folder: Path) -> None:
     """Load the weights in `folder` into `unet`.
 
     Raises:
-        RequestError: they belong to a different architecture.
+        RequestError: the weights belong to a different architecture.
     """
     from train.model.network import load_matching
 
@@ -230,13 +236,13 @@ def load_head(head: nn.Module, folder: Path) -> bool:
 
 
 def trained(unet: Any, head: nn.Module | None) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by their names in the optimizer's file."""
+    """Return a dict from each trained parameter's name in the optimizer's file to the parameter."""
     beside = {} if head is None else {f"{HEAD}.{name}": value for name, value in head.named_parameters()}
     return dict(unet.named_parameters()) | beside
 
 
 def flatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's state tensors by `kind/name`; AdamW's kinds are step, exp_avg and exp_avg_sq."""
+    """Return a dict from `kind/name` to the optimizer's state tensor. AdamW's kinds: step, exp_avg and exp_avg_sq."""
     tensors = {}
     for name, parameter in parameters.items():
         for kind, value in optimizer.state.get(parameter, {}).items():
@@ -256,6 +262,6 @@ def unflatten(parameters: dict[str, nn.Parameter], optimizer: Optimizer, tensors
         # torch's optimizers count steps on the CPU unless they are fused
         device = "cpu" if kind == "step" and not optimizer.defaults.get("fused") else parameter.device
         tensor = shard_like(value.to(device), parameter)
-        if tensor.shape == parameter.shape:  # in the parameter's memory format
+        if tensor.shape == parameter.shape:  # convert it to the parameter's memory format
             tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
         optimizer.state[parameter][kind] = tensor

@@ -1,6 +1,6 @@
-"""Reading a run at an object-store URL: which checkpoints it has, and copies of them on this machine.
+"""Reading a run at an object-store URL: finding its checkpoints and copying them to this machine.
 
-Each launch works in a local folder that is named by the token of its lease, so no two launches share files:
+Each launch works in a local folder that is named after the token of its lease, so no two launches share files:
 
     $TMPDIR/latentmill-runs-UID/<hash of the URL>/<token>/NAME/    laid out as a run folder, with the newest checkpoint
 
@@ -42,7 +42,7 @@ from train.run.lease.store import StoreBackend, read_accepted
 
 
 def work_folder(place: Place) -> Path:
-    """Return the run folder itself, or this machine's folder for the copies of a run at a URL."""
+    """Return `place` itself for a run in a folder, or this machine's folder for copies of a run at a URL."""
     if isinstance(place, Path):
         return place
     name = hashlib.sha256(place.encode()).hexdigest()[:12]
@@ -50,10 +50,10 @@ def work_folder(place: Place) -> Path:
 
 
 def lease_backend(place: Place, copies: Path | None = None) -> Backend:
-    """Return the storage of a run's leases.
+    """Return the storage backend of a run's leases.
 
     Args:
-        copies: local folder for the copies of a run at a URL; None: `work_folder`.
+        copies: local folder for copies of a run at a URL; None: the `work_folder` of `place`.
     """
     if isinstance(place, Path):
         return FolderBackend(place, partial(checkpoint_identities, place))
@@ -65,30 +65,32 @@ class Stored(NamedTuple):
     """A checkpoint at a run's URL."""
 
     folder: str
-    """Its folder, relative to the URL: `checkpoints/step-00001000.0004`."""
+    """Its folder relative to the URL, such as `checkpoints/step-00001000.0004`."""
     sha256: str
     """SHA-256 of its state.json."""
 
 
 def remote_folder(name: str, launch: int) -> str:
-    """Return the remote folder, unique to this launch, for a checkpoint such as `step-00001000`."""
+    """Return the remote folder that only `launch` uses for a checkpoint such as `step-00001000`."""
     return f"checkpoints/{name}.{launch:04d}"
 
 
 def parse_folder(folder: str) -> tuple[str, int] | None:
-    """Parse `step-00001000.0004` into the checkpoint's name and the launch, 0 for a plain `step-00001000`.
+    """Parse `step-00001000.0004` into the checkpoint's name and the launch's number.
 
-    None: it is not a checkpoint's folder.
+    Returns:
+        The name and the number, which is 0 for a plain `step-00001000`; None if it is not a checkpoint's folder.
     """
     match = re.fullmatch(r"(step-\d{8,})(?:\.(\d{4,}))?", folder)
     return (match[1], int(match[2] or 0)) if match else None
 
 
 def stored_checkpoints(store: Store) -> dict[str, Stored]:
-    """Find the checkpoints that make up the run: those that its newest launch accepted or uploaded.
+    """Find the checkpoints that belong to the run: those that its newest launch accepted or uploaded.
 
     Returns:
-        Name (`step-00001000`) → where it is stored. If several launches wrote a step, the newest launch's checkpoint.
+        Name (`step-00001000`) → where the checkpoint is stored. If several launches wrote the same step, the newest
+        launch's checkpoint is returned.
     """
     accepted = read_accepted(store)
     states = {}
@@ -110,7 +112,7 @@ def stored_checkpoints(store: Store) -> dict[str, Stored]:
 
 
 def find_checkpoints(store: Store) -> dict[str, str]:
-    """Return a dict from name to the SHA-256 of state.json, for the checkpoints that make up the run."""
+    """Return a dict from the name of each checkpoint that belongs to the run to the SHA-256 of its state.json."""
     return {name: stored.sha256 for name, stored in stored_checkpoints(store).items()}
 
 
@@ -119,19 +121,20 @@ def find(
 ) -> tuple[dict[str, str], Checkpoint | None]:
     """Find the newest intact checkpoint of the run at `store`. Nothing is changed there or in `copies`.
 
-    A checkpoint that is in `copies` is used in place, and otherwise downloaded to a private folder. Each of its files
-    is hashed once.
+    If `copies` contains the checkpoint, that copy is used in place; otherwise the checkpoint is downloaded to a private
+    folder. Each of its files is hashed only once.
 
     Args:
         copies: this machine's folder for copies of the run.
         downloads: closing it removes the private folder.
-        single_node: whether all processes are on this machine, so that a checkpoint that was never uploaded will do.
+        single_node: whether all processes are on this machine, so that a checkpoint that was never uploaded can be
+            used.
 
     Returns:
-        What `find_checkpoints` returns, and the checkpoint; None if there is none.
+        The result of `find_checkpoints`, and the newest intact checkpoint; None if the run has no checkpoints.
 
     Raises:
-        RequestError: there are checkpoints, and all are damaged.
+        RequestError: the run has checkpoints, but all are damaged.
     """
     stored = stored_checkpoints(store)
     found = {name: each.sha256 for name, each in stored.items()}
@@ -143,7 +146,11 @@ def find(
 
 
 def newest_stored(store: Store, stored: Mapping[str, Stored], obtain: Callable[[str], Checkpoint]) -> Checkpoint | None:
-    """Return the newest intact checkpoint in `stored`. `obtain` copies one to this machine; see `newest_intact`."""
+    """Return the newest intact checkpoint in `stored`, or None if `stored` is empty.
+
+    Args:
+        obtain: copies the named checkpoint to this machine and verifies it.
+    """
     names = sorted(stored, key=lambda name: step_of(Path(name)))
     return newest_intact(names, obtain, store.where(), "choose a different run_dir to train from scratch")
 
@@ -155,9 +162,9 @@ def local_checkpoints(copies: Path) -> list[Path]:
 
 
 def find_orphan(store: Store, copies: Path, found: Mapping[str, str]) -> Checkpoint | None:
-    """Find a complete local checkpoint that is newer than all those `found` at the URL, but was never uploaded.
+    """Find a complete local checkpoint that was never uploaded and is newer than every checkpoint `found` at the URL.
 
-    It counts only if the newest launch at the URL wrote or accepted it. None: there is no such checkpoint.
+    It counts only if the newest launch at the URL wrote or accepted it. Return None if there is no such checkpoint.
     """
     accepted, newest = read_accepted(store), max((step_of(Path(name)) for name in found), default=0)
     for folder in reversed(local_checkpoints(copies)):
@@ -173,10 +180,13 @@ def find_orphan(store: Store, copies: Path, found: Mapping[str, str]) -> Checkpo
 
 
 def obtain(store: Store, stored: Stored, name: str, copies: Path, downloads: ExitStack) -> Checkpoint:
-    """Return the checkpoint `name`: an intact copy from `copies`, or else a download, as `find` does it.
+    """Return the checkpoint `name`. Use the copy in `copies` if it is intact; otherwise download the checkpoint.
+
+    Args:
+        downloads: closing it removes the private folder of the download.
 
     Raises:
-        DamagedFile: a file at the URL is missing or differs.
+        DamagedFile: a file at the URL is missing or does not match its SHA-256.
     """
     for local in local_checkpoints(copies):
         if local.name == name and sha256_of_state(local) == stored.sha256:
@@ -189,10 +199,10 @@ def obtain(store: Store, stored: Stored, name: str, copies: Path, downloads: Exi
 
 
 def obtain_same(store: Store, checkpoint: Checkpoint, copies: Path, downloads: ExitStack) -> Checkpoint:
-    """Obtain, on another machine, the checkpoint that the main process found.
+    """Obtain the checkpoint that the main process found, on a machine where the main process does not run.
 
     Raises:
-        DamagedFile: a file at the URL is missing or differs.
+        DamagedFile: a file at the URL is missing or does not match its SHA-256.
         WorkError: the checkpoint has since been replaced or removed.
     """
     name = checkpoint.folder.name
@@ -204,7 +214,7 @@ def obtain_same(store: Store, checkpoint: Checkpoint, copies: Path, downloads: E
 
 
 def replaced(store: Store, name: str) -> WorkError:
-    """Build the error for a checkpoint that has disappeared since the launch found it."""
+    """Build the error for a checkpoint that was replaced or removed after this launch found it."""
     return WorkError(
         f"{store.where()} no longer has the checkpoint {name} that this launch found when it started: another launch "
         f"replaced or removed it. Run the command again to resume from the newest one."
@@ -212,19 +222,19 @@ def replaced(store: Store, name: str) -> WorkError:
 
 
 def install(checkpoint: Checkpoint | None, lease: Lease, store: Store, copies: Path) -> None:
-    """Set up this machine's folder for a launch that holds the run, and remove the folders of earlier launches.
+    """Set up this machine's folder for a launch that holds the lease, and remove the folders of earlier launches.
 
-    `checkpoint` is moved into the launch's folder, the logs up to its step are copied from it, and the id of the run in
+    `checkpoint` is moved into the launch's folder, the logs up to its step are copied out of it, and the run's ID in
     its tracker is downloaded.
 
     Raises:
         LeaseLost: another launch has taken over.
-        WorkError: a launch that was suspended during its start has moved the checkpoint away. Nothing is lost, because
-            the next launch finds it in that launch's folder.
+        WorkError: another launch, which was suspended while starting, has moved the checkpoint away. Nothing is lost,
+            because the next launch finds the checkpoint in that launch's folder.
     """
     work, staging = lease.run_dir, lease.folder
     lease.check()
-    # nodes may share their temporary folders; a suspended launch cannot block others, because each has its own lock
+    # nodes may share a temporary folder; a suspended launch cannot block others, because each launch has its own lock
     with locked(copies / lease.token / ".lock"):
         staging.mkdir(parents=True, exist_ok=True)
         download_tracker_id(store, work, staging)
@@ -234,8 +244,8 @@ def install(checkpoint: Checkpoint | None, lease: Lease, store: Store, copies: P
                 target.parent.mkdir(exist_ok=True)
                 source = checkpoint.folder
                 try:
-                    # one rename if possible, so that an orphan is in one of the two places even after a kill; a
-                    # download may be on another file system
+                    # a single rename if possible, so that a kill cannot lose a checkpoint that was never uploaded; a
+                    # download may be on a different file system, and is moved to this one first
                     if not source.is_relative_to(copies):
                         source = Path(shutil.move(source, staging / source.name))
                     publish(source, target, staging)
@@ -249,14 +259,14 @@ def install(checkpoint: Checkpoint | None, lease: Lease, store: Store, copies: P
 def remove_stale_copies(lease: Lease, copies: Path) -> None:
     """Remove the folders of superseded launches from this machine.
 
-    Each is renamed first, so a suspended owner can no longer write to it.
+    Each folder is renamed first, so that a suspended owner can no longer write to it.
 
     Raises:
         LeaseLost: another launch has taken over.
     """
     others = [folder for folder in copies.iterdir() if folder.name != lease.token]
-    # A launch creates its folder only after acquiring the run. So if this launch is still the newest after listing the
-    # folders, their owners have been superseded, no matter how long it is suspended before removing them.
+    # A launch creates its folder only after acquiring the run. So if this launch is still the newest after the folders
+    # were listed, all their owners have been superseded, even if this launch is then suspended before removing them.
     lease.check()
     for folder in others:
         with suppress(FileNotFoundError):  # another node that shares the temporary folder has moved it
@@ -266,14 +276,17 @@ def remove_stale_copies(lease: Lease, copies: Path) -> None:
 
 @contextmanager
 def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
-    """Copy a run at a URL to a temporary run folder, with the checkpoint of `step`, or the newest intact one.
+    """Copy a run at a URL to a temporary run folder, with only one of its checkpoints.
+
+    Args:
+        step: step of the checkpoint to copy; None: the newest intact checkpoint.
 
     Yields:
-        The folder, and the checkpoint in it, which has been verified.
+        The folder, and the verified checkpoint in it.
 
     Raises:
-        RequestError: there is no run, or it has no such checkpoint.
-        DamagedFile: the checkpoint of `step` differs from what was written.
+        RequestError: there is no run at the URL, or the run has no such checkpoint.
+        DamagedFile: a file of the checkpoint for `step` is missing or does not match its SHA-256.
     """
     store = open_store(address)
     with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch:
@@ -302,29 +315,29 @@ def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
 
 
 def download_tracker_id(store: Store, work: Path, staging: Path) -> None:
-    """Download the id of the run in its tracker, if it has one."""
+    """Download the file with the run's ID in its tracker, if the run has one."""
     with suppress(FileNotFoundError):
         store.get(TRACKER_ID, staging / TRACKER_ID)
         publish(staging / TRACKER_ID, work / TRACKER_ID, staging)
 
 
 def sha256_of_state(folder: Path) -> str | None:
-    """Return the SHA-256 of a checkpoint's state.json; None if there is none."""
+    """Return the SHA-256 of a checkpoint's state.json, or None if the file does not exist."""
     path = folder / STATE_NAME
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def download(store: Store, stored: Stored, target: Path) -> Checkpoint:
-    """Download a checkpoint to the new folder `target`, and verify it. A damaged one is removed again.
+    """Download a checkpoint to the new folder `target`, and verify it. If this fails, `target` is removed.
 
     Raises:
-        DamagedFile: a file at the URL is missing or differs.
+        DamagedFile: a file at the URL is missing or does not match its SHA-256.
     """
     target.mkdir(parents=True)
     try:
         for file in store.files(stored.folder):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # removed since the listing; state.json says whether it is missing
+            with suppress(FileNotFoundError):  # removed since the listing; verification notices
                 store.get(f"{stored.folder}/{file}", target / file)
         return verify_checkpoint(target)
     except BaseException:

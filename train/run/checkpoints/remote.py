@@ -1,18 +1,18 @@
 """Uploading to a run at an object-store URL. The launch works in a local folder and uploads what it saves.
 
-URL/checkpoints/step-00001000.0004/   a checkpoint by launch 4, laid out as in a run folder; state.json is uploaded last
-   /posthoc/checkpoints/…             snapshots of averages, named in the same way
+URL/checkpoints/step-00001000.0004/   launch 4's checkpoint, laid out as in a run folder; state.json is uploaded last
+   /posthoc/checkpoints/…             snapshots of post-hoc averages, named in the same way
    /config.yaml, metrics.jsonl, …     as of the newest checkpoint
    /launches/                         the leases (`train/run/lease/store.py`)
 
 A launch that was suspended and then superseded may upload when it wakes up. This is harmless for three reasons:
 
 - Each launch uploads to folders that carry its number, so no launch ever overwrites or removes a file that a later one
-  has written. state.json is created if absent; a file with different content is an error.
+  has written. state.json is only created, never overwritten; if it exists with different content, an error is raised.
 - Readers ignore what a superseded launch uploads, because they count only checkpoints that the newest launch accepted
   or that carry its token.
-- A launch lists what it will remove before it checks its lease. Launch 5 accepts checkpoints after it was created, so
-  whatever launch 4 removes after such a check, it had already replaced.
+- A launch lists the files to remove before it checks its lease. If launch 4 passes that check, launch 5 has not
+  accepted any checkpoints yet, and everything on launch 4's list has already been replaced by newer checkpoints.
 """
 
 import time
@@ -29,23 +29,23 @@ from train.run.lease.lease import Lease
 NOT_LOGS = {"checkpoints", "launches", "posthoc", STAGING_FOLDER}
 """Entries of a run folder that are not uploaded with the logs."""
 FIRST_PAUSE, LONGEST_PAUSE, PATIENCE = 2.0, 60.0, 900.0
-"""Seconds: first and longest pause between uploads during an outage, and how long an outage may last."""
+"""First and longest pause between upload attempts during an outage, and the longest outage to wait out, in seconds."""
 
 
 class RemoteRun:
-    """The uploads of the launch that holds the lease of a run at an object-store URL."""
+    """Uploader for the launch that holds the lease of a run at an object-store URL."""
 
     def __init__(self, store: Store, lease: Lease, patience: float = PATIENCE):
-        """`patience`: seconds of an outage after which an upload fails."""
+        """`patience`: seconds after which an upload fails if the store is still unreachable."""
         self.store, self.lease, self.patience = store, lease, patience
 
     def upload(self, folder: Path) -> None:
-        """Upload a checkpoint, or a snapshot of averages, from the launch's run folder, state.json last.
+        """Upload a checkpoint or a snapshot of averages from the launch's run folder. state.json is uploaded last.
 
         Raises:
             Outage: the store was unreachable for `patience` seconds.
             LeaseLost: another launch has taken over.
-            WorkError: a launch of another run, with the same number, uploaded that checkpoint.
+            WorkError: a launch of a different run at this URL, with the same number, uploaded that checkpoint.
         """
         name = f"{folder.relative_to(self.lease.run_dir).as_posix()}.{self.lease.number:04d}"
 
@@ -58,7 +58,7 @@ class RemoteRun:
         self._try_upload_logs()
 
     def upload_share(self, step: str, folder: Path) -> None:
-        """Upload one process's share of the checkpoint `step`. Raises: as `upload`."""
+        """Upload one process's share of the checkpoint named `step`. It raises the same errors as `upload`."""
         name = remote_folder(step, self.lease.number)
 
         def upload() -> None:
@@ -68,7 +68,7 @@ class RemoteRun:
         self._retry(name, upload)
 
     def complete(self, step: str, state: bytes) -> None:
-        """Add state.json to a checkpoint whose other files several processes uploaded. Raises: as `upload`."""
+        """Upload state.json once all processes have uploaded their shares. It raises the same errors as `upload`."""
         name = remote_folder(step, self.lease.number)
         self._retry(name, lambda: self._complete(name, state))
         self._try_upload_logs()
@@ -95,11 +95,15 @@ class RemoteRun:
             try:
                 if not self.lease.superseded:
                     self.upload_logs()
-            except (RequestError, OSError, Outage) as error:  # everything that a resume needs has already been uploaded
+            except (RequestError, OSError, Outage) as error:  # resuming needs nothing from this last upload
                 say(error)
 
     def drop_logs(self, choose: Callable[[Collection[str]], list[str]]) -> None:
-        """Remove the output of the launches that `choose` returns, given the names of all launches' log folders."""
+        """Remove the process output of old launches.
+
+        Args:
+            choose: returns the names of the log folders to remove, given the names of all launches' log folders.
+        """
         names = self.store.files("logs")
         old = choose({name.partition("/")[0] for name in names})
         if files := [f"logs/{name}" for name in names if name.partition("/")[0] in old]:
@@ -109,7 +113,7 @@ class RemoteRun:
         """Remove old checkpoints up to `step`, and orphaned uploads.
 
         Args:
-            choose: returns the steps to remove, given step → age in seconds.
+            choose: returns the steps to remove, given a dict from each checkpoint's step to its age in seconds.
 
         Raises:
             LeaseLost: another launch has taken over.
@@ -123,7 +127,7 @@ class RemoteRun:
                 kept[step_of(Path(name))] = folder
         for old in choose(ages):
             del kept[old]
-        # interrupted uploads, and those of superseded launches, are removed as well
+        # interrupted uploads and uploads by superseded launches are removed as well
         gone = {folder for name in entries if (folder := name.partition("/")[0]) not in kept.values()}
         names = [
             self._list_files(f"checkpoints/{folder}")
@@ -171,7 +175,7 @@ class RemoteRun:
             print(f"The logs at {self.store.where()} are not up to date: {error}", flush=True)
 
     def _list_files(self, name: str) -> list[str]:
-        """List a checkpoint's files, state.json first: without it, readers ignore the rest."""
+        """List a checkpoint's files, state.json first: once it is removed, readers ignore the rest."""
         files = (f"{name}/{file}" for file in self.store.files(name))
         return sorted(files, key=lambda file: Path(file).name != STATE_NAME)
 

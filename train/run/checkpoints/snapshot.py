@@ -1,4 +1,4 @@
-"""The content of a checkpoint in memory."""
+"""The contents of a checkpoint, in memory."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -23,7 +23,7 @@ class Snapshot:
     """File in the checkpoint's folder → tensors by name."""
 
     lines: Mapping[str, int] = field(default_factory=dict)
-    """Log in the run folder → its size in bytes up to this step."""
+    """Name of each log file in the run folder → its size in bytes up to this step."""
 
 
 def take_snapshot(
@@ -34,7 +34,12 @@ def take_snapshot(
     head: nn.Module | None = None,
     lines: Mapping[str, int] | None = None,
 ) -> Snapshot:
-    """Collect the current tensors of the run, without copying them. `head`: projection head, if a layer is aligned."""
+    """Collect the current tensors of the run, without copying them.
+
+    Args:
+        head: the projection head, if a layer is aligned.
+        lines: name of each log file in the run folder → its current size in bytes.
+    """
     files = {f"unet/{WEIGHTS_NAME}": unet.state_dict(), OPTIMIZER_NAME: flatten(trained(unet, head), optimizer)}
     if head is not None:
         files[HEAD_NAME] = head.state_dict()
@@ -44,7 +49,10 @@ def take_snapshot(
 def average_files(
     unet: Any, averages: dict[str, Ema], dtype: torch.dtype = torch.float32
 ) -> dict[str, dict[str, Tensor]]:
-    """Return file → tensors of the averages that have started, as `dtype`, with the buffers of the network."""
+    """Return the files of all averages that have started, as a dict from file to tensors by name.
+
+    The averages are converted to `dtype`; the network's buffers are included unchanged.
+    """
     files = {}
     for folder, ema in averages.items():
         if ema.average is not None:

@@ -1,8 +1,8 @@
-"""Writing of checkpoints in the background while training continues.
+"""Writing checkpoints in the background while training continues.
 
-If weights are sharded, each process writes its share, in the launch's staging folder or at the run's URL, and passes
-the hashes of its files to the main process through the process group's store. The main process then completes the
-checkpoint: in a folder by one rename, at a URL by uploading state.json last.
+If weights are sharded, each process writes its share, either in the launch's staging folder or at the run's URL, and
+passes the hashes of its files to the main process through the process group's store. The main process then completes
+the checkpoint: it renames the folder into place, or uploads state.json if the run is at a URL.
 """
 
 import json
@@ -42,11 +42,11 @@ from train.run.lease.owner import Pace
 from train.run.preflight import SHUTDOWN_TIMEOUT
 
 AGREE_SECONDS = 2.0
-"""Time within which all processes agree to stop after a signal."""
+"""Seconds within which all processes agree to stop after a signal."""
 
 
 def warn_if_slow_to_stop(pace: Pace | None, config: CheckpointConfig) -> str | None:
-    """Return a warning if a step and a save may not fit between the stop signal and the kill; None: they do."""
+    """Return a warning if stopping may take longer than the time between the stop signal and SIGKILL, or None."""
     if pace is None:
         return None
     grace = min(config.grace, float(os.environ.get(SHUTDOWN_TIMEOUT, config.grace)))
@@ -63,9 +63,9 @@ def warn_if_slow_to_stop(pace: Pace | None, config: CheckpointConfig) -> str | N
 
 
 Mine = Mapping[str, Collection[str]]
-"""File → names of the tensors that this process writes."""
+"""Names of the tensors that this process writes, for each file."""
 Owners = Mapping[str, Mapping[str, int]]
-"""File → name of a tensor → rank that writes it."""
+"""Rank that writes each tensor, by file and tensor name."""
 
 
 class WriterGroup(NamedTuple):
@@ -75,7 +75,7 @@ class WriterGroup(NamedTuple):
     """Rank of this process."""
     size: int = 1
     store: dist.Store | None = None
-    """The process group's store, on a connection of its own; None: there are no other writers."""
+    """The process group's store, over a separate connection; None: there are no other writers."""
     timeout: float = 600.0
     """Seconds that the main process waits for each share."""
     local_size: int = 1
@@ -86,7 +86,7 @@ SINGLE = WriterGroup()
 
 
 class CheckpointWriter:
-    """Writer of snapshots into a run folder, one at a time, in the background if `asynchronous`.
+    """Writer that saves snapshots to a run folder, one at a time, and in the background if `asynchronous` is set.
 
     Every process has a writer, because gathering sharded weights takes all of them. Only the main process writes files,
     unless each process of the group writes its own shards.
@@ -119,17 +119,19 @@ class CheckpointWriter:
         if remote is not None:
             self.content |= {"launch": lease.number, "token": lease.token}
         self.shares_at_url = remote is not None and group.size > 1
-        """Whether each process uploads its share from a local folder, so that no machine has all of them."""
+        """Whether each process uploads its share from a local folder, in which case no machine has all shares."""
         self.copies = HostCopies()
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
         self.seconds: float | None = None
-        """Time that the main process took to write the last checkpoint; None before the first."""
+        """Seconds that writing the last checkpoint took on the main process; None before the first checkpoint."""
         self.saved: tuple[int, float] | None = None
         """Step of the last checkpoint, and the time at which it was completed."""
 
     def write(self, snapshot: Snapshot) -> None:
-        """Wait for the previous checkpoint, then copy the tensors and write in the background, or write at once.
+        """Write a checkpoint, after waiting for the previous one to be written.
+
+        With `asynchronous` and enough free memory, the tensors are copied and then written in the background.
 
         Raises:
             WorkError: the checkpoint could not be written.
@@ -163,7 +165,7 @@ class CheckpointWriter:
         return self.config.asynchronous and needed <= free
 
     def check(self) -> None:
-        """Raise the error of a background write that has failed. Does not wait.
+        """Raise the error of a background write that has failed. This does not wait for a write in progress.
 
         Raises:
             WorkError: the checkpoint could not be written.
@@ -172,7 +174,7 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the background write.
+        """Wait until the background write has finished, if there is one.
 
         Raises:
             WorkError: the checkpoint could not be written.
@@ -207,7 +209,7 @@ class CheckpointWriter:
             if self.remote is not None and self.shares_at_url:
                 self.remote.upload_share(target.name, private)
             if not self.main:
-                # nothing may follow in a folder, because the main process may publish it from then on
+                # this must come last, because afterwards the main process may publish the folder at any time
                 self._store.set(self._key(step, self.group.rank), json.dumps(hashes))
                 return
             for rank in range(1, self.group.size):
@@ -220,7 +222,7 @@ class CheckpointWriter:
         self._drop_old(step, snapshot.state.alarm.steps)
 
     def _make_private(self, target: Path) -> Path:
-        """Create the folder in which this process writes its share of the checkpoint `target`."""
+        """Create the folder into which this process writes its share of the checkpoint `target`."""
         if self.shares_at_url:
             target.parent.mkdir(parents=True, exist_ok=True)
             return Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
@@ -238,14 +240,14 @@ class CheckpointWriter:
         return f"shares/{self.lease.token}/{step}/{rank}"
 
     def _wait_for(self, step: int, rank: int) -> dict[str, str]:
-        """Wait for the share of `rank`, and return its file → SHA-256.
+        """Wait until `rank` has written its share, and return a dict from file to SHA-256.
 
         Raises:
             WorkError: the rank has not written it within `timeout` seconds.
         """
         try:
             self._store.wait([self._key(step, rank)], timedelta(seconds=self.group.timeout))
-        except RuntimeError as error:  # a timeout, or the store is gone
+        except RuntimeError as error:  # a timeout or an unreachable store
             raise WorkError(
                 f"A checkpoint of {self.run_dir} is incomplete: process {rank} has not written its share within "
                 f"{self.group.timeout:g} s (collective_timeout). Earlier checkpoints are intact. Check that all "
@@ -256,7 +258,7 @@ class CheckpointWriter:
         return hashes
 
     def _complete(self, private: Path, target: Path, content: dict[str, Any]) -> None:
-        """Durably complete the checkpoint once all shares exist. `content`: content of its state.json."""
+        """Complete the checkpoint durably once all shares exist. `content`: content of its state.json."""
         if self.remote is not None and self.shares_at_url:
             self.remote.complete(target.name, sealed_json(content))
             return
@@ -268,12 +270,12 @@ class CheckpointWriter:
             self.remote.upload(target)
 
     def upload_again(self, folder: Path) -> None:
-        """Upload a checkpoint of an earlier launch in the background."""
+        """Upload an earlier launch's checkpoint in the background."""
         assert self.remote is not None
         self.pending = self.thread.submit(self.remote.upload, folder)
 
     def _write_tensors(self, snapshot: Snapshot, folder: Path, mine: Mine, owners: Owners) -> dict[str, str]:
-        """Write this process's share of each file, and return file → SHA-256."""
+        """Write this process's share of each file, and return a dict from file to SHA-256."""
         hashes = {}
         for name, tensors in snapshot.files.items():
             path = self._share(folder / name, owners[name], self.group.rank)
@@ -286,7 +288,11 @@ class CheckpointWriter:
         return hashes
 
     def _write_configs(self, folder: Path, owners: Owners) -> dict[str, str]:
-        """Write the configs that `from_pretrained` needs and the indexes of sharded files; return file → SHA-256."""
+        """Write the configs that `from_pretrained` needs and the indexes of sharded files.
+
+        Returns:
+            File → SHA-256.
+        """
         written = []
         for name, names in owners.items():
             path = folder / name
@@ -299,11 +305,15 @@ class CheckpointWriter:
         return {path.relative_to(folder).as_posix(): sha256_file(path) for path in written}
 
     def _share(self, path: Path, names: Mapping[str, int], rank: int) -> Path:
-        """Return the file that a rank writes: a shard, or `path` itself if one rank writes all tensors."""
+        """Return the path of the file that `rank` writes: a shard, or `path` itself if rank 0 writes all tensors."""
         return share_name(path, rank, self.group.size) if max(names.values(), default=0) > 0 else path
 
     def _write_lines(self, lines: Mapping[str, int], folder: Path) -> dict[str, str]:
-        """Copy the logs up to the snapshot's step, which an empty machine needs to resume; return file → SHA-256."""
+        """Copy the logs up to the snapshot's step, so that a machine without the run folder can continue them.
+
+        Returns:
+            File → SHA-256.
+        """
         folder.mkdir()
         for name, size in lines.items():
             with (self.run_dir / name).open("rb") as file:
@@ -316,7 +326,7 @@ class CheckpointWriter:
                 self.remote.drop_old(step, lambda ages: superfluous(ages, self.config, alarms))
             except Outage as error:  # the next checkpoint removes them
                 print(f"Old checkpoints have not been removed yet: {error}", flush=True)
-        # damaged checkpoints of later steps, which this run skipped, do not count as the newest
+        # damaged checkpoints of later steps, which this launch skipped when resuming, do not count as the newest
         whole = {step_of(folder): folder for folder in list_checkpoints(self.run_dir) if step_of(folder) <= step}
         ages = {step: time.time() - folder.stat().st_mtime for step, folder in whole.items()}
         # for a run at a URL, this machine keeps only the newest checkpoint

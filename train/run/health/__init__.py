@@ -1,1 +1,1 @@
-"""Monitoring of a run: heartbeats of its ranks, metrics for Prometheus, each rank's output, and throughput."""
+"""Monitoring of a run: heartbeats of the ranks, metrics for Prometheus, copies of the ranks' output, and throughput."""

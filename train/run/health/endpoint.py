@@ -1,6 +1,6 @@
 """Prometheus endpoint of a run: the main process serves the metrics of all ranks at `log.metrics_at`.
 
-docs/reference/metrics.md explains every metric, and deploy/prometheus/alerts.yml contains alert rules on them.
+docs/reference/metrics.md explains every metric, and deploy/prometheus/alerts.yml contains alert rules that use them.
 """
 
 import math
@@ -19,7 +19,7 @@ from train.run.reporting.log import Log
 
 PREFIX = "latentmill_train_"
 
-# name → help text; a name that ends with _total is a counter, and the others are gauges
+# name → help text; metrics whose names end with _total are counters, and all others are gauges
 LINE_METRICS = {
     "loss": "Mean loss between the last two lines of metrics.jsonl",
     "grad_norm": "Gradient norm of the last logged step, before clipping",
@@ -45,7 +45,7 @@ RANK_METRICS = {
 
 
 class RunCollector(Collector):
-    """Collector of a run's metrics at each scrape."""
+    """Collector that reads a run's current metrics at each scrape."""
 
     def __init__(self, heartbeat: HeartbeatReporter, log: Log, writer: CheckpointWriter, step: int):
         """`step`: step from which this launch started."""
@@ -57,7 +57,7 @@ class RunCollector(Collector):
         now, fields = time.time(), self.log.last_fields
         for name, text in LINE_METRICS.items():
             field = name.removesuffix("_total")
-            if field in fields:  # absent before the first line
+            if field in fields:  # absent before the first line of metrics.jsonl
                 yield make_metric(name, text, (), {(): fields[field]})
 
         saved_step, saved_at = self.writer.saved or (self.first_step, self.start)
@@ -82,7 +82,8 @@ class RunCollector(Collector):
 
 def rank_values(status: RankStatus, now: float) -> dict[str, float]:
     """Return a dict from metric name to value for one rank at time `now`."""
-    # only up to the last heartbeat: the rank may have received its batch since, and a counter must not decrease
+    # count only the time up to the last heartbeat: the rank may have received its batch since, and counting beyond it
+    # could make the counter decrease later
     loading_now = status.sent - status.stage_began if status.stage == LOADING else 0.0
     return {
         "heartbeat_age_seconds": max(0.0, now - status.sent),
@@ -98,7 +99,8 @@ def make_metric(
     """Build a counter if the name ends with _total, otherwise a gauge.
 
     Args:
-        values: labels → value. None becomes NaN.
+        label_names: names of the labels.
+        values: label values → value of the metric. None becomes NaN.
     """
     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     metric = kind(f"{PREFIX}{name}", text, labels=label_names)
@@ -109,7 +111,10 @@ def make_metric(
 
 @contextmanager
 def serve_metrics(address: str | None, collector: RunCollector) -> Iterator[None]:
-    """Serve metrics to Prometheus while the context is open. `address`: `HOST:PORT`; None: do not serve them.
+    """Serve metrics to Prometheus while the context is open.
+
+    Args:
+        address: `HOST:PORT`; None: metrics are not served.
 
     Raises:
         RequestError: the address belongs to another machine, or the port is in use.

@@ -1,7 +1,7 @@
 """Heartbeats: each rank publishes its progress to all others, so that a failed collective can name the missing ranks.
 
 In each rank, a thread writes the rank's status to the process group's store, so the machines need not share a folder.
-The training loop only records which stage it enters, and never waits.
+The training loop only records which stage it enters, and never waits for a heartbeat.
 """
 
 import json
@@ -17,13 +17,14 @@ import torch.distributed as dist
 from train.data.watchdog import diagnose
 
 HEARTBEAT_SECONDS = 2.0
-"""Interval between heartbeats."""
+"""Interval between heartbeats, in seconds."""
 SILENCE_SECONDS = 2.5 * HEARTBEAT_SECONDS
-"""A rank is silent if it sends no heartbeat for this long."""
+"""Time in seconds without a heartbeat after which a rank counts as silent."""
 MAX_NAMED = 4
 """Maximum number of ranks that a message names."""
 STARTING, LOADING, LEAVING, FAILED = "starting", "loading", "shutting down", "failed: "
-"""Stages of a rank. LEAVING: it ends because other ranks are missing. FAILED is followed by the rank's error."""
+"""Stages of a rank. In stage LEAVING, the rank ends because other ranks are missing. FAILED is a prefix, followed by
+the rank's error."""
 
 
 class RankStatus(NamedTuple):
@@ -35,11 +36,11 @@ class RankStatus(NamedTuple):
     step: int
     """Number of completed steps."""
     stage: str
-    """Current stage: `loading`, `training`, …, or FAILED and an error."""
+    """Current stage, such as `loading` or `training`, or FAILED followed by an error."""
     num_stages: int
     """Number of stages that the rank has entered. All ranks enter the same stages in the same order."""
     stage_began: float
-    """Time at which the rank entered its stage."""
+    """Time at which the rank entered its current stage."""
     sent: float
     """Time of the heartbeat."""
     loading_seconds: float = 0.0
@@ -57,19 +58,20 @@ class RankStatus(NamedTuple):
 
 
 class MissingRanks(NamedTuple):
-    """The ranks that all others are waiting for."""
+    """The ranks that the other ranks are waiting for."""
 
     ranks: Collection[int]
-    """Empty if all ranks are at the same stage, so that the cause is a device or the network."""
+    """Numbers of the missing ranks; empty if all ranks are in the same stage, in which case a device or the network is
+    the cause."""
     message: str
     """Clause that names the ranks, their hosts and their stages."""
 
 
 def find_missing_ranks(statuses: Sequence[RankStatus | None], silent: Collection[int], now: float) -> MissingRanks:
-    """Find the ranks that never joined, failed or became silent; if there are none, those that are furthest behind.
+    """Find the ranks that never joined, failed or fell silent. If there are none, find the ranks furthest behind.
 
     Args:
-        statuses: last status of each rank. None: the rank has not sent a heartbeat.
+        statuses: last status of each rank; None: the rank has never sent a heartbeat.
         silent: ranks that no longer send heartbeats.
         now: current time in seconds since 1970.
     """
@@ -107,19 +109,22 @@ def find_missing_ranks(statuses: Sequence[RankStatus | None], silent: Collection
 
 
 class HeartbeatReporter:
-    """Publishes this rank's status every HEARTBEAT_SECONDS from `start` to `close`, and reads all ranks' statuses."""
+    """Reporter of this rank's status, which it publishes every HEARTBEAT_SECONDS between `start` and `close`.
+
+    It also reads the statuses of all ranks.
+    """
 
     def __init__(self, rank: int = 0, world_size: int = 1, store: dist.Store | None = None, timeout: float = 600.0):
         """
         Args:
-            store: the process group's store. None: this is the only process.
+            store: the process group's store; None: this is the only process.
             timeout: seconds after which a collective fails.
         """
         self.store, self.world_size, self.timeout = store, world_size, timeout
         now = time.time()
         self.status = RankStatus(rank, socket.gethostname(), os.getpid(), 0, STARTING, 0, now, now)
         self.warned_stage = -1
-        """Number of the stage for which a warning has been printed."""
+        """Number (`num_stages`) of the last stage for which this rank looked for missing ranks."""
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._send_until_closed, daemon=True, name="heartbeat")
 
@@ -136,7 +141,10 @@ class HeartbeatReporter:
             self.thread.join(HEARTBEAT_SECONDS)  # a process must not exit while one of its threads is inside torch
 
     def enter(self, step: int, stage: str) -> None:
-        """Record that this rank enters a stage after `step` steps. All ranks must enter the same stages in order."""
+        """Record that this rank enters a stage after `step` completed steps.
+
+        All ranks must enter the same stages in the same order.
+        """
         last, now = self.status, time.time()
         loading_seconds = last.loading_seconds + (now - last.stage_began if last.stage == LOADING else 0.0)
         self.status = last._replace(
@@ -144,7 +152,11 @@ class HeartbeatReporter:
         )
 
     def report_failure(self, error: BaseException | None) -> None:
-        """Publish why this rank ends. `error`: None if it ends because other ranks are missing."""
+        """Publish the reason why this rank ends.
+
+        Args:
+            error: the error that ends it; None: it ends because other ranks are missing.
+        """
         if error is None:
             stage = LEAVING
         else:
@@ -155,10 +167,10 @@ class HeartbeatReporter:
             diagnose(self._send)
 
     def read_statuses(self) -> list[RankStatus | None]:
-        """Read the last status of every rank, or None for a rank that has not sent a heartbeat.
+        """Read the last status of every rank; None for a rank that has never sent a heartbeat.
 
         Raises:
-            RuntimeError: the store is gone. torch raises this error.
+            RuntimeError: torch can no longer reach the store.
         """
         if self.store is None:
             return [self.status._replace(sent=time.time())]
@@ -170,12 +182,15 @@ class HeartbeatReporter:
     def find_missing(self) -> MissingRanks | None:
         """Find the ranks that the others are waiting for, or return None if the store does not respond.
 
-        It takes SILENCE_SECONDS to see which ranks still send heartbeats.
+        This takes SILENCE_SECONDS, in which it observes which ranks still send heartbeats.
         """
         return diagnose(self._find_missing)
 
     def describe_missing(self) -> str:
-        """Return a sentence that names the missing ranks, for an error message. Empty if this is the only process."""
+        """Return a sentence that names the missing ranks, for an error message.
+
+        The sentence is empty if this is the only process.
+        """
         if self.store is None:
             return ""
         missing = self.find_missing()
@@ -213,14 +228,14 @@ class HeartbeatReporter:
             status = self.status
             if time.time() - status.stage_began > self.timeout / 2 and self.warned_stage != status.num_stages:
                 self.warned_stage = status.num_stages
-                # in a separate thread, because it takes longer than the heartbeat interval
+                # in a separate thread, because finding the missing ranks takes longer than the heartbeat interval
                 threading.Thread(target=self._warn, daemon=True).start()
             self.closing.wait(HEARTBEAT_SECONDS)
 
     def _warn(self) -> None:
         """Print which ranks are missing, because NCCL ends the process at the timeout without naming them.
 
-        Only the first rank that is not missing prints.
+        Only the lowest rank that is not missing prints the warning.
         """
         missing = self.find_missing()
         if missing and min(set(range(self.world_size)) - set(missing.ranks), default=-1) == self.status.rank:

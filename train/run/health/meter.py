@@ -1,4 +1,4 @@
-"""Throughput of the steps between two log lines: wall time, time spent waiting for data, FLOPs, and peak memory."""
+"""Measurements for the steps between two log lines: wall time, time spent waiting for data, FLOPs and peak memory."""
 
 import resource
 import time
@@ -12,22 +12,22 @@ from train.data.batch import Batch
 
 
 class Meter:
-    """Meter for the steps of an interval, which begins with `restart`."""
+    """Meter for the steps in an interval, which begins with `restart`."""
 
     def __init__(self, flops_per_image: dict[tuple[int, int], int]):
-        """`flops_per_image`: latent shape (h, w) → training FLOPs per image. Empty: FLOPs are not counted."""
+        """`flops_per_image`: latent shape (h, w) → training FLOPs per image; empty: FLOPs are not counted."""
         self.flops_per_image = flops_per_image
         self.restart()
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Count the time spent in the body as waiting for a batch."""
+        """Count the time spent in this context as time spent waiting for data."""
         start = time.perf_counter()
         yield
         self.data_seconds += time.perf_counter() - start
 
     def count(self, batch: Batch) -> None:
-        """Count one more step, on this rank's share of a global batch."""
+        """Count one more step. `batch`: this rank's share of the global batch."""
         self.steps += 1
         height, width = batch.columns["image_latents"].shape[2:]
         self.flops += len(batch) * self.flops_per_image.get((height, width), 0)
@@ -36,13 +36,13 @@ class Meter:
         """Begin the next interval."""
         self.steps, self.start = 0, time.perf_counter()
         self.flops = 0
-        """Model FLOPs of this rank's samples; 0 if they are not counted."""
+        """Model FLOPs for this rank's samples; 0 if FLOPs are not counted."""
         self.data_seconds = 0.0
-        """Part of the interval spent waiting for batches."""
+        """Seconds of the interval spent waiting for batches."""
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak number of bytes allocated on a GPU, or the peak RSS of this process if the device is the CPU."""
+    """Return the peak number of bytes allocated on the device, or this process's peak RSS if the device is the CPU."""
     if is_accelerator(device):
         return int(device_module().max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -11,21 +11,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 BLOCKED_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that `tee` does not receive. A scheduler signals every process of a job, and the rank still prints then."""
+"""Signals that are blocked in `tee`. A scheduler signals every process of a job, but the rank still prints later."""
 DRAIN_SECONDS = 5.0
-"""Time limit for `tee` to finish. A child process that outlives the rank may keep the input of `tee` open."""
+"""Seconds to wait for `tee` to finish. A child process that outlives the rank may keep the input of `tee` open."""
 
 
 @contextmanager
 def tee_output(folder: Path, rank: int, num_launches: int) -> Iterator[None]:
-    """Copy the output of this process and its children to a file, and the traceback of an error that leaves the body.
+    """Copy the output of this process and its children to a file, as well as the traceback of an error in the body.
 
-    Output to a terminal is copied too, except the main process's, which contains the progress bar. If this is the first
-    process in a container, nothing is copied, because the container would end before `tee` has finished.
+    Output to a terminal is copied too, except that of rank 0, which contains the progress bar. If this is the first
+    process in a container, nothing is copied, because the container would end before `tee` could finish.
 
     Args:
         folder: folder of the launch's logs, such as RUN/logs/0004.
-        num_launches: number of launches whose logs are kept, including this one. 0: nothing is copied.
+        num_launches: number of launches whose logs are kept, including this launch. 0: nothing is copied.
     """
     if num_launches == 0 or os.getpid() == 1:
         yield
@@ -39,7 +39,7 @@ def tee_output(folder: Path, rank: int, num_launches: int) -> Iterator[None]:
     originals = {number: os.dup(number) for number in streams}
     tees: list[subprocess.Popen[bytes]] = []
     for number in streams:
-        if tees and os.path.sameopenfile(originals[1], originals[2]):  # sharing one tee keeps the order of the output
+        if tees and os.path.sameopenfile(originals[1], originals[2]):  # a shared tee keeps the output in order
             os.dup2(1, 2)
             continue
         tees.append(start_tee(path, originals[number]))
@@ -48,7 +48,8 @@ def tee_output(folder: Path, rank: int, num_launches: int) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # written here, because Python prints it only after the copy has ended; the folder may be gone or the disk full
+        # written here, because Python prints the traceback only after the copying has ended; the folder may be gone or
+        # the disk full
         with suppress(OSError), path.open("a") as file:
             traceback.print_exc(file=file)
         raise
@@ -66,7 +67,7 @@ def outdated(names: Iterable[str], newest: int, num_launches: int) -> list[str]:
     """Return the log folders to delete.
 
     Args:
-        names: names in RUN/logs. Those that are not a launch's number are ignored.
+        names: names in RUN/logs. Names that are not the number of a launch are ignored.
         newest: number of the newest launch.
         num_launches: number of launches whose logs are kept.
     """
@@ -76,7 +77,7 @@ def outdated(names: Iterable[str], newest: int, num_launches: int) -> list[str]:
 def start_tee(path: Path, stream: int) -> subprocess.Popen[bytes]:
     """Start a process that appends its input to `path` and copies it to the file descriptor `stream`.
 
-    However this process ends, `tee` continues until it has written everything.
+    `tee` continues until it has written everything, no matter how this process ends.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     try:

@@ -1,1 +1,1 @@
-"""The lease of a run: one launch at a time may change it, in a run folder or at an object-store URL."""
+"""The lease of a run, which lets only one launch at a time change the run, in a folder or at an object-store URL."""

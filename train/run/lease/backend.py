@@ -1,9 +1,9 @@
-"""Storage of leases: numbered records, which are created if absent, and heartbeats.
+"""Storage of leases, which consist of numbered records, created only if absent, and heartbeats.
 
 RUN/launches/0004.json   record of launch 4: its process, and a random token; never changed or removed
             /0004.sign   its heartbeat and notes, overwritten with every heartbeat
 
-RUN is a folder or an object-store URL. The two differ only in how a launch fences off earlier ones.
+RUN is a folder or an object-store URL. The two differ only in how a launch fences off earlier launches.
 """
 
 import json
@@ -21,7 +21,7 @@ class Heartbeat(NamedTuple):
     """The newest launch of a run, and its last heartbeat."""
 
     number: int = 0
-    """0: the run has no launch yet."""
+    """Number of the launch; 0: the run has no launch yet."""
     mark: str = ""
     """Opaque tag that changes with every heartbeat."""
 
@@ -32,19 +32,19 @@ class Seen(NamedTuple):
     free: Heartbeat | None = None
     """Result of `wait_until_free`; None: it has not been called yet."""
     checkpoints: Mapping[str, str] | None = None
-    """Name → identity of the checkpoints that readers saw, as returned by `Backend.checkpoints`; None: any."""
+    """Identity of each checkpoint that readers saw, by name, from `Backend.checkpoints`; None: it is not compared."""
     orphans: Mapping[str, str] = {}
-    """Name → identity of checkpoints to accept although they were never uploaded."""
+    """Identity of each checkpoint to accept although it was never uploaded, by name."""
 
 
 class Backend(ABC):
-    """Leases of one run. Every method is atomic, or can safely be interrupted anywhere."""
+    """Leases of one run. Every method is atomic, or can safely be interrupted at any point."""
 
     interval: float
     """Seconds between heartbeats."""
 
     def __init__(self, store: Store, checkpoints: Callable[[], Mapping[str, str]]):
-        """`checkpoints`: returns a dict from name to identity for the checkpoints that readers see."""
+        """`checkpoints`: returns the identity of each checkpoint that readers see, by name."""
         self.store, self.checkpoints = store, checkpoints
 
     @property
@@ -53,19 +53,19 @@ class Backend(ABC):
         return self.store.where().rstrip("/")
 
     def newest(self) -> Heartbeat:
-        """Return the newest launch, dead or alive."""
+        """Return the newest launch, whether or not it is still running."""
         marks = {name: entry.etag for name, entry in self.store.listing("launches").items()}
         number = max((int(name.partition(".")[0]) for name in marks), default=0)
         return Heartbeat(number, marks.get(f"{number:04d}.sign", ""))
 
     def read(self, number: int) -> dict[str, Any]:
-        """Return a launch's record and notes, or an empty dictionary if there are none."""
+        """Return a launch's record and notes merged into one dict, which is empty if there are none."""
         names = [f"launches/{number:04d}.json", f"launches/{number:04d}.sign"]
         files = self.store.read_many(names)
         return {key: value for name in names if name in files for key, value in json.loads(files[name]).items()}
 
     def create(self, number: int, record: dict[str, Any]) -> bool:
-        """Create a launch if its number was never used, and return whether this launch owns the number."""
+        """Create the record of a launch if its number has never been used, and return whether it owns the number."""
         created = self.store.create(f"launches/{number:04d}.json", canonical_json(record))
         # if the reply to the winning request was lost and the request retried, even the winner gets False
         return created or bool(self.read(number).get("token") == record["token"])
@@ -84,8 +84,8 @@ class Backend(ABC):
 
     @abstractmethod
     def staging(self, number: int, token: str) -> Path:
-        """Return the local folder to which only this launch writes, two levels below the launch's run folder."""
+        """Return the local folder to which only launch `number` writes. It is two levels below its run folder."""
 
     def is_unchanged(self, seen: Seen) -> bool:
-        """Return whether readers see the checkpoints that the launch saw."""
+        """Return whether readers still see the checkpoints that the launch saw."""
         return seen.checkpoints is None or dict(self.checkpoints()) == dict(seen.checkpoints)

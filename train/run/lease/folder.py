@@ -3,9 +3,9 @@
 RUN/launches/                   records and heartbeats (backend.py)
    /.unfinished/0004.<token>/   staging folder of launch 4, renamed away and removed by the next launch
 
-A launch changes the run only by renames from and into its staging folder. A successor renames that folder away, so the
-kernel refuses all later renames of the superseded launch, even if it was suspended between a check and a rename. (A
-file lock would say nothing about other machines.)
+A launch changes the run only by renaming files out of or into its staging folder. Its successor renames that folder
+away, so the kernel refuses all later renames by the superseded launch, even if it was suspended between a check and a
+rename. (A file lock would not reliably exclude launches on other machines.)
 """
 
 import os
@@ -34,7 +34,8 @@ class FolderBackend(Backend):
         """Notes of the last heartbeat."""
 
     def create(self, number: int, record: dict[str, Any]) -> bool:
-        # before the record, because a successor must find it; a folder without a record is removed by the next launch
+        # the folder is created before the record, because a successor must find it; the next launch removes a folder
+        # that has no record
         folder = self.staging(number, record["token"])
         make_folder(folder)
         if super().create(number, record):
@@ -55,9 +56,9 @@ class FolderBackend(Backend):
         for folder in own.parent.iterdir():
             match = re.fullmatch(r"(\d{4,})\..+", folder.name)
             if match and int(match[1]) < number:
-                with suppress(FileNotFoundError):  # this launch has been superseded, too
+                with suppress(FileNotFoundError):  # this launch has been superseded as well
                     folder.rename(own / folder.name)
-                # files that a suspended owner holds open may remain, and are removed with this launch's folder
+                # files that a suspended owner has open may remain, and are removed with this launch's folder
                 shutil.rmtree(own / folder.name, ignore_errors=True)
         fsync_folder(own.parent)
         return self.is_unchanged(seen)
@@ -67,7 +68,7 @@ class FolderBackend(Backend):
 
 
 def publish(source: Path, target: Path, staging: Path) -> None:
-    """Rename `source`, which is in the launch's staging folder, to `target` in the run, durably, replacing it.
+    """Rename `source`, in the launch's staging folder, to `target` in the run durably, replacing an existing `target`.
 
     Raises:
         FileNotFoundError: the launch was superseded.

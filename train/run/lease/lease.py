@@ -1,9 +1,10 @@
-"""The lease of a run: acquired by one launch at a time, renewed by a heartbeat, taken over when the heartbeat stops.
+"""The lease of a run: acquired by one launch at a time, renewed by heartbeats, and taken over when they stop.
 
-Each launch acquires the next number; only one launch can create it. The holder is the launch with the highest number.
-Others wait until its heartbeat has not changed for `takeover_after` seconds on their own clock, so clocks of different
-machines are never compared. A suspended holder may wake up after it was superseded and between a check and a write.
-Therefore acquiring also fences off all earlier launches, in a way that depends on the storage (`Backend.fence`).
+To acquire the lease, a launch creates the record with the next number, which only one launch can do. The launch with
+the highest number holds the lease. Other launches wait until its heartbeat has not changed for `takeover_after` seconds
+on their own clock, so the clocks of different machines are never compared. A holder that was suspended between a check
+and a write may wake up after it has been superseded. Therefore, acquiring the lease also fences off all earlier
+launches, in a way that depends on the storage (`Backend.fence`).
 """
 
 import threading
@@ -18,21 +19,21 @@ from train.run.lease.owner import Pace, describe, has_ended, now, this_process
 
 
 class RunInUse(RequestError):
-    """Another launch holds the run."""
+    """Error raised if another launch holds the run's lease."""
 
 
 class LeaseLost(RequestError):
-    """Another launch has taken the run over from this one."""
+    """Error raised if another launch has taken over the run from this launch."""
 
 
 def wait_until_free(backend: Backend, ttl: float, dead: Heartbeat | None = None) -> Heartbeat:
     """Wait until the newest launch has ended, or has sent no heartbeat for `ttl` seconds.
 
     Args:
-        dead: result of an earlier call.
+        dead: result of an earlier call. If the newest launch has sent no heartbeat since, this call does not wait.
 
     Raises:
-        RunInUse: the launch is alive, or another one has started in the meantime.
+        RunInUse: the newest launch is running, or another launch has started in the meantime.
     """
     first, deadline = backend.newest(), time.monotonic() + ttl
     while True:
@@ -51,24 +52,24 @@ def wait_until_free(backend: Backend, ttl: float, dead: Heartbeat | None = None)
 
 
 class Lease:
-    """Exclusive ownership of a run. A context manager: while it is open, a thread sends heartbeats.
+    """Exclusive ownership of a run. This is a context manager; while it is open, a thread sends heartbeats.
 
-    A superseded owner loses its staging folder (local disk) or is ignored by readers (object store).
+    A superseded owner loses its staging folder if the run is in a folder, and is ignored by readers if it is at a URL.
     """
 
     def __init__(self, backend: Backend, number: int, token: str, pace: Pace | None = None):
         self.backend, self.number = backend, number
         self.token = token
-        """Random, so that it differs from every other launch's token, even in a deleted run at the same location."""
+        """Random token, which differs from that of every other launch, even of a deleted run at the same location."""
         self.pace = pace
-        """Pace of this launch, or of the previous one until this one has written a checkpoint; None: unknown."""
+        """Pace of this launch, or of the previous launch until this launch has written a checkpoint; None: unknown."""
         self.notes: dict[str, Any] = {}
         self.superseded = False
         """Whether the last heartbeat found that another launch has taken over."""
 
     @classmethod
     def acquire(cls, backend: Backend, ttl: float, seen: Seen = Seen()) -> "Lease":  # noqa: B008 (immutable)
-        """Acquire the run. Of several launches that try at once, one succeeds.
+        """Acquire the lease of a run. If several launches try at the same time, only one succeeds.
 
         Args:
             ttl: seconds without a heartbeat after which the holder counts as dead.
@@ -102,7 +103,7 @@ class Lease:
 
     @property
     def run_dir(self) -> Path:
-        """The local folder that this launch works in: the run folder, or a copy of the run at a URL."""
+        """Local folder in which this launch works: the run folder, or a local folder for a run at a URL."""
         return self.folder.parents[1]
 
     def check(self) -> None:
@@ -133,12 +134,12 @@ class Lease:
         )
 
     def note(self, pace: Pace) -> None:
-        """Record the launch's pace for its successor. It is stored with the next heartbeat."""
+        """Record the launch's pace for its successor. The next heartbeat stores it."""
         self.pace = pace
         self.notes = {**self.notes, **pace.to_record()}
 
     def release(self) -> None:
-        """Record that this launch has ended, so that the next one need not wait."""
+        """Record that this launch has ended, so that the next launch need not wait."""
         self.backend.beat(self.number, {**self.notes, "ended": now()})
 
     def __enter__(self) -> "Lease":
@@ -155,9 +156,9 @@ class Lease:
             self.release()
         except LeaseLost as lost:
             self.superseded = True
-            if error is not None:  # also raised when the staging folder is gone
+            if error is not None:  # errors are expected once the staging folder is gone
                 raise lost from error
-        except (OSError, Outage) as failure:  # the next launch waits for takeover_after
+        except (OSError, Outage) as failure:  # the next launch waits until takeover_after has passed
             say(failure)
 
     def _send_heartbeats(self) -> None:

@@ -1,4 +1,4 @@
-"""The owner of a lease: which process it is, and whether it is known to have ended."""
+"""The process that owns a lease, and whether it is known to have ended."""
 
 import os
 import socket
@@ -8,23 +8,23 @@ from typing import Any, NamedTuple
 
 
 class Pace(NamedTuple):
-    """How long the last checkpoint and the last steps took, in seconds."""
+    """Durations of the last checkpoint and of a step, in seconds."""
 
     save: float
     step: float
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Pace | None":
-        """Read the pace that a launch noted in its record; None: it wrote no checkpoint."""
+        """Read the pace from a launch's record; None: the launch wrote no checkpoint."""
         return cls(record["save_seconds"], record.get("step_seconds", 0.0)) if "save_seconds" in record else None
 
     def to_record(self) -> dict[str, float]:
-        """Return the fields of a record from which `from_record` reads this pace."""
+        """Return this pace as fields of a record, for `from_record`."""
         return {"save_seconds": self.save, "step_seconds": self.step}
 
 
 def this_process() -> dict[str, Any]:
-    """Describe this process, for people and for other launches."""
+    """Return a record that describes this process, for messages and for other launches."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -36,7 +36,7 @@ def this_process() -> dict[str, Any]:
 
 
 def describe(number: int, record: dict[str, Any]) -> str:
-    """Describe a launch for people: its number, host, process, job and start."""
+    """Describe a launch for messages: its number, host, process, job and start time."""
     if not record:
         return f"launch {number}, whose record is not written yet,"
     job = f", job {record['job']}" if record["job"] else ""
@@ -54,12 +54,12 @@ def has_ended(record: dict[str, Any]) -> bool:
 
 
 def now() -> str:
-    """Return the current time in UTC, for people."""
+    """Return the current time in UTC, for messages."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def machine() -> str | None:
-    """Return the scope in which process ids are unique: host, boot and pid namespace. None: there is no /proc."""
+    """Return the scope in which process IDs are unique: host, boot and PID namespace. None: there is no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -68,7 +68,7 @@ def machine() -> str | None:
 
 
 def process_start(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None: it does not exist, or is a zombie."""
+    """Return the start time of a process, in clock ticks since boot; None: it does not exist, or is a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,7 @@
 """Leases of a run at an object-store URL, where readers ignore the uploads of a superseded launch.
 
 URL/launches/                      records and heartbeats (backend.py)
-            /0004.accepted.json    the checkpoints that launch 4 found; it uploads none before this exists
+            /0004.accepted.json    the checkpoints that launch 4 found; it uploads none until this file exists
 
 An object store has no renames, so nothing can keep a superseded launch from writing when it wakes up. Readers therefore
 count only the checkpoints that the newest launch accepted, and those that carry its token.
@@ -20,19 +20,19 @@ ACCEPTED = ".accepted.json"
 
 
 class Accepted(NamedTuple):
-    """The checkpoints that make up a run: those that its newest launch accepted or wrote."""
+    """The checkpoints that belong to a run: those that its newest launch accepted or wrote."""
 
     token: str
     checkpoints: Mapping[str, str]
-    """Name → SHA-256 of state.json."""
+    """SHA-256 of the state.json of each accepted checkpoint, by name."""
 
     def includes(self, name: str, sha256: str, token: str | None) -> bool:
-        """Return whether a checkpoint is part of the run. `token`: from its state.json."""
+        """Return whether a checkpoint belongs to the run. `token`: the token in its state.json."""
         return token == self.token or self.checkpoints.get(name) == sha256
 
 
 def read_accepted(store: Store) -> Accepted | None:
-    """Read which checkpoints the newest launch accepted; None: no launch has accepted any."""
+    """Read which checkpoints the newest launch accepted; None: no launch has recorded this yet."""
     numbers = [int(name.removesuffix(ACCEPTED)) for name in store.files("launches") if name.endswith(ACCEPTED)]
     if not numbers:
         return None
@@ -43,13 +43,13 @@ def read_accepted(store: Store) -> Accepted | None:
 class StoreBackend(Backend):
     """Leases of a run at an object-store URL.
 
-    Each launch works in a local folder that is named by its token, so launches on one machine share no files.
+    Each launch works in a local folder that is named after its token, so launches on the same machine share no files.
     """
 
     interval = 5.0
 
     def __init__(self, store: Store, copies: Path, checkpoints: Callable[[], Mapping[str, str]]):
-        """`copies`: local parent of the launches' folders."""
+        """`copies`: local folder that contains the folders of the launches."""
         super().__init__(store, checkpoints)
         self.copies = copies
 

@@ -1,1 +1,1 @@
-"""Everything that a run reports: metrics.jsonl, samples.jsonl, the tracker, evaluations, progress and loss.png."""
+"""A run's reports: metrics.jsonl, samples.jsonl, the tracker, evaluations, the progress bar and loss.png."""

@@ -1,11 +1,11 @@
 """Logging of checkpoint evaluations to the run's tracker.
 
-Only one process may write to a run in a tracker: with two, wandb loses rows (wandb issues 10349 and 12269). Therefore
-`evaluation watch` stores each checkpoint's results in a file in the run, and the trainer logs one results file with
-each line of metrics.jsonl. `python -m train tell RUN` logs the files that are created after training has ended.
+Only one process may write to a run in a tracker, because wandb loses rows if two do (wandb issues 10349 and 12269).
+Therefore, `evaluation watch` stores each checkpoint's results in a file in the run, and the trainer logs one results
+file with each line of metrics.jsonl. `python -m train tell RUN` logs files that are created after training has ended.
 
     RUN/tracker/evaluations/0000001000.3f2a9c1d.zip          results file: values.json, with the step, and PNG images
-    RUN/tracker/evaluations/0000001000.3f2a9c1d.told.json    marker: the tracker has these results
+    RUN/tracker/evaluations/0000001000.3f2a9c1d.told.json    marker: these results have been logged
 """
 
 import json
@@ -25,28 +25,28 @@ from train.run.reporting.tracker import EVALUATION_STEP
 FOLDER = "tracker/evaluations"
 RESULTS_SUFFIX, MARKER_SUFFIX = ".zip", ".told.json"
 POLL_SECONDS = 30.0
-"""Interval between checks for new results files."""
+"""Interval between checks for new results files, in seconds."""
 PNG_SIGNATURE, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
-"""First and last bytes of a PNG file. The last ones are the type and checksum of the IEND chunk."""
+"""First and last bytes of a PNG file. The last bytes are the type and checksum of the IEND chunk."""
 
 
 class EvaluationResults(NamedTuple):
-    """Results of evaluating one checkpoint, as read from a results file."""
+    """Evaluation results of one checkpoint, as read from a results file."""
 
     name: str
     """Name of the file in FOLDER, without its suffix."""
     step: int
     """Step of the checkpoint."""
     values: dict[str, float]
-    """Curve name → value."""
+    """Value for each curve, by name."""
     pictures: dict[str, bytes]
-    """Name → PNG file, as encoded by `evaluation watch`. The trainer does not decode images."""
+    """PNG files by name, as encoded by `evaluation watch`. The trainer does not decode images."""
 
 
 def is_logged_by_trainer(tracker: str) -> bool:
     """Return whether the trainer logs evaluations to this tracker.
 
-    It does not for TensorBoard, which allows several writers, so `evaluation watch` writes the event files itself.
+    TensorBoard allows several writers, so `evaluation watch` writes its event files itself.
     """
     return tracker not in ("none", "tensorboard")
 
@@ -63,7 +63,7 @@ def read_results(store: Store, name: str) -> EvaluationResults | None:
     """Read a results file. Damaged images are reported and omitted; if the values are damaged, return None.
 
     Raises:
-        OSError, Outage: the file cannot be read now. Damaged content never raises either of them.
+        OSError, Outage: the file cannot be read at the moment. Damaged content does not raise these errors.
     """
     path = f"{FOLDER}/{name}{RESULTS_SUFFIX}"
     where, content = store.where(path), store.read(path)
@@ -87,7 +87,7 @@ def check_values(content: Any) -> tuple[int, dict[str, float]]:
     """Return the step and the values that values.json contains.
 
     Raises:
-        ValueError, KeyError, TypeError: it has a different structure.
+        ValueError, KeyError, TypeError: the content has a different structure.
     """
     step, values = content["step"], content["values"]
     if not isinstance(step, int) or not all(isinstance(value, int | float) for value in values.values()):
@@ -96,7 +96,7 @@ def check_values(content: Any) -> tuple[int, dict[str, float]]:
 
 
 def check_png(content: bytes) -> bytes:
-    """Return the bytes of a PNG file if both ends of it are intact. This needs no image library.
+    """Return `content` if the beginning and the end of the PNG file are intact. This needs no image library.
 
     Raises:
         ValueError: the file is truncated, or not a PNG.
@@ -109,7 +109,7 @@ def check_png(content: bytes) -> bytes:
 def log_results(trackers: list[Any], results: EvaluationResults, wandb_step: int) -> None:
     """Log the results of a checkpoint to accelerate's trackers.
 
-    An image that a tracker rejects is reported and skipped, so that training and the other results are unaffected.
+    An image that a tracker rejects is reported and skipped, so that it does not affect training or other results.
 
     Args:
         wandb_step: current step of the run in wandb. It may only increase, so the checkpoint's step cannot be used.
@@ -125,7 +125,7 @@ def log_results(trackers: list[Any], results: EvaluationResults, wandb_step: int
 
 
 def log_picture(tracker: Any, name: str, png: bytes, step: int) -> None:
-    """Log a PNG file if the tracker's client accepts files, and copies them before it returns."""
+    """Log a PNG file, if the tracker's client accepts files and copies them before its call returns."""
     if tracker.name not in ("wandb", "swanlab", "aim", "mlflow"):
         return
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
@@ -138,12 +138,12 @@ def log_picture(tracker: Any, name: str, png: bytes, step: int) -> None:
 
 
 def mark_logged(store: Store, name: str) -> None:
-    """Record that the tracker has these results."""
+    """Record that the results named `name` have been logged."""
     store.create(f"{FOLDER}/{name}{MARKER_SUFFIX}", b"{}")
 
 
 class EvaluationQueue:
-    """Evaluations to log during training. While the context is open, a thread checks the run for new results files.
+    """Queue of evaluations to log during training. While the context is open, a thread looks for new results files.
 
     Only that thread accesses storage, so slow storage does not delay training.
     """
@@ -153,7 +153,7 @@ class EvaluationQueue:
         self.seen: set[str] = set()
         """Names of the files that have been read."""
         self.pending: deque[EvaluationResults] = deque()
-        """Results to log."""
+        """Results that have not been logged yet."""
         self.logged: deque[str] = deque()
         """Names of logged results whose marker has not been written yet."""
         self.closing = threading.Event()
@@ -179,7 +179,7 @@ class EvaluationQueue:
 
     def _poll(self) -> None:
         while True:
-            is_last = self.closing.is_set()  # read before the markers are written, so that none is missed
+            is_last = self.closing.is_set()  # read before the markers are written, so that no marker is missed
             try:
                 self._write_markers()
                 if not is_last:

@@ -14,10 +14,10 @@ class JsonLines:
     """An append-only file with one JSON object per line, each with a `step`."""
 
     def __init__(self, path: Path, step: int, folder: Path):
-        """Open `path` for appending after `step`, dropping later or incomplete lines from an interrupted launch.
+        """Open `path` for appending after `step`. Later or incomplete lines from an interrupted launch are dropped.
 
         The file is replaced rather than truncated, so a superseded launch that still has the old file open cannot
-        append to the new one.
+        append to the new file.
 
         Args:
             step: last step whose line is kept.
@@ -29,18 +29,20 @@ class JsonLines:
         self.file = path.open("a", buffering=1)
 
     def sync(self) -> int:
-        """Flush the file to disk, so that it survives a power failure, and return its size in bytes."""
+        """Flush the file to disk, so that its lines survive a power failure, and return its size in bytes."""
         os.fsync(self.file.fileno())
         return os.fstat(self.file.fileno()).st_size
 
     def write(self, **fields: Any) -> None:
-        """Append one object as a whole line. Non-finite numbers become null."""
+        """Append one object as a complete line. Non-finite numbers become null."""
         self.file.write(json.dumps(replace_non_finite(fields)) + "\n")
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return all intact lines of a JsonLines file, or none if it does not exist. Damaged lines are reported and
-    skipped."""
+    """Return all intact lines of a JsonLines file, or no lines if it does not exist.
+
+    Damaged lines are reported and skipped.
+    """
     if not path.exists():
         return []
     return [replace_non_finite(fields) for fields in parse_json_lines(path.read_bytes(), str(path))]

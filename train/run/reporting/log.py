@@ -19,7 +19,7 @@ from train.run.reporting.tracker import flatten_numbers, start_tracker
 
 
 class Log:
-    """Metrics, sample keys and progress of a run. Every process has a log, but only the main one writes files."""
+    """Log of a run's metrics, sample keys and progress. Every process has one; only the main process writes files."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Log:
         Args:
             run: the run's folder or URL, in which `evaluation watch` stores results.
             folder: the launch's own folder.
-            settings: the run's config, which the tracker shows.
+            settings: the run's config, for display in the tracker.
         """
         run_dir = folder.parents[1]
         self.config, self.run_dir, self.max_steps, self.accelerator = config, run_dir, max_steps, accelerator
@@ -79,7 +79,7 @@ class Log:
 
         Args:
             batch: this process's share of the global batch.
-            step: number of the step that trains on it. The first step is 1.
+            step: number of the step that trains on it, counted from 1.
         """
         if not self.config.samples:
             return
@@ -88,11 +88,11 @@ class Log:
             self.samples.write(step=step, keys=[key for _, key in sorted(pairs)])
 
     def is_due(self, step: int) -> bool:
-        """Return whether metrics are written after `step` steps."""
+        """Return whether a line of metrics is due after `step` steps."""
         return step % self.config.every == 0 or step == self.max_steps
 
     def write_metrics(self, step: int, fields: dict[str, Any]) -> None:
-        """Write a line of metrics.jsonl, log it to the tracker, and show progress if due."""
+        """Write a line of metrics.jsonl, log it to the tracker, and update the progress bar if that is due."""
         self.last_fields = replace_non_finite(fields)
         if self.metrics:
             self.metrics.write(step=step, **fields)
@@ -113,13 +113,13 @@ class Log:
         """Flush the log to disk before a checkpoint is saved, because a resumed run does not write earlier lines again.
 
         Returns:
-            File name in the run folder → its size in bytes.
+            Name of each log file in the run folder → its size in bytes.
         """
         files = {"metrics.jsonl": self.metrics, "samples.jsonl": self.samples}
         return {name: lines.sync() for name, lines in files.items() if lines is not None}
 
     def close(self) -> None:
-        """End the tracker's run and draw loss.png. All processes must call it once training is complete."""
+        """End the run in the tracker and draw loss.png. All processes must call this once training is complete."""
         self.accelerator.end_training()
         if self.is_main:
             plot_run(self.run_dir)

@@ -31,14 +31,14 @@ from train.run.reporting.tracker import start_tracker
 
 
 class TellConfig(Config):
-    """Options of `python -m train tell`: none besides the run."""
+    """Options of `python -m train tell`. It has no options other than the run."""
 
 
 def log_remaining(arguments: list[str]) -> str:
     """Run `python -m train tell` with these arguments, and return a summary to print.
 
     Raises:
-        RequestError: there is no such run, a launch is training it, or it has steps left.
+        RequestError: there is no such run, a launch holds it, or it has steps left.
     """
     place, _ = load_for_run(TellConfig, arguments, "train tell", __doc__)
     store = open_store(place)
@@ -62,7 +62,7 @@ def log_remaining(arguments: list[str]) -> str:
 
 
 def read_settings(store: Store) -> dict[str, Any]:
-    """Read the config of a run, as resolved by its last launch.
+    """Read a run's config, as resolved by its last launch.
 
     Raises:
         RequestError: the folder or URL contains no run.
@@ -78,14 +78,14 @@ def read_settings(store: Store) -> dict[str, Any]:
 
 @contextmanager
 def hold(place: Place, store: Store, last: int, ttl: float) -> Iterator[Lease]:
-    """Hold the lease of a finished run, so that no other process writes to its tracker's run.
+    """Hold the lease of a finished run, so that no other process writes to the run in its tracker.
 
     Args:
-        last: the step after which the run is finished.
+        last: the last step of the run.
         ttl: seconds without a heartbeat after which the holder counts as dead.
 
     Raises:
-        RequestError: another launch holds the run, or the run has steps left, so that the launch that resumes it
+        RequestError: another launch holds the run, or the run has steps left, in which case the launch that resumes it
             will log the evaluations.
     """
     names = [path.name for path in list_checkpoints(place)] if isinstance(place, Path) else find_checkpoints(store)

@@ -1,4 +1,4 @@
-"""Plot of a run's metrics, loss.png: loss and validation loss, loss by quarter of the timesteps, learning rate."""
+"""Plotting of loss.png: the loss and validation loss, the loss by quarter of the timesteps, and the learning rate."""
 
 from pathlib import Path
 from typing import Any
@@ -56,15 +56,15 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def quarter_names(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the names of the timestep quarters in the log, such as `0-249`, or none if no line has them."""
+    """Return the names of the timestep quarters in the log, such as `0-249`, or an empty list if no line has them."""
     return list(next((row["loss_by_quarter"] for row in rows if "loss_by_quarter" in row), {}))
 
 
 def smooth(values: list[float], weight: float) -> list[float]:
-    """Smooth exponentially, with Adam's correction of the bias towards the initial 0.
+    """Smooth values with an exponential moving average, with Adam's correction for the bias toward the initial 0.
 
     Args:
-        weight: weight of the past, from 0 (no smoothing) to 1.
+        weight: weight of the previous average, from 0 (no smoothing) to below 1.
     """
     smoothed, total, norm = [], 0.0, 0.0
     for value in values:

@@ -15,15 +15,15 @@ from train.run.lease.folder import publish
 from train.run.reporting.config import LogConfig
 
 EVALUATION_STEP = "evaluation/step"
-"""Name under which an evaluation logs its checkpoint's step. It is the x-axis of `evaluation/…` in wandb, whose own
-step has advanced by the time an evaluation is logged."""
+"""Name under which an evaluation's checkpoint step is logged. In wandb, it is the x-axis of `evaluation/…`, because
+wandb's own step has advanced by the time an evaluation is logged."""
 
 
 def start_tracker(config: LogConfig, accelerator: Accelerator, settings: dict[str, Any], folder: Path) -> None:
     """Start the run in its tracker, or resume it.
 
     Args:
-        settings: the run's config, which the tracker shows.
+        settings: the run's config, for display in the tracker.
         folder: the launch's own folder.
     """
     run_dir, is_main = folder.parents[1], accelerator.is_main_process
@@ -54,13 +54,13 @@ def start_tracker(config: LogConfig, accelerator: Accelerator, settings: dict[st
 
 
 def load_tracker_ids(folder: Path) -> dict[str, str]:
-    """Load the run's ids in trackers from tracker.json. The first launch creates the file.
+    """Load the run's IDs in trackers from tracker.json, which the first launch creates.
 
     Args:
         folder: the launch's own folder.
 
     Returns:
-        `id`, chosen by the first launch, and `mlflow` if the run exists in mlflow, which chooses ids itself.
+        `id`, chosen by the first launch, and `mlflow` if the run exists in MLflow, which chooses its IDs itself.
     """
     path = folder.parents[1] / TRACKER_ID
     if path.is_file():
@@ -80,8 +80,8 @@ def save_tracker_ids(ids: dict[str, str], folder: Path) -> None:
 def source_version() -> str | None:
     """Return the commit of this package's source code, with `-dirty` if tracked files differ from it.
 
-    None if git does not track this file. An installed package, for instance, may be in a virtual environment inside
-    the user's own repository, whose commit says nothing about this code.
+    Return None if git does not track this file. An installed package, for instance, may be in a virtual environment
+    inside the user's own repository, whose commit says nothing about this code.
     """
     file = Path(__file__)
 
@@ -97,5 +97,5 @@ def source_version() -> str | None:
 
 
 def flatten_numbers(fields: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers among the fields of a log line, with nested names joined as `a/b`."""
+    """Return the numeric fields of a log line, with nested names joined as `a/b`."""
     return {name: value for name, value in flatten(fields, "/").items() if isinstance(value, int | float)}
