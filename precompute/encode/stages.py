@@ -135,7 +135,8 @@ def start_batches(
             held[-1].finish_pictures()
         groups = [captions[first : first + size] for first in range(0, len(captions), size)]
         for group, wait in zip(groups, towers.start_groups([texts_of(group) for group in groups], clock), strict=True):
-            yield from ready(held)  # their captions are in earlier groups; the device already has the next one
+            # their captions are in earlier groups, and the device already works on the next group
+            yield from ready(held)
             set_started(group, wait)
     # all work of this tar is queued on the device, so the next tar may use the device
     yield from held

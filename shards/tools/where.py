@@ -27,7 +27,7 @@ def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
     names: dict[str, list[str]] = {}
     for (tar, _), name in active_parts(list_commits(store)).items():
         names.setdefault(tar, []).append(name)
-    # img2dataset's keys start with the name of their tar, so first search tars whose name starts the key
+    # img2dataset's keys start with the name of their tar, so first search tars whose name is a prefix of the key
     for chosen in ([tar for tar in names if key.startswith(tar)], names):
         tars = (TarReceipts(tar, {r.bucket: r for r in read_receipts(store, names[tar])}) for tar in chosen)
         if found := [entry for tar in tars if (entry := _in_tar(store, key, tar, encoding))]:

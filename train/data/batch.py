@@ -57,7 +57,7 @@ class Batch:
         return self.with_captions(draws.integers(Purpose.CAPTION_CHOICE, self.num_captions))
 
     def with_captions(self, choice: Tensor) -> "Batch":
-        """Keep only one caption per sample: the one whose number, from 0, is in `choice`, (N,) int64."""
+        """Keep one caption per sample. `choice`, (N,) int64, has the index of each sample's caption."""
         if self.num_captions is None:
             return self
         # captions of all samples => the chosen captions
