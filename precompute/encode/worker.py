@@ -131,7 +131,8 @@ def load_towers(recipe: Recipe, device: str) -> Towers:
 def compile_now(towers: TextTowers, buckets: Iterable[Bucket] = ()) -> None:
     """Run the towers once, so that they are compiled before any tar is timed. Raises UnfitNode if this node cannot
     compile them."""
-    torch._dynamo.config.recompile_limit = MAX_SHAPES  # per thread, and another thread may have loaded the towers
+    # a setting of each thread, and another thread may have loaded the towers
+    torch._dynamo.config.recompile_limit = MAX_SHAPES
     try:
         towers.warm_up(buckets)
     except TorchDynamoException as error:

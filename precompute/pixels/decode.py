@@ -110,7 +110,8 @@ def decode(
     limits: LimitsConfig,
     aspects: Sequence[AspectTable] = (),
 ) -> Picture:
-    """Decode an image for each of `buckets` that it covers without upscaling, and for one bucket in each aspect table.
+    """Decode an image for each of `buckets` that it covers without upscaling, and also for one bucket from each aspect
+    table.
 
     Raises:
         Reject: `not_an_image`, `too_many_pixels`, `too_small`, `bad_profile` or `undecodable`.
