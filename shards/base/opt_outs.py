@@ -64,7 +64,7 @@ def parse_entry(entry: str, found: OptOuts) -> None:
         raise ValueError("has both a * in its host and a path; write the host alone, or complete URLs")
     elif "*" in rest.partition("?")[0].rpartition("/")[2] and rest.endswith("*"):
         raise ValueError("ends with a *, but path prefixes are not supported; write the host, or complete URLs")
-    elif re.fullmatch(r"/\d{1,3}", rest) and _is_address(host):
+    elif not with_scheme and re.fullmatch(r"/\d{1,3}", rest) and _is_address(host):
         raise ValueError("is an address range, which is not supported; write each address, or the host names")
     else:
         found.urls.append(comparable_url(f"http://{host_and_port}{rest}"))
