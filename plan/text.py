@@ -65,7 +65,7 @@ def star_marks(report: Report) -> dict[str, str]:
 
 
 def scaling_verdict(report: Report) -> str:
-    """Describe the GPU count beyond which it is no longer worthwhile to add GPUs."""
+    """Name the GPU count beyond which more GPUs are not worth their cost."""
     for before, row in zip(report.rows, report.rows[1:], strict=False):
         if row.speedup is not None and row.speedup < report.least_speedup:
             return (

@@ -117,7 +117,7 @@ class Votes:
 
 @contextmanager
 def open_votes(study: Study) -> Iterator[Votes]:
-    """Open a study's votes. If there is no database yet, create it.
+    """Open a study's votes. Create the database if it does not exist.
 
     Raises:
         RequestError: the database belongs to a different protocol, or has a different format version.

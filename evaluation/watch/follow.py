@@ -33,7 +33,7 @@ MAX_ATTEMPTS = 3
 
 
 class FollowConfig(Config):
-    """Which checkpoints of a run to evaluate, and how to wait for them."""
+    """Choosing the checkpoints of a run to evaluate, and waiting for them."""
 
     every: int | None = Field(None, ge=1)
     """Evaluate checkpoints whose step is a multiple of this, and the run's last checkpoint. null: `evaluate.every` in

@@ -81,7 +81,7 @@ class Ledger:
 
     @property
     def where_failures(self) -> str:
-        """Sentence that says where failed attempts are logged, with a leading space; empty if there is no log."""
+        """Sentence naming the log of failed attempts, with a leading space; empty without a log."""
         return f" {self.failures.where} lists every failed attempt with its traceback." if self.failures else ""
 
     @property

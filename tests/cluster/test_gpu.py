@@ -10,21 +10,21 @@ import pytest
 from cluster.actor import WorkerActor
 from cluster.nodes import ResourcesConfig
 from cluster.start import start_ray
-from shards.base.device import choose_device, has_accelerator
+from shards.base.device import choose_device
 from shards.base.errors import RequestError
 from tests.runs import train_fields
 from train.config import TrainConfig
 from train.start import train_here
 
-pytestmark = pytest.mark.skipif(has_accelerator(), reason="torch can use this machine's GPU")
 MESSAGE = r"This machine has an NVIDIA GPU, but torch .* cannot use it .*pass `--device cpu` to training"
 
 
 @pytest.fixture
 def unusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this machine appear to have a GPU."""
+    """Let this machine appear to have a GPU that torch cannot use."""
     (tmp_path / "nvidia0").touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("shards.base.device.has_accelerator", lambda: False)
     for module in ("cluster.start", "cluster.actor", "train.start"):
         monkeypatch.setattr(f"{module}.choose_device", partial(choose_device, devices=tmp_path))
 
