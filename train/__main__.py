@@ -6,11 +6,11 @@ examples:
   python -m train.launch --multi_gpu --num_processes 8 -m train --config configs/phase1.yaml --num_processes 8
 
 more commands, each with its own --help:
-  python -m train check     check data, network and checkpoint without starting the run
+  python -m train check     check the data, network and checkpoint without starting the run
   python -m train plot      draw RUN/loss.png from a run's metrics
   python -m train export    export a run as a diffusers pipeline
   python -m train ema       rebuild a moving average of any width from a run's snapshots
-  python -m train tell      log evaluations made after a run's end to its tracker
+  python -m train tell      log evaluations made after the end of training to the run's tracker
   python -m train.launch    start several processes (accelerate's launcher and its flags)
 """
 
@@ -70,9 +70,9 @@ def check_without_torch(config: "TrainConfig", arguments: list[str], world: Worl
 
 
 def check(arguments: list[str]) -> None:
-    """Check data, network and checkpoint, and print the step from which a launch would resume.
+    """Check the data, network and checkpoint, and print the step from which a launch would resume.
 
-    The run is not changed. If it is at an object-store URL, its checkpoint is downloaded, checked and deleted again.
+    The run is not changed. If it is at an object-store URL, the check downloads a temporary copy of its checkpoint.
 
     examples:
       python -m train check --config configs/phase1.yaml
@@ -103,7 +103,7 @@ def plot(arguments: list[str]) -> None:
 
     epilog = "example: python -m train plot runs/phase1"
     parser = argparse.ArgumentParser(prog="python -m train plot", description=plot.__doc__, epilog=epilog)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=Path, help="folder of the run")
     print(plot_run(parser.parse_args(arguments).run))
 
 

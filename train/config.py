@@ -104,21 +104,21 @@ class TrainConfig(Config):
         if self.global_batch_size % self.data.num_canonical_nodes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} is not a multiple of data.num_canonical_nodes "
-                f"{self.data.num_canonical_nodes}, which must share each global batch evenly; use a "
-                f"multiple of it, or set data.num_canonical_nodes to "
+                f"{self.data.num_canonical_nodes}, so the canonical nodes cannot share a global batch evenly; set "
+                f"global_batch_size to a multiple of {self.data.num_canonical_nodes}, or data.num_canonical_nodes to "
                 f"{math.gcd(self.global_batch_size, self.data.num_canonical_nodes)}"
             )
         if self.validation.root is not None and self.validation.every % self.log.every:
             raise ValueError(
-                f"validation.every {self.validation.every} is not a multiple of log.every {self.log.every}, so its "
-                f"results would have no line in metrics.jsonl; change one of the two"
+                f"validation.every {self.validation.every} is not a multiple of log.every {self.log.every}, so "
+                f"some validation results would have no line in metrics.jsonl; change one of the two settings"
             )
         if self.validation.weights == "ema" and self.ema.start_step is None:
             raise ValueError("validation.weights is ema, but the run keeps no moving average; set ema.start_step")
         if self.evaluate.every is not None and self.evaluate.every % self.checkpoint.every:
             raise ValueError(
                 f"evaluate.every {self.evaluate.every} is not a multiple of checkpoint.every {self.checkpoint.every}, "
-                f"so there would be no checkpoint to evaluate; change one of the two"
+                f"so some of these steps would have no checkpoint to evaluate; change one of the two settings"
             )
         if self.sharding != "none" and self.precision == "float16":
             raise ValueError("sharding does not support precision float16; use bfloat16")

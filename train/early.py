@@ -66,8 +66,8 @@ def check_inputs_exist(config: TrainConfig) -> None:
 def no_checkpoint(run_dir: Place) -> RequestError:
     """Build the error for an `init_from` that has no complete checkpoint."""
     return RequestError(
-        f"init_from: {run_dir} has no complete checkpoint. Train that phase first (`make train PHASE=1`), or set "
-        f"init_from to a run that has one."
+        f"init_from is {run_dir}, which has no complete checkpoint. Train that run first (for phase 1: `make train "
+        f"PHASE=1`), or set init_from to a run that has a checkpoint."
     )
 
 
@@ -91,7 +91,7 @@ def describe_if_finished(config: TrainConfig, config_file: Path | None) -> str |
 
 def nothing_to_do(config: TrainConfig) -> str:
     """Return the message for a run that has already completed all its steps."""
-    return f"{config.run_dir} has completed its {config.max_steps} steps; there is nothing to do."
+    return f"{config.run_dir} has already reached max_steps ({config.max_steps}), so there is nothing to do."
 
 
 def describe_finished(config: TrainConfig, step: int, launch: int | None, config_file: Path | None) -> str:

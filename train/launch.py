@@ -91,7 +91,7 @@ class Shutdown:
         """Send SIGTERM to all child processes and wait for them. Kill any that are still running after `seconds`."""
         pids = list(child_processes())
         if pids:
-            hint = " Press Ctrl-C again to end it now." if self.interrupts else ""
+            hint = " Press Ctrl-C again to kill it without saving." if self.interrupts else ""
             print(f"{self.name}: waiting up to {seconds:g} s for the run to save.{hint}", file=sys.stderr, flush=True)
         for pid in pids:
             send(pid, signal.SIGTERM)
@@ -122,8 +122,8 @@ class Shutdown:
         if self.interrupts > 1:
             say(
                 WorkError(
-                    "Interrupted twice by Ctrl-C: the processes were killed, and the steps since the newest checkpoint "
-                    "are lost. Run the same command again to resume from that checkpoint."
+                    "Ctrl-C was pressed twice, so the processes were killed. The steps since the newest checkpoint are "
+                    "lost. Run the same command again to resume from that checkpoint."
                 )
             )
             return INTERRUPTED
@@ -140,9 +140,9 @@ class Shutdown:
         if self.timed_out:
             raise Preempted(
                 f"The launcher received {self.name}, but the run did not exit within {os.environ[SHUTDOWN_TIMEOUT]} s "
-                f"({SHUTDOWN_TIMEOUT}; with make: LEAVE) and was killed. The steps since the newest checkpoint are "
-                f"lost. Run the same command again to resume from that checkpoint, and raise {SHUTDOWN_TIMEOUT} to "
-                f"give the run more time to save."
+                f"and was killed. The steps since the newest checkpoint are lost. Run the same command again to resume "
+                f"from that checkpoint. To give the run more time to save, raise {SHUTDOWN_TIMEOUT} (or LEAVE, if you "
+                f"use make)."
             )
         nothing_saved = (
             f"The launcher received {self.name} before the first step, so this launch saved nothing. Run the "

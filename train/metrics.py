@@ -76,10 +76,10 @@ class Metrics:
             state.skipped += int(torch.stack([result.skipped for result in results]).sum())
         if state.skipped > self.max_skipped_steps:
             raise WorkError(
-                f"{state.skipped} steps up to step {state.step} had a non-finite loss or gradient, more than "
-                f"optimizer.max_skipped_steps ({self.max_skipped_steps}). They did not change the weights. The same "
-                f"command would repeat these steps, so lower optimizer.lr or choose a different precision (bfloat16, "
-                f"float32)."
+                f"{state.skipped} step{'s' * (state.skipped != 1)} up to step {state.step} had a non-finite loss or "
+                f"gradient, more than optimizer.max_skipped_steps ({self.max_skipped_steps}). Skipped steps did not "
+                f"change the weights. The same command would repeat them, so lower optimizer.lr or choose a different "
+                f"precision (bfloat16, float32)."
             )
 
     def line_fields(self) -> dict[str, Any]:

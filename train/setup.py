@@ -155,8 +155,8 @@ def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerato
             print_once(
                 accelerator,
                 f"warning: {config.init_from} was trained with the same seed, {config.seed}, so every step of this run "
-                f"draws the same timesteps and noise as in that run and, on the same data, the same samples. Set a "
-                f"different `seed`.",
+                f"draws the same timesteps and noise as the same step of that run and, if the data is the same, also "
+                f"the same samples. Set a different `seed`.",
             )
     slow = warn_if_slow_to_stop(lease.pace, config.checkpoint)
     if slow is not None:
@@ -166,16 +166,17 @@ def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerato
         print_once(
             accelerator,
             f"microbatch_size {config.microbatch_size} is larger than each process's share of the batch "
-            f"(global_batch_size {config.global_batch_size} over {prepared.world.size} processes), so the effective "
-            f"microbatch is {share}.",
+            f"(global_batch_size {config.global_batch_size} over {prepared.world.size} "
+            f"process{'es' * (prepared.world.size != 1)}), so the effective microbatch size is {share}.",
         )
     for stream in prepared.spec.streams:
         if stream.recalled:
             print_once(
                 accelerator,
-                f"{stream.recalled} of {stream.files.num_samples} samples of "
-                f"{stream.config.root}/{stream.config.bucket} were recalled after the run's index was published. The "
-                f"run keeps training on them; `--data.index newest` drops them.",
+                f"{stream.recalled} of {stream.files.num_samples} samples in "
+                f"{stream.config.root}/{stream.config.bucket} {'was' if stream.recalled == 1 else 'were'} recalled "
+                f"after the run's index was published. The run keeps training on recalled samples. To drop them, "
+                f"resume with `--data.index newest`.",
             )
 
 

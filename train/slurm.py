@@ -22,7 +22,7 @@ def become_slurm_task(arguments: list[str]) -> None:
         RequestError: this process was not started by srun, or `arguments` is empty.
     """
     if not arguments:
-        raise RequestError(f"--slurm must be followed by the command to run: {EXAMPLE}")
+        raise RequestError(f"--slurm must be followed by the command to run, as in `{EXAMPLE}`.")
     os.environ.update(slurm_variables(os.environ))
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until the trainer handles SIGUSR2, it would kill the process
     os.execv(sys.executable, [sys.executable, *arguments])
@@ -51,7 +51,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     except KeyError as missing:
         raise RequestError(
             f"--slurm reads Slurm's environment variables, but {missing.args[0]} is not set, so this process was not "
-            f"started by srun. Start it with: {EXAMPLE}"
+            f"started by srun. Start it with srun, as in `{EXAMPLE}`."
         ) from None
     return variables | {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment}
 
@@ -72,5 +72,7 @@ def first_host(nodes: str) -> str:
     """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
-        raise RequestError(f"SLURM_STEP_NODELIST is {nodes!r}, which names no host. Start the trainer with: {EXAMPLE}")
+        raise RequestError(
+            f"SLURM_STEP_NODELIST is {nodes!r}, which names no host. Start the trainer with srun, as in `{EXAMPLE}`."
+        )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])

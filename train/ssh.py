@@ -78,14 +78,15 @@ def parse_arguments(arguments: list[str]) -> tuple[list[str], int, list[str]]:
     """
     if len(arguments) < 4 or not all(word.isdecimal() and int(word) for word in arguments[1:3]):
         raise RequestError(
-            f"--hosts must be followed by a hosts file, the number of hosts and the number of processes per host: "
-            f"{EXAMPLE}"
+            f"--hosts must be followed by a hosts file, the number of hosts and the number of processes per host, as "
+            f"in `{EXAMPLE}`."
         )
     file, num_hosts, processes_per_host = arguments[0], int(arguments[1]), int(arguments[2])
     hosts = read_hosts(Path(file))[:num_hosts]
     if len(hosts) < num_hosts:
         raise RequestError(
-            f"{file} names {len(hosts)} hosts, but {num_hosts} were requested. Add hosts or request fewer."
+            f"The hosts file {file} names {len(hosts)} host{'s' * (len(hosts) != 1)}, but --hosts requests "
+            f"{num_hosts}. Add hosts to the file or request fewer."
         )
     return hosts, processes_per_host, arguments[3:]
 
@@ -117,14 +118,16 @@ def read_hosts(path: Path) -> list[str]:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     except OSError as error:
         raise RequestError(
-            f"The hosts file {path} cannot be read: {error.strerror}. It must contain one host per line."
+            f"The hosts file {path} cannot be read: {error.strerror}. Pass a file with one host per line."
         ) from None
     hosts = [line for line in lines if line]
     for host in hosts:
         if not re.fullmatch(r"[\w.@:-]+", host) or host.startswith("-"):
-            raise RequestError(f"{path} contains {host!r}, which is not a host name. Write one host name per line.")
+            raise RequestError(
+                f"The hosts file {path} contains {host!r}, which is not a host name. Write one host name per line."
+            )
         if hosts.count(host) > 1:
-            raise RequestError(f"{path} names the host {host!r} twice. Remove one of the lines.")
+            raise RequestError(f"The hosts file {path} names the host {host!r} twice. Remove one of the lines.")
     return hosts
 
 

@@ -100,8 +100,8 @@ class Trainer:
                     self._record_pace(shutdown.step_seconds)
                 if agreed.stop and state.step < self.max_steps:
                     raise Preempted(
-                        f"The run received a stop signal and saved after step {state.step}. Run the same command again "
-                        f"to resume."
+                        f"The run received a stop signal and saved a checkpoint after step {state.step}. Run the same "
+                        f"command again to resume."
                     )
         self.log.close()
 

@@ -138,7 +138,7 @@ def kill_at_random(latents: Path, folder: Path, name: str, undisturbed: Path, rn
         if process.exitcode == 0:
             break
     log = (folder / f"{name}.log").read_text()
-    resumes, damaged = log.count("resuming "), log.count("is damaged and skipped")
+    resumes, damaged = log.count("resuming "), log.count("is damaged and will be skipped")
     return compare(folder / name, undisturbed) | {"kills": kills, "resumes": resumes, "damaged": damaged}
 
 
@@ -156,7 +156,7 @@ def kill_at_stages(
         assert codes == [-signal.SIGKILL], f"{stage}: {codes}\n{(folder / f'{name}.log').read_text()[-3000:]}"
     ranks.run(folder / f"{name}.log", arguments)
     log = (folder / f"{name}.log").read_text()
-    resumes, damaged = log.count("resuming "), log.count("is damaged and skipped")
+    resumes, damaged = log.count("resuming "), log.count("is damaged and will be skipped")
     return compare(folder / name, undisturbed) | {"kills": len(stages), "resumes": resumes, "damaged": damaged}
 
 

@@ -67,7 +67,8 @@ def test_the_final_message_lists_the_checkpoint_and_the_next_commands_once(finis
     assert "other.yaml" not in printed
     # a second launch of two processes finds the run finished, and says so once, too
     result = run_module("train", "--config", str(config), num_processes=2)
-    assert result.returncode == 0 and result.stdout.count("has completed its 2 steps; there is nothing to do") == 1
+    finished = "has already reached max_steps (2), so there is nothing to do"
+    assert result.returncode == 0 and result.stdout.count(finished) == 1
 
 
 def test_a_finished_run_is_recognised_without_torch(finished: tuple[Path, str]) -> None:
@@ -75,7 +76,7 @@ def test_a_finished_run_is_recognised_without_torch(finished: tuple[Path, str]) 
     launch = [*launcher(2)[3:], "-m", "train", *words, "--num_processes", "2"]
     found = run_fresh(("run", words), ("run", ["check", *words]), ("launch", launch))
     for code, printed in found:
-        assert code == 0 and "has completed its 2 steps; there is nothing to do." in printed
+        assert code == 0 and "has already reached max_steps (2), so there is nothing to do." in printed
     # `make train` runs the check first and then the trainer
     assert ["Finished at step 2." in printed for _, printed in found] == [True, False, True]
 
@@ -96,7 +97,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(finished: tuple[
     weights.write_bytes(weights.read_bytes()[:-1])
     again = run_module("train", "--config", str(config))
     assert again.returncode == 0, again.stderr
-    assert "is damaged and skipped" in again.stdout and "nothing to do" not in again.stdout
+    assert "is damaged and will be skipped" in again.stdout and "nothing to do" not in again.stdout
     assert again.stdout.count("Finished at step 2.") == 1
 
 
@@ -107,7 +108,11 @@ def test_invalid_requests_are_refused_without_torch(latents: Path, tmp_path: Pat
         ({"max_steps": 0}, "`max_steps` = 0"),
         ({"optimizer": {"lr": -1.0}}, "`optimizer.lr` = -1.0: input should be greater than 0"),
         (absent, "/absent is not a latents root"),
-        ({"init_from": "/absent"}, "/absent has no complete checkpoint. Train that phase first (`make train PHASE=1`)"),
+        (
+            {"init_from": "/absent"},
+            "init_from is /absent, which has no complete checkpoint. Train that run first (for phase 1: `make train "
+            "PHASE=1`)",
+        ),
         ({"run_dir": "/dev/null"}, "run_dir /dev/null cannot be used: /dev/null is a file"),
         ({"global_batch_size": 10}, "or set data.num_canonical_nodes to 2"),
         ({"evaluate": {"every": 3}}, "evaluate.every 3 is not a multiple of checkpoint.every 2"),

@@ -122,7 +122,7 @@ def test_a_killed_run_resumes_from_the_checkpoint_before_a_damaged_one(
 
     result = run_module("train", "--config", str(config))
     assert result.returncode == 0, result.stderr
-    assert f"checkpoint {newest.name} is damaged and skipped" in result.stdout
+    assert f"checkpoint {newest.name} is damaged and will be skipped" in result.stdout
     assert f"resuming {tmp_path}/run after step" in result.stdout
     assert curve(tmp_path / "run") == curve(reference)
     last = newest_checkpoint(tmp_path / "run")
@@ -135,7 +135,7 @@ def test_a_killed_run_resumes_from_the_checkpoint_before_a_damaged_one(
     assert last.content["files"] == expected.content["files"]  # weights, moving average and optimizer are bit-exact
 
     again = run_module("train", "--config", str(config))
-    assert again.returncode == 0 and "has completed its 8 steps; there is nothing to do" in again.stdout
+    assert again.returncode == 0 and "has already reached max_steps (8), so there is nothing to do" in again.stdout
 
 
 def test_a_run_on_three_processes_resumes_bit_exactly(latents: Path, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_microbatch_larger_than_the_share_of_the_batch_is_reported(
     command(["--config", str(write_config(tmp_path, fields))])
     line = (
         "microbatch_size 16 is larger than each process's share of the batch (global_batch_size 8 over 1 processes), "
-        "so the effective microbatch is 8."
+        "so the effective microbatch size is 8."
     )
     assert capsys.readouterr().out.splitlines().count(line) == num_lines
 
@@ -311,7 +311,7 @@ def test_a_stop_signal_saves_and_ends_the_run(
     assert ranks.wait([process], 120) == [75]
     printed = " ".join((tmp_path / "log").read_text().split())
     (folder,) = list_checkpoints(tmp_path / "run")
-    assert f"saved after step {step_of(folder)}" in printed and "Traceback" not in printed
+    assert f"saved a checkpoint after step {step_of(folder)}" in printed and "Traceback" not in printed
     verify_checkpoint(folder)
     assert len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) == step_of(folder)
     losses = curve(tmp_path / "run")[0][:STEPS]
@@ -367,7 +367,7 @@ def test_a_run_without_an_intact_checkpoint_does_not_restart(
     for folder in list_checkpoints(tmp_path / "run"):
         (folder / "optimizer.safetensors").write_bytes(b"x")
     message = refused(tmp_path, train_fields(latents, tmp_path / "run", max_steps=20), capsys)
-    assert "Every checkpoint of" in message and "step-00000008" in message
+    assert "Every checkpoint in" in message and "step-00000008" in message
     assert len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) == STEPS
 
 

@@ -104,7 +104,8 @@ def check_resume(folder: Path, saved: dict[str, Any], current: dict[str, Any], a
     if differences:
         raise RequestError(
             f"{folder} was trained with different settings: {'; '.join(differences)} (checkpoint ≠ this run). Restore "
-            f"the original settings, or choose a different run_dir (and set init_from to start from these weights)."
+            f"the original settings, or choose a different run_dir. To start the new run from these weights, set "
+            f"init_from."
         )
 
 
@@ -143,6 +144,6 @@ def check_same_everywhere(accelerator: Accelerator | None, fingerprint: dict[str
         first = fingerprints[0]
         differing = sorted(key for key in fingerprint if any(other[key] != first[key] for other in fingerprints))
         raise RequestError(
-            f"The processes opened different data ({', '.join(differing)} differ), because their configs or their "
-            f"copies of a root differ. Use the same config and the same roots on all machines."
+            f"The processes opened different data: they do not agree on {', '.join(differing)}, because their configs "
+            f"or their copies of a root differ. Use the same config and the same roots on all machines."
         )

@@ -38,9 +38,9 @@ class World:
         tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
         if tasks > 1 and "WORLD_SIZE" not in os.environ:
             raise RequestError(
-                f"srun started {tasks} tasks, but WORLD_SIZE is not set, so each would train on its own in the same "
-                f"run folder. Start them with the launcher (`srun python -m train.launch --slurm -m train --config "
-                f"…`), or request a single task from srun (-n 1)."
+                f"srun started {tasks} tasks, but WORLD_SIZE is not set, so each task would train separately in the "
+                f"same run folder. Start the tasks with the launcher (`srun python -m train.launch --slurm -m train "
+                f"--config …`), or request a single task from srun (-n 1)."
             )
         size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
@@ -64,14 +64,14 @@ class World:
             started = "1 process was" if self.size == 1 else f"{self.size} processes were"
             raise RequestError(
                 f"num_processes is {num_processes}, but {started} started. Pass `--num_processes "
-                f"{num_processes}` to the launcher; on a machine without GPUs, accelerate also needs `--multi_gpu` (it "
-                f"then uses gloo)."
+                f"{num_processes}` to the launcher. On a machine without GPUs, also pass `--multi_gpu`; accelerate "
+                f"then uses gloo."
             )
         if global_batch_size % self.size:
             raise RequestError(
                 f"global_batch_size {global_batch_size} cannot be shared evenly by {self.size} processes. Start a "
-                f"number of processes that divides it, because a run must keep its batch size. A new run can use a "
-                f"multiple of {self.size}."
+                f"number of processes that divides global_batch_size, because a run must keep its batch size. For a "
+                f"new run, you can also set global_batch_size to a multiple of {self.size}."
             )
 
 
@@ -87,12 +87,13 @@ def check_tracker(name: str) -> None:
 
     if name not in LOGGER_TYPE_TO_CLASS:
         raise RequestError(
-            f"log.tracker {name} is unknown. Set it to none, or to one of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}."
+            f"log.tracker is {name}, which is unknown. Set log.tracker to none, or to one of "
+            f"{', '.join(sorted(LOGGER_TYPE_TO_CLASS))}."
         )
     if name not in {tracker.value for tracker in get_available_trackers()}:
         raise RequestError(
-            f"log.tracker {name} needs a package that is not installed. Install it (`pip install "
-            f"{name.replace('_', '-')}`), or set log.tracker to tensorboard or none."
+            f"log.tracker is {name}, but the package for this tracker is not installed. Install the package (`pip "
+            f"install {name.replace('_', '-')}`), or set log.tracker to tensorboard or none."
         )
 
 
@@ -112,8 +113,8 @@ def check_launch(accelerator: "Accelerator | None", world: World) -> None:
 
         if accelerator.distributed_type.value not in SUPPORTED_LAUNCHES:
             raise RequestError(
-                f"The launcher set up {accelerator.distributed_type.value}, which this trainer does not support. "
-                f"Launch with one of the files in configs/accelerate/."
+                f"The launcher set up the distributed type {accelerator.distributed_type.value}, which this trainer "
+                f"does not support. Launch with one of the config files in configs/accelerate/."
             )
         # gathered, because nodes may have different environments, and all processes must raise the same error
         gathered = gather_object([(world.local_size, accelerator.gradient_accumulation_steps)])
@@ -121,13 +122,13 @@ def check_launch(accelerator: "Accelerator | None", world: World) -> None:
         scales_gradients = any(steps != 1 for _, steps in gathered)
     if len(local_sizes) > 1 or world.size % world.local_size:
         raise RequestError(
-            f"{world.size} processes are not spread evenly over the nodes: LOCAL_WORLD_SIZE is "
+            f"The processes are not spread evenly over the nodes: WORLD_SIZE is {world.size}, and LOCAL_WORLD_SIZE is "
             f"{' and '.join(map(str, sorted(local_sizes)))}. Start the same number of processes on each node."
         )
     if scales_gradients:
         raise RequestError(
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set, so accelerate would scale the gradients. Unset it; "
-            "microbatch_size controls gradient accumulation here."
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set, so accelerate would scale the gradients. Unset "
+            "this variable. In this trainer, microbatch_size controls gradient accumulation."
         )
 
 

@@ -46,9 +46,9 @@ def die_with_launcher() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != int(launcher):  # the launcher died before the prctl, so the kernel will not send the signal
         raise WorkError(
-            f"The launcher, process {launcher}, is not the parent of this process: the launcher died during startup, "
-            f"so this process exits too. Run the same command again to resume. (A script between the launcher and "
-            f"the trainer must start the trainer with `exec`.)"
+            f"The launcher, process {launcher}, is not the parent of this process, so this process exits. Either the "
+            f"launcher died during startup, or a script between the launcher and the trainer started the trainer "
+            f"without `exec`. Add `exec` to the script if there is one, and run the same command again to resume."
         )
 
 
@@ -175,9 +175,10 @@ def explain_lost_processes(heartbeat: HeartbeatReporter) -> Iterator[None]:
         heartbeat.report_failure(None)
         raise WorkError(
             f"{moment}, a collective failed: another process died, or did not respond within {heartbeat.timeout:g} s "
-            f"(collective_timeout; data.first_timeout in the first steps). {missing}Saved checkpoints remain valid. "
-            f"Run the same command again to resume; accelerate's launcher does so automatically with `--max_restarts`. "
-            f"If all processes were merely slow, raise collective_timeout. ({str(error).splitlines()[0]})"
+            f"(set by collective_timeout and, for the first steps, data.first_timeout). {missing}Saved checkpoints "
+            f"remain valid. Run the same command again to resume; accelerate's launcher does so automatically with "
+            f"`--max_restarts`. If all processes were merely slow, raise collective_timeout. The original error was: "
+            f"{str(error).splitlines()[0]}"
         ) from error
 
 

@@ -289,7 +289,7 @@ def test_results_of_an_unfinished_run_are_left_to_the_trainer(
     """The results file waits for the trainer, and the watcher does not fail."""
     edit_config(run_dir, log={"tracker": "wandb"}, max_steps=100)
     assert watch(run_dir, words, "--once", "true", "--every", "4") == 0
-    expected = "has completed 6 of its 100 steps. The launch that resumes it will log the evaluations"
+    expected = "has completed 6 of its 100 steps. The launch that resumes the run will log the evaluations"
     assert expected in capsys.readouterr().out
     assert len(list((run_dir / "tracker" / "evaluations").glob("*.zip"))) == 1
     assert watch(run_dir, words, "--until", "2", "--every", "2", "--output", str(run_dir.parent / "apart")) == 0

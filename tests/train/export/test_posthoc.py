@@ -122,7 +122,7 @@ def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tm
         command(["ema", "s3://bucket/run", "--std", "0.1"])
     with pytest.raises(RequestError, match="exists and was not written by this command"):
         write_average(runs[0], RebuildConfig(std=0.07, output=runs[0]))
-    with pytest.raises(RequestError, match="is neither auto, raw, ema nor a folder with"):
+    with pytest.raises(RequestError, match="but it must be auto, raw, ema or a folder with"):
         write_pipeline(runs[0], ExportConfig(weights="posthoc"))
     with pytest.raises(ValueError, match="contains the same width twice"):
         EmaConfig(std=[0.05, 0.0501])

@@ -141,7 +141,7 @@ def test_numbers_that_nothing_can_be_trained_with(
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("LOCAL_WORLD_SIZE", "8", "1 processes are not spread evenly over the nodes"),
+        ("LOCAL_WORLD_SIZE", "8", "not spread evenly over the nodes: WORLD_SIZE is 1, and LOCAL_WORLD_SIZE is 8"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set"),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_launch_resumes_from_an_orphan_and_uploads_it(
     remove_last_state(store)
     work = train(latents, tmp_path, address, max_steps=STEPS)
     said = capsys.readouterr().out
-    assert "step-00000004 is complete on this machine, but was not uploaded to s3" in said
+    assert "step-00000004 is complete on this machine but was not uploaded to s3" in said
     assert f"resuming {address} after step 4" in said
     assert curve(work) == curve(whole)
     assert sorted(find_checkpoints(store)) == ["step-00000004", "step-00000006"]

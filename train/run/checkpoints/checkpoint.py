@@ -85,13 +85,13 @@ class Checkpoint:
         if which not in ("auto", "raw", "ema"):
             if not file_of(Path(which) / WEIGHTS_NAME).is_file():
                 raise RequestError(
-                    f"weights {which} is neither auto, raw, ema nor a folder with {WEIGHTS_NAME}. `python -m train ema "
-                    f"RUN --std 0.05` writes such a folder."
+                    f"`weights` is {which}, but it must be auto, raw, ema or a folder with {WEIGHTS_NAME}. `python -m "
+                    f"train ema RUN --std 0.05` writes such a folder."
                 )
             return Path(which)
         has_ema = (self.folder / "ema").is_dir()
         if which == "ema" and not has_ema:
-            raise RequestError(f"{self.folder} has no moving average. Choose raw or auto weights.")
+            raise RequestError(f"The checkpoint {self.folder} has no moving average. Choose raw or auto weights.")
         return self.folder / ("ema" if has_ema and which != "raw" else "unet")
 
 
@@ -178,10 +178,10 @@ def newest_intact(
         try:
             return obtain(name)
         except DamagedFile as error:
-            print(f"checkpoint {name} is damaged and skipped: {error}", flush=True)
+            print(f"checkpoint {name} is damaged and will be skipped: {error}", flush=True)
     if names:
         raise RequestError(
-            f"Every checkpoint of {run} is damaged ({', '.join(names)}). Restore one from a backup, or {remedy}."
+            f"Every checkpoint in {run} is damaged ({', '.join(names)}). Restore one from a backup, or {remedy}."
         )
     return None
 

@@ -104,7 +104,7 @@ def stored_checkpoints(store: Store) -> dict[str, Stored]:
         try:
             content = parse_sealed_json(data, store.where(file))
         except DamagedFile as error:
-            print(f"checkpoint {name} is damaged and skipped: {error}", flush=True)
+            print(f"checkpoint {name} is damaged and will be skipped: {error}", flush=True)
             continue
         if accepted is None or accepted.includes(name, sha256, content.get("token")):
             found[name] = Stored(file.removesuffix(f"/{STATE_NAME}"), sha256)
@@ -140,7 +140,11 @@ def find(
     found = {name: each.sha256 for name, each in stored.items()}
     orphan = find_orphan(store, copies, found) if single_node else None
     if orphan is not None:
-        print(f"{orphan.folder.name} is complete on this machine, but was not uploaded to {store.where()}.", flush=True)
+        print(
+            f"The checkpoint {orphan.folder.name} is complete on this machine but was not uploaded to {store.where()}, "
+            f"so the local copy is used.",
+            flush=True,
+        )
         return found, orphan
     return found, newest_stored(store, stored, lambda name: obtain(store, stored[name], name, copies, downloads))
 
@@ -193,7 +197,11 @@ def obtain(store: Store, stored: Stored, name: str, copies: Path, downloads: Exi
             try:
                 return verify_checkpoint(local)
             except DamagedFile as error:
-                print(f"Downloading {name} again, because its copy on this machine is damaged: {error}", flush=True)
+                print(
+                    f"The copy of the checkpoint {name} on this machine is damaged and will be downloaded again: "
+                    f"{error}",
+                    flush=True,
+                )
     work = downloads.enter_context(private_folder()) / store.where().rstrip("/").rpartition("/")[2]
     return download(store, stored, work / "checkpoints" / name)
 
@@ -217,7 +225,7 @@ def replaced(store: Store, name: str) -> WorkError:
     """Build the error for a checkpoint that was replaced or removed after this launch found it."""
     return WorkError(
         f"{store.where()} no longer has the checkpoint {name} that this launch found when it started: another launch "
-        f"replaced or removed it. Run the command again to resume from the newest one."
+        f"replaced or removed it. Run the command again to resume from the newest checkpoint."
     )
 
 
@@ -295,7 +303,7 @@ def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
         try:
             store.get("config.yaml", run / "config.yaml")
         except FileNotFoundError:
-            raise RequestError(f"{address} is not a run: it has no config.yaml. Give the URL of a run.") from None
+            raise RequestError(f"{address} is not a run: it has no config.yaml. Pass the URL of a run.") from None
         stored = stored_checkpoints(store)
 
         def obtained(name: str) -> Checkpoint:
@@ -308,7 +316,7 @@ def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
         else:
             name = step_folder(run, step).name
             if name not in stored:
-                available = f"It has {', '.join(sorted(stored))}." if stored else "It has no complete one yet."
+                available = f"It has {', '.join(sorted(stored))}." if stored else "It has no complete checkpoint yet."
                 raise RequestError(f"{address} has no checkpoint {name}. {available}")
             checkpoint = obtained(name)
         yield run, checkpoint

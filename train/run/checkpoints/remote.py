@@ -144,9 +144,10 @@ class RemoteRun:
         # if the reply was lost and the request retried, the file exists and has this launch's bytes
         if not self.store.create(file, state) and self.store.read(file) != state:
             raise WorkError(
-                f"{self.store.where(file)} was written by another launch with the number {self.lease.number}: the "
-                f"run was deleted and restarted while this launch was suspended, or its state.json was edited. "
-                f"Nothing was overwritten. Run the command again to resume from the newest checkpoint."
+                f"{self.store.where(file)} already exists with different content. Either another launch with the "
+                f"number {self.lease.number} wrote the file, because the run was deleted and restarted while this "
+                f"launch was suspended, or the file was edited. Nothing was overwritten. Run the command again to "
+                f"resume from the newest checkpoint."
             )
 
     def _retry(self, name: str, upload: Callable[[], None]) -> None:
@@ -158,9 +159,7 @@ class RemoteRun:
             except Outage as error:
                 if time.monotonic() + pause > deadline:
                     raise
-                print(
-                    f"{name} is not uploaded to {self.store.where()} yet: {error} Retrying in {pause:g} s.", flush=True
-                )
+                print(f"Uploading {name} to {self.store.where()} failed: {error} Retrying in {pause:g} s.", flush=True)
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -172,7 +171,7 @@ class RemoteRun:
         try:
             self.upload_logs()
         except Outage as error:  # the checkpoint is complete, and the next one uploads the logs again
-            print(f"The logs at {self.store.where()} are not up to date: {error}", flush=True)
+            print(f"The logs could not be uploaded to {self.store.where()} and will be retried: {error}", flush=True)
 
     def _list_files(self, name: str) -> list[str]:
         """List a checkpoint's files, state.json first: once it is removed, readers ignore the rest."""

@@ -56,9 +56,10 @@ def warn_if_slow_to_stop(pace: Pace | None, config: CheckpointConfig) -> str | N
         return None
     return (
         f"warning: stopping may take {needed:.0f} s, because a step takes {pace.step:.1f} s and each of up to two "
-        f"checkpoints {pace.save:.0f} s, but the run is killed after {grace:g} s (the smaller of checkpoint.grace and "
-        f"the launcher's LEAVE). The steps since the last checkpoint would be lost. Request more time from the "
-        f"scheduler and raise both, or lower checkpoint.every."
+        f"checkpoints takes {pace.save:.0f} s, but the run is killed after {grace:g} s (the smaller of "
+        f"checkpoint.grace and the launcher's LEAVE). The steps since the last checkpoint would then be lost. Request "
+        f"more time from the scheduler and raise checkpoint.grace and LEAVE, or lower checkpoint.every to lose fewer "
+        f"steps."
     )
 
 
@@ -159,7 +160,7 @@ class CheckpointWriter:
         if self.config.asynchronous and needed > free:
             print(
                 f"warning: the copy for an asynchronous checkpoint needs {needed / 2**30:.1f} GiB more memory, but "
-                f"only {free / 2**30:.1f} GiB are free, so training waits while this checkpoint is written.",
+                f"only {free / 2**30:.1f} GiB is free, so training pauses while this checkpoint is written.",
                 flush=True,
             )
         return self.config.asynchronous and needed <= free
@@ -249,9 +250,10 @@ class CheckpointWriter:
             self._store.wait([self._key(step, rank)], timedelta(seconds=self.group.timeout))
         except RuntimeError as error:  # a timeout or an unreachable store
             raise WorkError(
-                f"A checkpoint of {self.run_dir} is incomplete: process {rank} has not written its share within "
+                f"A checkpoint of {self.run_dir} is incomplete: process {rank} did not write its share within "
                 f"{self.group.timeout:g} s (collective_timeout). Earlier checkpoints are intact. Check that all "
-                f"machines share run_dir or can reach its URL, and run the command again to resume from the newest."
+                f"machines share run_dir or can reach its URL, and run the command again to resume from the newest "
+                f"checkpoint."
             ) from error
         hashes: dict[str, str] = json.loads(self._store.get(self._key(step, rank)))
         self._store.delete_key(self._key(step, rank))
@@ -325,7 +327,7 @@ class CheckpointWriter:
             try:
                 self.remote.drop_old(step, lambda ages: superfluous(ages, self.config, alarms))
             except Outage as error:  # the next checkpoint removes them
-                print(f"Old checkpoints have not been removed yet: {error}", flush=True)
+                print(f"Old checkpoints could not be removed; the next save will try again: {error}", flush=True)
         # damaged checkpoints of later steps, which this launch skipped when resuming, do not count as the newest
         whole = {step_of(folder): folder for folder in list_checkpoints(self.run_dir) if step_of(folder) <= step}
         ages = {step: time.time() - folder.stat().st_mtime for step, folder in whole.items()}

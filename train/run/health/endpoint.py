@@ -38,7 +38,7 @@ RUN_METRICS = {
 }
 RANK_METRICS = {
     "heartbeat_age_seconds": "Time since the last heartbeat of the rank",
-    "rank_stages_total": "Stages that the rank has entered (loading, training, …), which all ranks enter in one order",
+    "rank_stages_total": "Stages that the rank has entered (loading, training, …); the order is the same for all ranks",
     "rank_still_seconds": "Time since the rank entered its current stage",
     "rank_loading_seconds_total": "Time that the rank has waited for batches",
 }
@@ -129,8 +129,8 @@ def serve_metrics(address: str | None, collector: RunCollector) -> Iterator[None
         server, thread = start_http_server(int(port), host, registry)
     except (OSError, OverflowError) as error:
         raise RequestError(
-            f"log.metrics_at: metrics cannot be served at {address}: {error}. Choose a different port, or an address "
-            f"of this machine (0.0.0.0: all of them), or set log.metrics_at to null."
+            f"Metrics cannot be served at {address} (log.metrics_at): {error}. Choose a different port or an address "
+            f"of this machine, such as 0.0.0.0 for all of its addresses, or set log.metrics_at to null."
         ) from None
     try:
         yield

@@ -83,7 +83,9 @@ def find_missing_ranks(statuses: Sequence[RankStatus | None], silent: Collection
             problems[status.rank] = f"{status.label} failed after step {status.step}: {error}"
         elif status.rank in silent and status.stage != LEAVING:
             seconds = max(0.0, now - status.sent)
-            problems[status.rank] = f"{status.label} sent no heartbeat for {seconds:.0f} s; it was {status.position}"
+            problems[status.rank] = (
+                f"{status.label} has sent no heartbeat for {seconds:.0f} s; its last known state was {status.position}"
+            )
 
     if not problems:
         fewest = min(status.num_stages for status in known)
@@ -101,10 +103,12 @@ def find_missing_ranks(statuses: Sequence[RankStatus | None], silent: Collection
 
     message = "; ".join(list(problems.values())[:MAX_NAMED])
     if len(problems) > MAX_NAMED:
-        message += f" and {len(problems) - MAX_NAMED} more"
+        more = len(problems) - MAX_NAMED
+        message += f"; and {more} more rank{'s' * (more != 1)}"
     others = [status for status in known if status.rank not in problems]
     if others:
-        message += f"; the others are {max(others, key=lambda status: status.num_stages).position}"
+        rest = "the other rank is" if len(others) == 1 else "the others are"
+        message += f"; {rest} {max(others, key=lambda status: status.num_stages).position}"
     return MissingRanks(set(problems), message)
 
 

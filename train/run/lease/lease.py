@@ -43,8 +43,9 @@ def wait_until_free(backend: Backend, ttl: float, dead: Heartbeat | None = None)
             return heartbeat
         if heartbeat != first:
             raise RunInUse(
-                f"{backend.place} is in use: {describe(heartbeat.number, record)} is training in it, and only "
-                f"one launch may use a run at a time. Wait until it ends, stop it, or choose a different run_dir."
+                f"{backend.place} is in use: {describe(heartbeat.number, record)} is training there, and only "
+                f"one launch may use a run at a time. Wait until that launch ends, stop it, or choose a different "
+                f"run_dir."
             )
         if time.monotonic() > deadline:
             return heartbeat
@@ -91,8 +92,8 @@ class Lease:
             lease.release()
             raise WorkError(
                 f"The checkpoints of {backend.place} changed while this launch was starting: the previous launch was "
-                f"still running. It has been superseded and can no longer change the run. Run the command again to "
-                f"resume from the newest checkpoint."
+                f"still running. That launch has been superseded and can no longer change the run. Run the command "
+                f"again to resume from the newest checkpoint."
             )
         return lease
 
@@ -128,9 +129,9 @@ class Lease:
         """Build the error for a launch that has been superseded."""
         newest = self.backend.newest().number
         return LeaseLost(
-            f"{self.backend.place} is in use: {describe(newest, self.backend.read(newest))} took it over from this "
-            f"launch, {self.number}, which sent no heartbeat for longer than takeover_after. Nothing that this launch "
-            f"has written since then is part of the run."
+            f"{self.backend.place} is in use: {describe(newest, self.backend.read(newest))} took over from this "
+            f"launch (launch {self.number}), which sent no heartbeat for longer than takeover_after. Nothing that this "
+            f"launch has written since then is part of the run."
         )
 
     def note(self, pace: Pace) -> None:

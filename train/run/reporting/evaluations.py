@@ -76,9 +76,9 @@ def read_results(store: Store, name: str) -> EvaluationResults | None:
                     try:
                         pictures[member.removesuffix(".png")] = check_png(archive.read(member))
                     except Exception as error:  # see the comment below
-                        print(f"{member} in {where} is damaged and will not be logged: {error}", flush=True)
+                        print(f"The image {member} in {where} is damaged and will not be logged: {error}", flush=True)
     except Exception as error:  # the file could be read, so any parser error means that its content is damaged
-        print(f"{where} is damaged, so these results will not be logged: {error!r}", flush=True)
+        print(f"The results file {where} is damaged and will not be logged: {error!r}", flush=True)
         return None
     return EvaluationResults(name, step, values, pictures)
 
@@ -91,7 +91,7 @@ def check_values(content: Any) -> tuple[int, dict[str, float]]:
     """
     step, values = content["step"], content["values"]
     if not isinstance(step, int) or not all(isinstance(value, int | float) for value in values.values()):
-        raise ValueError("values.json does not contain a step and a number for each name")
+        raise ValueError("values.json must contain a step, and a number for each name")
     return step, values
 
 
@@ -121,7 +121,11 @@ def log_results(trackers: list[Any], results: EvaluationResults, wandb_step: int
             try:
                 log_picture(tracker, name, png, step)
             except Exception as error:  # each tracker's client raises its own exceptions
-                print(f"{tracker.name} rejected {name} of step {results.step}: {error!r}", flush=True)
+                print(
+                    f"The image {name} for step {results.step} was not logged, because the tracker {tracker.name} "
+                    f"rejected it: {error!r}",
+                    flush=True,
+                )
 
 
 def log_picture(tracker: Any, name: str, png: bytes, step: int) -> None:
@@ -185,7 +189,10 @@ class EvaluationQueue:
                 if not is_last:
                     self._read_new()
             except (OSError, Outage) as error:  # retried at the next check, or by the next launch
-                print(f"Evaluations of {self.store.where()} could not be logged yet: {error}", flush=True)
+                print(
+                    f"Evaluations of {self.store.where()} could not be logged yet and will be retried: {error}",
+                    flush=True,
+                )
             if is_last:
                 return
             self.closing.wait(POLL_SECONDS)

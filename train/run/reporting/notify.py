@@ -1,4 +1,4 @@
-"""Log evaluations made after training had ended to the run's tracker.
+"""Log evaluations made after the end of training to the run's tracker.
 
 During training, the trainer itself logs evaluations.
 
@@ -71,7 +71,7 @@ def read_settings(store: Store) -> dict[str, Any]:
         settings: dict[str, Any] = yaml.safe_load(store.read("config.yaml"))
     except FileNotFoundError:
         raise RequestError(
-            f"{store.where()} is not a run: it has no config.yaml. Give the folder or URL of a run."
+            f"{store.where()} is not a run: it has no config.yaml. Pass the folder or URL of a run."
         ) from None
     return settings
 
@@ -92,8 +92,8 @@ def hold(place: Place, store: Store, last: int, ttl: float) -> Iterator[Lease]:
     step = max((step_of(Path(name)) for name in names), default=0)
     if step < last:
         raise RequestError(
-            f"{place} has completed {step} of its {last} steps. The launch that resumes it will log the evaluations, "
-            f"so there is nothing to do."
+            f"{place} has completed {step} of its {last} steps. The launch that resumes the run will log the "
+            f"evaluations, so there is nothing to do."
         )
     with (
         tempfile.TemporaryDirectory(prefix="latentmill-") as scratch,

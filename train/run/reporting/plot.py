@@ -21,7 +21,7 @@ def plot_run(run_dir: Path) -> Path:
     if not rows:
         raise RequestError(
             f"{run_dir}/metrics.jsonl is missing or empty, so there is nothing to plot. Check the path of the run, or "
-            f"wait for its first line (log.every)."
+            f"wait until the run has written its first line, after log.every steps."
         )
     figure = Figure(figsize=(8, 9), dpi=120, layout="tight")
     loss_axes, quarter_axes, lr_axes = figure.subplots(3, 1, sharex=True, height_ratios=[4, 3, 1.5])

@@ -128,7 +128,7 @@ def test_a_file_that_cannot_grow_is_heard_of_at_the_next_step_and_leaves_the_one
 def test_a_missing_share_is_named(unet: UNet2DConditionModel, tmp_path: Path) -> None:
     writing = writer(tmp_path, unet, WriterGroup(0, 2, HashStore(), timeout=0.1))
     writing.write(snapshot(unet, 1))
-    with pytest.raises(WorkError, match=r"process 1 has not written its share within 0\.1 s .* can reach its URL"):
+    with pytest.raises(WorkError, match=r"process 1 did not write its share within 0\.1 s .* can reach its URL"):
         writing.finish()
     assert not list_checkpoints(tmp_path)
 

@@ -62,7 +62,7 @@ def test_an_unusable_address_is_refused(latents: Path, tmp_path: Path) -> None:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         fields = train_fields(latents, tmp_path / "run", log={"metrics_at": address})
         with pytest.raises(
-            RequestError, match=rf"log\.metrics_at: metrics cannot be served at {address}: .*different port"
+            RequestError, match=rf"Metrics cannot be served at {address} \(log\.metrics_at\): .*different port"
         ):
             command(["--config", str(write_config(tmp_path, fields))])
     with pytest.raises(RequestError, match=r"log\.metrics_at"):

@@ -69,8 +69,8 @@ def test_every_combination_of_three_ranks_names_those_to_look_at() -> None:
         (
             [make_status(0, 9), make_status(1, 10)],
             {0},
-            "rank 0 (host b, process 4000) sent no heartbeat for 1 s; it was loading after step 3; the others are "
-            "training after step 3",
+            "rank 0 (host b, process 4000) has sent no heartbeat for 1 s; its last known state was loading after step "
+            "3; the other rank is training after step 3",
         ),
     ],
     ids=["failed", "all alive", "silent"],
@@ -82,7 +82,7 @@ def test_messages(statuses: list[RankStatus | None], silent: set[int], message: 
 def test_the_message_for_a_thousand_ranks_is_short() -> None:
     statuses = [make_status(rank, 9 + (rank > 500)) for rank in range(1000)]
     message = find_missing_ranks(statuses, (), NOW).message
-    assert message.count("process") == heartbeat.MAX_NAMED and " and 497 more" in message and len(message) < 500
+    assert message.count("process") == heartbeat.MAX_NAMED and "; and 497 more ranks" in message and len(message) < 500
 
 
 def test_the_status_of_a_rank_reaches_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +103,8 @@ def test_the_status_of_a_rank_reaches_the_others(monkeypatch: pytest.MonkeyPatch
     reporters[1].thread.join()
     missing = reporters[0].find_missing()
     assert missing is not None and missing.ranks == {1, 2}
-    assert "rank 1 (host " in missing.message and "it was training after step 3" in missing.message
-    assert "rank 2 never joined" in missing.message and "the others are training after step 2" in missing.message
+    assert "rank 1 (host " in missing.message and "its last known state was training after step 3" in missing.message
+    assert "rank 2 never joined" in missing.message and "the other rank is training after step 2" in missing.message
     assert reporters[0].describe_missing().startswith("Rank 2 never joined; rank 1 (host ")
     statuses = reporters[0].read_statuses()
     assert statuses[2] is None and statuses[1] is not None and 0.15 < statuses[1].loading_seconds < 2

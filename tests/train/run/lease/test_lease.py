@@ -104,7 +104,7 @@ def test_a_suspended_launch_changes_nothing_once_it_is_superseded(tmp_path: Path
         message = " ".join(sleeper.communicate(timeout=60)[1].split())
         assert sleeper.returncode == 2
         assert f"is in use: launch 2 (host {os.uname().nodename}, process {os.getpid()}" in message
-        assert "took it over from this launch, 1, which sent no heartbeat" in message
+        assert "took over from this launch (launch 1), which sent no heartbeat" in message
         assert not list((tmp_path / "published").iterdir())
         assert [path.name[:4] for path in (tmp_path / ".unfinished").iterdir()] == ["0002"]
 
@@ -122,7 +122,7 @@ def test_a_superseded_launch_can_change_nothing(tmp_path: Path) -> None:
         remove(tmp_path / "kept", old.folder)
     with pytest.raises(FileNotFoundError):
         JsonLines(tmp_path / "metrics.jsonl", 0, old.folder)
-    with pytest.raises(LeaseLost, match=r"launch 2 .* took it over from this launch, 1,"):
+    with pytest.raises(LeaseLost, match=r"launch 2 .* took over from this launch \(launch 1\),"):
         old.renew()
     old.release()
     assert (
@@ -158,7 +158,7 @@ def test_a_silent_launch_is_superseded_and_a_live_one_is_not(backend: Backend, f
     thread.start()
     try:
         for seen in (Seen(), Seen(free)):  # also if it was silent earlier
-            with pytest.raises(RunInUse, match=r"is in use: launch 1 \(host .*\) is training in it"):
+            with pytest.raises(RunInUse, match=r"is in use: launch 1 \(host .*\) is training there"):
                 Lease.acquire(backend, 60, seen)
     finally:
         stopped.set()
@@ -175,7 +175,7 @@ def test_the_staging_folder_of_a_launch_that_died_before_its_record_is_removed(t
 
 
 def test_a_launch_that_is_superseded_meanwhile_says_so_instead_of_its_own_error(backend: Backend) -> None:
-    with pytest.raises(LeaseLost, match="took it over from this launch, 1,"), Lease.acquire(backend, 0.1):
+    with pytest.raises(LeaseLost, match=r"took over from this launch \(launch 1\),"), Lease.acquire(backend, 0.1):
         Lease.acquire(backend, 0.1)
         raise FileNotFoundError("the staging folder")
 
@@ -196,7 +196,7 @@ def test_a_suspended_trainer_leaves_its_successors_run_unchanged(latents: Path, 
         os.kill(sleeper.pid, signal.SIGCONT)
         codes = ranks.wait([sleeper, successor], 120)
     assert codes == [2, 0], (tmp_path / "log").read_text()
-    assert "took it over from this launch, 1" in " ".join((tmp_path / "sleeper.log").read_text().split())
+    assert "took over from this launch (launch 1)" in " ".join((tmp_path / "sleeper.log").read_text().split())
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
     saved = [verify_checkpoint(list_checkpoints(tmp_path / run)[-1]).content["files"] for run in ("run", "whole")]
     assert saved[0] == saved[1]

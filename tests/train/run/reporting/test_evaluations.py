@@ -80,7 +80,7 @@ def test_wandb_gets_evaluations_in_the_training_run(
     for step in (1, 2):
         write_results(run, step, **{NAME: step / 10})
     with pytest.raises(
-        RequestError, match=r"has completed 2 of its 6 steps\. The launch that resumes it will log the eval"
+        RequestError, match=r"has completed 2 of its 6 steps\. The launch that resumes the run will log the eval"
     ):
         command(["tell", str(run_dir)])
     with monkeypatch.context() as patch:
@@ -203,9 +203,9 @@ def test_tell_refuses_a_run_that_a_launch_holds_and_a_folder_without_a_run(
     monkeypatch.setattr("train.run.lease.owner.machine", lambda: "a different machine")
     with acquire(tmp_path):
         monkeypatch.undo()
-        with pytest.raises(RequestError, match=r"is in use: launch 1 .* is training in it, and only one launch may"):
+        with pytest.raises(RequestError, match=r"is in use: launch 1 .* is training there, and only one launch may"):
             command(["tell", str(tmp_path)])
-    with pytest.raises(RequestError, match=r"nothing is not a run: it has no config\.yaml\. Give the folder or URL"):
+    with pytest.raises(RequestError, match=r"nothing is not a run: it has no config\.yaml\. Pass the folder or URL"):
         command(["tell", str(tmp_path / "nothing")])
 
 
@@ -243,8 +243,9 @@ def test_outages_neither_end_training_nor_lose_evaluations_or_markers(
         while queue.logged:
             time.sleep(0.01)
     printed = capsys.readouterr().out
-    assert printed.count(f"Evaluations of {run.where()} could not be logged yet: The store does not answer.") == 3
-    assert printed.count("0000000001.00000000.zip is damaged, so these results will not be logged") == 1
+    delayed = f"Evaluations of {run.where()} could not be logged yet and will be retried: The store does not answer."
+    assert printed.count(delayed) == 3
+    assert printed.count("0000000001.00000000.zip is damaged and will not be logged") == 1
     assert list_unlogged(run) == ["0000000001.00000000"]
 
 
@@ -320,6 +321,6 @@ def test_damaged_results_and_pictures_hold_back_nothing_else(
     for step in (1, 2, 5):
         assert printed.count(f"{step:010d}.00000000.zip is damaged and will not be logged") == 1
     for step in (6, 7):
-        assert printed.count(f"{step:010d}.00000000.zip is damaged, so these results will not be logged") == 1
+        assert printed.count(f"{step:010d}.00000000.zip is damaged and will not be logged") == 1
     assert printed.count("wandb rejected evaluation/samples/own of step 3: OSError") == 1
-    assert printed.count("could not be logged yet: not yet") == 2
+    assert printed.count("could not be logged yet and will be retried: not yet") == 2

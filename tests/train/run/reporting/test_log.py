@@ -96,7 +96,8 @@ def test_trackers_get_only_numbers() -> None:
 def test_trackers_other_than_those_of_accelerate_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_tracker("none")
     check_tracker("tensorboard")
-    with pytest.raises(RequestError, match=r"tensorbord is unknown\. Set it to none, or to one of aim, clearml"):
+    unknown = r"tensorbord, which is unknown\. Set log\.tracker to none, or to one of aim, clearml"
+    with pytest.raises(RequestError, match=unknown):
         check_tracker("tensorbord")
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
     with pytest.raises(RequestError, match="comet_ml needs a package that is not installed"):
