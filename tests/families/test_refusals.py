@@ -62,39 +62,45 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
             {"joint_attention_dim": 16},
             {},
             {},
-            "of width 16, but the text latents have 12. Set `backbone.config` to a network that fits",
+            "of width 16, but the text latents have width 12. Set `backbone.config` to a network that fits",
         ),
         (
             FLUX,
             {"pooled_projection_dim": 8},
             {},
             {},
-            "it takes pooled outputs of width 8, but the text towers' have 16",
+            "it takes pooled outputs of width 8, but the text towers provide width 16",
         ),
         (FLUX, {}, {}, {"pack": 1}, "it maps 16 to 16 channels, but the latents have 4"),
-        (FLUX, {"in_channels": 36}, {}, {"pack": 3}, "its patches are 3 × 3, but the latents of 64x64 are (8, 8)"),
-        ("sd3", {"patch_size": 3}, {}, {}, "its patches are 3 × 3, but the latents of 64x64 are (8, 8)"),
-        ("sd3", {"pos_embed_max_size": 2}, {}, {}, "cannot call it on latents of (8, 8): ValueError: Height"),
+        (
+            FLUX,
+            {"in_channels": 36},
+            {},
+            {"pack": 3},
+            "its patches are 3 × 3, but the latents of bucket 64x64 are (8, 8)",
+        ),
+        ("sd3", {"patch_size": 3}, {}, {}, "its patches are 3 × 3, but the latents of bucket 64x64 are (8, 8)"),
+        ("sd3", {"pos_embed_max_size": 2}, {}, {}, "cannot call it on latents of size (8, 8): ValueError: Height"),
         (
             "pixart-sigma",
             {},
             {},
             {"further_channels": False},
-            "it maps 4 to 8 channels, but the latents have 4 (backbone.further_channels",
+            "it maps 4 to 8 channels, but the latents have 4 (to ignore the additional output channels, set backbone.f",
         ),
         (
             "prx",
             {},
             {"encoder_hidden_states": {"kind": "states", "towers": [["t5gemma"]]}},
             {},
-            "t5gemma was encoded with `masked` or `trim`, which hides padding, but backbone.inputs gives the network",
+            "captions for t5gemma were encoded with `masked` or `trim`, which hides padding, but backbone.inputs gives",
         ),
         (
             FLUX,
             {},
             {"pooled": {"kind": "pooled", "towers": ["clip"]}},
             {},
-            "it has no argument pooled, which",
+            "backbone.inputs names the argument pooled, which the network lacks (it has",
         ),
         (
             FLUX,
@@ -104,8 +110,8 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
             "with guidance_embeds True, it requires the input guidance, which",
         ),
         (FLUX, {}, {"img_ids": None}, {}, "it requires the input img_ids, which backbone.inputs does not name"),
-        (FLUX, {"guidance_embeds": False}, {}, {}, "diffusers cannot call it on latents of (8, 8): TypeError"),
-        ("sdxl", {}, {"added_cond_kwargs.time_ids": None}, {}, "cannot call it on latents of (8, 8): ValueError"),
+        (FLUX, {"guidance_embeds": False}, {}, {}, "diffusers cannot call it on latents of size (8, 8): TypeError"),
+        ("sdxl", {}, {"added_cond_kwargs.time_ids": None}, {}, "cannot call it on latents of size (8, 8): ValueError"),
         (
             FLUX,
             {"_class_name": "FluxTransformer2D"},
@@ -114,14 +120,14 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
             "(did you mean FluxTransformer2DModel?), which this trainer",
         ),
         (FLUX, {"num_layerz": 9}, {}, {}, "has the field num_layerz (did you mean num_layers?), which diffusers'"),
-        ("pixart-sigma", {"patch_size": 0}, {}, {}, "cannot build a PixArtTransformer2DModel from"),
-        ("sdxl", {"transformer_layers_per_block": [1]}, {}, {}, "cannot build a UNet2DConditionModel from"),
+        ("pixart-sigma", {"patch_size": 0}, {}, {}, "cannot build PixArtTransformer2DModel from"),
+        ("sdxl", {"transformer_layers_per_block": [1]}, {}, {}, "cannot build UNet2DConditionModel from"),
         (
             "pixart-sigma",
             {},
             {"encoder_hidden_states": {"kind": "states", "towers": [["t5"]], "mask": "timestep"}},
             {},
-            "backbone.inputs names its argument timestep, which the trainer sets itself",
+            "backbone.inputs names the argument timestep, which the trainer sets itself",
         ),
         (
             FLUX,
@@ -164,7 +170,7 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
             {},
             {},
             {"pipeline": {"scheduler": "FlowMatchEuler"}},
-            "backbone.pipeline.scheduler: FlowMatchEuler with {} cannot be built",
+            "The scheduler FlowMatchEuler (backbone.pipeline.scheduler) cannot be built with the settings {}",
         ),
     ],
 )
@@ -196,7 +202,9 @@ def test_inputs_have_one_kind_of_states() -> None:
 def test_a_precision_in_which_a_network_overflows_is_refused(small: Callable[[str], Small], name: str) -> None:
     fields = small(name).train_fields(small(name).folder / "float16", precision="float16")
     config = TrainConfig.model_validate(fields)
-    with pytest.raises(RequestError, match=r"precision float16 does not work for a .*: its linear attention sums"):
+    with pytest.raises(
+        RequestError, match=r"precision float16 does not work for Sana.*: autocast converts the float32 sums"
+    ):
         prepare(config)
     assert not config.work.exists()
 

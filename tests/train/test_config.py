@@ -51,12 +51,12 @@ def test_the_shorthand_sets_the_only_stream(
         (
             TWO,
             ["--data.bucket", "512x512"],
-            "data.bucket can only change a single stream, but the file's data.streams lists 2; change them in the file",
+            "data.bucket can change only a single stream, but data.streams in the file lists 2 streams; change the",
         ),
         (
             ONE,
             ["--data.root", "c", "--data.bucket", "64x64", "--data.streams", '[{"root": "d", "bucket": "64x64"}]'],
-            "data.root and data.bucket and data.streams both set the data to read; set only one of them",
+            "data.streams cannot be combined with data.root and data.bucket, because both set the data to read; remove",
         ),
         (None, ["--data.root", "c"], "`data.streams.0.bucket` is missing"),
         (None, ["--data.bucket", "64x64"], "`data.streams.0.root` is missing"),

@@ -114,7 +114,7 @@ def test_invalid_requests_are_refused_without_torch(latents: Path, tmp_path: Pat
             "PHASE=1`)",
         ),
         ({"run_dir": "/dev/null"}, "run_dir /dev/null cannot be used: /dev/null is a file"),
-        ({"global_batch_size": 10}, "or set data.num_canonical_nodes to 2"),
+        ({"global_batch_size": 10}, "or data.num_canonical_nodes to 2"),
         ({"evaluate": {"every": 3}}, "evaluate.every 3 is not a multiple of checkpoint.every 2"),
     ]
     commands, messages = [], []

@@ -204,7 +204,7 @@ def test_a_microbatch_larger_than_the_share_of_the_batch_is_reported(
     fields = train_fields(latents, tmp_path / "run", max_steps=1, microbatch_size=microbatch_size)
     command(["--config", str(write_config(tmp_path, fields))])
     line = (
-        "microbatch_size 16 is larger than each process's share of the batch (global_batch_size 8 over 1 processes), "
+        "microbatch_size 16 is larger than each process's share of the batch (global_batch_size 8 over 1 process), "
         "so the effective microbatch size is 8."
     )
     assert capsys.readouterr().out.splitlines().count(line) == num_lines
@@ -213,7 +213,11 @@ def test_a_microbatch_larger_than_the_share_of_the_batch_is_reported(
 @pytest.mark.parametrize(
     ("bucket", "changes", "message"),
     [
-        ("64x64", {"global_batch_size": 64}, "has 30 samples. With weight 1 they do not fill one global batch of 64"),
+        (
+            "64x64",
+            {"global_batch_size": 64},
+            "has 30 samples. With weight 1, the stream does not fill one global batch of 64",
+        ),
         ("64x64", {"backbone": {"config": "/absent.json"}}, "The network config /absent.json cannot be read"),
         ("256x256", {}, "has no bucket 256x256 (it has: 128x128, 64x64)"),
         ("64x64 64x64", {}, "64x64 twice. List it once"),
@@ -270,7 +274,7 @@ def test_a_missing_file_is_named_before_the_first_step(
     shutil.copytree(latents, tmp_path / "root")
     (part_of(tmp_path / "root", "64x64", "00001") / "shard.00000.mds").unlink()
     message = refused(tmp_path, train_fields(tmp_path / "root", tmp_path / "run"), capsys)
-    assert re.search(r"64x64/00001\.\w+/shard.00000.mds is missing; its index lists", message)
+    assert re.search(r"64x64/00001\.\w+/shard.00000.mds is missing, but its index lists", message)
 
 
 def test_a_file_with_a_flipped_bit_is_named_and_stops_the_run(latents: Path, tmp_path: Path) -> None:

@@ -46,12 +46,12 @@ class Cache:
             RequestError: the folder contains other files, or is not a folder.
         """
         if self.folder.exists() and not self.folder.is_dir():
-            raise RequestError(f"data.cache {self.folder} is a file. Set it to a folder.")
+            raise RequestError(f"data.cache {self.folder} is a file. Set data.cache to a folder.")
         present = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
         if present - {INDEXES} and DATABASE not in present:
             raise RequestError(
-                f"data.cache {self.folder} contains files, but is not a latentmill cache. Because a cache deletes "
-                f"files, set it to an empty folder or one that does not exist yet."
+                f"data.cache {self.folder} contains files, but is not a latentmill cache. A cache deletes files, so "
+                f"set data.cache to an empty folder or to one that does not exist yet."
             )
 
     def path(self, name: str) -> Path:

@@ -104,7 +104,7 @@ class StreamFiles:
             except FileNotFoundError:
                 pass  # evicted just now
             except DamagedFile as error:
-                print(f"{error} This is a cached copy, so it is downloaded again.", flush=True)
+                print(f"{error} This file is only a cached copy, so it will be downloaded again instead.", flush=True)
         with self._named_errors(file):
             self.cache.add(
                 self._cached_name(file),
@@ -161,7 +161,7 @@ class StreamFiles:
             except (OSError, WorkError) as error:
                 if pause is None:
                     raise
-                print(f"{self.where(file)}: {error}. Retrying the download in {pause:g} s.", flush=True)
+                print(f"Downloading {self.where(file)} failed: {error}. Retrying in {pause:g} s.", flush=True)
             time.sleep(pause)
 
     @contextmanager
@@ -171,7 +171,7 @@ class StreamFiles:
             yield
         except FileNotFoundError:
             raise WorkError(
-                f"{self.where(file)} is missing; its index lists {self.files.sizes[file]} bytes. Restore the file "
+                f"{self.where(file)} is missing, but its index lists {self.files.sizes[file]} bytes. Restore the file "
                 f"from a backup."
             ) from None
         except OSError as error:

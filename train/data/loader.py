@@ -188,14 +188,14 @@ class Loader:
         Raises:
             WorkError: a worker failed or timed out, or the size check has found a problem.
         """
-        failed = f"The loader failed after {self.step} steps"
+        failed = f"The loader failed after step {self.step}"
         try:
             batch = next(batches)
         except Exception as error:  # any error in a worker, or the DataLoader's timeout
             found = diagnose(lambda: diagnose_storage(self.spec))
             if found is None:  # a normal exit would wait for threads that are blocked on storage
                 self._kill(batches)
-                end_process(f"{failed}: {error}. The storage does not respond. Restore access to it.")
+                end_process(f"{failed}: {error}. The storage does not respond. Restore access to the storage.")
             raise WorkError(f"{failed}: {error}. {found}") from error
         if isinstance(batch, LoadFailure):
             raise WorkError(f"{failed}: {batch.message}")

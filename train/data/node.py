@@ -129,8 +129,8 @@ def _wrong_sizes(top: str, files: MdsIndex, numbers: Iterable[int]) -> Iterator[
         except FileNotFoundError:
             size = -1
         except OSError as error:
-            yield f"The size of {path} cannot be read: {error}."
+            yield f"The size of {path} cannot be read: {error}. Restore access to the storage."
             continue
         if size != files.sizes[index]:
-            found = "is missing;" if size < 0 else f"is {size} bytes long, but"
+            found = "is missing, but" if size < 0 else f"is {size} bytes long, but"
             yield f"{path} {found} its index lists {files.sizes[index]} bytes. Restore the file from a backup."

@@ -41,7 +41,7 @@ class Range(Config):
         if self.min is None and self.max is None:
             raise ValueError("set min, max or both")
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min {self.min:g} is greater than max {self.max:g}; correct one of them")
+            raise ValueError(f"min {self.min:g} is greater than max {self.max:g}; lower min or raise max")
         return self
 
     @property
@@ -105,8 +105,8 @@ class Selection:
 
     def explain(self) -> str:
         """Format the number of samples that fail each rule, for an error message."""
-        rules = ", ".join(f"{rule} {count:,}" for rule, count in sorted(self.dropped.items()))
-        return f"failed, by rule: {rules or 'none'}"
+        rules = ", ".join(f"{rule} ({count:,})" for rule, count in sorted(self.dropped.items()))
+        return f"Samples that fail, by rule: {rules or 'none'}"
 
     def save(self, folder: Path) -> None:
         """Write the selection to an existing folder."""

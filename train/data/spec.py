@@ -90,11 +90,13 @@ class DataConfig(Config):
             return values
         names = " and ".join(f"data.{name}" for name in short)
         if "data.streams" in (info.context or {}).get(OVERRIDDEN, ()):
-            raise ValueError(f"{names} and data.streams both set the data to read; set only one of them")
+            raise ValueError(
+                f"data.streams cannot be combined with {names}, because both set the data to read; remove one of them"
+            )
         if len(streams) > 1:
             raise ValueError(
-                f"{names} can only change a single stream, but the file's data.streams lists {len(streams)}; change "
-                f"them in the file, or give all of data.streams"
+                f"{names} can change only a single stream, but data.streams in the file lists {len(streams)} streams; "
+                f"change the streams in the file, or set all of data.streams"
             )
         others = {name: value for name, value in values.items() if name not in short}
         return {**others, "streams": [{**streams[0], **short}]}

@@ -121,9 +121,9 @@ def newest_index(store: Store, bucket: str) -> str:
         return found[bucket]
     present = ", ".join(sorted(found)) or "none"
     raise RequestError(
-        f"The latents root {store.where()} has no bucket {bucket} (it has: {present}). Add it to `buckets` in "
-        f"the precompute config and run `make precompute` again, which encodes only that bucket. (If a killed job has "
-        f"already encoded it, `python -m shards index {store.where()}` publishes its parts.)"
+        f"The latents root {store.where()} has no bucket {bucket} (it has: {present}). Add the bucket to `buckets` in "
+        f"the precompute config and run `make precompute` again, which encodes only that bucket. If a killed job has "
+        f"already encoded the bucket, publish its parts with `python -m shards index {store.where()}` instead."
     )
 
 
@@ -167,8 +167,8 @@ def select_towers(config: DataConfig, encoding: EncodingRecord) -> EncodingRecor
     present = [*(f"texts.{name}" for name in encoding.texts), *(f"features.{name}" for name in encoding.features)]
     if missing := [tower for tower in config.towers or () if tower not in present]:
         raise RequestError(
-            f"data.towers asks for {', '.join(missing)}, which {config.streams[0].root} does not have; it has "
-            f"{', '.join(present)}. Choose from these, or encode a root with that tower."
+            f"data.towers names {', '.join(missing)}, but the latents root {config.streams[0].root} has "
+            f"{', '.join(present)}. Choose from the towers of the root, or encode a root with the missing towers."
         )
     return keep_towers(encoding, config.towers)
 
@@ -190,15 +190,16 @@ def check_locations(config: DataConfig) -> None:
         if cache is None:
             if not isinstance(bucket[0], Path):
                 raise RequestError(
-                    f"{stream.root} is remote: set data.cache to a local folder for copies of its files."
+                    f"The latents root {stream.root} is remote, so data.cache must be set to a local folder for copies "
+                    f"of its files."
                 )
             continue
         folder = cache.resolve()
         for root in roots:
             if folder == root or folder in root.parents or root in folder.parents:
                 raise RequestError(
-                    f"data.cache {cache} overlaps with the latents root {root}. Because a cache deletes files, set it "
-                    f"to a folder outside the root."
+                    f"data.cache {cache} overlaps with the latents root {root}. The cache deletes files, so set "
+                    f"data.cache to a folder outside the root."
                 )
         Cache(cache, config.cache_limit).check()
 
@@ -216,18 +217,19 @@ def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, glo
     num_samples = files.num_samples if selection is None else int(selection.counts.sum())
     chosen = choose_per_epoch(stream.weight, num_samples, global_batch_size)
     if not chosen:
-        passing = "" if selection is None else f", of which {num_samples} remain ({selection.explain()})"
+        remain = f"remain{'s' * (num_samples == 1)}"
+        passing = "" if selection is None else f", of which {num_samples} {remain}. {selection.explain()}"
         loosen = "loosen the filter, " if bounds and bounds.bounds else ""
         raise RequestError(
-            f"{store.where(stream.bucket)} has {files.num_samples} samples{passing}. With weight {stream.weight:g} "
-            f"they do not fill one global batch of {global_batch_size}. Encode more shards, {loosen}raise the stream's "
-            f"weight, or lower global_batch_size."
+            f"{store.where(stream.bucket)} has {files.num_samples} sample{'s' * (files.num_samples != 1)}{passing}. "
+            f"With weight {stream.weight:g}, the stream does not fill one global batch of {global_batch_size}. Encode "
+            f"more shards, {loosen}raise the stream's weight, or lower global_batch_size."
         )
     largest = int(files.sizes.max())
     if data.cache_for(stream) and data.cache_limit is not None and data.cache_limit < 2 * largest:
         raise RequestError(
             f"data.cache_limit {data.cache_limit} is too small for two files of {store.where(stream.bucket)}, which "
-            f"are up to {largest} bytes each. Set it to at least {2 * largest}."
+            f"are up to {largest} bytes each. Set data.cache_limit to at least {2 * largest}."
         )
     recalled = np.isin(files.parts["name"], [name.encode() for name in found.recalled])
     return OpenStream(
@@ -274,8 +276,8 @@ def _map_selection(
     stored = [*SizeBounds.model_fields, *found.encoding.scores]
     if missing := [name for name in config.bounds if name not in stored]:
         raise RequestError(
-            f"The filter uses {', '.join(missing)}, but {store.where()} stores only {', '.join(stored)}. Filter by "
-            f"these, or encode a root with the missing scores."
+            f"The filter uses {', '.join(missing)}, but {store.where()} stores only {', '.join(stored)}. Filter "
+            f"only by these, or encode a root with the missing scores."
         )
     identity = json.dumps([found.index, config.model_dump(mode="json"), found.exclusions])
     key = hashlib.sha256(identity.encode()).hexdigest()
@@ -290,7 +292,7 @@ def _map_selection(
 def diagnose_storage(spec: DataSpec) -> str:
     """Return a probable reason why no batches arrive: a missing or truncated local file, or hung storage."""
     problems = (check_sizes(stream.store, stream.config.bucket, stream.files) for stream in spec.streams)
-    intact = "All local files exist and have the right size, and none was found damaged: the storage may have stalled."
+    intact = "All local files exist and have the right size, and no damage was found, so the storage may have stalled."
     return next(filter(None, problems), intact)
 
 

@@ -61,7 +61,7 @@ def stock_text_tower(encoding: EncodingRecord, towers: list[str] | None) -> Text
     if encoding.image.class_name != "AutoencoderKL" or any(encoding.image.shift):
         raise RequestError(
             f"StableDiffusionPipeline needs an AutoencoderKL without a shift, but this root was encoded with "
-            f"{encoding.image.class_name}, shift {encoding.image.shift}. Name a matching pipeline in "
+            f"{encoding.image.class_name} and shift {encoding.image.shift}. Name a matching pipeline in "
             f"backbone.pipeline, or load the weights in the checkpoint's folder unet/ into a pipeline of your own."
         )
     return text
@@ -78,8 +78,9 @@ def constructor(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
     except AttributeError as error:
         near = difflib.get_close_matches(pipeline.class_name, dir(diffusers), n=1)
         raise RequestError(
-            f"backbone.pipeline.class_name: diffusers {diffusers.__version__} has no {pipeline.class_name}"
-            f"{f' (did you mean {near[0]}?)' if near else ''}. Correct the name, or install a version that has it."
+            f"backbone.pipeline.class_name is {pipeline.class_name}, but diffusers {diffusers.__version__} has no "
+            f"class of this name{f' (did you mean {near[0]}?)' if near else ''}. Correct the name, or install a "
+            f"version of diffusers that has the class."
         ) from error
 
 
@@ -122,13 +123,15 @@ def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
         raise RequestError(
             f"backbone.pipeline.towers names {', '.join(unread)}, which backbone.inputs does not read: "
             f"{pipeline.class_name} would feed the network text inputs that it has never seen. Add "
-            f"{' and '.join(unread)} to backbone.inputs, or choose a pipeline without it."
+            f"{' and '.join(unread)} to backbone.inputs, or choose a pipeline without "
+            f"{'it' if len(unread) == 1 else 'them'}."
         )
     if missing := [name for name in read if name not in pipeline.towers]:
         raise RequestError(
             f"backbone.inputs reads {', '.join(missing)}, which backbone.pipeline.towers does not name: an exported "
             f"{pipeline.class_name} could not feed the network all inputs that it was trained on. Add "
-            f"{' and '.join(missing)} to backbone.pipeline.towers, or remove it from backbone.inputs."
+            f"{' and '.join(missing)} to backbone.pipeline.towers, or remove "
+            f"{'it' if len(missing) == 1 else 'them'} from backbone.inputs."
         )
 
 
@@ -165,8 +168,9 @@ def recorded_components(pipeline: PipelineConfig, image: ImageTower, texts: list
     encoders = [name for name in arguments if re.fullmatch(r"text_encoder(_\d)?", name)]
     if len(encoders) != len(texts):
         raise RequestError(
-            f"{pipeline.class_name} has {', '.join(encoders)}, but backbone.pipeline.towers names {len(texts)} text "
-            f"towers. Name one for each encoder, in this order."
+            f"{pipeline.class_name} has {len(encoders)} text encoder{'s' * (len(encoders) != 1)} "
+            f"({', '.join(encoders)}), but backbone.pipeline.towers names {len(texts)} text "
+            f"tower{'s' * (len(texts) != 1)}. Name one text tower for each encoder, in this order."
         )
     components = {"vae": image.weights}
     for name, text in zip(sorted(encoders), texts, strict=True):

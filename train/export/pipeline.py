@@ -193,8 +193,8 @@ def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw
         )
     except (AttributeError, TypeError, ValueError) as error:
         raise RequestError(
-            f"backbone.pipeline.scheduler: {pipeline.scheduler} with {pipeline.scheduler_settings} cannot be built: "
-            f"{error}. Name a diffusers scheduler, with settings that it accepts."
+            f"The scheduler {pipeline.scheduler} (backbone.pipeline.scheduler) cannot be built with the settings "
+            f"{pipeline.scheduler_settings}: {error}. Name a diffusers scheduler and settings that it accepts."
         ) from error
 
 
@@ -208,8 +208,8 @@ def _check_target(target: Path) -> None:
         raise RequestError(f"{target} is a file, but a pipeline is written to a folder. Give a different --output.")
     if target.exists() and any(target.iterdir()) and not (target / "model_index.json").is_file():
         raise RequestError(
-            f"{target} contains files that are not an exported pipeline, and the export would delete them. Give a "
-            f"different --output."
+            f"{target} contains files that are not part of an exported pipeline, and the export would delete them. "
+            f"Give a different --output."
         )
 
 

@@ -107,8 +107,8 @@ def select_snapshots(run_dir: Path, step: int | None) -> list[Path]:
     if step is not None and step not in by_step:
         nearest = sorted(sorted(by_step, key=lambda other: abs(other - step))[:3])
         raise RequestError(
-            f"{run_dir} has no snapshot of step {step}; the nearest are {', '.join(map(str, nearest))}. Choose "
-            f"one of these with --step."
+            f"{run_dir} has no snapshot at step {step}. Choose one of the nearest snapshots with --step: "
+            f"{', '.join(map(str, nearest))}."
         )
     return [folder for number, folder in sorted(by_step.items()) if step is None or number <= step]
 
@@ -137,8 +137,8 @@ def combine(folders: list[Path], coefficients: np.ndarray) -> dict[str, Tensor]:
             equal &= tensor.equal(first)
         if not bool(torch.isfinite(total).all()):
             raise WorkError(
-                f"{name} has non-finite values in a snapshot below {folders[0].parents[1]}, because the weights "
-                f"overflow float16. Train with ema.snapshot_dtype float32."
+                f"The tensor {name} has non-finite values in a snapshot below {folders[0].parents[1]}, because the "
+                f"weights overflow float16. Train with ema.snapshot_dtype float32."
             )
         averaged = (first if equal else total).float()
         combined[name] = averaged if first.is_floating_point() else first  # integer buffers

@@ -107,7 +107,7 @@ class BackboneConfig(Config):
         if len(found) != 1:
             raise RequestError(
                 f"backbone.inputs names no text tower, so data.towers must select exactly one with hidden states, but "
-                f"it selects {' and '.join(found) or 'none'}. Name one in data.towers, such as "
+                f"it selects {' and '.join(found) or 'none'}. Name one such tower in data.towers, as in "
                 f"[texts.{(found or ['NAME'])[0]}], or encode a root that has it."
             )
         inputs = {
@@ -189,8 +189,8 @@ def _check_towers(config: BackboneConfig, texts: dict[str, TextTower]) -> None:
         problems = _concatenation_problems(config.states, texts)
     if problems:
         raise RequestError(
-            f"The backbone's inputs do not fit the latents: {'; '.join(problems)}. Correct `backbone.inputs` or "
-            f"data.towers, which selects the towers to read, or encode a root that has them."
+            f"The backbone's inputs do not fit the latents: {'; '.join(problems)}. Change `backbone.inputs` or "
+            f"data.towers, which selects the towers to read, or encode a root that has the required towers."
         )
 
 
@@ -201,7 +201,7 @@ def _concatenation_problems(states: States, texts: dict[str, TextTower]) -> list
         tokens = {name: (texts[name].length, texts[name].hides_padding) for name in row}
         if len(set(tokens.values())) > 1:
             problems.append(
-                f"{' and '.join(row)} cannot be concatenated along the width: they differ in (tokens, masked or "
-                f"trimmed padding): {tokens}"
+                f"{' and '.join(row)} cannot be concatenated along the width, because they differ in (number of "
+                f"tokens, masked or trimmed padding): {tokens}"
             )
     return problems

@@ -49,7 +49,7 @@ class EmaConfig(Config):
     @classmethod
     def _differ(cls, std: list[float]) -> list[float]:
         if len({average_name(width) for width in std}) < len(std):
-            raise ValueError(f"{std} contains the same width twice, rounded to three decimals; remove one")
+            raise ValueError("two of the widths are equal when rounded to three decimals; remove one of them")
         return std
 
 
@@ -144,7 +144,7 @@ def _parse_optimizer(value: Any, info: ValidationInfo) -> OptimizerConfig:
     if isinstance(value, OptimizerConfig):
         return value
     if not isinstance(value, dict):
-        raise ValueError("an optimizer is a section, such as {kind: adamw, lr: 1.0e-4}")
+        raise ValueError("optimizer must be a section, such as {kind: adamw, lr: 1.0e-4}")
     return optimizer_class(str(value.get("kind", "adamw"))).model_validate(value, context=info.context)
 
 

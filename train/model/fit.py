@@ -70,7 +70,7 @@ def check_precision(network: Any, precision: str) -> None:
     reason = (_class_facts(network).get("refused_precisions") or {}).get(precision)
     if reason is not None:
         raise RequestError(
-            f"precision {precision} does not work for a {class_name(network.config)}: {reason}. Set `precision` to "
+            f"precision {precision} does not work for {class_name(network.config)}: {reason}. Set `precision` to "
             f"bfloat16 or float32."
         )
 
@@ -112,9 +112,9 @@ def _argument_problems(network: Any, backbone: BackboneConfig) -> Iterator[str]:
     free = [name for name in parameters[1:] if name not in STANDARD_ARGUMENTS]  # the first receives the latents
     for name in backbone.top_arguments:
         if name not in parameters:
-            yield f"it has no argument {name}, which backbone.inputs names (it has {', '.join(free)})"
+            yield f"backbone.inputs names the argument {name}, which the network lacks (it has {', '.join(free)})"
         elif name not in free:
-            yield f"backbone.inputs names its argument {name}, which the trainer sets itself"
+            yield f"backbone.inputs names the argument {name}, which the trainer sets itself"
     for name, required_by in (_class_facts(network).get("needs") or {}).items():
         if name in backbone.top_arguments:
             continue
@@ -140,7 +140,7 @@ def _channel_problems(config: Any, spec: DataSpec, backbone: BackboneConfig) -> 
     if backbone.pack > 1:
         problem += f" ({channels} in patches of {backbone.pack} × {backbone.pack})"
     if config.in_channels == channels and out_channels > channels:
-        problem += " (backbone.further_channels ignores further output channels)"
+        problem += " (to ignore the additional output channels, set backbone.further_channels)"
     yield problem
 
 
@@ -150,17 +150,19 @@ def _text_problems(network: Any, spec: DataSpec, backbone: BackboneConfig) -> It
     expected = next((config[field] for field in facts["widths"] if config.get(field) is not None), None)
     width = max(sum(texts[name].width for name in names) for names in backbone.states.towers or [])
     if not same(expected, width):
-        yield f"it attends to states of width {expected}, but the text latents have {width}"
+        yield f"it attends to states of width {expected}, but the text latents have width {width}"
     if "pooled" in facts:
         towers = [name for item in backbone.inputs.values() if isinstance(item, Pooled) for name in item.towers]
         pooled = sum(texts[name].pooled for name in towers)
         if pooled != config[facts["pooled"]]:
-            yield f"it takes pooled outputs of width {config[facts['pooled']]}, but the text towers' have {pooled}"
+            expected = config[facts["pooled"]]
+            yield f"it takes pooled outputs of width {expected}, but the text towers provide width {pooled}"
     hiding = [name for name in backbone.states.names if texts[name].hides_padding]
     if hiding and backbone.states.mask is None:
         yield (
-            f"{' and '.join(hiding)} was encoded with `masked` or `trim`, which hides padding, but backbone.inputs "
-            f"gives the network no mask (encode it with both false, or name the mask argument)"
+            f"captions for {' and '.join(hiding)} were encoded with `masked` or `trim`, which hides padding, but "
+            f"backbone.inputs gives the network no mask (name the mask argument, or encode the captions with `masked` "
+            f"and `trim` set to false)"
         )
 
 
@@ -171,9 +173,9 @@ def _side_problems(config: Any, spec: DataSpec, backbone: BackboneConfig) -> Ite
     for stream in spec.streams:
         bucket, sides = stream.config.bucket, stream.latent_hw
         if any(side % 2**halvings for side in sides):
-            yield f"it halves both sides {halvings} times, but the latents of {bucket} are {sides}"
+            yield f"it downsamples both sides by {2**halvings}, but the latents of bucket {bucket} are {sides}"
         if any(side % patch for side in sides):
-            yield f"its patches are {patch} × {patch}, but the latents of {bucket} are {sides}"
+            yield f"its patches are {patch} × {patch}, but the latents of bucket {bucket} are {sides}"
 
 
 def _call_problems(network: Any, spec: DataSpec, backbone: BackboneConfig) -> Iterator[str]:
@@ -184,7 +186,7 @@ def _call_problems(network: Any, spec: DataSpec, backbone: BackboneConfig) -> It
                 _, call = on_meta(network, backbone, spec, hw)
                 shape = tuple(call().shape)
         except BUILD_ERRORS as error:
-            yield f"diffusers cannot call it on latents of {hw}: {type(error).__name__}: {error}"
+            yield f"diffusers cannot call it on latents of size {hw}: {type(error).__name__}: {error}"
             return
         expected = (1, spec.image.channels, *hw)
         if shape != expected:

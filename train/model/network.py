@@ -53,13 +53,13 @@ def build_network(path: Path, seed: int | None) -> Any:
             network = model_class.from_config(fields)
         except BUILD_ERRORS as error:
             raise RequestError(
-                f"diffusers cannot build a {model_class.__name__} from {path}: {type(error).__name__}: {error}. "
+                f"diffusers cannot build {model_class.__name__} from {path}: {type(error).__name__}: {error}. "
                 f"Correct the sizes in that file."
             ) from error
     if network.config.get("dropout"):
         raise RequestError(
-            f"{path} sets dropout {network.config.dropout}. Dropout masks would depend on the number of ranks, so it "
-            f"is not supported; set dropout to 0."
+            f"{path} sets dropout {network.config.dropout}. Dropout masks would depend on the number of ranks, so "
+            f"dropout is not supported. Set dropout to 0."
         )
     return network
 
@@ -94,8 +94,8 @@ def class_of(fields: Mapping[str, Any], path: Path | str) -> Any:
     if name not in CLASSES or not hasattr(diffusers, name):
         near = difflib.get_close_matches(name, CLASSES, n=1)
         raise RequestError(
-            f"{path} is the config of a {name}{f' (did you mean {near[0]}?)' if near else ''}, which this trainer does "
-            f"not support. Use one of {', '.join(CLASSES)}."
+            f"The network class in {path} is {name}{f' (did you mean {near[0]}?)' if near else ''}, which this trainer "
+            f"does not support. Use one of {', '.join(CLASSES)}."
         )
     return getattr(diffusers, name)
 
@@ -112,8 +112,8 @@ def check_fields(fields: Mapping[str, Any], model_class: Any, path: Path) -> Non
             near = difflib.get_close_matches(name, known, n=1)
             raise RequestError(
                 f"{path} has the field {name}{f' (did you mean {near[0]}?)' if near else ''}, which diffusers' "
-                f"{model_class.__name__} does not know and would ignore, so the network would not be the one intended. "
-                f"Correct or remove the field."
+                f"{model_class.__name__} does not recognize. diffusers would ignore the field and build a different "
+                f"network than intended. Correct or remove the field."
             )
 
 
@@ -157,8 +157,8 @@ def load_pretrained(network: Any, name: str) -> None:
     path = next((folder / file for file in PRETRAINED_FILES if (folder / file).is_file()), None)
     if path is None:
         raise RequestError(
-            f"init_unet: {folder} has no {' or '.join(PRETRAINED_FILES)}. Other formats are not supported; convert the "
-            f"weights to safetensors."
+            f"init_unet: {folder} has no {' or '.join(PRETRAINED_FILES)}. Other formats are not supported, so convert "
+            f"the weights to safetensors."
         )
     if path.name == PRETRAINED_FILES[-1]:
         print(f"init_unet: {folder} has only half-precision weights; training starts from {path.name}.", flush=True)
@@ -182,7 +182,7 @@ def load_matching(network: Any, path: Path, theirs: Mapping[str, Any]) -> None:
     if different := architecture_differences(theirs, network):
         raise RequestError(
             f"{path.parent} has a different architecture from `backbone.config`: {different} (pretrained ≠ config). "
-            f"Set `backbone.config` to a config like {path.parent}/config.json."
+            f"Set `backbone.config` to a config that matches {path.parent}/config.json."
         )
     try:
         network.load_state_dict({key: value.float() for key, value in load_tensors(path).items()})

@@ -31,7 +31,7 @@ def launched_sharding() -> Sharding | None:
         return None
     if not has_accelerator():
         raise RequestError(
-            "The launcher asks for FSDP, which accelerate supports only on GPUs, but torch finds none. Launch with "
+            "The launcher asks for FSDP, which accelerate supports only on GPUs, but torch finds no GPU. Launch with "
             "configs/accelerate/ddp.yaml. To shard weights on CPUs, add `--sharding full` or `--sharding grad_op`."
         )
     version, offload = os.environ.get("FSDP_VERSION", "1"), os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower()

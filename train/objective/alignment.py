@@ -56,8 +56,9 @@ def find_features(config: RepaConfig, spec: DataSpec, stored: list[str]) -> Stor
     read = sorted(spec.features)
     if config.tower is None and len(read) != 1:
         raise RequestError(
-            f"repa.layer needs one feature tower, but data.towers reads {' and '.join(read) or 'none'}. Set "
-            f"repa.tower to one of the root's feature towers ({', '.join(stored) or 'none'})."
+            f"repa.layer needs one feature tower, but the run reads {' and '.join(read) or 'none'}. Set repa.tower to "
+            f"one of the root's feature towers ({', '.join(stored) or 'none'}). If data.towers is set, it must include "
+            f"that tower."
         )
     name = config.tower or read[0]
     if name not in stored:
@@ -172,8 +173,8 @@ def make_head(
         if token_grid(tokens, hw) is None:
             raise RequestError(
                 f"The output of repa.layer {config.layer} has shape {shape} for latents of {hw[0]}x{hw[1]}. Alignment "
-                f"needs (N, tokens, width) or (N, channels, h, w), with tokens that cover the latents evenly. "
-                f"Choose a different layer, or a different output (repa.output)."
+                f"needs the shape (N, tokens, width) or (N, channels, h, w), with tokens that cover the latents "
+                f"evenly. Choose a different layer, or a different output (repa.output)."
             )
         widths.add(shape[1] if len(shape) == 4 else shape[2])
     (layer_width,) = widths
@@ -211,8 +212,8 @@ def layer_shape(network: nn.Module, config: RepaConfig, call: Callable[[], objec
     if len(layer.outputs) != 1 or not isinstance(chosen, Tensor):
         kinds = ", ".join(type(output).__name__ for output in outputs) or "nothing"
         raise RequestError(
-            f"repa.layer {config.layer} was called {len(layer.outputs)} times and returns {kinds}. Alignment needs a "
-            f"layer that is called once and whose output {config.output} is a tensor. Choose a different "
-            f"layer, or a different output (repa.output)."
+            f"repa.layer {config.layer} was called {len(layer.outputs)} time{'s' * (len(layer.outputs) != 1)} and "
+            f"returned {kinds}. Alignment needs a layer that is called once and whose output {config.output} is a "
+            f"tensor. Choose a different layer, or a different output (repa.output)."
         )
     return tuple(chosen.shape)

@@ -111,18 +111,21 @@ class ObjectiveConfig(Config):
             for name in ("zero_terminal_snr", "min_snr_gamma", "offset_noise"):
                 if getattr(self, name):
                     raise ValueError(
-                        f"{name} does not apply to prediction flow_matching, whose path ends in pure noise and has no "
-                        f"SNR weights; remove it"
+                        f"{name} does not apply to prediction flow_matching: its path already ends in pure noise, and "
+                        f"its loss has no SNR weights; remove {name}"
                     )
             return self
         for name in FLOW_ONLY:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
                 shown = f"{name}.kind {value.kind}" if isinstance(value, ShiftConfig) else f"{name} {value}"
-                raise ValueError(f"{shown} applies to prediction flow_matching only; remove it or change prediction")
+                raise ValueError(
+                    f"{shown} applies only to prediction flow_matching; remove {name} or change prediction"
+                )
         if self.zero_terminal_snr and self.prediction == "epsilon":
             raise ValueError(
-                "zero_terminal_snr with prediction epsilon leaves nothing to learn at the last step; use v_prediction"
+                "with zero_terminal_snr, prediction epsilon leaves nothing to learn at the last noise step; use "
+                "prediction v_prediction"
             )
         return self
 
@@ -148,7 +151,7 @@ class RepaConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> "RepaConfig":
         if self.schedule == "linear" and self.until is None:
-            raise ValueError("schedule linear needs `until`, the step at which the alignment ends")
+            raise ValueError("the linear schedule needs `until`, the step at which the alignment ends")
         return self
 
     def coefficient(self, step: int) -> float:
@@ -188,7 +191,7 @@ class ValidationConfig(Config):
     def _check(self) -> "ValidationConfig":
         if self.dealt and self.samples < NUM_TIMESTEPS:
             raise ValueError(
-                f"samples {self.samples} is less than one per timestep, and `dealt` spreads them over {NUM_TIMESTEPS}; "
-                f"set samples to {NUM_TIMESTEPS} or more"
+                f"`dealt` spreads the samples over {NUM_TIMESTEPS} timesteps, so samples must be at least "
+                f"{NUM_TIMESTEPS}, but samples is {self.samples}"
             )
         return self

@@ -159,8 +159,8 @@ def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = No
         if not pin:
             raise
         raise RequestError(
-            f"{error} (The run's checkpoint is pinned to this index for validation. If validation.root was changed on "
-            f"purpose, resume with `--data.index newest`.)"
+            f"{error} The run's checkpoint is pinned to this index for validation. If validation.root was changed on "
+            f"purpose, resume with `--data.index newest`."
         ) from error
     files = map_index(store, bucket, stream, node_folder(None))
     excluded = [load_exclusion(store, id) for id in stream.exclusions]
@@ -178,10 +178,10 @@ def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = No
             rows += [(file, int(row)) for row in np.flatnonzero(passing[:count])]
             passing, number = passing[count:], number + 1
     if len(rows) < config.samples:
-        after = " that are not excluded" if excluded else ""
+        after = " without the excluded ones" if excluded else ""
         raise RequestError(
-            f"{config.root}/{bucket} has {len(rows)} samples{after}, but validation.samples is {config.samples}. "
-            f"Lower validation.samples to {len(rows)} or less."
+            f"{config.root}/{bucket} has {len(rows)} sample{'s' * (len(rows) != 1)}{after}, but validation.samples is "
+            f"{config.samples}. Lower validation.samples to {len(rows)} or less."
         )
     return FoundValidation(bucket, stream, tuple(rows[: config.samples]))
 

@@ -54,6 +54,6 @@ def test_wrong_networks_are_refused(networks: Networks, bucket: str, message: st
 def test_text_encoder_must_fit_the_unet(tmp_path: Path) -> None:
     small = json.loads(Path("configs/text_encoder/sd2.json").read_text()) | {"hidden_size": 512}
     (tmp_path / "text.json").write_text(json.dumps(small))
-    with pytest.raises(RequestError, match=r"it attends to states of width 1024, but the text latents have 512"):
+    with pytest.raises(RequestError, match=r"it attends to states of width 1024, but the text latents have width 512"):
         text = TextNetwork(config=str(tmp_path / "text.json"), class_name="CLIPTextModel")
         count_work(Networks(texts={"text": text}), ["256x256"])

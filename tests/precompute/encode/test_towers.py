@@ -483,10 +483,10 @@ def test_a_run_names_the_tower_that_it_trains_on(root: Path, tmp_path: Path) -> 
         train(["--config", str(path)])
 
     with pytest.raises(
-        RequestError, match=r"names no text tower, so data\.towers must .* selects clip and t5\. Name one in"
+        RequestError, match=r"names no text tower, so data\.towers must .* selects clip and t5\. Name one such tower in"
     ):
         run()
-    with pytest.raises(RequestError, match=r"asks for texts\.gemma, which .* does not have; it has texts\.clip, texts"):
+    with pytest.raises(RequestError, match=r"names texts\.gemma, but the latents root .* has texts\.clip, texts"):
         run(towers=["texts.gemma"])
     run(towers=["texts.t5"])
     losses = [row["loss"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")]

@@ -132,7 +132,7 @@ def test_a_damaged_copy_is_downloaded_again(root: Path, tmp_path: Path, capsys: 
     for damage in (flip_a_bit, cut_short):
         damage(copies(tmp_path / "cache")[1])
         assert steps(config) == expected
-        assert "This is a cached copy, so it is downloaded again" in capsys.readouterr().out
+        assert "This file is only a cached copy, so it will be downloaded again" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in copies(tmp_path / "cache")[1:2]} == {
         "shard.00000.mds": (one_of(root)).read_bytes()
     }
@@ -208,7 +208,7 @@ def test_downloads_are_retried(root: Path, tmp_path: Path, failures: int) -> Non
     [
         (flip_a_bit, r"64x64/00001\.\w+/shard\.00000\.mds is damaged: its xxh3_64 does not match its index"),
         (cut_short, r"64x64/00001\.\w+/shard\.00000\.mds is \d+ bytes long, but its index lists \d+ bytes"),
-        (Path.unlink, r"64x64/00001\.\w+/shard\.00000\.mds is missing; its index lists \d+ bytes"),
+        (Path.unlink, r"64x64/00001\.\w+/shard\.00000\.mds is missing, but its index lists \d+ bytes"),
     ],
     ids=["flipped-bit", "cut-short", "missing"],
 )
@@ -237,7 +237,7 @@ def test_a_remote_root_needs_a_cache(root: Path, tmp_path: Path) -> None:
     files.put(str(root), "/mill", recursive=True)
     try:
         with pytest.raises(
-            RequestError, match=r"memory://mill is remote: set data\.cache to a local folder for copies"
+            RequestError, match=r"memory://mill is remote, so data\.cache must be set to a local folder for copies"
         ):
             open_data(data_config("memory://mill"), 8)
         config = data_config("memory://mill", cache=str(tmp_path / "cache"))
@@ -315,7 +315,7 @@ def test_a_stalled_loader_ends_the_run_in_time(root: Path, num_workers: int, whi
     program = "tests.train.data.test_files:stall"
     code, _, error = ranks.run_command(program, [config.model_dump_json(), which], seconds=60)
     text = " ".join(error.split())
-    assert code == 1 and "none was found damaged: the storage may have stalled" in text
+    assert code == 1 and "no damage was found, so the storage may have stalled" in text
     assert "No batch arrived within 2 s." in text if num_workers == 0 else "timed out after 2.0 seconds" in text
 
 

@@ -86,13 +86,16 @@ TEXT_TIME = {
     ("change", "words"),
     [
         ({"in_channels": 16, "out_channels": 16}, "it maps 16 to 16 channels, but the latents have 4"),
-        ({"cross_attention_dim": 32}, "it attends to states of width 32, but the text latents have 16"),
-        ({"cross_attention_dim": [16, 32]}, "it attends to states of width [16, 32], but the text latents have 16"),
+        ({"cross_attention_dim": 32}, "it attends to states of width 32, but the text latents have width 16"),
+        (
+            {"cross_attention_dim": [16, 32]},
+            "it attends to states of width [16, 32], but the text latents have width 16",
+        ),
         ({"num_class_embeds": 10}, "with num_class_embeds 10, it requires inputs that this trainer does not provide"),
         ({"class_embed_type": "timestep"}, "with class_embed_type timestep, it requires inputs"),
         (TEXT_TIME, "with addition_embed_type text_time, it requires the input added_cond_kwargs"),
         # a side of 12 can be halved to 6 and 3, but not a third time
-        (DEEPER, "it halves both sides 3 times, but the latents of 64x96 are (12, 8)"),
+        (DEEPER, "it downsamples both sides by 8, but the latents of bucket 64x96 are (12, 8)"),
     ],
 )
 def test_a_unet_that_does_not_fit_the_latents(

@@ -154,7 +154,7 @@ def test_fsdp_from_the_launcher_is_refused_without_a_gpu(latents: Path, tmp_path
     result = run_module("train", "--config", str(config), num_processes=2, variables=variables)
     assert result.returncode != 0
     assert (
-        "error: The launcher asks for FSDP, which accelerate supports only on GPUs, but torch finds none."
+        "error: The launcher asks for FSDP, which accelerate supports only on GPUs, but torch finds no GPU."
         in result.stderr
     )
     assert not (tmp_path / "run").exists()

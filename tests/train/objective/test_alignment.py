@@ -334,7 +334,7 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
             r"repa\.layer down_block\.1 is not a module .* nearest names are .*down_blocks\.1",
         ),
         ({"layer": "time_embedding"}, None, r"has shape \(1, 64\) for latents of 8x8\. Alignment needs"),
-        ({"layer": LAYER, "output": 1}, None, r"returns Tensor, tuple\. Alignment needs .* output 1 is a tensor"),
+        ({"layer": LAYER, "output": 1}, None, r"returned Tensor, tuple\. Alignment needs .* output 1 is a tensor"),
         (
             {"layer": LAYER, "tower": "dion"},
             None,
@@ -348,9 +348,9 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
         (
             {"layer": LAYER},
             ["texts.text"],
-            r"needs one feature tower, but data\.towers reads none.*feature towers \(dino",
+            r"needs one feature tower, but the run reads none.*feature towers \(dino",
         ),
-        ({"layer": LAYER, "schedule": "linear"}, None, "schedule linear needs `until`"),
+        ({"layer": LAYER, "schedule": "linear"}, None, "the linear schedule needs `until`"),
     ],
 )
 def test_wrong_requests(

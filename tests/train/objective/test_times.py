@@ -199,14 +199,14 @@ def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"zero_terminal_snr": True}, "use v_prediction"),
+        ({"zero_terminal_snr": True}, "use prediction v_prediction"),
         *(
             ({"prediction": "flow_matching", name: value}, f"{name} does not apply to prediction flow_matching")
             for name, value in (("min_snr_gamma", 5.0), ("zero_terminal_snr", True), ("offset_noise", 0.1))
         ),
-        ({"timestep_sampling": "cosmap"}, "timestep_sampling cosmap applies to prediction flow_matching only"),
-        ({"weighting": "cosmap"}, "weighting cosmap applies to prediction flow_matching only"),
-        ({"shift": {"factor": 3}}, "shift.kind constant applies to prediction flow_matching only"),
+        ({"timestep_sampling": "cosmap"}, "timestep_sampling cosmap applies only to prediction flow_matching"),
+        ({"weighting": "cosmap"}, "weighting cosmap applies only to prediction flow_matching"),
+        ({"shift": {"factor": 3}}, "shift.kind constant applies only to prediction flow_matching"),
         ({"prediction": "flow_matching", "mode_scale": 2}, "less than or equal to 1.75"),
         (
             {"prediction": "flow_matching", "shift": {"kind": "log_linear", "max_tokens": 9}},
@@ -224,5 +224,5 @@ def test_mlperfs_validation_times_are_the_starts() -> None:
     assert path.fixed_timesteps(8, PLACES["starts"]) == [1000 * k / 8 for k in range(8)]
     ddpm = noise_path(ObjectiveConfig(), torch.device("cpu"))
     assert ddpm.fixed_timesteps(8, PLACES["starts"]) == [0, 125, 250, 375, 500, 625, 750, 875]
-    with pytest.raises(ValueError, match="samples 7 is less than one per timestep"):
+    with pytest.raises(ValueError, match="samples must be at least 8, but samples is 7"):
         ValidationConfig(samples=7, dealt=True)

@@ -282,4 +282,4 @@ def test_a_machine_without_room_for_a_copy_writes_at_once(
     writing = writer(tmp_path, unet)
     writing.write(snapshot(unet, 1))
     assert writing.pending is None and [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000001"]
-    assert "training waits while this checkpoint is written" in capsys.readouterr().out
+    assert "training pauses while this checkpoint is written" in capsys.readouterr().out

@@ -100,5 +100,7 @@ def test_trackers_other_than_those_of_accelerate_are_refused(monkeypatch: pytest
     with pytest.raises(RequestError, match=unknown):
         check_tracker("tensorbord")
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
-    with pytest.raises(RequestError, match="comet_ml needs a package that is not installed"):
+    with pytest.raises(
+        RequestError, match=r"log\.tracker is comet_ml, but the package for this tracker is not installed"
+    ):
         check_tracker("comet_ml")
