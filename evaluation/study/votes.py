@@ -111,7 +111,7 @@ class Votes:
         except sqlite3.OperationalError as error:  # for example, a full disk or a lock held by another process
             raise WorkError(
                 f"{self._path} cannot be written: {error}. Earlier votes are kept. Free disk space, or stop any other "
-                f"program that locks the file."
+                f"program that has locked the file."
             ) from error
 
 
