@@ -172,6 +172,11 @@ def step_time(
     )
 
 
+def format_gpus(count: int) -> str:
+    """Format a number of GPUs, such as `1 GPU` or `8 GPUs`."""
+    return f"{count} GPU" if count == 1 else f"{count} GPUs"
+
+
 def calibrate(images_per_second_per_gpu: float, step: Step, gpus: int, machine: Machine) -> float:
     """Return the `seconds_per_image` with which `step_time` reproduces a measured rate, ignoring data reads.
 
@@ -183,9 +188,9 @@ def calibrate(images_per_second_per_gpu: float, step: Step, gpus: int, machine: 
     overhead = step_time(0.0, step, gpus, machine)
     if overhead.compute + overhead.exposed >= measured:
         raise ValueError(
-            f"a step of {step.global_batch_size} images on {gpus} GPUs was measured at {measured:.3f} s, but at the "
-            f"given bandwidths the gradients take {overhead.gradients:.3f} s and the optimizer takes "
-            f"{overhead.compute:.3f} s, which leaves no time for the forward and backward pass"
+            f"a step of {step.global_batch_size} images on {format_gpus(gpus)} was measured at {measured:.3f} s, but "
+            f"at the given bandwidths the gradients take {overhead.gradients:.3f} s and the optimizer takes "
+            f"{overhead.compute:.3f} s, which leaves no time for the forward and backward passes"
         )
     low, high = 0.0, measured / images
     while low < (middle := (low + high) / 2) < high:
