@@ -141,8 +141,8 @@ class Demo:
                     spent = earlier + time.monotonic() - started
                     left = seconds_left(line["images_per_second"])
                     print(
-                        f"The demo will take about {(spent + left) / 60:.0f} minutes in total, of which "
-                        f"{spent / 60:.0f} have passed. Phase 1 trains at {line['images_per_second']:.0f} images/s.",
+                        f"The demo will take about {(spent + left) / 60:.0f} min in total ({spent / 60:.0f} min so "
+                        f"far). Phase 1 trains at {line['images_per_second']:.0f} images/s.",
                         flush=True,
                     )
                     return
