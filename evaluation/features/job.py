@@ -193,7 +193,8 @@ def reference_features(
         content = read_sealed(store, RECORD) or {}
         if not content:
             raise RequestError(
-                f"{store.where()} is not a reference: it has no {RECORD}. Set reference.pictures to create one there."
+                f"{store.where()} is not a reference: it has no {RECORD}. To create a reference there, set "
+                f"reference.pictures."
             )
         if any(content.get(key) != value for key, value in record.items()):
             raise _different_reference(store, content, record)

@@ -116,8 +116,8 @@ def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig
     if config.guidance_input is not None and not has_guidance_input(folder):
         raise RequestError(
             f"sampling.guidance_input is {config.guidance_input:g}, but the network in {folder} takes no guidance "
-            f"scale as an input, so the setting would have no effect. Remove it. For classifier-free guidance, set "
-            f"sampling.guidance."
+            f"scale as an input, so the setting would have no effect. Remove sampling.guidance_input. For "
+            f"classifier-free guidance, set sampling.guidance instead."
         )
     copied = {"seed", "images_per_prompt", "size", "negative_prompt", "guidance_input", "precision", "codec"}
     return Drawing(

@@ -80,7 +80,9 @@ def choose_step(run: Store, step: int | None) -> int:
     """
     steps = sorted(checkpoints_in(run.files("checkpoints")))
     if not steps:
-        raise RequestError(f"{run.where()} has no complete checkpoint yet. Run the command again once it has one.")
+        raise RequestError(
+            f"{run.where()} has no complete checkpoint yet. Run the command again once a checkpoint is saved."
+        )
     if step is not None and step not in steps:
         raise RequestError(
             f"{run.where()} has no checkpoint at step {step}. Available steps: {', '.join(map(str, steps))}."
