@@ -113,9 +113,9 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
             gpus = item.gpus or bench.gpus
             if any(rate.gpus == gpus for rate in rates):
                 raise RequestError(
-                    f"{path} repeats a measurement from an earlier file in `measured`: "
-                    f"{' '.join(filter(None, (item.stage, item.bucket)))} on {gpus} × {gpu_kind}. Keep only one of the "
-                    f"files."
+                    f"{path} repeats a measurement that the files in `measured` already contain: "
+                    f"{' '.join(filter(None, (item.stage, item.bucket)))} on {gpus} × {gpu_kind}. Keep only one of "
+                    f"them."
                 )
             source = f"{verb} {bench.date}: {bench.command}"
             batch_sizes = (item.global_batch_size, item.microbatch_size)

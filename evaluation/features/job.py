@@ -248,9 +248,18 @@ def reference_moments(config: ReferenceConfig, features: Features, reference_id:
 
 
 def _different_reference(store: Store, found: dict[str, Any], wanted: dict[str, Any]) -> RequestError:
-    differences = [f"{key}: {found.get(key)!r} ≠ {value!r}" for key, value in wanted.items() if found.get(key) != value]
+    differences = [
+        f"{key}: {_shorten(found.get(key))} ≠ {_shorten(value)}"
+        for key, value in wanted.items()
+        if found.get(key) != value
+    ]
     return RequestError(
         f"{store.where()} is a reference with different images or settings: {'; '.join(differences)} (stored ≠ "
         f"requested). Samples can only be compared with a reference of the same size, made with the same settings. Set "
         f"reference.place to a different location, or use the stored settings."
     )
+
+
+def _shorten(value: Any) -> str:
+    """Format a setting for an error; a list, such as the names of thousands of tars, is reduced to its length."""
+    return f"a list of {len(value)}" if isinstance(value, list) else repr(value)

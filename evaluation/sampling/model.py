@@ -115,10 +115,10 @@ def prepare_model(
     elif found.step is not None and found == replace(model, name=found.name):
         return found  # the same checkpoint, but the run was moved or is given by a different path
     elif found != model:
+        checkpoint = "" if found.step is None else f"step {found.step}, {found.weights} weights, "
         raise RequestError(
-            f"{output.where()} contains samples from a different model ({found.name}, step {found.step}, "
-            f"{found.weights} weights, content hash {found.content[:12]}…). Set --output to a different location, or "
-            f"use that model."
+            f"{output.where()} contains samples from a different model ({found.name}, {checkpoint}content hash "
+            f"{found.content[:12]}…). Set --output to a different location, or use that model."
         )
     return model
 

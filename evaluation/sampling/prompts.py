@@ -177,7 +177,9 @@ def _read_table(
     category = by_name.get(CATEGORY_COLUMN, "")
     for number, row in enumerate(rows, start=1):
         if None in row:
-            raise ValueError(f"{place(number)} has more cells than the header; put text that contains commas in quotes")
+            raise ValueError(
+                f"{place(number)} has more cells than the header. In a CSV file, put text with commas in quotes"
+            )
         yield _Row(place(number), row[text], row.get(id_column), row.get(category))
 
 

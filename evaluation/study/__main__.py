@@ -98,13 +98,14 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
                 )
             chosen = [options.again - 1]
         else:
-            chosen = sorted(set(range(num_raters)) - invited)[: max(0, options.count or 0)]
-            if not options.count or len(chosen) < options.count:
+            waiting = sorted(set(range(num_raters)) - invited)
+            if not options.count or not 0 < options.count <= len(waiting):
+                advice = f"Pass a number of raters, as in `python -m {PROG} invite {len(waiting)}`. " if waiting else ""
                 raise RequestError(
-                    f"The protocol has {num_raters} raters, and the number invited so far is {len(invited)}. Pass the "
-                    f"number of raters to invite, as in `python -m {PROG} invite {max(1, num_raters - len(invited))}`. "
+                    f"The protocol has {num_raters} raters, and the number invited so far is {len(invited)}. {advice}"
                     f"To replace a lost link, use --again with the rater's number."
                 )
+            chosen = waiting[: options.count]
         serving = config.serve
         origin = serving.origin or f"http://{serving.host}:{serving.port}"
         for rater in chosen:

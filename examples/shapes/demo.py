@@ -202,6 +202,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="default: runs/demo")
     parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES, help=f"default: {NUM_PICTURES:,}")
     arguments = parser.parse_args()
+    try:
+        plan_world(arguments.num_pictures, SEED)
+    except ValueError as error:
+        parser.error(str(error))
     demo = Demo(arguments.folder, arguments.num_pictures)
     print(EXPECTED, flush=True)
     demo.run()

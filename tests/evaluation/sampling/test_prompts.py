@@ -80,7 +80,7 @@ def test_kept_duplicates_have_different_ids(tmp_path: Path) -> None:
         ("a.json", "[1]", "cannot be parsed: "),
         ("a.json", json.dumps({"annotations": [COCO["annotations"][0]] * 2}), "annotation 1 = annotation 2"),
         ("a.parquet", "no parquet", "cannot be parsed: ArrowInvalid"),
-        ("a.csv", "prompt\na cat, black\n", "line 2 has more cells than the header; put text that contains commas"),
+        ("a.csv", "prompt\na cat, black\n", "line 2 has more cells than the header. In a CSV file"),
         ("a.json", json.dumps({"a": {"prompt": ["x", "y"]}}), r"contains prompts that are not valid text \(entry a\)"),
         ("a.json", '{"a": {"prompt": "\\ud800"}}', r"contains prompts that are not valid text \(entry a\)"),
         ("a.json", '{"a": {"prompt": "x"}, "a": {"prompt": "y"}}', "the key a appears twice"),
