@@ -73,9 +73,10 @@ def address_of(node: str, has: Resources) -> str:
 
 
 def describe(resources: Resources, wanted: Resources | None = None) -> str:
-    """Format amounts for messages, such as `1 GPUs and 8 CPUs`. With `wanted`, include only the resources named
+    """Format amounts for messages, such as `1 GPU and 8 CPUs`. With `wanted`, include only the resources named
     there."""
-    named = [f"{resources.get(name, 0):g} {plural(name)}" for name in wanted or resources]
+    amounts = {name: resources.get(name, 0) for name in wanted or resources}
+    named = [f"{amount:g} {name if amount == 1 else plural(name)}" for name, amount in amounts.items()]
     return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 
@@ -125,8 +126,8 @@ class NodeWatch:
         problem = f"No node in the cluster can take a worker that needs {describe(self.needs)} (live nodes: {sizes})"
         if waited > self.limit:
             raise WorkError(
-                f"{problem}, and no such node joined within {self.limit:g} s (workers.wait_for_resources). Add one, or "
-                f"lower workers.num_gpus, workers.num_cpus or workers.resources. Committed work is kept."
+                f"{problem}, and no such node joined within {self.limit:g} s (workers.wait_for_resources). Add such a "
+                f"node, or lower workers.num_gpus, workers.num_cpus or workers.resources. Committed work is kept."
             )
         if now - self.reminded_at < REMIND_SECONDS:
             return None

@@ -80,10 +80,10 @@ def test_five_minutes_of_an_outage_cost_nothing(
     assert sorted(event.key for event in events if isinstance(event, Done)) == KEYS
     failed = [event for event in events if isinstance(event, Failed)]
     assert failed and all(event.again and event.number == 1 for event in failed)
-    assert {event.which for event in failed} == {"an outage, which does not count as an attempt"}
+    assert {event.which for event in failed} == {"an attempt failed because of an outage and is not counted"}
     said = [event.text for event in events if isinstance(event, News)]
-    assert "The job is paused (for 0 s so far) and retries in 5 s: " in said[0]
-    assert "The outage is over. The job resumes after a pause of" in said[-1]
+    assert "The job has been paused for 0 s and will retry in 5 s: " in said[0]
+    assert "The outage is over. The job is resuming after a pause of" in said[-1]
     assert len(said) == 7  # after 0, 5, 15, 35, 75 and 155 s, and the end
     probes = [event for event in failed if event.key in {f.key for f in failed[-5:]}]
     assert len({event.key for event in probes}) >= 5, "each probe takes a different tar"
@@ -143,9 +143,9 @@ def test_units_leave_a_node_that_lacks_a_model(clock: Clock, monkeypatch: pytest
     events = without_state(make_fleet(monkeypatch, pool, KEYS, backoff=5, max_in_flight=12))
     assert sorted(event.key for event in events if isinstance(event, Done)) == KEYS
     assert next(event.text for event in events if isinstance(event, News)) == (
-        "5 attempts in a row failed on node a, so the node gets no work for now"
+        "5 attempts in a row failed on node a, so the job will prefer other nodes for ten minutes"
     )
-    assert not any("is paused" in event.text for event in events if isinstance(event, News))
+    assert not any("been paused" in event.text for event in events if isinstance(event, News))
     assert all(event.again for event in events if isinstance(event, Failed))
     assert Counter(node for _, _, node in pool.begun)["a"] < 20
 
@@ -208,7 +208,10 @@ def test_failures_are_kept_while_their_store_is_unavailable(
         monkeypatch.setattr(RemoteStore, "create", refuse)
         log.record(failed("00003", SLOW_DOWN))
     said = capsys.readouterr().err
-    assert "root.failures cannot be written (no route). The unwritten lines:" in said and '"shard": "00003"' in said
+    assert (
+        "root.failures cannot be written (no route). These lines are missing from it:" in said
+        and '"shard": "00003"' in said
+    )
 
 
 def test_a_long_list_of_failures_is_shortened() -> None:

@@ -39,7 +39,7 @@ def test_a_unit_goes_to_another_node_and_a_bad_node_gets_none(monkeypatch: pytes
     pool = PlayedPool(lambda key, number, node: error() if node == "a" else "ok")
     events = without_state(make_fleet(monkeypatch, pool, "pqr", node_failures=2, max_in_flight=1))
     assert [event.text for event in events if isinstance(event, News)] == [
-        "2 attempts in a row failed on node a, so the node gets no work for now"
+        "2 attempts in a row failed on node a, so the job will prefer other nodes for ten minutes"
     ]
     assert pool.begun == [("p", 1, "a"), ("q", 1, "a"), ("r", 1, "b"), ("p", 2, "b"), ("q", 2, "b")]
     assert sorted(event.key for event in events if isinstance(event, Done)) == ["p", "q", "r"]

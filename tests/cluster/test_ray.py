@@ -121,7 +121,7 @@ def test_a_worker_that_cannot_start_costs_no_attempt(
     function: Any = Fatal()
     events = list(fleet(function, "a"))
     (failed,) = (event for event in events if isinstance(event, Failed))
-    assert failed.which == "an outage, which does not count as an attempt" and failed.again
+    assert failed.which == "an attempt failed because of an outage and is not counted" and failed.again
     assert str(failed.failure.outage).startswith("a worker could not start: ActorDiedError: ")
     assert [event.result for event in events if isinstance(event, Done)] == [1]
 

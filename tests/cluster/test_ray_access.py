@@ -96,7 +96,7 @@ def test_the_token_and_a_submitted_job(head: Head, models: Path, tars: Path, tmp
         assert result.returncode == 2, result.stderr
         error = result.stderr.replace("\n", " ")
         assert f"error: The Ray cluster at RAY_ADDRESS={head.address} cannot be joined" in error
-        assert "this machine needs the same one: RAY_AUTH_MODE=token" in error and "Traceback" not in error
+        assert "set RAY_AUTH_MODE=token on this machine and put the same token in" in error and "Traceback" not in error
         assert head.ray("job", "list", "--address", dashboard, **variables).returncode != 0
     assert not (tmp_path / "root").exists()
 

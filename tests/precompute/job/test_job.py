@@ -146,7 +146,7 @@ def test_a_worker_that_fits_no_machine_is_refused(
     arguments = precompute_arguments(models, tars, tmp_path / "root", "--workers.num_gpus", "1")
     assert exit_code_of(lambda: command(arguments)) == 2
     assert (
-        "One worker needs 1 GPUs and 1 CPUs, but this machine has 0 GPUs and 2 CPUs"
+        "One worker needs 1 GPU and 1 CPU, but this machine has 0 GPUs and 2 CPUs"
         in capsys.readouterr().err.replace("\n", " ")
     )
     assert not (tmp_path / "root").exists()
