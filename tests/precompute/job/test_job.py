@@ -37,9 +37,9 @@ def test_choosing(wanted: str, numbers: list[int]) -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("00012", "There is no tar 00012. The input contains 00000 to 00011"),
+        ("00012", "This tar does not exist: 00012. The input contains 00000 to 00011"),
         ("00010-00020", "00012, 00013, 00014, 00015, 00016 and 4 more"),
-        ("3", "There is no tar 3"),
+        ("3", "This tar does not exist: 3"),
         ("00005-00003", "the end of the range 00005-00003 is before its start"),
         ("a-b", "--shards a-b is not a selection of tars. Use 00042, 00000-00099"),
     ],
@@ -88,7 +88,7 @@ def test_a_job_continues_where_an_earlier_one_stopped(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--shards", "00009"], "There is no tar 00009"),
+        (["--shards", "00009"], "This tar does not exist: 00009"),
         (["--bukets", "[]"], "did you mean `buckets`?"),
         (["--workers.batch_size", "0"], "`workers.batch_size` = '0': input should be greater than or equal to 1"),
         (["--buckets", '["100x100"]'], "not a multiple of the VAE's downsampling factor, 8"),
@@ -162,7 +162,7 @@ def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(
     said = errors.replace("\n", " ")
     assert said.count("warning: no sample of tar ") == 1
     assert "was accepted, and 23 of its 23 samples have no caption in json:kaption." in said
-    assert "json:kaption is absent; the sample has txt, json:" in said
+    assert "json:kaption is absent; the sample has text in txt, json:" in said
     assert "Rejected: no_caption 46." in output
 
 
