@@ -158,7 +158,8 @@ def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
         listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise RequestError(
             f"{'This tar does' if len(missing) == 1 else 'These tars do'} not exist: {listed}. The input contains "
-            f"{available[0].name} to {available[-1].name} ({'1 tar' if len(available) == 1 else f'{len(available)} tars'})."
+            f"{'1 tar' if len(available) == 1 else f'{len(available)} tars'}: {available[0].name} to "
+            f"{available[-1].name}."
         )
     return [by_name[name] for name in sorted(set(names))]
 

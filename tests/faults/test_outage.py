@@ -58,7 +58,7 @@ def test_a_store_goes_away_and_comes_back(models: Path, s3: str, tmp_path: Path)
         server.stop()
     assert job.returncode == 0, log.read_text()
     assert "The outage is over. The job is resuming after a pause of" in log.read_text()
-    assert f"{NUM_TARS} tars encoded" in log.read_text() and "0 failed" in log.read_text()
+    assert f"Tars: {NUM_TARS} encoded" in log.read_text() and "0 failed" in log.read_text()
     assert list(verify_root(open_store(root))) == []
     failures = [json.loads(line) for line in (tmp_path / "root.failures.jsonl").read_text().splitlines()]
     assert failures and all(line["attempts"] == 1 and not line["final"] for line in failures)

@@ -109,7 +109,7 @@ def test_bad_places(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"contains no \*.parquet file"):
         plan_download(config(tmp_path / "in", tmp_path / "out"))
     (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(RequestError, match=r"a.parquet cannot be read as parquet: .* Replace or remove it"):
+    with pytest.raises(RequestError, match=r"a.parquet cannot be read as parquet: .* Replace or remove the file"):
         plan_download(config(tmp_path / "in", tmp_path / "out"))
     (tmp_path / "in" / ".work").mkdir()
     with pytest.raises(RequestError, match=r"is not finished. Run `precompute.select` to completion first"):
