@@ -102,8 +102,9 @@ class Breaker:
         seconds = now - self.paused_at
         if len(self.probed) >= self.most or self.unfit >= UNFIT_PROBES:
             tried = ", ".join(sorted(set(self.probed)))
+            attempts = "1 attempt" if len(self.probed) == 1 else f"{len(self.probed)} consecutive attempts"
             raise WorkError(
-                f"{len(self.probed)} consecutive attempts ({tried}) failed because of an outage that has lasted "
+                f"{attempts} (at {tried}) failed because of an outage that has lasted "
                 f"{seconds:.0f} s. Committed work is kept. Fix the cause and run the same command again. The last "
                 f"error was: {outage}"
             )

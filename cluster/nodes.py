@@ -57,13 +57,15 @@ def places(has: Resources, needs: Resources) -> dict[str, int]:
 
 
 def shortage(has: Resources, needs: Resources) -> str | None:
-    """Return a message such as `6 of 8 GPUs usable: too few CPUs`, or None if workers can use all of a node's GPUs."""
+    """Return a message such as `only 6 of 8 GPUs are usable, because …`, or None if workers can use all of a node's
+    GPUs."""
     fit = places(has, needs)
     usable, by_gpu = min(fit.values()), fit.get("GPU", 0)
     short = [plural(name) for name, count in fit.items() if count < by_gpu]
-    return (
-        f"{has['GPU'] * usable / by_gpu:g} of {has['GPU']:g} GPUs usable: too few {', '.join(short)}" if short else None
-    )
+    if not short:
+        return None
+    gpus = has["GPU"] * usable / by_gpu
+    return f"only {gpus:g} of {has['GPU']:g} GPUs are usable, because the node has too few {' and '.join(short)}"
 
 
 def address_of(node: str, has: Resources) -> str:

@@ -64,8 +64,8 @@ def plan_download(config: DownloadConfig) -> list[PlannedTar]:
         raise RequestError(f"{config.input} contains no rows, so there is nothing to download. Check --input.")
     if len(tars) > MAX_TARS:
         raise RequestError(
-            f"{config.input} needs {len(tars)} tars of {config.rows_per_shard} rows, but the limit is {MAX_TARS}, "
-            f"because tar names have five digits. Raise rows_per_shard."
+            f"{config.input} needs {len(tars)} tars with rows_per_shard = {config.rows_per_shard}, but the limit is "
+            f"{MAX_TARS}, because tar names have five digits. Raise rows_per_shard."
         )
     settings = config.model_dump(mode="json", include={"rows_per_shard", "extra_columns", "images"})
     _keep_to_plan(config.output / PLAN_NAME, {"settings": settings, "inputs": inputs})

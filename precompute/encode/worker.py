@@ -220,7 +220,7 @@ def _recorded(weights: Weights) -> Path:
     try:
         return recorded_folder(weights)
     except RequestError as error:
-        raise UnfitNode(f"{error} (on {os.uname().nodename})") from error
+        raise UnfitNode(f"On node {os.uname().nodename}: {error}") from error
 
 
 def prepare_process() -> None:

@@ -236,7 +236,7 @@ class Tar:
         foreign = self.members.keys() - listed.keys()
         found = len(self.members)
         wrong = [
-            f"contains {found} samples, but {file} lists {count}"
+            f"contains {'1 sample' if found == 1 else f'{found} samples'}, but {file} lists {count}"
             for file, count in counted.counts.items()
             if count != found
         ]
@@ -280,7 +280,7 @@ class Tar:
 
     def _add(self, sample: RawSample, suffix: str, file: int, member: Member) -> None:
         if member.size > self.max_member_bytes:
-            sample.oversized = f"{member.name}: {member.size} bytes"
+            sample.oversized = f"the member {member.name} has {member.size} bytes, more than {self.max_member_bytes}"
             return
         if suffix == "json" and member.size > MAX_JSON_BYTES:
             return

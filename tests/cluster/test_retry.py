@@ -23,7 +23,7 @@ def test_errors_and_losses_have_separate_limits() -> None:
     unit = Unit("00000", None)
     assert unit.record_failure(True, "a", config) and not unit.runs_alone
     assert unit.record_failure(True, "b", config) and unit.runs_alone
-    assert unit.describe_failure(True, config) == "an attempt was lost (2 of 3)"
+    assert unit.describe_failure(True, config) == "an attempt was lost (2 of 3 allowed)"
     assert unit.record_failure(False, "a", config)
     assert unit.describe_failure(False, config) == "attempt 1 of 2 failed"
     assert unit.attempt == 4 and unit.failed_on == "a"

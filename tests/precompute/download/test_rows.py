@@ -90,7 +90,11 @@ def with_column(name: str, values: Any) -> pa.Table:
             "two columns would be stored as `source_md5`",
         ),
         (laion.rows(0), {}, "a.parquet contains no rows, so there is nothing to download"),
-        (laion.rows(100_001), {"rows_per_shard": 1}, "needs 100001 tars of 1 rows, but the limit is 100000"),
+        (
+            laion.rows(100_001),
+            {"rows_per_shard": 1},
+            "needs 100001 tars with rows_per_shard = 1, but the limit is 100000",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
