@@ -117,7 +117,9 @@ def _listed(folder: str) -> tuple[Any, list[str] | None]:
         paths = sorted(file_system.glob(f"{path.rstrip('/')}/*"))
         return file_system, paths if paths or file_system.exists(path) else None
     except (OSError, ImportError, ValueError) as error:
-        raise RequestError(f"The input {folder} cannot be listed: {error}.") from error
+        raise RequestError(
+            f"The input {folder} cannot be listed: {error}. Check the path and your credentials."
+        ) from error
 
 
 def note_unverifiable(folder: str, tars: Sequence[Named]) -> None:
@@ -155,8 +157,9 @@ def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
     if missing:
         listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise RequestError(
-            f"There is no tar {listed}. The input contains {available[0].name} to {available[-1].name} "
-            f"({len(available)} tars)."
+            f"{'This tar does' if len(missing) == 1 else 'These tars do'} not exist: {listed}. The input contains "
+            f"{'1 tar' if len(available) == 1 else f'{len(available)} tars'}: {available[0].name} to "
+            f"{available[-1].name}."
         )
     return [by_name[name] for name in sorted(set(names))]
 
@@ -204,9 +207,9 @@ class Tar:
         layout = read_layout(path)
         if layout.damage and policy == "reject":
             if "is not in order" in layout.damage[0]:
-                remedy = "Create it again, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
+                remedy = "Recreate it, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
             elif "occurs twice" in layout.damage[0]:
-                remedy = "Create it again with a unique key for each sample."
+                remedy = "Recreate it with a unique key for each sample."
             else:
                 remedy = REPLACE
             raise DamagedInput(f"{path} {layout.damage[0]}. {remedy}")
@@ -233,13 +236,14 @@ class Tar:
         foreign = self.members.keys() - listed.keys()
         found = len(self.members)
         wrong = [
-            f"contains {found} samples, but {file} lists {count}"
+            f"contains {'1 sample' if found == 1 else f'{found} samples'}, but {file} lists {count}"
             for file, count in counted.counts.items()
             if count != found
         ]
         if foreign:
             wrong.append(
-                f"contains {len(foreign)} samples that its parquet file does not list, the first of them {min(foreign)}"
+                f"contains {'1 sample' if len(foreign) == 1 else f'{len(foreign)} samples'} that its parquet file does "
+                f"not list, starting with {min(foreign)}"
             )
         if wrong and self.policy == "reject":
             raise DamagedInput(
@@ -276,15 +280,15 @@ class Tar:
 
     def _add(self, sample: RawSample, suffix: str, file: int, member: Member) -> None:
         if member.size > self.max_member_bytes:
-            sample.oversized = f"{member.name}: {member.size} bytes"
+            sample.oversized = f"the member {member.name} has {member.size} bytes, more than {self.max_member_bytes}"
             return
         if suffix == "json" and member.size > MAX_JSON_BYTES:
             return
         data = os.pread(file, member.size, member.offset)
         if len(data) != member.size:
             raise DamagedInput(
-                f"{self.path} changed while it was being read: {member.name!r} is truncated. Run the job again once "
-                f"the tar is complete."
+                f"{self.path} changed while it was being read: the member {member.name!r} is truncated. Run "
+                f"the job again once the tar is complete."
             )
         if suffix in IMAGE_SUFFIXES:
             sample.image = data
@@ -338,6 +342,6 @@ def successes(data: bytes) -> list[dict[str, Any]]:
     `url`. Raises ValueError if the file has more than MAX_ROWS rows."""
     table = pq.ParquetFile(io.BytesIO(data))
     if table.metadata.num_rows > MAX_ROWS:
-        raise ValueError(f"{table.metadata.num_rows} rows, more than the limit of {MAX_ROWS}")
+        raise ValueError(f"it has {table.metadata.num_rows} rows, more than the limit of {MAX_ROWS}")
     columns = [column for column in ("key", "url", "status") if column in table.schema_arrow.names]
     return [row for row in table.read(columns).to_pylist() if row["status"] == "success"]

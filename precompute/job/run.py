@@ -88,16 +88,16 @@ def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]
     odd = [name for name in map(str, buckets) if any(int(side) % UNET_STEP for side in name.split("x"))]
     if odd:
         print(
-            f"warning: the sides of {', '.join(odd)} are not all multiples of {UNET_STEP} px. U-Nets such as Stable "
-            f"Diffusion's, which halve the latents three times, cannot be trained on these buckets; many transformers "
-            f"can. Check what your backbone needs before you encode. For aspect buckets, set aspect.step to "
-            f"{UNET_STEP}.",
+            f"warning: the sides of {'bucket' if len(odd) == 1 else 'buckets'} {', '.join(odd)} are not all multiples "
+            f"of {UNET_STEP} px. U-Nets such as Stable Diffusion's, which halve the latents three times, cannot be "
+            f"trained on these buckets; many transformers can. Check what your backbone needs before you encode. For "
+            f"aspect buckets, set aspect.step to {UNET_STEP}.",
             file=sys.stderr,
             flush=True,
         )
     print(
-        f"{len(waiting)} of {num_tars} tars to encode into {', '.join(map(str, buckets))}. Starting workers, which "
-        f"first load the encoders.",
+        f"Encoding {len(waiting)} of {num_tars} tars into {', '.join(map(str, buckets))}. Starting workers; they load "
+        f"the encoders first.",
         file=sys.stderr,
         flush=True,
     )
@@ -113,8 +113,8 @@ def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None
     sizes = manifest.buckets if manifest is not None else {}
     held = ", ".join(f"{size.samples} samples in {bucket}" for bucket, size in sizes.items()) or "nothing"
     print(
-        f"{ledger.done} tars encoded ({ledger.samples_in} samples in, {ledger.encoded} accepted, "
-        f"{ledger.samples_in - ledger.encoded} rejected), {num_tars - ledger.total} were already done, "
+        f"Tars: {ledger.done} encoded ({ledger.samples_in} samples in, {ledger.encoded} accepted, "
+        f"{ledger.samples_in - ledger.encoded} rejected), {num_tars - ledger.total} already done, "
         f"{len(ledger.failed)} failed. {root} {'held' if ledger.left else 'now holds'} {held}"
         f"{' when it was last indexed' if ledger.left else ''}."
     )
@@ -123,8 +123,8 @@ def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None
         print(f"Rejected: {reasons}. The refused.parquet in each part lists the keys and details.")
     if ledger.left:
         raise Preempted(
-            f"Stopped by a signal with {ledger.left} tars remaining. Committed work is kept; run the same command "
-            f"again to continue."
+            f"Stopped by a signal. Tars remaining: {ledger.left}. Committed work is kept. Run the same command again "
+            f"to continue."
         )
     if ledger.failed:
         raise WorkError(
@@ -135,6 +135,6 @@ def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None
         reason, count = ledger.rejected.most_common(1)[0]
         raise WorkError(
             f"Nothing was accepted: all {ledger.samples_in} samples of this job were rejected, {count} of them as "
-            f"{reason}. The refused.parquet in each part of {root} lists keys and reasons. If you change `captions`, "
-            f"choose a new `output`."
+            f"{reason}. The refused.parquet in each part of {root} lists the keys and reasons. If you change "
+            f"`captions`, choose a new `output`."
         )

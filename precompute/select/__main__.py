@@ -33,7 +33,8 @@ def run(arguments: list[str]) -> None:
         ) from error
     print(describe(funnel))
     files = len(funnel["outputs"])
-    print(f"{files} files in {config.output}, {time.monotonic() - start:.1f} s; see {config.output / FUNNEL_NAME}.")
+    written = f"{'1 file' if files == 1 else f'{files} files'} in {config.output}"
+    print(f"{written} ({time.monotonic() - start:.1f} s). See {config.output / FUNNEL_NAME}.")
 
 
 main = console(run)
