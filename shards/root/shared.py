@@ -39,11 +39,11 @@ def check_root(store: Store, encoding: EncodingRecord) -> None:
         vae = ""
         if any(difference.startswith("image.weights.") for difference in differences):
             here, there = encoding.image.weights.name, theirs.image.weights.name
-            vae = f" `vae` is a different model: the root was encoded with {there}, and this run uses {here}."
+            vae = f" `vae` is a different model: the root was encoded with {there}, but this run uses {here}."
         raise RequestError(
-            f"{store.where()} was written with a different encoding: {'; '.join(differences)} (root ≠ this run).{vae} "
-            f"New latents would be incompatible with those in the root. Set `output` to a different location, or set "
-            f"these fields to the root's values."
+            f"{store.where()} was written with a different encoding: {'; '.join(differences)} (left: the root; right: "
+            f"this run).{vae} New latents would be incompatible with those in the root. Set `output` to a different "
+            f"location, or set these fields to the root's values."
         )
 
 
@@ -57,9 +57,10 @@ def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
             kind = "the buckets of" if "base" in name else "bucket"
             raise RequestError(
                 f"{store.where()} fills {kind} {PurePath(name).stem} by the rule `{theirs}`, but this run would use "
-                f"`{ours[name]}`. (`covers`, for `buckets`: every image that covers the bucket; `nearest`, for "
-                f"`aspect`: images for which this bucket has the closest aspect ratio in its table.) Set `output` to a "
-                f"different location, or use the `buckets` and `aspect` with which this root was created."
+                f"`{ours[name]}`. The rule `covers`, from `buckets`, selects every image that covers the bucket. The "
+                f"rule `nearest`, from `aspect`, selects the images whose aspect ratio is closest to this bucket's in "
+                f"its table. Set `output` to a different location, or use the `buckets` and `aspect` settings that "
+                f"this root was created with."
             )
 
 
@@ -134,7 +135,7 @@ def load_uncond(store: Store) -> dict[str, TextLatents]:
     except FileNotFoundError:
         raise RequestError(
             f"{store.where(UNCOND_NAME)} is missing: no shard has been encoded into this root. "
-            f"Run `make precompute` first."
+            f"Run `make precompute SHARD=all` first."
         ) from None
     names = active_receipts(list_commits(store))[:1]  # every receipt records the file's hash
     for receipt in read_receipts(store, names):

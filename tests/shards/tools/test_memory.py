@@ -186,7 +186,8 @@ def test_a_settings_values_are_counted_by_tar(tmp_path: Path, capsys: pytest.Cap
         counts = Counter(value for values in tars for value in values)
         ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         assert len(ordered) > 1
-        assert f"| {key} | {', '.join(f'{value} ({count} shards)' for value, count in ordered)} |" in card
+        listed = ", ".join(f"{value} ({count} shard{'s' if count > 1 else ''})" for value, count in ordered)
+        assert f"| {key} | {listed} |" in card
 
 
 def test_of_a_setting_with_many_values_the_card_shows_some(
@@ -201,7 +202,7 @@ def test_of_a_setting_with_many_values_the_card_shows_some(
         assert store.create(more.name, more.sealed())
     run(["card", store.where()])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| origin |")]
-    assert line.startswith("| origin | None (2 shards), part 00 (1 shards), ") and line.endswith(
+    assert line.startswith("| origin | None (2 shards), part 00 (1 shard), ") and line.endswith(
         ", and 21 more values |"
     )
 
