@@ -39,11 +39,11 @@ def check_root(store: Store, encoding: EncodingRecord) -> None:
         vae = ""
         if any(difference.startswith("image.weights.") for difference in differences):
             here, there = encoding.image.weights.name, theirs.image.weights.name
-            vae = f" `vae` is a different model: the root was encoded with {there}, but this run uses {here}."
+            vae = f" `vae` is a different model: the root was encoded with {there}, and this run uses {here}."
         raise RequestError(
-            f"{store.where()} was written with a different encoding: {'; '.join(differences)} (left: the root; right: "
-            f"this run).{vae} New latents would be incompatible with those in the root. Set `output` to a different "
-            f"location, or set these fields to the root's values."
+            f"{store.where()} was written with a different encoding: {'; '.join(differences)} (root ≠ this run).{vae} "
+            f"New latents would be incompatible with those in the root. Set `output` to a different location, or set "
+            f"these fields to the root's values."
         )
 
 

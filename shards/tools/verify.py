@@ -156,7 +156,7 @@ def verify_file(store: Store, name: str, record: FileRecord, where: str) -> Iter
     if size is None:
         yield f"{where} is missing"
     elif size != record.bytes:
-        yield f"{where} is {size} bytes long, but its receipt records {record.bytes} bytes"
+        yield f"{where} is {counted(size, 'byte')} long, but its receipt records {counted(record.bytes, 'byte')}"
     elif store.sha256(name) != record.sha256:
         yield f"{where} is damaged: its SHA-256 does not match its receipt"
 

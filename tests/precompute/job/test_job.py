@@ -131,7 +131,7 @@ def test_a_root_with_another_encoding_is_left_alone(
     arguments = precompute_arguments(models, tars, latents, "--posterior", "mean", "--pixels.resampling", "lanczos")
     assert exit_code_of(lambda: command(arguments)) == 2
     error = capsys.readouterr().err.replace("\n", " ")
-    assert "was written with a different encoding: " in error and "(left: the root; right: this run)" in error
+    assert "was written with a different encoding: " in error and "(root ≠ this run)" in error
     assert "image.posterior: 'moments' ≠ 'mean'" in error and "image.resampling: 'bicubic' ≠ 'lanczos'" in error
     assert tree(latents) == before
 

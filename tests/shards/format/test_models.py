@@ -174,7 +174,7 @@ def test_one_of_a_machines_processes_fetches(s3: str, models: Path, gets: list[s
 
 
 def test_what_is_not_there_is_said(s3: str, gets: list[str]) -> None:
-    with pytest.raises(RequestError, match=r"is not a model folder: it contains none of config.json, "):
+    with pytest.raises(RequestError, match=r"is not a model folder: it contains none of these files: config.json, "):
         model_folder(f"{s3}/absent")
-    with pytest.raises(RequestError, match=r"contains none of config.json"):
+    with pytest.raises(RequestError, match=r"contains none of these files: config.json"):
         recorded_folder(Weights(name=f"{s3}/absent", sha256="0" * 64))

@@ -168,7 +168,7 @@ def test_verify_names_all_that_is_wrong(tmp_path: Path) -> None:
         file.write(" ")
     lines = [line.replace(f"{tmp_path}/root/", "") for line in verify_root(store)]
     assert lines[0] == f"{first.folder}/refused.parquet is missing"
-    assert lines[1].startswith(f"{last.folder}/samples.parquet is 1 bytes long, but its receipt records ")
+    assert lines[1].startswith(f"{last.folder}/samples.parquet is 1 byte long, but its receipt records ")
     assert lines[2].startswith(f"{last.bucket}/index.json does not match the receipts") and len(lines) == 3
     # the index is only compared if all receipts can be read
     path = tmp_path / "root" / first.name
