@@ -18,5 +18,6 @@ def open_store(place: Path | str) -> Store:
         return RemoteStore(parsed)
     except (ImportError, ValueError) as error:
         raise RequestError(
-            f"The URL {parsed} cannot be opened: {error}. Check its scheme, and install the package that supports it."
+            f"The URL {parsed} cannot be opened: {error}. Check the URL's scheme, and install the package that "
+            f"supports the scheme."
         ) from error

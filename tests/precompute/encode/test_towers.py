@@ -433,7 +433,8 @@ def of_t5(**changes: Any) -> Callable[[Path, Path], dict[str, Any]]:
         (lambda *_: {"texts": {"a.b": {"model": "m", "tokenizer": "t"}}}, "'a.b' is not a valid tower name"),
         (
             lambda *_: {"buckets": ["72x64"]},
-            r"features.dino: bucket 72x64 × 0\.875 is not a multiple of the patch size 14\. Use multiples of 16 for",
+            r"features.dino: a side of bucket 72x64, resized by a factor of 0\.875, is not a multiple of the patch "
+            r"size, 14\. Use multiples of 16 for",
         ),
     ],
 )
