@@ -18,11 +18,12 @@ from plan.arithmetic.costs import (
 )
 from plan.arithmetic.counted import cached_work
 from plan.arithmetic.restarts import daly_interval, expected_time
-from plan.arithmetic.scaling import Machine, Step, StepTime, calibrate, format_gpus, step_time
+from plan.arithmetic.scaling import Machine, Step, StepTime, calibrate, step_time
 from plan.arithmetic.work import Work
 from plan.config import Fact, Phase, Plan
 from plan.measured import Rate, Rates, read_rates
 from shards.base.errors import RequestError
+from shards.base.table import counted
 from shards.format.towers import TextTower
 from train.model.config import optimizer_class
 
@@ -214,9 +215,10 @@ def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> t
     expected = expected_time(1.0, every * step_seconds, seconds, saving.restart_seconds, between_failures)
     if math.isinf(expected):
         raise RequestError(
-            f"On {format_gpus(gpus)}, a failure occurs every {between_failures:.3g} s on average, but the phase with "
-            f"bucket {phase.bucket} saves a checkpoint only every {every * step_seconds:.3g} s, so the training would "
-            f"never finish. Lower checkpoints.every_steps, or check that checkpoints.gpu_hours_per_failure is right."
+            f"On {counted(gpus, 'GPU')}, a failure occurs every {between_failures:.3g} s on average, but the phase "
+            f"with bucket {phase.bucket} saves a checkpoint only every {every * step_seconds:.3g} s, so the training "
+            f"would never finish. Lower checkpoints.every_steps, or check that checkpoints.gpu_hours_per_failure is "
+            f"right."
         )
     return every, best, expected
 
@@ -445,7 +447,7 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
             gap = 1 - phase.images_per_second / phase.predicted_images_per_second
             if phase.basis == "measured" and gap > MAX_UNEXPLAINED_GAP:
                 notes.append(
-                    f"{format_gpus(row.gpus)}, {phase.bucket}: the measured rate is {gap:.0%} below the prediction "
+                    f"{counted(row.gpus, 'GPU')}, {phase.bucket}: the measured rate is {gap:.0%} below the prediction "
                     f"from a different GPU count. The given bandwidths do not explain the gap, so the bottleneck is "
                     f"uncertain."
                 )

@@ -27,6 +27,7 @@ from precompute.lettering import Lettering
 from shards.base.device import best_device
 from shards.base.errors import RequestError, console
 from shards.base.store import Store
+from shards.base.table import counted
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import active_receipts
@@ -191,7 +192,7 @@ def run(arguments: list[str]) -> None:
     lettering = Lettering([title, *labels], FONT_SIZE)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(pictures, labels, title, lettering).save(options.output)
-    print(f"{options.output}: {'1 sample' if len(samples) == 1 else f'{len(samples)} samples'} from bucket {bucket}")
+    print(f"{options.output}: {counted(len(samples), 'sample')} from bucket {bucket}")
     if lettering.note:
         print(lettering.note)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shards.base.table import counted
 from train.model.config import AdamWConfig
 
 BACKWARD_SHARE = 2 / 3
@@ -172,11 +173,6 @@ def step_time(
     )
 
 
-def format_gpus(count: int) -> str:
-    """Format a number of GPUs, such as `1 GPU` or `8 GPUs`."""
-    return f"{count} GPU" if count == 1 else f"{count} GPUs"
-
-
 def calibrate(images_per_second_per_gpu: float, step: Step, gpus: int, machine: Machine) -> float:
     """Return the `seconds_per_image` with which `step_time` reproduces a measured rate, ignoring data reads.
 
@@ -188,8 +184,8 @@ def calibrate(images_per_second_per_gpu: float, step: Step, gpus: int, machine: 
     overhead = step_time(0.0, step, gpus, machine)
     if overhead.compute + overhead.exposed >= measured:
         raise ValueError(
-            f"a step of {step.global_batch_size} images on {format_gpus(gpus)} was measured at {measured:.3f} s, but "
-            f"at the given bandwidths the gradients take {overhead.gradients:.3f} s and the optimizer takes "
+            f"a step of {step.global_batch_size} images on {counted(gpus, 'GPU')} was measured at {measured:.3f} s, "
+            f"but at the given bandwidths the gradients take {overhead.gradients:.3f} s and the optimizer takes "
             f"{overhead.compute:.3f} s, which leaves no time for the forward and backward passes"
         )
     low, high = 0.0, measured / images

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from precompute.download.config import DownloadConfig
 from precompute.input.tars import RawSample, Tar
 from shards.base.errors import WorkError
+from shards.base.table import counted
 
 SUCCESS = "success"
 
@@ -51,7 +52,7 @@ def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) ->
         formats[format_of(sample.image or b"")] += 1
     if missing:
         raise WorkError(
-            f"{name}.tar lacks {'1 sample' if len(missing) == 1 else f'{len(missing)} samples'} that the parquet file "
+            f"{name}.tar lacks {counted(len(missing), 'sample')} that the parquet file "
             f"lists, starting with {min(missing)}"
         )
     return {"tar_bytes": tar.bytes, "tar_sha256": tar.sha256, "formats": dict(sorted(formats.items()))}

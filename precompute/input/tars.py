@@ -27,6 +27,7 @@ from shards.base.config import Config
 from shards.base.durable import sha256_file
 from shards.base.errors import DamagedInput, Outage, RequestError
 from shards.base.remote import store_errors
+from shards.base.table import counted
 
 TarPolicy = Literal["reject", "salvage"]
 MAX_LISTED = 5
@@ -158,7 +159,7 @@ def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
         listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise RequestError(
             f"{'This tar does' if len(missing) == 1 else 'These tars do'} not exist: {listed}. The input contains "
-            f"{'1 tar' if len(available) == 1 else f'{len(available)} tars'}: {available[0].name} to "
+            f"{counted(len(available), 'tar')}: {available[0].name} to "
             f"{available[-1].name}."
         )
     return [by_name[name] for name in sorted(set(names))]
@@ -224,25 +225,25 @@ class Tar:
         """SHA-256 of the whole file."""
         return sha256_file(self.path)
 
-    def check(self, tar: InputTar, counted: Counted) -> None:
+    def check(self, tar: InputTar, expected: Counted) -> None:
         """Check the samples against img2dataset's side files. Under `salvage`, record the missing ones as lost.
 
         Raises:
             DamagedInput: Under `reject`, the samples differ from those listed, so the tar lost or gained samples after
                 it was written. Under `salvage`, the tar is damaged and has no intact samples left.
         """
-        listed = counted.urls if counted.urls is not None else dict.fromkeys(self.members | self.lost, "")
+        listed = expected.urls if expected.urls is not None else dict.fromkeys(self.members | self.lost, "")
         missing = listed.keys() - self.members.keys()
         foreign = self.members.keys() - listed.keys()
         found = len(self.members)
         wrong = [
-            f"contains {'1 sample' if found == 1 else f'{found} samples'}, but {file} lists {count}"
-            for file, count in counted.counts.items()
+            f"contains {counted(found, 'sample')}, but {file} lists {count}"
+            for file, count in expected.counts.items()
             if count != found
         ]
         if foreign:
             wrong.append(
-                f"contains {'1 sample' if len(foreign) == 1 else f'{len(foreign)} samples'} that its parquet file does "
+                f"contains {counted(len(foreign), 'sample')} that its parquet file does "
                 f"not list, starting with {min(foreign)}"
             )
         if wrong and self.policy == "reject":
@@ -255,7 +256,7 @@ class Tar:
         reasons = {key: self.lost[key].lost if key in self.lost else "it is not in the tar" for key in sorted(missing)}
         self.lost = {key: RawSample(key, metadata={"url": listed[key]}, lost=why) for key, why in reasons.items()}
         num_known = len(self.members) + len(self.lost)
-        self.num_unnamed = max([num_known, *counted.counts.values()]) - num_known
+        self.num_unnamed = max([num_known, *expected.counts.values()]) - num_known
         if self.damage and not self.members:
             raise DamagedInput(f"{tar.address} {self.damage[0]}, and no intact sample is left. {REPLACE}")
 

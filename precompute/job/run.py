@@ -14,6 +14,7 @@ from precompute.job.ledger import Ledger
 from shards.base.device import worker_device
 from shards.base.errors import Preempted, WorkError
 from shards.base.store import Store
+from shards.base.table import counted
 from shards.format.receipts import receipt_name
 from shards.format.tables import read_tables
 from shards.open import open_store
@@ -47,30 +48,37 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
         has_warned = False
         for event in Fleet(workers, work, ((tar.name, tar) for tar in tars), recipe.worker.tars_at_once):
             ledger.record(event)
-            if isinstance(event, Done) and not has_warned and lacks_captions(event.result):
-                has_warned = True
-                ledger.progress.say(explain_lack(open_store(output), event.result, recipe.encoding.captions))
+            if isinstance(event, Done) and not has_warned:
+                warning = caption_warning(open_store(output), event.result, recipe.encoding.captions)
+                if warning is not None:
+                    has_warned = True
+                    ledger.progress.say(warning)
     return ledger
 
 
-def lacks_captions(receipts: TarReceipts) -> bool:
-    """Return whether all samples of a tar were rejected, most of them because they have no caption."""
-    return receipts.encoded == 0 and receipts.rejected.get("no_caption", 0) > receipts.samples_in / 2
-
-
-def explain_lack(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> str:
-    """Return a warning that a tar has no captions in `fields`, with the text fields that one of its samples does
-    have."""
-    part = receipts.parts[min(receipts.parts)]
-    _, refused = read_tables(store, part.folder, part.files)
-    first = refused["reason"].index("no_caption")
-    key, detail = refused["key"][first], refused["detail"][first]
-    return (
-        f"warning: no sample of tar {receipts.tar} was accepted, and {receipts.rejected['no_caption']} of its "
-        f"{receipts.samples_in} samples have no caption in {', '.join(fields)}. Sample {key}: "
-        f"{detail}. If the other tars are similar, stop this job, set `captions` to one of these fields, and choose a "
-        f"new `output`."
-    )
+def caption_warning(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> str | None:
+    """Return a warning if most samples of a tar were rejected for want of a caption, or if its samples have so few
+    captions that none of them may have one of `fields`. Return None otherwise."""
+    without = receipts.rejected.get("no_caption", 0)
+    if receipts.encoded == 0 and without > receipts.samples_in / 2:
+        part = max(receipts.parts.values(), key=lambda part: part.refused.get("no_caption", 0))
+        _, refused = read_tables(store, part.folder, part.files)
+        first = refused["reason"].index("no_caption")
+        key, detail = refused["key"][first], refused["detail"][first]
+        return (
+            f"warning: no sample of tar {receipts.tar} was accepted, and {without} of its {receipts.samples_in} "
+            f"samples have no caption in {', '.join(fields)}. Sample {key}: {detail}. If the other tars are similar, "
+            f"stop this job, set `captions` to one of these fields, and choose a new `output`."
+        )
+    part = max(receipts.parts.values(), key=lambda part: part.samples)
+    stored = part.captions["stored"]
+    if part.samples and stored <= part.samples * (len(fields) - 1):
+        return (
+            f"warning: `captions` lists {len(fields)} fields ({', '.join(fields)}), but the {part.samples} samples of "
+            f"tar {receipts.tar} in {part.bucket} have only {counted(stored, 'caption')} in total, so one of the "
+            f"fields may not exist. If so, stop this job, correct `captions`, and choose a new `output`."
+        )
+    return None
 
 
 def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:

@@ -179,7 +179,7 @@ def _parse_overrides(
         hints = [f"--{name}{_nearest(name, known)}" for name, _ in _options(overrides) if name not in known]
         reason = f"unknown option {', '.join(hints)}" if hints else _json_hint(overrides)
         reason = reason or f"{str(error).removeprefix('error parsing CLI: ')}, in {' '.join(overrides)}"
-        raise RequestError(f"{prog}: {reason}. `{prog} --help` lists every option.") from None
+        raise RequestError(f"{prog}: {reason}. `python -m {prog} --help` lists every option.") from None
 
 
 def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:

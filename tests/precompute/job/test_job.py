@@ -166,6 +166,16 @@ def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(
     assert "Rejected: no_caption 46." in output
 
 
+def test_a_second_caption_field_that_no_sample_has_is_warned_of(
+    without_ray: None, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for fields, warned in (('["txt", "json:kaption"]', 1), ('["txt"]', 0)):
+        command(precompute_arguments(models, tars, tmp_path / fields, "--captions", fields))
+        said = capsys.readouterr().err.replace("\n", " ")
+        assert said.count("warning: `captions` lists 2 fields (txt, json:kaption), but the ") == warned
+        assert said.count("so one of the fields may not exist") == warned
+
+
 def test_another_vae_on_a_root_is_named_with_both_paths(
     models: Path, tars: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
