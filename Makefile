@@ -14,7 +14,7 @@ CONFIGS := configs$(FAMILY:%=/%)
 PHASE_CONFIG = $(or $(CONFIG),$(if $(PHASE),$(CONFIGS)/phase$(PHASE).yaml))
 
 # These mistakes are reported before anything is installed. The commands themselves report all others.
-$(if $(filter-out $(FAMILIES),$(FAMILY)),$(error FAMILY=$(FAMILY) is not a folder of configs/. The families are $(FAMILIES)))
+$(if $(filter-out $(FAMILIES),$(FAMILY)),$(error FAMILY=$(FAMILY) is not a folder in configs/. The families are $(FAMILIES)))
 REQUIRED_select = METADATA
 REQUIRED_precompute = SHARD
 REQUIRED_train = PHASE_CONFIG
@@ -26,7 +26,7 @@ REQUIRED_study = A B
 usage = $(shell sed -n 's/^## \(make $(1) [^|]*[^ |]\) *|.*/\1/p' Makefile)
 $(foreach goal,$(MAKECMDGOALS),$(foreach name,$(REQUIRED_$(goal)),$(if $($(name)),,$(error make $(goal) needs $(name:PHASE_CONFIG=PHASE or CONFIG). Usage: $(call usage,$(goal))))))
 ifneq ($(filter train,$(MAKECMDGOALS)),)
-$(if $(HOSTS),$(if $(wildcard $(HOSTS)),,$(error HOSTS=$(HOSTS) does not exist. HOSTS is a file with one host name per line)))
+$(if $(HOSTS),$(if $(wildcard $(HOSTS)),,$(error HOSTS=$(HOSTS) does not exist. HOSTS must be a file with one host name per line)))
 $(if $(filter-out 1,$(NODES)),$(if $(SLURM_JOB_ID)$(HOSTS),,$(error NODES=$(NODES) needs a Slurm allocation (salloc -N $(NODES)$(comma) or an sbatch script)$(comma) or HOSTS=hosts.txt for machines reachable by ssh. See docs/how-to/cluster.md)))
 endif
 
@@ -37,7 +37,7 @@ help:
 	@awk -F ' *[|] *' '/^## / { usage = substr($$1, 4); if (length(usage) < 46) printf "%-46s%s\n", usage, $$2; else printf "%s\n%46s%s\n", usage, "", $$2 }' Makefile
 	@echo
 	@echo 'ARGS="--a.b value" overrides any field of the target'"'"'s config; CONFIG=path.yaml replaces the config.'
-	@echo "FAMILY=sana for precompute, train and plan selects configs/sana/. Families: $(FAMILIES)"
+	@echo "With precompute, train and plan, FAMILY=sana selects configs/sana/. Families: $(FAMILIES)"
 
 ## make setup                     | install .venv from requirements.lock; other targets do this first
 setup: $(STAMP)
@@ -97,7 +97,7 @@ EVALUATE = --config $(or $(CONFIG),configs/evaluate.yaml) --model $(RUN) $(if $(
 sample: setup
 	$(BIN)/python -m evaluation sample $(EVALUATE) $(ARGS)
 
-## make evaluate RUN=runs/phase2 [PROMPTS=prompts.txt] | sample, and compute metrics with 95 % intervals
+## make evaluate RUN=runs/phase2 [PROMPTS=prompts.txt] | sample images, and compute metrics with 95 % intervals
 evaluate: setup
 	$(BIN)/python -m evaluation score $(EVALUATE) $(ARGS)
 
@@ -133,7 +133,7 @@ lint: setup
 QUICK = tests/shards tests/plan tests/precompute/select tests/precompute/input tests/precompute/pixels tests/cluster \
   tests/train/data tests/train/model tests/train/objective tests/train/run/lease tests/train/test_config.py \
   tests/evaluation/metrics tests/test_rooms.py
-## make quick                     | run lint, types and the quick tests, in 90 s on two cores
+## make quick                     | run ruff, mypy and the quick tests (90 s on two cores)
 quick: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not (slow or faults or heavy)" $(QUICK) $(ARGS)
 
@@ -220,18 +220,18 @@ test-gpu-check: setup
 bench: setup
 	$(BIN)/python -m bench --output runs/benchmarks.md $(ARGS)
 
-## make gpu-check [OUT=runs/gpu-check] | check a new GPU in ten minutes: correctness, speed, where the time goes
+## make gpu-check [OUT=runs/gpu-check] | check a new GPU in ten minutes: correctness, speed, and where the time goes
 gpu-check: setup
 	$(BIN)/python -m bench.gpu_check --output $(or $(OUT),runs/gpu-check) $(ARGS)
 
-## make docs                      | regenerate docs/reference/config.md and docs/diagram.svg
+## make docs                      | regenerate the config reference, the diagram and the tables of model families in docs/
 docs: setup
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/diagram.py
 	$(BIN)/python docs/families.py
 
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras --no-emit-package torchao --no-emit-index-url pyproject.toml
-## make lock                      | update requirements.lock
+## make lock                      | update requirements.lock and requirements.oldest.lock
 lock:
 	$(LOCK) -o requirements.lock
 	$(LOCK) --resolution lowest-direct -o requirements.oldest.lock

@@ -76,7 +76,7 @@ class Breaker:
         if not was_open:
             return None
         self.failing.clear()
-        return f"The outage is over. The job resumes after a pause of {time.monotonic() - self.paused_at:.0f} s."
+        return f"The outage is over. The job is resuming after a pause of {time.monotonic() - self.paused_at:.0f} s."
 
     def record_outage(
         self, key: str, node: str | None, able: Collection[str], began: float, outage: Outage
@@ -102,11 +102,12 @@ class Breaker:
         seconds = now - self.paused_at
         if len(self.probed) >= self.most or self.unfit >= UNFIT_PROBES:
             tried = ", ".join(sorted(set(self.probed)))
+            attempts = "1 attempt" if len(self.probed) == 1 else f"{len(self.probed)} consecutive attempts"
             raise WorkError(
-                f"{len(self.probed)} consecutive attempts ({tried}) failed because of an outage that has lasted "
-                f"{seconds:.0f} s. Last error: {outage} Fix the cause and run the same command again. Committed "
-                f"work is kept."
+                f"{attempts} (at {tried}) failed because of an outage that has lasted "
+                f"{seconds:.0f} s. Committed work is kept. Fix the cause and run the same command again. The last "
+                f"error was: {outage}"
             )
         pause = backoff(len(self.probed), FIRST_PAUSE_SECONDS)
         self.next_probe = now + pause
-        return f"The job is paused (for {seconds:.0f} s so far) and retries in {pause:.0f} s: {outage}"
+        return f"The job has been paused for {seconds:.0f} s and will retry in {pause:.0f} s: {outage}"

@@ -38,7 +38,9 @@ class FailureLog:
         if reason := self._write():
             lines = "".join(self.unwritten)
             print(
-                f"{self.where} cannot be written ({reason}). The unwritten lines:\n{lines}", file=sys.stderr, flush=True
+                f"{self.where} cannot be written ({reason}). These lines are missing from it:\n{lines}",
+                file=sys.stderr,
+                flush=True,
             )
 
     def record(self, failed: Failed) -> None:

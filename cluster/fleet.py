@@ -29,7 +29,7 @@ POLL_SECONDS = 1.0
 MIN_IN_FLIGHT = 8
 """Minimum number of units in flight, even on a cluster without nodes, because an autoscaler adds nodes only if workers
 are waiting for them."""
-NOT_COUNTED = "an outage, which does not count as an attempt"
+NOT_COUNTED = "an attempt failed because of an outage and is not counted"
 
 
 class FleetConfig(RetryConfig, OutageConfig, ResourcesConfig):
@@ -252,11 +252,9 @@ class Fleet(Generic[Work, Result]):
     def _blame(self, node: str | None) -> Iterator[News]:
         """Count a failure on a node, and report the node if it is now suspended."""
         if self.health.record_failure(node):
-            address = self.watch.address(node)
-            yield News(
-                f"{self.config.node_failures} attempts in a row failed on node {address}, so the node gets no work for "
-                f"now"
-            )
+            most, address = self.config.node_failures, self.watch.address(node)
+            attempts = "1 attempt" if most == 1 else f"{most} attempts in a row"
+            yield News(f"{attempts} failed on node {address}, so the job will prefer other nodes for ten minutes")
 
     def _drain(self) -> Iterator[Done[Result] | UnderWay]:
         """Interrupt the running attempts, and report the results of those that had finished."""

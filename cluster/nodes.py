@@ -57,13 +57,15 @@ def places(has: Resources, needs: Resources) -> dict[str, int]:
 
 
 def shortage(has: Resources, needs: Resources) -> str | None:
-    """Return a message such as `6 of 8 GPUs usable: too few CPUs`, or None if workers can use all of a node's GPUs."""
+    """Return a message such as `only 6 of 8 GPUs are usable, because …`, or None if workers can use all of a node's
+    GPUs."""
     fit = places(has, needs)
     usable, by_gpu = min(fit.values()), fit.get("GPU", 0)
     short = [plural(name) for name, count in fit.items() if count < by_gpu]
-    return (
-        f"{has['GPU'] * usable / by_gpu:g} of {has['GPU']:g} GPUs usable: too few {', '.join(short)}" if short else None
-    )
+    if not short:
+        return None
+    gpus = has["GPU"] * usable / by_gpu
+    return f"only {gpus:g} of {has['GPU']:g} GPUs are usable, because the node has too few {' and '.join(short)}"
 
 
 def address_of(node: str, has: Resources) -> str:
@@ -73,9 +75,10 @@ def address_of(node: str, has: Resources) -> str:
 
 
 def describe(resources: Resources, wanted: Resources | None = None) -> str:
-    """Format amounts for messages, such as `1 GPUs and 8 CPUs`. With `wanted`, include only the resources named
+    """Format amounts for messages, such as `1 GPU and 8 CPUs`. With `wanted`, include only the resources named
     there."""
-    named = [f"{resources.get(name, 0):g} {plural(name)}" for name in wanted or resources]
+    amounts = {name: resources.get(name, 0) for name in wanted or resources}
+    named = [f"{amount:g} {name if amount == 1 else plural(name)}" for name, amount in amounts.items()]
     return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 
@@ -125,8 +128,8 @@ class NodeWatch:
         problem = f"No node in the cluster can take a worker that needs {describe(self.needs)} (live nodes: {sizes})"
         if waited > self.limit:
             raise WorkError(
-                f"{problem}, and no such node joined within {self.limit:g} s (workers.wait_for_resources). Add one, or "
-                f"lower workers.num_gpus, workers.num_cpus or workers.resources. Committed work is kept."
+                f"{problem}, and no such node joined within {self.limit:g} s (workers.wait_for_resources). Add such a "
+                f"node, or lower workers.num_gpus, workers.num_cpus or workers.resources. Committed work is kept."
             )
         if now - self.reminded_at < REMIND_SECONDS:
             return None

@@ -77,7 +77,7 @@ class Unit(Generic[Work]):
     def describe_failure(self, lost: bool, config: RetryConfig) -> str:
         """Describe the last failure for a message, such as `attempt 2 of 3 failed`."""
         if lost:
-            return f"an attempt was lost ({self.lost} of {config.lost_attempts})"
+            return f"an attempt was lost ({self.lost} of {config.lost_attempts} allowed)"
         return f"attempt {self.errors} of {config.attempts} failed"
 
     def excuse_outage(self, last_success: float, others_affected: bool, node: str | None, config: RetryConfig) -> bool:

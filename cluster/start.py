@@ -44,8 +44,8 @@ def start_ray(config: ResourcesConfig) -> None:
             raise RequestError(
                 f"The Ray cluster at RAY_ADDRESS={address} cannot be joined: {first_line(error)} This machine must be "
                 f"one of its nodes; from any other machine, submit the job with `ray job submit`. If the nodes were "
-                f"started with a token, this machine needs the same one: RAY_AUTH_MODE=token, and the token in "
-                f"~/.ray/auth_token or at RAY_AUTH_TOKEN_PATH (docs/how-to/cluster.md)."
+                f"started with a token, set RAY_AUTH_MODE=token on this machine and put the same token in "
+                f"~/.ray/auth_token or at RAY_AUTH_TOKEN_PATH (see docs/how-to/cluster.md)."
             ) from error
         return
     if config.num_gpus:
@@ -93,9 +93,9 @@ def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> 
         )
     except ray.exceptions.GetTimeoutError as error:
         raise WorkError(
-            f"precision {requested} is resolved on a worker, but no node in the cluster could take a worker that "
-            f"needs {describe(config.needs)} within {config.wait_for_resources:g} s (workers.wait_for_resources). Add "
-            f"such a node, or set the precision explicitly: `--precision bfloat16`."
+            f"The precision {requested} must be resolved on a worker, but no node in the cluster could take a worker "
+            f"that needs {describe(config.needs)} within {config.wait_for_resources:g} s (workers.wait_for_resources). "
+            f"Add such a node, or set the precision explicitly: `--precision bfloat16`."
         ) from error
     for line in lines:
         print(line, file=sys.stderr, flush=True)

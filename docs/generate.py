@@ -35,10 +35,10 @@ HEAD = """\
 `make docs` generates this page from the docstrings in the code. Do not edit it.
 
 Set a field in the command's YAML file, or override it on the command line with `--a.b value`.
-`base: other.yaml` loads that file first and overrides its fields; the path is relative to the file
-that contains it. Separate list items with commas: `--buckets 256x256,512x512`. Pass nested values
-as JSON in single quotes. `null` unsets an optional field. Unknown fields are rejected,
-with a suggestion of the closest name.
+`base: other.yaml` loads other.yaml first and overrides its fields; the path is relative to the
+file that contains the `base` key. Separate list items with commas: `--buckets 256x256,512x512`.
+Pass nested values as JSON in single quotes. `null` unsets an optional field. Unknown fields are
+rejected, and the error suggests the closest name.
 """
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
 NAMES = {"str": "text", "Path": "path", "int": "integer", "float": "number", "bool": "true or false"}
@@ -53,7 +53,7 @@ def reference() -> str:
         model = getattr(import_module(module), name)
         base = next((other for other in model.__mro__[1:] if other in listed), None)
         typed = f"`python -m {command}`" + (f", with `{file}`" if file else "")
-        more = f" All fields of `{listed[base]}`, and these:" if base else ""
+        more = f" This command has all fields of `{listed[base]}`, and these:" if base else ""
         known = set(base.model_fields) - set(model.__annotations__) if base else set()
         page += [
             f"## {command}",

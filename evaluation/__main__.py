@@ -111,12 +111,12 @@ def report(arguments: list[str]) -> None:
     config = load_config(ReportConfig, None, arguments[len(names) :], "evaluation report RUN…", report.__doc__)
     if not names:
         raise RequestError(
-            "evaluation report needs at least one run: name the runs first, as in `python -m evaluation report "
-            "runs/phase1 runs/phase2`."
+            "evaluation report needs at least one run. Name the runs before all options, as in `python -m evaluation "
+            "report runs/phase1 runs/phase2`."
         )
     runs = read_runs(names)
     config.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(config.output, render(runs, config, f"Report of {', '.join(run.name for run in runs)}").encode())
+    write_atomically(config.output, render(runs, config, f"Report on {', '.join(run.name for run in runs)}").encode())
     print(config.output)
 
 

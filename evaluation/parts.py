@@ -75,9 +75,9 @@ def read_part(store: Store, receipt: PartReceipt) -> dict[str, bytes]:
     for file, path in paths.items():
         if path not in found or hashlib.sha256(found[path]).hexdigest() != receipt["files"][file]:
             raise DamagedInput(
-                f"{store.where(path)} is {'damaged' if path in found else 'missing'}. Restore it from a backup; or "
-                f"delete the folder that contains it and that folder's receipt in {store.where(FOLDER)}, and run the "
-                f"same command again to recreate them."
+                f"{store.where(path)} is {'damaged' if path in found else 'missing'}. Restore it from a backup. "
+                f"Alternatively, delete its folder and the folder's receipt in {store.where(FOLDER)}, then run the "
+                f"same command again to recreate both."
             )
     return {file: found[path] for file, path in paths.items()}
 

@@ -44,8 +44,8 @@ def choose_metrics(
     if not names:
         raise RequestError(
             "No metric can be computed, because no feature extractor has weights. Set extractors.inception.weights, "
-            "extractors.clip.weights or extractors.dinov2.weights to a local path (docs/evaluation.md lists where to "
-            "download them)."
+            "extractors.clip.weights or extractors.dinov2.weights to a local path. docs/evaluation.md lists where to "
+            "download the weights."
         )
     for kind in {METRICS[name].extractor for name in names}:
         describe_extractor(kind, extractors)
@@ -68,7 +68,7 @@ def check_measurable(names: Sequence[MetricName], num_prompts: int, size: str, r
     """
     if num_prompts < MIN_CLUSTERS:
         raise RequestError(
-            f"There are only {num_prompts} prompts, but a metric's interval needs at least {MIN_CLUSTERS}. More "
+            f"The number of prompts is {num_prompts}, but a metric's interval needs at least {MIN_CLUSTERS}. More "
             f"images per prompt do not help, because images of the same prompt are not independent. Add prompts, "
             f"or use `make sample` to draw the images without computing metrics."
         )

@@ -43,7 +43,7 @@ def run_units(
                 case Done():
                     done += 1
                 case Failed(key=key, which=which, failure=failure, again=again):
-                    is_final = "" if again else ", giving up on it"
+                    is_final = "" if again else ", giving up on the part"
                     progress.say(f"{what} {key}: {which}{is_final}: {failure.text}")
                     if not again:
                         failed[key] = failure.line
@@ -52,16 +52,17 @@ def run_units(
                 case UnderWay(attempts=attempts, reported=reported):
                     if progress.is_due:
                         figures = {"done": done, "parts": total, "under_way": attempts, "pictures": reported}
-                        progress.show(done + len(failed), f"{reported} images in progress", figures)
+                        progress.show(done + len(failed), f"images in progress: {reported}", figures)
     if failed:
         reasons = summarize(list(failed.items()), most=len(failed))
         raise WorkError(
-            f"{what}: {len(failed)} of {total} parts failed ({reasons}). The others are committed. Run the "
-            f"same command again to retry only the failed ones."
+            f"{what}: {len(failed)} of {total} parts failed ({reasons}). All others are committed. Run the same "
+            f"command again to retry only the failed ones."
         )
     if done < total:
         raise Preempted(
-            f"{what}: stopped by a signal with {total - done} parts remaining. Run the same command again to continue."
+            f"{what}: a signal stopped the job with {total - done} of {total} parts remaining. Run the same command "
+            f"again to continue."
         )
 
 

@@ -1,6 +1,6 @@
 """Train on a latents root with a custom loop, using `LatentDataset` (based on streaming) instead of the trainer.
 
-python -m examples.own_loop runs/demo/latents 64x64
+Example: python -m examples.own_loop runs/demo/latents 64x64
 """
 
 import argparse
@@ -41,7 +41,7 @@ def read_index(root: str, bucket: str) -> dict[str, Any]:
     EncodingRecord.load(store)
     if store.size(f"{bucket}/index.json") is None:
         buckets = sorted({name.split("/")[0] for name in store.files("") if name.endswith("/index.json")})
-        raise RequestError(f"{root} has no indexed bucket {bucket}. Its buckets are: {', '.join(buckets) or 'none'}.")
+        raise RequestError(f"{root} has no indexed bucket {bucket}. Indexed buckets: {', '.join(buckets) or 'none'}.")
     index: dict[str, Any] = json.loads(store.read(f"{bucket}/index.json"))
     return index
 
@@ -57,8 +57,8 @@ def train(root: str, bucket: str, steps: int, unet_config: Path = UNET) -> list[
     count = sum(shard["samples"] for shard in index["shards"])
     if count < BATCH:
         raise RequestError(
-            f"Bucket {bucket} of {root} has {count} samples, fewer than one batch of {BATCH}, so no step is possible. "
-            f"Encode more images, or lower BATCH in {Path(__file__).name}."
+            f"One batch needs {BATCH} samples, but the bucket {bucket} in {root} has only {count}, so no step is "
+            f"possible. Encode more images, or lower BATCH in {Path(__file__).name}."
         )
     dataset = LatentDataset(root, bucket, batch_size=BATCH, shuffle=True)
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]] = DataLoader(
@@ -89,7 +89,7 @@ def run(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="examples.own_loop", description=__doc__)
     parser.add_argument("root", help="folder or URL of a latents root")
     parser.add_argument("bucket", help="bucket, such as 64x64")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="number of optimizer steps; default: 300")
     options = parser.parse_args(arguments)
     train(options.root, options.bucket, options.steps)
 

@@ -21,12 +21,12 @@ from shards.base.config import load_config
 from shards.base.durable import canonical_json, write_atomically
 from shards.base.errors import console
 
-PROG = "python -m plan"
+PROG = "plan"
 
 
 def run(arguments: list[str]) -> None:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(PROG, description=__doc__, allow_abbrev=False, formatter_class=raw)
+    parser = argparse.ArgumentParser(f"python -m {PROG}", description=__doc__, allow_abbrev=False, formatter_class=raw)
     parser.add_argument("--config", default="configs/plan.yaml", help="plan file; override any field with --a.b VALUE")
     parser.add_argument("--gpus", nargs="?", help="GPU count to add to the table and highlight")
     parser.add_argument(

@@ -124,7 +124,7 @@ class Data(Config):
         for name, count in samples.items():
             Bucket.parse(name)
             if count < 1:
-                raise ValueError(f"bucket {name} has {count} samples; it needs at least 1")
+                raise ValueError(f"the bucket {name} has {count} samples, but it must have at least 1")
         return samples
 
 
@@ -210,7 +210,9 @@ class Gpu(Config):
         missing = [name for name, field in cls.model_fields.items() if field.is_required() and name not in given]
         if kind not in GPU_KINDS and missing:
             known = ", ".join(GPU_KINDS)
-            raise ValueError(f"the GPU kind {kind} is not one of {known}; set its {', '.join(missing)} as well")
+            raise ValueError(
+                f"only the GPU kinds {known} have default values; for {kind}, you must also set {', '.join(missing)}"
+            )
         return {name: value for name, (value, _) in GPU_KINDS.get(kind, {}).items()} | given
 
 
@@ -356,13 +358,13 @@ class Plan(Config):
             for gpus in required:
                 if phase.global_batch_size % gpus:
                     raise RequestError(
-                        f"phase{number}.global_batch_size is {phase.global_batch_size}, which is not a multiple of "
-                        f"{gpus} GPUs, so the batch cannot be split evenly. Choose a GPU count that divides it, or "
-                        f"change global_batch_size."
+                        f"phase{number}.global_batch_size is {phase.global_batch_size}, which cannot be split evenly "
+                        f"across {gpus} GPUs. Choose a GPU count that divides the batch size, or change "
+                        f"phase{number}.global_batch_size."
                     )
         unknown = set(self.sources) - {fact.field for fact in self.facts()}
         if unknown:
             raise RequestError(
-                f"sources has an entry for {', '.join(sorted(unknown))}, which is not a numeric input of the plan. "
+                f"`sources` contains fields that are not numeric inputs of the plan: {', '.join(sorted(unknown))}. "
                 f"Check the spelling; docs/reference/config.md lists the fields."
             )

@@ -39,7 +39,8 @@ class Measurement(Config):
     def _has_a_bucket(self) -> "Measurement":
         needs_bucket = self.stage in ("train", "encode")
         if needs_bucket != (self.bucket is not None):
-            raise ValueError(f"a {self.stage} measurement {'requires' if needs_bucket else 'must not have'} a bucket")
+            verb = "must" if needs_bucket else "must not"
+            raise ValueError(f"a measurement of the stage {self.stage} {verb} have a bucket")
         return self
 
 
@@ -112,8 +113,9 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
             gpus = item.gpus or bench.gpus
             if any(rate.gpus == gpus for rate in rates):
                 raise RequestError(
-                    f"{path} repeats a measurement that an earlier file in `measured` already has: "
-                    f"{' '.join(filter(None, (item.stage, item.bucket)))} on {gpus} {gpu_kind}s. Keep one of the files."
+                    f"{path} repeats a measurement that the files in `measured` already contain: "
+                    f"{' '.join(filter(None, (item.stage, item.bucket)))} on {gpus} × {gpu_kind}. Keep only one of "
+                    f"them."
                 )
             source = f"{verb} {bench.date}: {bench.command}"
             batch_sizes = (item.global_batch_size, item.microbatch_size)

@@ -23,6 +23,7 @@ from plan.arithmetic.work import Work
 from plan.config import Fact, Phase, Plan
 from plan.measured import Rate, Rates, read_rates
 from shards.base.errors import RequestError
+from shards.base.table import counted
 from shards.format.towers import TextTower
 from train.model.config import optimizer_class
 
@@ -198,7 +199,7 @@ def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, 
     except ValueError as error:
         raise RequestError(
             f"{phase.bucket}: {error}. Either the bandwidths in `links` and `gpu` or the benchmark ({rate.source}) "
-            f"must be wrong. Correct one of them."
+            f"must be wrong. Check both, and correct the wrong one."
         ) from None
     encode_seconds = inputs.encode_seconds(phase.bucket) if online else 0.0
     return step_time(seconds, inputs.step(phase, online=online), gpus, machine, encode_seconds, sharded=sharded)
@@ -214,9 +215,10 @@ def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> t
     expected = expected_time(1.0, every * step_seconds, seconds, saving.restart_seconds, between_failures)
     if math.isinf(expected):
         raise RequestError(
-            f"On {gpus} GPUs, a failure occurs every {between_failures:.3g} s on average, but {phase.bucket} saves "
-            f"only every {every * step_seconds:.3g} s, so the training would never finish. Lower "
-            f"checkpoints.every_steps, or correct checkpoints.gpu_hours_per_failure."
+            f"On {counted(gpus, 'GPU')}, a failure occurs every {between_failures:.3g} s on average, but the phase "
+            f"with bucket {phase.bucket} saves a checkpoint only every {every * step_seconds:.3g} s, so the training "
+            f"would never finish. Lower checkpoints.every_steps, or check that checkpoints.gpu_hours_per_failure is "
+            f"right."
         )
     return every, best, expected
 
@@ -439,14 +441,15 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
     notes = [f"Skipped {file}; the plan is for {inputs.plan.gpu.kind}." for file in inputs.rates.skipped_files]
     dropped = [str(gpus) for gpus in sorted(inputs.plan.gpu_counts) if gpus not in inputs.plan.counts]
     if dropped:
-        notes.append(f"Omitted {', '.join(dropped)} GPUs, which do not divide the global batch sizes evenly.")
+        notes.append(f"Omitted GPU counts that do not divide the global batch sizes evenly: {', '.join(dropped)}.")
     for row in rows:
         for phase in row.phases:
             gap = 1 - phase.images_per_second / phase.predicted_images_per_second
             if phase.basis == "measured" and gap > MAX_UNEXPLAINED_GAP:
                 notes.append(
-                    f"{row.gpus} GPUs, {phase.bucket}: the measured rate is {gap:.0%} below the prediction from a "
-                    f"different GPU count. The given bandwidths do not explain the gap, so the bottleneck is uncertain."
+                    f"{counted(row.gpus, 'GPU')}, {phase.bucket}: the measured rate is {gap:.0%} below the prediction "
+                    f"from a different GPU count. The given bandwidths do not explain the gap, so the bottleneck is "
+                    f"uncertain."
                 )
     sharding_gains = [
         f"{phase.bucket} on {row.gpus} GPUs by {phase.split_speedup - 1:.0%}"
@@ -456,15 +459,15 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
     ]
     if sharding_gains:
         notes.append(
-            f"Sharding weights within each node (HSDP), which the trainer does not support, would speed up "
+            f"Sharding weights within each node (HSDP), which the trainer does not support, would speed up training: "
             f"{'; '.join(sharding_gains)}."
         )
     notes += _decoding_notes(inputs)
     underfilled = [row for row in rows if any(phase.images_per_gpu < MIN_IMAGES_PER_GPU for phase in row.phases)]
     if underfilled:
         notes.append(
-            f"From {underfilled[0].gpus} GPUs, each GPU has fewer than {MIN_IMAGES_PER_GPU} images per step. Kernels "
-            f"this small run below the calibrated rate, so these rows are lower bounds on days and cost."
+            f"With {underfilled[0].gpus} or more GPUs, each GPU has fewer than {MIN_IMAGES_PER_GPU} images per step. "
+            f"Kernels this small run below the calibrated rate, so these rows are lower bounds on days and cost."
         )
     return notes
 

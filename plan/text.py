@@ -9,7 +9,7 @@ from plan.config import ASSUMED, Fact, Plan
 from plan.measured import Rate
 from plan.report import BucketReport, Report, Row
 from shards.base.config import flatten
-from shards.base.table import format_table
+from shards.base.table import counted, format_table
 
 T = TypeVar("T")
 Columns = list[tuple[str, Callable[[T], str]]]
@@ -69,12 +69,13 @@ def scaling_verdict(report: Report) -> str:
     for before, row in zip(report.rows, report.rows[1:], strict=False):
         if row.speedup is not None and row.speedup < report.least_speedup:
             return (
-                f"Scaling stops paying off at {before.gpus} GPUs: on {row.gpus}, the speedup per doubling is "
-                f"{row.speedup:.2f}x (below {report.least_speedup:g}x),\nthe cost is "
+                f"Scaling stops paying off at {counted(before.gpus, 'GPU')}: on {row.gpus}, the speedup per doubling "
+                f"is {row.speedup:.2f}x (below {report.least_speedup:g}x),\nthe cost is "
                 f"{row.cost / before.cost - 1:.0%} higher, and the bottleneck is {row.bottleneck}."
             )
     most = report.rows[-1].gpus
-    return f"Scaling pays off up to {most} GPUs: the speedup per doubling is at least {report.least_speedup:g}x."
+    speedup = f"the speedup per doubling is at least {report.least_speedup:g}x"
+    return f"Scaling pays off up to {counted(most, 'GPU')}: {speedup}."
 
 
 def _gpus(report: Report) -> tuple[str, Callable[[Row], str]]:
@@ -160,7 +161,7 @@ def _online(report: Report, stars: dict[str, str]) -> str:
         (f"break-even{price}", lambda bucket: f"{bucket.pays_from:.2f} passes"),
     ]
     return (
-        f"Encoding online on {row.gpus} GPUs: training takes {row.online_days:.2f} days{rate} "
+        f"Encoding online on {counted(row.gpus, 'GPU')}: training takes {row.online_days:.2f} days{rate} "
         f"({row.online_ratio:.2f}x{rate} the time on precomputed latents) and costs ${row.online_cost:,.0f}{price}.\n"
         f"Precomputing a bucket is cheaper than encoding it online if training makes more passes than `break-even`:\n"
         f"{table(report.buckets, columns)}"

@@ -52,7 +52,7 @@ UNSUITABLE = (AttributeError, IndexError, KeyError, TypeError, ValueError, Runti
 def _check_name(name: str) -> str:
     if not re.fullmatch(r"[a-z0-9_]+", name):
         raise ValueError(
-            f"{name!r} is not a valid tower name: use only a-z, 0-9 and _, because columns are named after it"
+            f"{name!r} is not a valid tower name: use only a-z, 0-9 and _, because column names contain the tower name"
         )
     return name
 
@@ -128,9 +128,11 @@ class TextTowerConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> "TextTowerConfig":
         if not (self.states or self.pooled):
-            raise ValueError("a text tower with neither `states` nor `pooled` would store nothing")
+            raise ValueError(
+                "a text tower with neither `states` nor `pooled` would store nothing; set one of them to true"
+            )
         if "{}" not in self.template:
-            raise ValueError(f"the template {self.template!r} has no placeholder {{}} for the caption")
+            raise ValueError(f"the template {self.template!r} must contain {{}} as the placeholder for the caption")
         return self
 
 
@@ -181,8 +183,8 @@ def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **se
             encoded = vae.encode(torch.empty(1, 3, PROBE_SIDE, PROBE_SIDE))
     except UNSUITABLE as error:
         raise RequestError(
-            f"vae: diffusers {diffusers.__version__} cannot build an image autoencoder from {folder}/config.json: "
-            f"{class_name}, {type(error).__name__}: {error}. Use the folder of an {supported}."
+            f"vae: diffusers {diffusers.__version__} cannot build an image autoencoder ({class_name}) from "
+            f"{folder}/config.json: {type(error).__name__}: {error}. Use the folder of an {supported}."
         ) from error
     has_posterior = hasattr(encoded, "latent_dist")
     if not has_posterior and posterior is not None:
@@ -214,8 +216,8 @@ def _normalisation(config: Mapping[str, Any], channels: int, where: str) -> dict
     remedy = "Use the config.json from the model's publisher."
     if not _is_number(scale) or scale <= 0:
         raise RequestError(
-            f"{where} has scaling_factor {scale}, so the scale of the latents is unknown: it must be a number above 0. "
-            f"{remedy}"
+            f"{where} has scaling_factor {scale}, so the scale of the latents is unknown. scaling_factor must be a "
+            f"number greater than 0. {remedy}"
         )
     if mean is None and std is None:
         if shift is not None and not _is_number(shift):
@@ -257,20 +259,21 @@ def describe_text(name: str, config: TextTowerConfig, default: TextConfig) -> Te
     max_tokens = config.max_tokens or (num_positions if is_clip else None)
     if max_tokens is None:
         raise RequestError(
-            f"texts.{name}.max_tokens: {class_name} accepts captions of any length. Set the number of tokens."
+            f"texts.{name}.max_tokens: {class_name} accepts captions of any length, so max_tokens has no default. Set "
+            f"it to the number of tokens, including padding."
         )
     if num_positions is not None and max_tokens > num_positions:
         raise RequestError(
             f"texts.{name}.max_tokens: {class_name} in {folder} has {num_positions} positions, fewer than the "
-            f"{max_tokens} requested. Use at most {num_positions}."
+            f"{max_tokens} tokens requested. Use at most {num_positions}."
         )
     _check_text_outputs(name, folder, class_name, text_config, config)
     quantised = None if config.weights == "as_stored" else config.weights
     if quantised and find_spec("torchao") is None:
         raise RequestError(
             f"texts.{name}.weights: {quantised} weights need torchao, which is not installed. Install it here and on "
-            f"the workers (pip install 'latentmill[quantised]'), or remove `weights` to use the model as stored; "
-            f"workers.towers: one_by_one also saves memory, without quantisation."
+            f"the workers (pip install 'latentmill[quantised]'), or remove `weights` to use the model as stored. To "
+            f"save memory without quantisation, set workers.towers to one_by_one."
         )
     tokenizer = _load_tokenizer(
         name, tokenizer_folder, num_positions if is_clip else None, getattr(text_config, "vocab_size", None)
@@ -353,7 +356,10 @@ def _num_kept(name: str, keep: list[Slice], max_tokens: int) -> int:
 def _pooled_width(name: str, class_name: str, text_config: Any) -> int:
     """Return the width of the pooled output, or raise RequestError if the model has none."""
     if text_config.model_type != "clip_text_model":
-        raise RequestError(f"texts.{name}.pooled: {class_name} has no pooled output; only CLIP text models have one.")
+        raise RequestError(
+            f"texts.{name}.pooled: {class_name} has no pooled output; only CLIP text models have one. Set `pooled` to "
+            f"false."
+        )
     return int(text_config.projection_dim if class_name.endswith("WithProjection") else text_config.hidden_size)
 
 
@@ -365,8 +371,8 @@ def _transformers_class(folder: Path, config: dict[str, Any], class_name: str | 
         model_class(class_name)
     except (AttributeError, ImportError):
         raise RequestError(
-            f"The model in {folder} needs the class {class_name!r}, which transformers {transformers.__version__} does "
-            f"not have. Set `class_name`, or use a different model. Code shipped with a model is never executed."
+            f"transformers {transformers.__version__} has no class {class_name!r}, which the model in {folder} needs. "
+            f"Set `class_name`, or use a different model. Code shipped with a model is never executed."
         ) from None
     return class_name
 
@@ -381,7 +387,8 @@ def _load_tokenizer(name: str, folder: Path, length: int | None, num_embeddings:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         raise RequestError(
-            f"{folder} is not a tokenizer folder: it contains no tokenizer_config.json. Correct the path."
+            f"{folder} is not a tokenizer folder: it contains no tokenizer_config.json. Set "
+            f"texts.{name}.tokenizer to the tokenizer that came with the text encoder."
         )
     if not any(all((folder / file).is_file() for file in files) for files in VOCABULARIES):
         known = ", or ".join(" and ".join(files) for files in VOCABULARIES)
@@ -480,7 +487,7 @@ def _check_feature_outputs(
             return  # an unsuitable model will fail on the first batch instead
         cause, found = error, f"no hidden states ({error})"
     raise RequestError(
-        f"features.{name}: {tower.class_name} in {folder} returns {found} for a {width}x{height} image, which has "
-        f"{num_patches} patches, instead of {tower.width} numbers per patch. Set `class_name` to a model with one "
-        f"token per patch, such as Dinov2Model, ViTModel or CLIPVisionModel."
+        f"features.{name}: for a {width}x{height} image ({num_patches} patches), {tower.class_name} in {folder} "
+        f"returns {found} instead of {tower.width} numbers per patch. Set `class_name` to a model class with one token "
+        f"per patch, such as Dinov2Model, ViTModel or CLIPVisionModel."
     ) from cause

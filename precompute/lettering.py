@@ -54,9 +54,9 @@ class Lettering:
         named = ", ".join(f"{char} (U+{ord(char):04X})" for char in self.missing[:SHOWN])
         more = f" and {len(self.missing) - SHOWN} more" if len(self.missing) > SHOWN else ""
         return (
-            f"No installed font has a glyph for {named}{more}, so boxes are drawn instead. Install a font for that "
-            f"script (on Debian and Ubuntu, fonts-noto-cjk for Chinese, Japanese and Korean, fonts-noto-core for "
-            f"most others)."
+            f"No installed font has a glyph for {named}{more}, so boxes are drawn instead. Install a font for these "
+            f"characters. On Debian and Ubuntu, fonts-noto-cjk covers Chinese, Japanese and Korean, and "
+            f"fonts-noto-core covers most other scripts."
         )
 
     def length(self, text: str) -> float:

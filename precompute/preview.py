@@ -27,6 +27,7 @@ from precompute.lettering import Lettering
 from shards.base.device import best_device
 from shards.base.errors import RequestError, console
 from shards.base.store import Store
+from shards.base.table import counted
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import active_receipts
@@ -48,8 +49,8 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
     folder = model_folder(name or encoding.image.weights.name)
     if hash_weights(str(folder), folder).sha256 != encoding.image.weights.sha256:
         raise RequestError(
-            f"The VAE in {folder} is not the one that produced these latents, {encoding.image.weights.name} according "
-            f"to encoding.json. Pass the folder of that VAE with --vae."
+            f"The VAE in {folder} did not produce these latents; according to encoding.json, "
+            f"{encoding.image.weights.name} did. Pass the folder of that VAE with --vae."
         )
     vae: Any = getattr(diffusers, encoding.image.class_name).from_pretrained(folder, use_safetensors=True)
     return vae.eval().to(best_device(), torch.float32)
@@ -80,7 +81,9 @@ def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, lis
         if len(parts) == count:
             break
     if not parts:
-        raise RequestError(f"{root} has no samples in {bucket}. `python -m shards stats {root}` lists its buckets.")
+        raise RequestError(
+            f"{root} has no samples in bucket {bucket}. `python -m shards stats {root}` lists its buckets."
+        )
     parts.sort()
     shares = fair_shares([samples for *_, samples in parts], count)
     return bucket, [
@@ -189,7 +192,7 @@ def run(arguments: list[str]) -> None:
     lettering = Lettering([title, *labels], FONT_SIZE)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     contact_sheet(pictures, labels, title, lettering).save(options.output)
-    print(f"{options.output}: {len(samples)} samples from {bucket}")
+    print(f"{options.output}: {counted(len(samples), 'sample')} from bucket {bucket}")
     if lettering.note:
         print(lettering.note)
 

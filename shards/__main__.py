@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from shards.base.device import available_cores
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError, WorkError, console
+from shards.base.table import counted
 from shards.derive.conversion import Changes
 from shards.derive.job import derive
 from shards.format.encoding import EncodingRecord
@@ -65,17 +66,20 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
             add("--file", type=Path, help="file with more values, one per line")
         case "derive":
             add("out", help="the new root: local folder or URL")
-            for option, values in (("storage", "float16 or float8"), ("trim", "true")):
-                about = f"{values} for all towers, or for one tower: t5={values.split()[-1]}"
+            for option, about in (
+                ("storage", "float16 or float8 for all text towers, or for one, as in t5=float8"),
+                ("trim", "true to drop padding tokens in all text towers, or in one, as in t5=true"),
+            ):
                 add(f"--text.{option}", dest=f"text_{option}", nargs="*", default=[], metavar="VALUE", help=about)
-            add("--image.storage", dest="image_storage", choices=("float16", "int8"))
+            about = "storage of the image latents"
+            add("--image.storage", dest="image_storage", choices=("float16", "int8"), help=about)
             add("--image.posterior", dest="image_posterior", choices=("mean",), help="drop the log-variances")
             add("--towers", nargs="*", metavar="KIND.NAME", help="towers to keep; default: all")
             add("--buckets", nargs="+", help="buckets to derive; default: all")
             about = "worker processes; default: one per available core"
             add("--processes", type=int, default=available_cores(), help=about)
         case "where":
-            add("key")
+            add("key", help="key of the sample")
         case "stats":
             add("--plot", type=Path, help="path of a PNG to write")
             about = "maximum number of samples to read per bucket"
@@ -100,7 +104,7 @@ def verify(options: argparse.Namespace) -> None:
         num_problems += 1
         print(line)
     if num_problems:
-        raise WorkError(f"{options.root.where()} has {num_problems} problems, listed above.")
+        raise WorkError(f"{options.root.where()} has {counted(num_problems, 'problem')}, listed above.")
     print(f"{options.root.where()} is intact: every file, sample and count matches its receipt.")
 
 
@@ -116,7 +120,7 @@ def index(options: argparse.Namespace) -> None:
     """Rebuild every bucket's index.json from the receipts."""
     EncodingRecord.load(options.root)
     for bucket, samples in write_indexes(options.root).items():
-        print(f"{bucket}: {samples} samples")
+        print(f"{bucket}: {counted(samples, 'sample')}")
 
 
 def card(options: argparse.Namespace) -> None:
@@ -149,11 +153,11 @@ def recall_parts(options: argparse.Namespace) -> None:
     if not options.dry_run:
         recall(options.root, {receipt.name: receipt.token for receipt in found}, f"by the command: {recall_filter}")
         Publisher(options.root).publish()  # new runs leave these parts out; running ones warn about them
-    samples = sum(receipt.samples for receipt in found)
-    print(
-        f"{len(found)} parts with {samples:,} samples {'would be' if options.dry_run else 'were'} recalled. Run the "
-        f"job that wrote them again to re-encode them."
-    )
+    parts, samples = counted(len(found), "part"), counted(sum(receipt.samples for receipt in found), "sample")
+    if options.dry_run:
+        print(f"Would recall {parts} with {samples}. To recall, run the same command without --dry-run.")
+    else:
+        print(f"Recalled {parts} with {samples}. To re-encode them, rerun the job that wrote them.")
 
 
 def clean_up(options: argparse.Namespace) -> None:
@@ -161,7 +165,7 @@ def clean_up(options: argparse.Namespace) -> None:
     gone = clean(options.root, parse_age(options.older_than))
     for folder in gone:
         print(folder)
-    print(f"Removed {len(gone)} orphaned folders, files and uploads that were older than {options.older_than}.")
+    print(f"Removed {counted(len(gone), 'orphan')} (folders, files and uploads) older than {options.older_than}.")
 
 
 def derive_root(options: argparse.Namespace) -> None:
@@ -175,10 +179,10 @@ def derive_root(options: argparse.Namespace) -> None:
         option = str(wrong["loc"][0]).replace("_", ".")
         raise RequestError(f"--{option} {wrong['input']}: {wrong['msg']}.") from None
     if options.processes < 1:
-        raise RequestError(f"--processes {options.processes}: at least one worker process is needed.")
+        raise RequestError(f"--processes must be at least 1, but is {options.processes}.")
     target = open_store(options.out)
     manifest = derive(options.root, target, changes, options.buckets, options.processes)
-    contents = ", ".join(f"{size.samples} samples in {bucket}" for bucket, size in manifest.buckets.items())
+    contents = ", ".join(f"{counted(size.samples, 'sample')} in {bucket}" for bucket, size in manifest.buckets.items())
     print(f"{target.where()} contains {contents or 'no samples'}.")
 
 
@@ -192,7 +196,9 @@ def exclude_samples(options: argparse.Namespace) -> None:
     try:
         lines = options.file.read_text().splitlines() if options.file else []
     except OSError as error:
-        raise RequestError(f"--file {options.file} cannot be read: {error.strerror}. Nothing was excluded.") from None
+        raise RequestError(
+            f"--file {options.file} cannot be read: {error.strerror}. Nothing was excluded. Check the path."
+        ) from None
     ((kind, values),) = ((kind, values) for kind in KINDS if (values := getattr(options, kind)) is not None)
     print(exclude(options.root, make_exclusion(kind, [*values, *lines])))
 

@@ -8,8 +8,11 @@ from shards.base.store import LocalStore, Store, parse_place
 
 def open_store(place: Path | str) -> Store:
     """Open the store at a local path or a URL such as s3://bucket/latents, without reading or creating anything. Raises
-    RequestError if the URL scheme is not supported, or the package that supports it is not installed."""
-    parsed = parse_place(place)
+    RequestError if `place` is empty, or its URL scheme is not supported by an installed package."""
+    try:
+        parsed = parse_place(place)
+    except ValueError:
+        raise RequestError("A location is empty. Pass a folder, or a URL such as s3://bucket/latents.") from None
     if isinstance(parsed, Path):
         return LocalStore(parsed)
     from shards.base.remote import RemoteStore  # imported late: local roots need neither fsspec nor its file systems
@@ -18,5 +21,6 @@ def open_store(place: Path | str) -> Store:
         return RemoteStore(parsed)
     except (ImportError, ValueError) as error:
         raise RequestError(
-            f"The URL {parsed} cannot be opened: {error}. Check its scheme, and install the package that supports it."
+            f"The URL {parsed} cannot be opened: {error}. Check the URL's scheme, and install the package that "
+            f"supports the scheme."
         ) from error

@@ -25,7 +25,7 @@ def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
 
     result = run_module("precompute", *precompute_arguments(tmp_path / "models", tmp_path / "tars", root))
     assert result.returncode == 0, result.stderr
-    assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in result.stdout
+    assert "Tars: 2 encoded (46 samples in, 30 accepted, 16 rejected)" in result.stdout
     assert "20 samples in 128x128, 30 samples in 64x64" in result.stdout
     assert len(load_tars(open_store(root))) == 2
 

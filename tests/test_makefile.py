@@ -17,7 +17,7 @@ MAKEFILE = Path("Makefile")
     ("words", "message"),
     [
         (["train"], "make train needs PHASE or CONFIG. Usage: make train PHASE=1 [CONFIG=path.yaml]"),
-        (["plan", "FAMILY=flux"], "FAMILY=flux is not a folder of configs/. The families are flux1 pixart-sigma"),
+        (["plan", "FAMILY=flux"], "FAMILY=flux is not a folder in configs/. The families are flux1 pixart-sigma"),
         (["precompute"], "make precompute needs SHARD. Usage: make precompute SHARD=00000-00099"),
         (["sample", "PROMPTS=p.txt"], "make sample needs RUN. Usage: make sample RUN=runs/phase2 PROMPTS=prompts.txt"),
         (["sample", "RUN=runs/a"], "make sample needs PROMPTS. Usage: make sample RUN=runs/phase2 PROMPTS=prompts.txt"),
@@ -87,7 +87,7 @@ def test_several_machines_are_one_number_with_a_file_of_hosts(tmp_path: Path) ->
     refused = make("train", "PHASE=1", "HOSTS=absent")
     assert (
         refused.returncode == 2
-        and "HOSTS=absent does not exist. HOSTS is a file with one host name per line" in refused.stderr
+        and "HOSTS=absent does not exist. HOSTS must be a file with one host name per line" in refused.stderr
     )
 
 

@@ -75,8 +75,8 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
     if given.weights is None or not given.weights.exists():
         state = "are not set" if given.weights is None else f"do not exist at {given.weights}"
         raise RequestError(
-            f"The weights of {kind} {state}. Set {option} to a local path; nothing is downloaded automatically "
-            f"(docs/evaluation.md lists where to download them)."
+            f"The weights of {kind} {state}. Set {option} to a local path. Nothing is downloaded automatically; "
+            f"docs/evaluation.md lists where to download the weights."
         )
     open_clip_weights = open_clip.weights_file(given.weights) if kind == "clip" else None
     _check_files(kind, given.weights, open_clip_weights, option)
@@ -84,7 +84,8 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
     if given.sha256 is not None and sha256 != given.sha256:
         raise RequestError(
             f"{given.weights} has the SHA-256 {sha256}, but extractors.{kind}.sha256 is {given.sha256}. Different "
-            f"weights, configs or tokenizers give different metrics. Restore the expected files, or unset the sha256."
+            f"weights, configs or tokenizers give different metrics. Restore the expected files, or remove "
+            f"extractors.{kind}.sha256 from the config."
         )
     resize = {"inception": BILINEAR, "clip": CROPPED, "dinov2": SQUASHED}[kind]
     if open_clip_weights and not open_clip.read_preprocessing(given.weights).crop:

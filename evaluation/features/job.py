@@ -36,8 +36,8 @@ from shards.open import open_store
 
 RECORD = "reference.json"
 NO_REFERENCE = (
-    "No reference is set. Set reference.place to the location of its features, and also reference.pictures to its "
-    "images if the features do not exist yet; or set reference.moments."
+    "No reference is set. Set reference.place to the folder or URL of the reference's features. If the features do not "
+    "exist yet, also set reference.pictures to the reference's images. Alternatively, set reference.moments."
 )
 ISOLATE_FROM = 2
 """First attempt that decodes images in a child process, because an image may have crashed the previous attempt."""
@@ -96,14 +96,14 @@ def read_features(
     receipts = {name: found[name] for name in names if name in found}
     if len(receipts) < len(names):
         raise WorkError(
-            f"{store.where(folder)} has the features of only {len(receipts)} of {len(names)} parts. Run the same "
-            f"command with reference.pictures set to extract the others."
+            f"{store.where(folder)} has the features of only {len(receipts)} of {len(names)} parts. To extract the "
+            f"others, run the same command with reference.pictures set to the reference's images."
         )
     parts = [read_part(store, receipt) for receipt in receipts.values() if receipt["count"]]
     if not parts:
         raise WorkError(
             f"{store.where(folder)} has no features, because every image was rejected or too small. The receipts in "
-            f"{store.where('receipts')} list the reasons with counts. Use different images."
+            f"{store.where('receipts')} list the reasons and their counts. Use different images."
         )
     values, texts = (
         [np.load(io.BytesIO(part[name]), allow_pickle=False) for part in parts if name in part]
@@ -139,8 +139,9 @@ def extract_on_worker(
         values: np.ndarray = features.cpu().numpy()
         if not np.isfinite(values).all():
             raise WorkError(
-                f"{kind} returned non-finite features for {unit.name}, so its weights are damaged or do not match the "
-                f"model. Nothing was stored for this part. Use different weights (extractors.{kind}.weights)."
+                f"{kind} returned non-finite features for the part {unit.name}, so the weights of {kind} are damaged "
+                f"or do not match the model. Nothing was stored for this part. Set extractors.{kind}.weights to "
+                f"different weights."
             )
         return values
 
@@ -192,7 +193,8 @@ def reference_features(
         content = read_sealed(store, RECORD) or {}
         if not content:
             raise RequestError(
-                f"{store.where()} is not a reference: it has no {RECORD}. Set reference.pictures to create one there."
+                f"{store.where()} is not a reference: it has no {RECORD}. To create a reference there, set "
+                f"reference.pictures."
             )
         if any(content.get(key) != value for key, value in record.items()):
             raise _different_reference(store, content, record)
@@ -246,9 +248,18 @@ def reference_moments(config: ReferenceConfig, features: Features, reference_id:
 
 
 def _different_reference(store: Store, found: dict[str, Any], wanted: dict[str, Any]) -> RequestError:
-    differences = [f"{key} {found.get(key)!r} ≠ {value!r}" for key, value in wanted.items() if found.get(key) != value]
+    differences = [
+        f"{key}: {_shorten(found.get(key))} ≠ {_shorten(value)}"
+        for key, value in wanted.items()
+        if found.get(key) != value
+    ]
     return RequestError(
-        f"{store.where()} is a reference with different images or settings: {', '.join(differences)} (stored ≠ "
+        f"{store.where()} is a reference with different images or settings: {'; '.join(differences)} (stored ≠ "
         f"requested). Samples can only be compared with a reference of the same size, made with the same settings. Set "
         f"reference.place to a different location, or use the stored settings."
     )
+
+
+def _shorten(value: Any) -> str:
+    """Format a setting for an error; a list, such as the names of thousands of tars, is reduced to its length."""
+    return f"a list of {len(value)}" if isinstance(value, list) else repr(value)

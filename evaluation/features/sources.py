@@ -64,7 +64,7 @@ class ReferenceConfig(Config):
     @model_validator(mode="after")
     def _pictures_or_moments(self) -> Self:
         if self.moments is not None and self.pictures is not None:
-            raise ValueError("`moments` replaces the reference's images, so set either moments or pictures")
+            raise ValueError("`moments` replaces the reference's images, so set only one of `moments` and `pictures`")
         return self
 
     def record(self) -> dict[str, Any]:

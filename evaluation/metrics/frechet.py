@@ -102,14 +102,14 @@ def frechet_infinity(features: np.ndarray, clusters: np.ndarray, reference: np.n
         RequestError: either side has too few samples for a nonsingular covariance.
     """
     check_enough(features)
-    check_enough(reference, "in the reference")
+    check_enough(reference, "the reference")
     sums = GroupSums(features, groups_of(clusters))
     reference_sums = GroupSums(reference, groups_of(np.arange(len(reference))))
     jack = jackknife(lambda left_out: frechet_distance(sums.without(left_out), reference_sums.without(left_out)))
     return jack.interval("distance between the model's distribution and the reference's", unbiased=True)
 
 
-def check_enough(features: np.ndarray, where: str = "drawn") -> None:
+def check_enough(features: np.ndarray, source: str = "the sample set") -> None:
     """Check that the covariance of (N, D) features stays nonsingular when the jackknife leaves out groups.
 
     Raises:
@@ -119,7 +119,7 @@ def check_enough(features: np.ndarray, where: str = "drawn") -> None:
     needed = -(-(dimensions + 1) * GROUPS // (GROUPS - MAX_LEFT_OUT))
     if count < needed:
         raise RequestError(
-            f"A Fréchet distance over {dimensions}-dimensional features needs at least {needed} images, but there are "
-            f"only {count} {where}. With fewer, the covariance is singular, and the distance depends more on the "
+            f"A Fréchet distance over {dimensions}-dimensional features needs at least {needed} images, but {source} "
+            f"has only {count}. With fewer images, the covariance is singular, and the distance depends more on the "
             f"number of images than on the model. Use more images, or choose kid or cmmd, which have no such minimum."
         )

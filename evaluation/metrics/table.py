@@ -76,7 +76,7 @@ def clip_score(inputs: MetricInputs) -> Estimate:
 def _fid(inputs: MetricInputs) -> Estimate:
     assert inputs.moments is not None
     if inputs.reference is not None:
-        check_enough(_reference(inputs), "in the reference")
+        check_enough(_reference(inputs), "the reference")
     moments, dimensions = inputs.moments(), inputs.features.shape[1]
     if len(moments.mean) != dimensions:
         raise RequestError(
@@ -98,8 +98,8 @@ def _reference(inputs: MetricInputs) -> np.ndarray:
     assert inputs.reference is not None
     if len(inputs.reference) < MIN_CLUSTERS:
         raise RequestError(
-            f"The reference has only {len(inputs.reference)} images, but a metric with an interval needs at least "
-            f"{MIN_CLUSTERS}. Set reference.pictures to a larger set, and reference.place to a new location."
+            f"A metric with an interval needs at least {MIN_CLUSTERS} reference images, but the reference has only "
+            f"{len(inputs.reference)}. Set reference.pictures to a larger set, and reference.place to a new location."
         )
     return inputs.reference
 

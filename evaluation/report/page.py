@@ -86,7 +86,7 @@ def losses(runs: Sequence[LoggedRun]) -> list[Markup]:
         return [macros.paragraph("Nothing has been logged yet.")]
     note = "Each point is the mean of consecutive log lines."
     if chained := [run.name for run in runs if offsets[run.name]]:
-        note += f" Initialised from another of these runs and drawn after it: {', '.join(chained)}."
+        note += f" Runs that were initialised from another run on this page are drawn after it: {', '.join(chained)}."
     return [chart("Loss over steps", "optimizer steps", "mean squared error", lines, note, log=True)]
 
 
@@ -159,7 +159,7 @@ def speed(runs: Sequence[LoggedRun]) -> list[Markup]:
     rows = [[run.name, *(run.median(field) for field in fields)] for run in runs]
     parts = [macros.table("Medians over the log", header, rows)]
     if not any(run.curve("mfu") for run in runs):
-        unknown = "MFU is unknown: the device's peak is not listed, and `log.peak_tflops` is not set."
+        unknown = "MFU is unknown: the device's peak throughput is not listed, and `log.peak_tflops` is not set."
         parts.append(macros.paragraph(unknown))
     charts = []
     series = (("images_per_second", "Images per second", "images per second"), ("mfu", "MFU", "MFU"))
@@ -177,7 +177,7 @@ def costs(runs: Sequence[LoggedRun], price: float | None) -> list[Markup]:
         rows.append([run.name, images, run.num_processes, run.seconds / 3600, run.gpu_hours])
         if run.evaluations:
             hours = sum(evaluation.seconds for evaluation in run.evaluations) / 3600
-            rows.append([f"{run.name}, {len(run.evaluations)} evaluations", None, None, None, hours])
+            rows.append([f"{run.name}, evaluations ({len(run.evaluations)})", None, None, None, hours])
     rows.append(["all", sum(row[1] or 0 for row in rows), None, None, sum(row[4] for row in rows)])
     rows = [[*row, None if price is None else f"${row[4] * price:,.2f}"] for row in rows]
     header = ["run", "images", "processes", "hours", "process hours", "dollars"]

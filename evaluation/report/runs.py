@@ -42,8 +42,8 @@ def run_config(run: Store) -> dict[str, Any]:
         config: dict[str, Any] = yaml.safe_load(run.read("config.yaml"))
     except FileNotFoundError:
         raise RequestError(
-            f"{run.where()} is not a training run: it has no config.yaml. Give the run_dir of a training run, or its "
-            f"URL."
+            f"{run.where()} is not a training run: it has no config.yaml. Pass the run_dir of a training run (a "
+            f"folder or URL)."
         ) from None
     except yaml.YAMLError as error:
         raise RequestError(
@@ -178,7 +178,7 @@ def read_runs(names: list[str]) -> list[LoggedRun]:
     """
     places = [parse_place(name) for name in names]
     if len(set(map(str, places))) < len(places):
-        raise RequestError(f"A run is given twice: {', '.join(names)}. Name each run once.")
+        raise RequestError(f"The same run is listed more than once: {', '.join(names)}. List each run only once.")
     return [_read(place, name) for place, name in zip(places, short_names(names), strict=True)]
 
 

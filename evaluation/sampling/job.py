@@ -112,12 +112,12 @@ def resolve_precision(config: SamplingConfig, output: Path | str, workers: Fleet
 def describe_drawing(folder: Path, prompts: list[Prompt], config: SamplingConfig, setting: Setting) -> Drawing:
     """Describe everything that a setting's images depend on, except for the model."""
     own_scheduler = load_scheduler(folder)
-    assert config.precision != "auto", "resolve_precision comes first"
+    assert config.precision != "auto", "call resolve_precision first"
     if config.guidance_input is not None and not has_guidance_input(folder):
         raise RequestError(
             f"sampling.guidance_input is {config.guidance_input:g}, but the network in {folder} takes no guidance "
-            f"scale as an input, so the setting would have no effect. Remove it. For classifier-free guidance, set "
-            f"sampling.guidance."
+            f"scale as an input, so the setting would have no effect. Remove sampling.guidance_input. For "
+            f"classifier-free guidance, set sampling.guidance instead."
         )
     copied = {"seed", "images_per_prompt", "size", "negative_prompt", "guidance_input", "precision", "codec"}
     return Drawing(
@@ -165,7 +165,7 @@ def _different_settings(store: Store, found: dict[str, Any], content: dict[str, 
     names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     return RequestError(
         f"{store.where()} contains a sample set with different settings ({', '.join(names) or 'prompts'}). Set "
-        f"--output to a different location, or use the settings with which the sample set was started."
+        f"--output to a different location, or use the settings that the sample set was started with."
     )
 
 

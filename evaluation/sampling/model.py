@@ -80,10 +80,12 @@ def choose_step(run: Store, step: int | None) -> int:
     """
     steps = sorted(checkpoints_in(run.files("checkpoints")))
     if not steps:
-        raise RequestError(f"{run.where()} has no complete checkpoint yet. Run the command again once it has one.")
+        raise RequestError(
+            f"{run.where()} has no complete checkpoint yet. Run the command again once a checkpoint is saved."
+        )
     if step is not None and step not in steps:
         raise RequestError(
-            f"{run.where()} has no checkpoint of step {step}. Choose one of its steps: {', '.join(map(str, steps))}."
+            f"{run.where()} has no checkpoint at step {step}. Available steps: {', '.join(map(str, steps))}."
         )
     return step if step is not None else steps[-1]
 
@@ -113,10 +115,10 @@ def prepare_model(
     elif found.step is not None and found == replace(model, name=found.name):
         return found  # the same checkpoint, but the run was moved or is given by a different path
     elif found != model:
+        checkpoint = "" if found.step is None else f"step {found.step}, {found.weights} weights, "
         raise RequestError(
-            f"{output.where()} contains samples from a different model ({found.name}, step {found.step}, "
-            f"{found.weights} weights, content {found.content[:12]}…). Set --output to a different location, or use "
-            f"that model."
+            f"{output.where()} contains samples from a different model ({found.name}, {checkpoint}content hash "
+            f"{found.content[:12]}…). Set --output to a different location, or use that model."
         )
     return model
 
@@ -130,7 +132,7 @@ def _export(name: str, step: int, weights: Weights, output: Store) -> Model:
         if result.returncode:
             reason = " ".join(result.stderr.split()).rpartition("error: ")[2]
             raise WorkError(
-                f"The checkpoint of step {step} in {name} cannot be exported, so it cannot be sampled: {reason} Other "
+                f"The checkpoint at step {step} in {name} cannot be exported, so it cannot be sampled: {reason} Other "
                 f"checkpoints may be intact."
             )
         content = hash_pipeline(target)
@@ -160,8 +162,8 @@ def open_pipeline(model: Model, output: Store) -> Iterator[Path]:
     with nullcontext(pipeline_folder(model.name)) if model.step is None else output.local(EXPORTED) as folder:
         if not (folder / INDEX).is_file() or hash_pipeline(folder) != model.content:
             raise WorkError(
-                f"{folder} on this machine does not contain the model to sample (content {model.content[:12]}…). Put "
-                f"the model on shared storage, or copy the same files to this path on every node."
+                f"{folder} on this machine does not contain the model to sample (content hash {model.content[:12]}…). "
+                f"Put the model on shared storage, or copy the same files to this path on every node."
             )
         yield folder
 
@@ -172,7 +174,8 @@ def pipeline_folder(name: str) -> Path:
     if not (folder / INDEX).is_file():
         raise RequestError(
             f"{name} is neither a run folder (it has no config.yaml) nor a diffusers pipeline (it has no {INDEX}). "
-            f"Correct --model."
+            f"Set --model to a run (a folder or URL), the folder of an exported pipeline, or the name of a pipeline on "
+            f"the hub."
         )
     return folder
 

@@ -129,9 +129,9 @@ def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
     ).images.float()
     if not torch.isfinite(pictures).all():
         raise WorkError(
-            f"The model drew images with non-finite pixels, in the batch that starts with the prompt "
-            f"{samples[0].prompt.text!r}. Try --sampling.precision float32. If that does not help, the checkpoint's "
-            f"weights are unusable; sample an earlier checkpoint."
+            f"The model drew images with non-finite pixels in the batch that starts with the prompt "
+            f"{samples[0].prompt.text!r}. Try --sampling.precision float32. If the pixels are still non-finite, the "
+            f"checkpoint's weights are unusable, so sample an earlier checkpoint."
         )
     return pictures
 

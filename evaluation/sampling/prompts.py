@@ -83,7 +83,9 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
     try:
         rows = list(reader(config.file, config.column))
     except FileNotFoundError:
-        raise RequestError(f"The prompt file {config.file} does not exist. Correct --prompts.file.") from None
+        raise RequestError(
+            f"The prompt file {config.file} does not exist. Pass an existing file with --prompts.file PATH."
+        ) from None
     except PARSE_ERRORS as error:
         raise RequestError(
             f"The prompt file {config.file} cannot be parsed: {type(error).__name__}: {error}. Fix the file and run "
@@ -102,17 +104,17 @@ def _make_prompts(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
     not_text = [row.place for row in rows if row.text is not None and not _is_text(row.text)]
     if not_text:
         raise RequestError(
-            f"{config.file} contains prompts that are not valid text, at {_join(not_text)}. Replace them with "
-            f"UTF-8 text; if the file is a table, check that prompts.column names the right column."
+            f"{config.file} contains prompts that are not valid text ({_join(not_text)}). Replace them with UTF-8 "
+            f"text. If the file is a table, check that prompts.column names the right column."
         )
     empty = [row.place for row in rows if not (row.text or "").strip()]
     if empty:
         raise RequestError(
-            f"{config.file} contains empty prompts, at {_join(empty)}. They would be sampled and counted in every "
+            f"{config.file} contains empty prompts ({_join(empty)}). They would be sampled and counted in every "
             f"metric. Remove them."
         )
     if not rows:
-        raise RequestError(f"{config.file} contains no prompts. Add some, or choose another --prompts.file.")
+        raise RequestError(f"{config.file} contains no prompts. Add some, or choose another file with --prompts.file.")
     places: dict[str, list[str]] = defaultdict(list)
     prompts = []
     for row in rows:
@@ -127,9 +129,9 @@ def _make_prompts(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
     if duplicates and len({prompt.id for prompt in prompts}) < len(prompts):
         raise RequestError(
             f"{config.file} contains duplicate prompts: {_join(duplicates)}. They would be sampled with the same "
-            f"noise, and count twice in every metric. Remove the duplicates. To draw several images per prompt, set "
-            f"sampling.images_per_prompt. If the duplicates are intended and the file has no ids, set "
-            f"prompts.duplicates to `keep`."
+            f"noise, and each repetition would count again in every metric. Remove the duplicates. To draw several "
+            f"images per prompt, set sampling.images_per_prompt. If the duplicates are intended and the file has no "
+            f"ids, set prompts.duplicates to `keep`."
         )
     return prompts
 
@@ -170,12 +172,14 @@ def _read_table(
     text = by_name.get((column or next((n for n in TEXT_COLUMNS if n in by_name), "")).lower())
     if text is None:
         wanted = column or " or ".join(TEXT_COLUMNS)
-        raise ValueError(f"the table has no column {wanted}, only {', '.join(names)}")
+        raise ValueError(f"the table has no column {wanted}; its columns are {', '.join(names)}")
     id_column = next((by_name[name] for name in ID_COLUMNS if name in by_name), "")
     category = by_name.get(CATEGORY_COLUMN, "")
     for number, row in enumerate(rows, start=1):
         if None in row:
-            raise ValueError(f"{place(number)} has more cells than the header; put text that contains commas in quotes")
+            raise ValueError(
+                f"{place(number)} has more cells than the header. In a CSV file, put text with commas in quotes"
+            )
         yield _Row(place(number), row[text], row.get(id_column), row.get(category))
 
 

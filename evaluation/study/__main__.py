@@ -94,17 +94,18 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
             if options.again - 1 not in invited:
                 raise RequestError(
                     f"Rater {options.again} has not been invited yet, so there is no link to replace. To invite more "
-                    f"raters: python -m {PROG} invite NUMBER."
+                    f"raters, run `python -m {PROG} invite NUMBER`."
                 )
             chosen = [options.again - 1]
         else:
-            chosen = sorted(set(range(num_raters)) - invited)[: max(0, options.count or 0)]
-            if not options.count or len(chosen) < options.count:
+            waiting = sorted(set(range(num_raters)) - invited)
+            if not options.count or not 0 < options.count <= len(waiting):
+                advice = f"Pass a number of raters, as in `python -m {PROG} invite {len(waiting)}`. " if waiting else ""
                 raise RequestError(
-                    f"{len(invited)} of the protocol's {num_raters} raters have been invited. Give the number of "
-                    f"raters to invite: python -m {PROG} invite {max(1, num_raters - len(invited))}. To replace a lost "
-                    f"link, use --again with the rater's number."
+                    f"The protocol has {num_raters} raters, and the number invited so far is {len(invited)}. {advice}"
+                    f"To replace a lost link, use --again with the rater's number."
                 )
+            chosen = waiting[: options.count]
         serving = config.serve
         origin = serving.origin or f"http://{serving.host}:{serving.port}"
         for rater in chosen:
@@ -123,8 +124,8 @@ def serve(config: StudyConfig, options: argparse.Namespace) -> None:
     study = read_study(config.output)
     check_pictures(study)
     with open_votes(study) as votes:
-        invited = f"{len(votes.invited())} of {study.protocol.raters} raters have been invited"
-        print(f"{invited}. To invite more: python -m {PROG} invite NUMBER --output {config.output}")
+        invited = f"Raters invited: {len(votes.invited())} of {study.protocol.raters}"
+        print(f"{invited}. To invite more, run `python -m {PROG} invite NUMBER --output {config.output}`.")
         serve_page(study, votes, config.serve)
 
 

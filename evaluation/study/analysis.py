@@ -47,17 +47,17 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
     if len(answers) < planned and not partial:
         raise RequestError(
             f"{study.folder} has {len(answers)} of {planned} planned answers. A study that is stopped as soon as its "
-            f"result looks good finds differences that do not exist. Wait for the missing answers (`python -m "
-            f"evaluation.study status` lists them by rater), or set --partial true to get a result that is marked as "
-            f"partial."
+            f"result looks good tends to find differences that do not exist. Wait for the missing answers; `python -m "
+            f"evaluation.study status` shows each rater's progress. Alternatively, set --partial true to get a result "
+            f"that is marked as partial."
         )
     raters = [_report_rater(number, schedule[number], answers, protocol) for number in range(protocol.raters)]
     excluded = {rater["number"] - 1 for rater in raters if rater["excluded"]}
     counted = [a for a in answers if a.showing.kind == "first" and a.vote.rater not in excluded]
     if not counted:
         raise RequestError(
-            f"{study.folder} has no votes to count: {len(answers)} answers, {len(excluded)} raters excluded by the "
-            f"protocol's rule. Run the analysis again once more raters have voted."
+            f"{study.folder} has no votes to count (answers: {len(answers)}, raters excluded by the protocol's rule: "
+            f"{len(excluded)}). Run the analysis again once more raters have voted."
         )
     return {
         "name": protocol.name,

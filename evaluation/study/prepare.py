@@ -81,7 +81,7 @@ def check_comparable_sets(sets: Sequence[SampleSet], config: ProtocolConfig) -> 
     for other in sets[1:]:
         differ = [name for name in SAME if other.drawing[name] != sets[0].drawing[name]]
         if differ:
-            shown = "; ".join(f"{name}: {sets[0].drawing[name]} and {other.drawing[name]}" for name in differ)
+            shown = ", ".join(f"{name} ({sets[0].drawing[name]} and {other.drawing[name]})" for name in differ)
             raise RequestError(
                 f"{sets[0].place} and {other.place} cannot be compared: they differ in {shown}. Draw both with the "
                 f"same prompts, sampling.seed, sampling.images_per_prompt and sampling.size."

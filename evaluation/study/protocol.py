@@ -139,7 +139,7 @@ class Study:
         if picture_name(self.secret, data) != name:
             raise WorkError(
                 f"{path} is {'missing' if not data else 'damaged'}. Restore it from a backup, or run the same "
-                f"`prepare` command again, which rewrites missing images."
+                f"`prepare` command again to rewrite it."
             )
         return data
 
@@ -175,8 +175,8 @@ def read_study(folder: Path) -> Study:
     secret = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(secret).hexdigest() != protocol.secret_sha256:
         raise WorkError(
-            f"{path} is missing, or is not the secret with which the study was prepared. Without it, the side on which "
-            f"each model was shown cannot be recovered. Restore it from a backup."
+            f"{path} is missing, or is not the secret that the study was prepared with. Without that secret, the side "
+            f"on which each model was shown cannot be recovered. Restore the file from a backup."
         )
     return Study(folder, protocol, secret)
 

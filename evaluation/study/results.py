@@ -57,15 +57,15 @@ def format_results(results: dict[str, Any]) -> str:
     for row in results["preferences"]:
         lines.append(
             f"{row['question']:<12} {row['models'][0]} over {row['models'][1]}: {row['preference']:6.1%} "
-            f"[{row['low']:.1%}, {row['high']:.1%}], {row['votes']} votes by {row['raters']} raters on "
-            f"{row['prompts']} prompts: {row['verdict']}"
+            f"[{row['low']:.1%}, {row['high']:.1%}] (votes: {row['votes']}, raters: {row['raters']}, "
+            f"prompts: {row['prompts']}): {row['verdict']}"
         )
     for row in results["strengths"]:
         lines.append(
             f"{row['question']:<12} {row['model']} over the others: {row['share']:6.1%} "
             f"[{row['share_low']:.1%}, {row['share_high']:.1%}]"
         )
-    lines += [f"Brackets are 95 % intervals of {results['estimand']}.", summarise_raters(results)]
+    lines += [f"Brackets show 95 % intervals of {results['estimand']}.", summarise_raters(results)]
     if results["partial"]:
         lines.append(partial_warning(results))
     return "\n".join(lines)
@@ -74,12 +74,12 @@ def format_results(results: dict[str, Any]) -> str:
 def summarise_raters(results: dict[str, Any]) -> str:
     """Summarise which raters were excluded, and how well all raters answered gold items and repeats."""
     raters = results["raters"]
-    excluded = [str(rater["number"]) for rater in raters if rater["excluded"]]
+    excluded = [f"rater {rater['number']}" for rater in raters if rater["excluded"]]
     consistent, repeats = (sum(rater[name] for rater in raters) for name in ("repeats_same", "repeats_answers"))
     correct, golds = (sum(rater[name] for rater in raters) for name in ("gold_right", "gold_answers"))
     if excluded:
         rule = f"less than {results['exclude_below']:.0%} of gold answers correct"
-        exclusion = f"Excluded by the protocol's rule ({rule}): rater {', '.join(excluded)}."
+        exclusion = f"Excluded by the protocol's rule ({rule}): {', '.join(excluded)}."
     else:
         exclusion = "No rater was excluded."
     return (
@@ -91,8 +91,8 @@ def summarise_raters(results: dict[str, Any]) -> str:
 def partial_warning(results: dict[str, Any]) -> str:
     """Return a warning that the results of an incomplete study cannot be relied on."""
     return (
-        f"PARTIAL: {results['answers']} of {results['planned']} planned answers. A study that is stopped as soon as "
-        f"its result looks good finds differences that do not exist."
+        f"PARTIAL: the study has {results['answers']} of {results['planned']} planned answers. A study that is stopped "
+        f"as soon as its result looks good tends to find differences that do not exist."
     )
 
 

@@ -291,5 +291,6 @@ def serve(study: Study, votes: Votes, config: ServeConfig) -> None:
         )
     except OSError as error:
         raise RequestError(
-            f"The server cannot listen on {address}: {error.strerror or error}. Choose a different --serve.port."
+            f"The server cannot listen on {address}: {error.strerror or error}. Choose a different port with "
+            f"--serve.port."
         ) from error

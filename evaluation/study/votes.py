@@ -111,7 +111,7 @@ class Votes:
         except sqlite3.OperationalError as error:  # for example, a full disk or a lock held by another process
             raise WorkError(
                 f"{self._path} cannot be written: {error}. Earlier votes are kept. Free disk space, or stop any other "
-                f"program that locks the file."
+                f"program that has locked the file."
             ) from error
 
 
@@ -154,9 +154,9 @@ def _begin(db: sqlite3.Connection, study: Study, path: Path) -> None:
     db.execute("COMMIT")
     if recorded != sha256:
         raise RequestError(
-            f"{path} belongs to a different protocol ({recorded[:12]}…; {study.folder} now has {sha256[:12]}…). "
-            f"Changing the protocol requires a new study. Restore the original protocol, or prepare the new one in "
-            f"another folder."
+            f"{path} belongs to a different protocol: it was created with the protocol {recorded[:12]}…, but "
+            f"{study.folder} now has {sha256[:12]}…. Changing the protocol requires a new study. Restore the original "
+            f"protocol, or prepare the new one in another folder."
         )
 
 

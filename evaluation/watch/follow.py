@@ -122,7 +122,7 @@ class Follower:
             reasons = "; ".join(f"step {step}: {failure}" for step, failure in failures.items())
             count = "1 checkpoint" if len(failures) == 1 else f"{len(failures)} checkpoints"
             raise WorkError(
-                f"{count} of {self.run.where()} could not be evaluated ({reasons}). All others were evaluated. Run the "
+                f"{count} in {self.run.where()} could not be evaluated ({reasons}). All others were evaluated. Run the "
                 f"same command again to retry only the failed ones."
             )
 
@@ -182,7 +182,7 @@ class Follower:
             if not checkpoint.is_reported_incomplete:
                 checkpoint.is_reported_incomplete = True
                 print(
-                    f"The checkpoint of step {checkpoint.step} in {self.run.where()} is incomplete; it is skipped "
+                    f"The checkpoint at step {checkpoint.step} in {self.run.where()} is incomplete; it is skipped "
                     f"until all its files exist.",
                     flush=True,
                 )
@@ -210,7 +210,7 @@ class Follower:
         if step not in checkpoints_in(self.run.files("checkpoints")) and not checkpoint.is_exported():
             checkpoint.failure = None
             print(
-                f"The checkpoint of step {step} in {self.run.where()} was removed while it was being read; it is "
+                f"The checkpoint at step {step} in {self.run.where()} was removed while it was being read, so it is "
                 f"skipped.",
                 flush=True,
             )

@@ -57,7 +57,7 @@ def open_tracker(run: Store, output: Path | str) -> LogStep:
     if name == "tensorboard":
         if find_spec(name) is not None:
             return partial(write_events, store)
-        reason = "it is not installed here"
+        reason = f"{name} is not installed here"
     elif name != "none":
         if store.where() == run.where():
             return partial(write_results, run)

@@ -93,12 +93,14 @@ def check_adherence(folder: Path) -> None:
     """
     found = json.loads((folder / "adherence.json").read_text())["phase2"]["seen"]
     short = [
-        f"{name} {found[name]:.1%} instead of {least:.0%}" for name, least in MIN_SHARES.items() if found[name] < least
+        f"{name} {found[name]:.1%} instead of at least {least:.0%}"
+        for name, least in MIN_SHARES.items()
+        if found[name] < least
     ]
     if short:
         raise SystemExit(
-            f"error: too few of phase 2's images show what their prompts ask for: {', '.join(short)}. The demo is "
-            f"the same on every machine up to rounding, so this is a defect. See {folder}/report.html."
+            f"error: too few of phase 2's images show what their prompts ask for: {', '.join(short)}. The demo gives "
+            f"the same result on every machine up to rounding, so this is a bug. See {folder}/report.html."
         )
 
 

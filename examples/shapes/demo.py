@@ -141,8 +141,8 @@ class Demo:
                     spent = earlier + time.monotonic() - started
                     left = seconds_left(line["images_per_second"])
                     print(
-                        f"The demo will take about {(spent + left) / 60:.0f} minutes in total, of which "
-                        f"{spent / 60:.0f} have passed. Phase 1 trains at {line['images_per_second']:.0f} images/s.",
+                        f"The demo will take about {(spent + left) / 60:.0f} min in total ({spent / 60:.0f} min so "
+                        f"far). Phase 1 trains at {line['images_per_second']:.0f} images/s.",
                         flush=True,
                     )
                     return
@@ -202,6 +202,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="default: runs/demo")
     parser.add_argument("--num-pictures", type=int, default=NUM_PICTURES, help=f"default: {NUM_PICTURES:,}")
     arguments = parser.parse_args()
+    try:
+        plan_world(arguments.num_pictures, SEED)
+    except ValueError as error:
+        parser.error(str(error))
     demo = Demo(arguments.folder, arguments.num_pictures)
     print(EXPECTED, flush=True)
     demo.run()

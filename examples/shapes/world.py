@@ -60,7 +60,7 @@ def plan_world(num_pictures: int, seed: int) -> list[PlannedPicture]:
     kinds = [kind for kind, fraction in KINDS.items() for _ in range(max(1, round(fraction * num_pictures)))]
     if len(kinds) > num_pictures:
         raise ValueError(
-            f"num_pictures is {num_pictures}, too few for one image of each kind. Use at least {len(kinds)}."
+            f"num_pictures is {num_pictures}, which is too few for one image of each kind. Use at least {len(kinds)}."
         )
     kinds += ["plain"] * (num_pictures - len(kinds))
     order = np.random.default_rng(seed).permutation(num_pictures)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shards.base.table import counted
 from train.model.config import AdamWConfig
 
 BACKWARD_SHARE = 2 / 3
@@ -183,9 +184,9 @@ def calibrate(images_per_second_per_gpu: float, step: Step, gpus: int, machine: 
     overhead = step_time(0.0, step, gpus, machine)
     if overhead.compute + overhead.exposed >= measured:
         raise ValueError(
-            f"a step of {step.global_batch_size} images on {gpus} GPUs was measured at {measured:.3f} s, but at the "
-            f"given bandwidths the gradients take {overhead.gradients:.3f} s and the optimizer takes "
-            f"{overhead.compute:.3f} s, which leaves no time for the forward and backward pass"
+            f"a step of {step.global_batch_size} images on {counted(gpus, 'GPU')} was measured at {measured:.3f} s, "
+            f"but at the given bandwidths the gradients take {overhead.gradients:.3f} s and the optimizer takes "
+            f"{overhead.compute:.3f} s, which leaves no time for the forward and backward passes"
         )
     low, high = 0.0, measured / images
     while low < (middle := (low + high) / 2) < high:

@@ -66,7 +66,7 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
         try:
             shapes = {name: Bucket.parse(name).latent_hw(image.downsampling) for name in buckets}
         except ValueError as error:
-            raise RequestError(f"{error}. Choose a different bucket or VAE.") from None
+            raise RequestError(f"data.samples: {error}. Choose a different bucket or VAE.") from None
         pictures = {name: (Bucket.parse(name).height, Bucket.parse(name).width) for name in shapes}
         encode = {name: count_flops(vae.encode, torch.empty(1, 3, *hw)) for name, hw in pictures.items()}
         caption = sum(
@@ -205,8 +205,8 @@ def build_text_tower(name: str, text: TextNetwork) -> tuple[Any, TextTower]:
         model = getattr(transformers, text.class_name)(config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RequestError(
-            f"networks.texts.{name}: transformers cannot build a {text.class_name} from {text.config}: {error}. Set "
-            f"`class_name` and `config` to the class and the config.json of the same model."
+            f"networks.texts.{name}: transformers cannot build the class {text.class_name} from {text.config}: "
+            f"{error}. Set `class_name` and `config` to the class and the config.json of the same model."
         ) from error
     config = getattr(config, "encoder", None) or config.get_text_config()
     max_tokens = text.max_tokens or int(config.max_position_embeddings)
@@ -235,11 +235,11 @@ def _read(path: str, parse: Any) -> dict[str, Any]:
         fields: dict[str, Any] = parse(Path(path).read_text())
     except FileNotFoundError:
         raise RequestError(
-            f"The network config {path} does not exist. Set `networks` to the config.json files of diffusers or "
-            f"transformers models."
+            f"The network config {path} does not exist. Check the paths in `networks`: `backbone` must be a training "
+            f"config, and each of the others must be the config.json of a diffusers or transformers model."
         ) from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RequestError(
-            f"The network config {path} cannot be parsed: {error}. Correct it, or choose another file in `networks`."
+            f"The network config {path} cannot be parsed: {error}. Fix the file, or choose another one in `networks`."
         ) from None
     return fields

@@ -36,7 +36,10 @@ def fetch_missing(
     """
     shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)  # left by a killed run
     missing = [tar for tar in tars if not is_published(config, tar)]
-    print(f"{len(tars) - len(missing)} of {len(tars)} tars are complete, {len(missing)} to download.", flush=True)
+    print(
+        f"{len(tars) - len(missing)} of {len(tars)} tars are complete, with {len(missing)} left to download.",
+        flush=True,
+    )
     attempts, failed = Counter[str](), dict[str, str]()
     # When a worker dies, every tar in progress fails, so a reason that is specific to a tar takes precedence.
     own_reasons: dict[str, str] = {}
@@ -56,10 +59,10 @@ def fetch_missing(
                 if reason != WORKER_DIED:
                     own_reasons[tar.name] = reason
                 if attempts[tar.name] < config.shard_attempts:
-                    print(f"{tar.name} failed and will be retried: {reason}", flush=True)
+                    print(f"tar {tar.name} failed and will be retried: {reason}", flush=True)
                     retries.append(tar)
                 else:
-                    print(f"{tar.name} failed: {reason}", flush=True)
+                    print(f"tar {tar.name} failed: {reason}", flush=True)
                     failed[tar.name] = own_reasons.get(tar.name, reason)
         waiting = retries
     shutil.rmtree(config.output / ATTEMPTS_NAME, ignore_errors=True)
@@ -78,10 +81,10 @@ def is_published(config: DownloadConfig, tar: PlannedTar) -> bool:
         if intact and config.recheck:
             intact = check_tar(config.output, tar.name, tar.num_rows, config) == receipt
     except (OSError, ValueError, KeyError, WorkError) as error:
-        print(f"{tar.name} is damaged and will be downloaded again: {error}", flush=True)
+        print(f"tar {tar.name} is damaged and will be downloaded again: {error}", flush=True)
         return False
     if not intact:
-        print(f"{tar.name} has changed since it was published and will be downloaded again.", flush=True)
+        print(f"tar {tar.name} has changed since it was published and will be downloaded again.", flush=True)
     return intact
 
 

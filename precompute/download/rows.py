@@ -64,8 +64,8 @@ def plan_download(config: DownloadConfig) -> list[PlannedTar]:
         raise RequestError(f"{config.input} contains no rows, so there is nothing to download. Check --input.")
     if len(tars) > MAX_TARS:
         raise RequestError(
-            f"{config.input} needs {len(tars)} tars of {config.rows_per_shard} rows, but the limit is {MAX_TARS}, "
-            f"because tar names have five digits. Raise rows_per_shard."
+            f"{config.input} needs {len(tars)} tars with rows_per_shard = {config.rows_per_shard}, but the limit is "
+            f"{MAX_TARS}, because tar names have five digits. Raise rows_per_shard."
         )
     settings = config.model_dump(mode="json", include={"rows_per_shard", "extra_columns", "images"})
     _keep_to_plan(config.output / PLAN_NAME, {"settings": settings, "inputs": inputs})
@@ -105,17 +105,18 @@ def _keep_to_plan(path: Path, now: dict[str, Any]) -> None:
     for name, value in now["settings"].items():
         if before["settings"][name] != value:
             raise RequestError(
-                f"{path.parent} was started with {name} {before['settings'][name]}, not {value}, and all its tars must "
-                "have the same settings. Keep that value, or choose a different --output."
+                f"The download in {path.parent} was started with {name} = {before['settings'][name]}, but {name} is "
+                f"now {value}. All its tars must have the same settings. Restore the earlier value, or choose a "
+                "different --output."
             )
     for index, (item, found) in enumerate(zip_longest(before["inputs"], now["inputs"])):
         if item is not None and found != item:
             instead = f"{found['name']} with {found['num_rows']} rows" if found else "missing"
-            differs = "" if found is None else ", or its rows differ"
+            differs = "" if found is None else " (the name, the number of rows or the rows themselves have changed)"
             raise RequestError(
-                f"{path.parent} was started with {item['name']} ({item['num_rows']} rows) as input file {index}, which "
-                f"is now {instead}{differs}. Files may only be added after the last one; for different rows, choose a "
-                "different --output."
+                f"The download in {path.parent} was started with {item['name']} ({item['num_rows']} rows) as input "
+                f"file {index}, but input file {index} is now {instead}{differs}. Files may only be added after the "
+                "last one. For different rows, choose a different --output."
             )
     if now["inputs"] != before["inputs"]:
         write_sealed_json(path, now)
@@ -166,9 +167,9 @@ def _check_types(schema: pa.Schema, names: dict[str, str], place: str) -> None:
         is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
         if not is_text and (name in ("url", "caption") or not is_number):
             raise RequestError(
-                f"{place}: the column `{column}` has type {kind}, so it cannot be stored as {name}: caption and url "
-                "must be strings, and other columns strings, numbers or booleans. List the columns to store with "
-                "--extra_columns a,b."
+                f"{place}: the column `{column}` has type {kind}, so it cannot be stored as {name}. The columns "
+                "caption and url must be strings; other columns must be strings, numbers or booleans. List the columns "
+                "to store with --extra_columns a,b."
             )
 
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from precompute.download.config import DownloadConfig
 from precompute.input.tars import RawSample, Tar
 from shards.base.errors import WorkError
+from shards.base.table import counted
 
 SUCCESS = "success"
 
@@ -51,7 +52,8 @@ def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) ->
         formats[format_of(sample.image or b"")] += 1
     if missing:
         raise WorkError(
-            f"{name}.tar lacks {len(missing)} samples that the parquet file lists, starting with {min(missing)}"
+            f"{name}.tar lacks {counted(len(missing), 'sample')} that the parquet file "
+            f"lists, starting with {min(missing)}"
         )
     return {"tar_bytes": tar.bytes, "tar_sha256": tar.sha256, "formats": dict(sorted(formats.items()))}
 
@@ -71,7 +73,8 @@ def _check_counts(stats: dict[str, Any], rows: list[dict[str, Any]], num_rows: i
         raise WorkError(f"the row counts differ: {', '.join(f'{place} {count}' for place, count in counts.items())}")
     if in_parquet[SUCCESS] != stats["successes"]:
         raise WorkError(
-            f"the parquet file lists {in_parquet[SUCCESS]} successes, but the stats list {stats['successes']}"
+            f"the number of successes is {in_parquet[SUCCESS]} in the parquet file, but {stats['successes']} in the "
+            f"stats"
         )
 
 
@@ -80,7 +83,7 @@ def _check_sample(sample: RawSample, sha256: str, original_bytes: bool) -> None:
         raise WorkError(f"sample {sample.key} has no {'image' if sample.image is None else 'caption'} in the tar")
     if sample.metadata.get("key") != sample.key:
         found = sample.metadata.get("key")
-        problem = f"has the key {found}" if found else "is missing or has no key"
+        problem = f"has the key {found} instead" if found else "is missing or has no key"
         raise WorkError(f"the JSON of sample {sample.key} {problem}")
     if original_bytes and hashlib.sha256(sample.image).hexdigest() != sha256:
         raise WorkError(f"the image of sample {sample.key} does not match the SHA-256 recorded during download")

@@ -75,8 +75,8 @@ def quantise(model: Model, to: Quantised) -> Model:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         raise UnfitNode(
-            f"{os.uname().nodename} has no torchao ({error}), which is needed for a text tower's {to} weights. Install "
-            f"it on that node: pip install 'latentmill[quantised]'."
+            f"The node {os.uname().nodename} has no torchao ({error}), but a text tower with {to} weights needs "
+            f"torchao. Install it on that node: pip install 'latentmill[quantised]'."
         ) from error
     quantize_(model, Int8WeightOnlyConfig() if to == "int8" else Float8WeightOnlyConfig())
     return model

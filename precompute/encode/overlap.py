@@ -48,7 +48,8 @@ def threads(number: int, seconds: float | None = None) -> Iterator[Pool]:
         closer.join(0 if is_stuck else seconds)
         if closer.is_alive() and not is_stuck:
             raise Stuck(
-                f"a call timed out after {seconds} s; an earlier call failed with {type(error).__name__}: {error}"
+                f"a call did not finish within {seconds} s after another call failed with {type(error).__name__}: "
+                f"{error}"
             ) from error
         raise
     pool.shutdown()

@@ -13,7 +13,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.tables import TOO_SMALL
 from shards.root.writing import PartWriter, Sample, WrittenPart
 
-NON_FINITE = Reject("non_finite", "encoded in float32 too")
+NON_FINITE = Reject("non_finite", "not finite in float16, even when encoded in float32")
 
 
 class Parts:

@@ -87,9 +87,9 @@ def check_source(expected: str) -> None:
     would distinguish parts that were encoded by different versions."""
     if source_sha256() != expected:
         raise UnfitNode(
-            f"The node {os.uname().nodename} runs a different version of latentmill than the driver: the SHA-256 of "
-            f"its source is {source_sha256()}, and the driver's is {expected}. Nothing was encoded on this node. "
-            f"Install the driver's version on the node, or remove the node from the cluster."
+            f"The node {os.uname().nodename} is running a different version of latentmill than the driver: the "
+            f"SHA-256 of its source is {source_sha256()}, and the driver's is {expected}. Nothing was encoded on this "
+            f"node. Install the driver's version on the node, or remove the node from the cluster."
         )
 
 
@@ -137,8 +137,9 @@ def compile_now(towers: TextTowers, buckets: Iterable[Bucket] = ()) -> None:
         towers.warm_up(buckets)
     except TorchDynamoException as error:
         raise UnfitNode(
-            f"torch.compile fails on {os.uname().nodename} ({' '.join(str(error).split())[:300]}). On GPUs, it needs "
-            f"a C compiler in addition to torch's triton. Install one on this node, or set workers.compile to false."
+            f"torch.compile failed on the node {os.uname().nodename} ({' '.join(str(error).split())[:300]}). On GPUs, "
+            f"it needs a C compiler in addition to torch's triton. Install a C compiler on that node, or set "
+            f"workers.compile to false."
         ) from error
 
 
@@ -219,7 +220,7 @@ def _recorded(weights: Weights) -> Path:
     try:
         return recorded_folder(weights)
     except RequestError as error:
-        raise UnfitNode(f"{error} (on {os.uname().nodename})") from error
+        raise UnfitNode(f"On node {os.uname().nodename}: {error}") from error
 
 
 def prepare_process() -> None:

@@ -36,7 +36,7 @@ def check_caption_fields(fields: Sequence[str]) -> None:
         if field != "txt" and not (field.startswith(JSON_PREFIX) and len(field) > len(JSON_PREFIX)):
             raise ValueError(f"{field!r} is not a caption field; use txt or json:FIELD, such as json:blip_caption")
     if len(set(fields)) != len(fields):
-        raise ValueError(f"{', '.join(fields)} lists a caption field twice; list each field once")
+        raise ValueError(f"a caption field is listed twice in {', '.join(fields)}; list each field once")
 
 
 def read_captions(raw: RawSample, fields: Sequence[str], max_characters: int) -> list[CleanCaption | None]:
@@ -62,7 +62,7 @@ def clean_caption(raw: object, max_characters: int) -> CleanCaption:
     Raises Reject (`no_caption`) if `raw` is not text or nothing is left.
     """
     if not isinstance(raw, bytes | str):
-        raise Reject("no_caption", "absent" if raw is None else f"{type(raw).__name__}, not text")
+        raise Reject("no_caption", "absent" if raw is None else f"a value of type {type(raw).__name__}, not text")
     text = raw.decode("utf-8", errors="surrogateescape") if isinstance(raw, bytes) else raw
     changes = set()
     if SURROGATE.search(text):
@@ -94,7 +94,7 @@ def _text_fields(raw: RawSample) -> str:
     names = [f"{JSON_PREFIX}{name}" for name, value in raw.metadata.items() if isinstance(value, str) and value.strip()]
     shown = (["txt"] if raw.caption and raw.caption.strip() else []) + [name[:MAX_NAME_CHARACTERS] for name in names]
     more = f" and {len(shown) - MAX_FIELDS} more" if len(shown) > MAX_FIELDS else ""
-    return f"{', '.join(shown[:MAX_FIELDS])}{more}" if shown else "no text in any field"
+    return f"text in {', '.join(shown[:MAX_FIELDS])}{more}" if shown else "no text in any field"
 
 
 def read_scores(metadata: dict[str, Any], names: tuple[str, ...]) -> np.ndarray:

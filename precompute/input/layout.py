@@ -21,7 +21,7 @@ MAGIC = {
     re.compile(rb"\xfd7zXZ"): "xz",
     re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
 }
-REPLACE = "Download this tar again, or create it again if it is your own."
+REPLACE = "Download this tar again or, if you created it yourself, recreate it."
 """Advice at the end of error messages about a damaged tar."""
 BLOCK = tarfile.BLOCKSIZE
 EXTENDED = (
@@ -78,7 +78,7 @@ def read_layout(path: Path) -> Layout:
                 keys_near_damage += [before, key]
             end = next_header
             if end > size:
-                layout.damage.append(f"is truncated within {header.name!r}")
+                layout.damage.append(f"is truncated within the member {header.name!r}")
                 keys_near_damage.append(key)
             elif key and header.type in PLAIN and not header.issparse():
                 _add_member(layout, key, suffix, last_added, Member(header.name, header.offset_data, header.size))

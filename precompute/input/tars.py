@@ -27,6 +27,7 @@ from shards.base.config import Config
 from shards.base.durable import sha256_file
 from shards.base.errors import DamagedInput, Outage, RequestError
 from shards.base.remote import store_errors
+from shards.base.table import counted
 
 TarPolicy = Literal["reject", "salvage"]
 MAX_LISTED = 5
@@ -117,7 +118,9 @@ def _listed(folder: str) -> tuple[Any, list[str] | None]:
         paths = sorted(file_system.glob(f"{path.rstrip('/')}/*"))
         return file_system, paths if paths or file_system.exists(path) else None
     except (OSError, ImportError, ValueError) as error:
-        raise RequestError(f"The input {folder} cannot be listed: {error}.") from error
+        raise RequestError(
+            f"The input {folder} cannot be listed: {error}. Check the path and your credentials."
+        ) from error
 
 
 def note_unverifiable(folder: str, tars: Sequence[Named]) -> None:
@@ -155,8 +158,9 @@ def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
     if missing:
         listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise RequestError(
-            f"There is no tar {listed}. The input contains {available[0].name} to {available[-1].name} "
-            f"({len(available)} tars)."
+            f"{'This tar does' if len(missing) == 1 else 'These tars do'} not exist: {listed}. The input contains "
+            f"{counted(len(available), 'tar')}: {available[0].name} to "
+            f"{available[-1].name}."
         )
     return [by_name[name] for name in sorted(set(names))]
 
@@ -204,9 +208,9 @@ class Tar:
         layout = read_layout(path)
         if layout.damage and policy == "reject":
             if "is not in order" in layout.damage[0]:
-                remedy = "Create it again, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
+                remedy = "Recreate it, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
             elif "occurs twice" in layout.damage[0]:
-                remedy = "Create it again with a unique key for each sample."
+                remedy = "Recreate it with a unique key for each sample."
             else:
                 remedy = REPLACE
             raise DamagedInput(f"{path} {layout.damage[0]}. {remedy}")
@@ -221,25 +225,26 @@ class Tar:
         """SHA-256 of the whole file."""
         return sha256_file(self.path)
 
-    def check(self, tar: InputTar, counted: Counted) -> None:
+    def check(self, tar: InputTar, expected: Counted) -> None:
         """Check the samples against img2dataset's side files. Under `salvage`, record the missing ones as lost.
 
         Raises:
             DamagedInput: Under `reject`, the samples differ from those listed, so the tar lost or gained samples after
                 it was written. Under `salvage`, the tar is damaged and has no intact samples left.
         """
-        listed = counted.urls if counted.urls is not None else dict.fromkeys(self.members | self.lost, "")
+        listed = expected.urls if expected.urls is not None else dict.fromkeys(self.members | self.lost, "")
         missing = listed.keys() - self.members.keys()
         foreign = self.members.keys() - listed.keys()
         found = len(self.members)
         wrong = [
-            f"contains {found} samples, but {file} lists {count}"
-            for file, count in counted.counts.items()
+            f"contains {counted(found, 'sample')}, but {file} lists {count}"
+            for file, count in expected.counts.items()
             if count != found
         ]
         if foreign:
             wrong.append(
-                f"contains {len(foreign)} samples that its parquet file does not list, the first of them {min(foreign)}"
+                f"contains {counted(len(foreign), 'sample')} that its parquet file does "
+                f"not list, starting with {min(foreign)}"
             )
         if wrong and self.policy == "reject":
             raise DamagedInput(
@@ -251,7 +256,7 @@ class Tar:
         reasons = {key: self.lost[key].lost if key in self.lost else "it is not in the tar" for key in sorted(missing)}
         self.lost = {key: RawSample(key, metadata={"url": listed[key]}, lost=why) for key, why in reasons.items()}
         num_known = len(self.members) + len(self.lost)
-        self.num_unnamed = max([num_known, *counted.counts.values()]) - num_known
+        self.num_unnamed = max([num_known, *expected.counts.values()]) - num_known
         if self.damage and not self.members:
             raise DamagedInput(f"{tar.address} {self.damage[0]}, and no intact sample is left. {REPLACE}")
 
@@ -276,15 +281,15 @@ class Tar:
 
     def _add(self, sample: RawSample, suffix: str, file: int, member: Member) -> None:
         if member.size > self.max_member_bytes:
-            sample.oversized = f"{member.name}: {member.size} bytes"
+            sample.oversized = f"the member {member.name} has {member.size} bytes, more than {self.max_member_bytes}"
             return
         if suffix == "json" and member.size > MAX_JSON_BYTES:
             return
         data = os.pread(file, member.size, member.offset)
         if len(data) != member.size:
             raise DamagedInput(
-                f"{self.path} changed while it was being read: {member.name!r} is truncated. Run the job again once "
-                f"the tar is complete."
+                f"{self.path} changed while it was being read: the member {member.name!r} is truncated. Run "
+                f"the job again once the tar is complete."
             )
         if suffix in IMAGE_SUFFIXES:
             sample.image = data
@@ -338,6 +343,6 @@ def successes(data: bytes) -> list[dict[str, Any]]:
     `url`. Raises ValueError if the file has more than MAX_ROWS rows."""
     table = pq.ParquetFile(io.BytesIO(data))
     if table.metadata.num_rows > MAX_ROWS:
-        raise ValueError(f"{table.metadata.num_rows} rows, more than the limit of {MAX_ROWS}")
+        raise ValueError(f"it has {table.metadata.num_rows} rows, more than the limit of {MAX_ROWS}")
     columns = [column for column in ("key", "url", "status") if column in table.schema_arrow.names]
     return [row for row in table.read(columns).to_pylist() if row["status"] == "success"]

@@ -14,6 +14,7 @@ from precompute.job.ledger import Ledger
 from shards.base.device import worker_device
 from shards.base.errors import Preempted, WorkError
 from shards.base.store import Store
+from shards.base.table import counted
 from shards.format.receipts import receipt_name
 from shards.format.tables import read_tables
 from shards.open import open_store
@@ -47,30 +48,37 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
         has_warned = False
         for event in Fleet(workers, work, ((tar.name, tar) for tar in tars), recipe.worker.tars_at_once):
             ledger.record(event)
-            if isinstance(event, Done) and not has_warned and lacks_captions(event.result):
-                has_warned = True
-                ledger.progress.say(explain_lack(open_store(output), event.result, recipe.encoding.captions))
+            if isinstance(event, Done) and not has_warned:
+                warning = caption_warning(open_store(output), event.result, recipe.encoding.captions)
+                if warning is not None:
+                    has_warned = True
+                    ledger.progress.say(warning)
     return ledger
 
 
-def lacks_captions(receipts: TarReceipts) -> bool:
-    """Return whether all samples of a tar were rejected, most of them because they have no caption."""
-    return receipts.encoded == 0 and receipts.rejected.get("no_caption", 0) > receipts.samples_in / 2
-
-
-def explain_lack(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> str:
-    """Return a warning that a tar has no captions in `fields`, with the text fields that one of its samples does
-    have."""
-    part = receipts.parts[min(receipts.parts)]
-    _, refused = read_tables(store, part.folder, part.files)
-    first = refused["reason"].index("no_caption")
-    key, detail = refused["key"][first], refused["detail"][first]
-    return (
-        f"warning: no sample of tar {receipts.tar} was accepted, and {receipts.rejected['no_caption']} of its "
-        f"{receipts.samples_in} samples have no caption in {', '.join(fields)}. Sample {key}: "
-        f"{detail}. If the other tars are similar, stop this job, set `captions` to one of these fields, and choose a "
-        f"new `output`."
-    )
+def caption_warning(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> str | None:
+    """Return a warning if most samples of a tar were rejected for want of a caption, or if its samples have so few
+    captions that none of them may have one of `fields`. Return None otherwise."""
+    without = receipts.rejected.get("no_caption", 0)
+    if receipts.encoded == 0 and without > receipts.samples_in / 2:
+        part = max(receipts.parts.values(), key=lambda part: part.refused.get("no_caption", 0))
+        _, refused = read_tables(store, part.folder, part.files)
+        first = refused["reason"].index("no_caption")
+        key, detail = refused["key"][first], refused["detail"][first]
+        return (
+            f"warning: no sample of tar {receipts.tar} was accepted, and {without} of its {receipts.samples_in} "
+            f"samples have no caption in {', '.join(fields)}. Sample {key}: {detail}. If the other tars are similar, "
+            f"stop this job, set `captions` to one of these fields, and choose a new `output`."
+        )
+    part = max(receipts.parts.values(), key=lambda part: part.samples)
+    stored = part.captions["stored"]
+    if part.samples and stored <= part.samples * (len(fields) - 1):
+        return (
+            f"warning: `captions` lists {len(fields)} fields ({', '.join(fields)}), but the {part.samples} samples of "
+            f"tar {receipts.tar} in {part.bucket} have only {counted(stored, 'caption')} in total, so one of the "
+            f"fields may not exist. If so, stop this job, correct `captions`, and choose a new `output`."
+        )
+    return None
 
 
 def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:
@@ -88,16 +96,16 @@ def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]
     odd = [name for name in map(str, buckets) if any(int(side) % UNET_STEP for side in name.split("x"))]
     if odd:
         print(
-            f"warning: the sides of {', '.join(odd)} are not all multiples of {UNET_STEP} px. U-Nets such as Stable "
-            f"Diffusion's, which halve the latents three times, cannot be trained on these buckets; many transformers "
-            f"can. Check what your backbone needs before you encode. For aspect buckets, set aspect.step to "
-            f"{UNET_STEP}.",
+            f"warning: the sides of {'bucket' if len(odd) == 1 else 'buckets'} {', '.join(odd)} are not all multiples "
+            f"of {UNET_STEP} px. U-Nets such as Stable Diffusion's, which halve the latents three times, cannot be "
+            f"trained on these buckets; many transformers can. Check what your backbone needs before you encode. For "
+            f"aspect buckets, set aspect.step to {UNET_STEP}.",
             file=sys.stderr,
             flush=True,
         )
     print(
-        f"{len(waiting)} of {num_tars} tars to encode into {', '.join(map(str, buckets))}. Starting workers, which "
-        f"first load the encoders.",
+        f"Encoding {len(waiting)} of {num_tars} tars into {', '.join(map(str, buckets))}. Starting workers; they load "
+        f"the encoders first.",
         file=sys.stderr,
         flush=True,
     )
@@ -113,8 +121,8 @@ def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None
     sizes = manifest.buckets if manifest is not None else {}
     held = ", ".join(f"{size.samples} samples in {bucket}" for bucket, size in sizes.items()) or "nothing"
     print(
-        f"{ledger.done} tars encoded ({ledger.samples_in} samples in, {ledger.encoded} accepted, "
-        f"{ledger.samples_in - ledger.encoded} rejected), {num_tars - ledger.total} were already done, "
+        f"Tars: {ledger.done} encoded ({ledger.samples_in} samples in, {ledger.encoded} accepted, "
+        f"{ledger.samples_in - ledger.encoded} rejected), {num_tars - ledger.total} already done, "
         f"{len(ledger.failed)} failed. {root} {'held' if ledger.left else 'now holds'} {held}"
         f"{' when it was last indexed' if ledger.left else ''}."
     )
@@ -123,8 +131,8 @@ def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None
         print(f"Rejected: {reasons}. The refused.parquet in each part lists the keys and details.")
     if ledger.left:
         raise Preempted(
-            f"Stopped by a signal with {ledger.left} tars remaining. Committed work is kept; run the same command "
-            f"again to continue."
+            f"Stopped by a signal. Tars remaining: {ledger.left}. Committed work is kept. Run the same command again "
+            f"to continue."
         )
     if ledger.failed:
         raise WorkError(
@@ -135,6 +143,6 @@ def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None
         reason, count = ledger.rejected.most_common(1)[0]
         raise WorkError(
             f"Nothing was accepted: all {ledger.samples_in} samples of this job were rejected, {count} of them as "
-            f"{reason}. The refused.parquet in each part of {root} lists keys and reasons. If you change `captions`, "
-            f"choose a new `output`."
+            f"{reason}. The refused.parquet in each part of {root} lists the keys and reasons. If you change "
+            f"`captions`, choose a new `output`."
         )

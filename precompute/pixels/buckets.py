@@ -30,7 +30,7 @@ class AspectConfig(Config):
             raise ValueError("a base is listed twice")
         for base in self.bases:
             if base <= 0 or base % self.step:
-                raise ValueError(f"base {base} is not a multiple of step {self.step}")
+                raise ValueError(f"base {base} must be a positive multiple of step {self.step}")
         bucket_rules([], self.tables)
         return self
 

@@ -49,7 +49,7 @@ def to_srgb(image: Image.Image) -> Image.Image:
     """
     profile = image.info.get("icc_profile")
     if profile and len(profile) > MAX_PROFILE_BYTES:
-        raise Reject("bad_profile", f"{len(profile)} bytes")
+        raise Reject("bad_profile", f"the ICC profile has {len(profile)} bytes, more than {MAX_PROFILE_BYTES}")
     if image.mode == "RGB" and not profile and "transparency" not in image.info:
         return image
     if image.mode in ("I", "F"):
@@ -129,7 +129,7 @@ def _open(profile: bytes) -> ImageCms.ImageCmsProfile:
     try:
         return ImageCms.getOpenProfile(io.BytesIO(profile))
     except (ImageCms.PyCMSError, OSError) as error:
-        raise Reject("bad_profile", f"{len(profile)} bytes: {error}") from error
+        raise Reject("bad_profile", f"the ICC profile of {len(profile)} bytes cannot be read: {error}") from error
 
 
 def _probe(mode: str) -> Image.Image:

@@ -131,7 +131,9 @@ def decode(
         size = image.size
         image.load()
         if image.size != size:
-            raise Reject("undecodable", f"the header says {size[0]}x{size[1]}, but it is {image.width}x{image.height}")
+            raise Reject(
+                "undecodable", f"the header says {size[0]}x{size[1]}, but the image is {image.width}x{image.height}"
+            )
         rgb = to_srgb(image)
         pixels = {}
         # crop and resize the image as stored, then rotate only the smaller result

@@ -115,7 +115,7 @@ class Child:
                 self.ready = self._receive(START_SECONDS)
             except ChildDied as died:  # a failed start is not the image's fault
                 raise WorkError(
-                    f"a child process for decoding did not start: {died}. Check this machine's memory, and the log "
+                    f"a decoder process failed to start: {died}. Check this machine's memory, and check the log "
                     f"above for an import error"
                 ) from None
         try:

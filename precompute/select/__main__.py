@@ -17,6 +17,7 @@ from precompute.select.funnel import describe
 from precompute.select.job import FUNNEL_NAME, select
 from shards.base.config import load_from_args
 from shards.base.errors import WorkError, console
+from shards.base.table import counted
 
 
 def run(arguments: list[str]) -> None:
@@ -33,7 +34,8 @@ def run(arguments: list[str]) -> None:
         ) from error
     print(describe(funnel))
     files = len(funnel["outputs"])
-    print(f"{files} files in {config.output}, {time.monotonic() - start:.1f} s; see {config.output / FUNNEL_NAME}.")
+    written = f"{counted(files, 'file')} in {config.output}"
+    print(f"{written} ({time.monotonic() - start:.1f} s). See {config.output / FUNNEL_NAME}.")
 
 
 main = console(run)

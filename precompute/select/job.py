@@ -41,7 +41,7 @@ def select(config: SelectConfig) -> dict[str, Any]:
     hosts: list[str] = []
     if config.urls.opt_out:
         hosts, num_urls = read_hosts(config.urls.opt_out)
-        print(f"{config.urls.opt_out} opts out {len(hosts):,} hosts and {num_urls:,} URLs.", flush=True)
+        print(f"Opt-outs in {config.urls.opt_out}: {len(hosts):,} by host, {num_urls:,} by URL.", flush=True)
     rules = build_rules(config.filters, config.urls, hosts)
     files = [inspect(address, rules) for address in find_files(config.metadata)]
     request = _digest(config, files)
@@ -136,11 +136,11 @@ def _read_finished(output: Path, request: str) -> dict[str, Any] | None:
     funnel: dict[str, Any] = json.loads(path.read_text())
     if funnel.get("request") != request:
         raise RequestError(
-            f"{output} holds a finished selection with different metadata or settings (see {path}). It will not be "
-            "overwritten: choose a different --output, or remove that folder."
+            f"{output} holds a finished selection with different metadata or settings (see {path}), which will not be "
+            "overwritten. Choose a different --output, or remove that folder."
         )
     shutil.rmtree(output / WORK_NAME, ignore_errors=True)
-    print(f"{output} already holds this selection: nothing to do.")
+    print(f"{output} already holds this selection, so there is nothing to do.")
     return funnel
 
 
@@ -149,7 +149,7 @@ def _open_run(output: Path, request: str) -> Path:
     if not run.exists() and any(output.glob("selected-*.parquet")):
         raise RequestError(
             f"{output} holds outputs of a different, unfinished selection. Choose a different --output, or remove "
-            f"these files."
+            f"the selected-*.parquet files there."
         )
     run.mkdir(parents=True, exist_ok=True)
     return run
@@ -185,8 +185,8 @@ def _explain_empty(funnel: dict[str, Any]) -> str:
     worst = max(funnel["rules"], key=lambda step: step["by_value"] + step["no_value"])
     return (
         f"None of the {funnel['rows_in']} rows passed, so nothing was written. The rule `{worst['rule']}` "
-        f"({worst['keeps']}) dropped the most rows: {worst['by_value']} by value, {worst['no_value']} without a value. "
-        f"Relax the filters."
+        f"({worst['keeps']}) dropped the most rows: {worst['by_value']} because of their value, and "
+        f"{worst['no_value']} because they have no value. Relax the filters."
     )
 
 

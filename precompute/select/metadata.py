@@ -110,7 +110,7 @@ def read_footer(address: str | Path) -> Footer:
             file.seek(-8 - metadata.serialized_size, 2)
             sha256 = hashlib.sha256(file.read(metadata.serialized_size)).hexdigest()
     except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"{address} cannot be read as parquet: {error}. Replace or remove it.") from None
+        raise RequestError(f"{address} cannot be read as parquet: {error}. Replace or remove the file.") from None
     return Footer(metadata.schema.to_arrow_schema(), metadata.num_rows, num_bytes, sha256)
 
 
@@ -123,7 +123,7 @@ def find_columns(schema: pa.Schema, location: str) -> dict[str, str]:
         if len(present) > 1:
             raise RequestError(
                 f"{location} has the columns {' and '.join(f'`{spelling}`' for spelling in present)}, which are both "
-                f"names for {name}, so the choice is ambiguous. Keep one of them."
+                f"names for {name}, so the choice is ambiguous. Keep only one of them."
             )
         if present:
             found[name] = present[0]
@@ -142,7 +142,8 @@ def check_types(schema: pa.Schema, found: dict[str, str], location: str) -> None
         )
         if not fits and not pa.types.is_null(actual):
             raise RequestError(
-                f"{location}: the column `{spelling}` is {actual}, but {name} must be {wanted}. Fix or remove the file."
+                f"{location}: the column `{spelling}` has type {actual}, but {name} must have type {wanted}. Fix or "
+                f"remove the file."
             )
 
 
@@ -166,11 +167,11 @@ def read_batches(source: MetadataFile) -> Iterator[pa.RecordBatch]:
     except (pa.ArrowException, OSError) as error:
         raise WorkError(
             f"{source.address} cannot be read after row {num_rows} of {source.num_rows}: {error}. Download it again, "
-            "then run the same command: it reuses the work on the other files."
+            "then run the same command, which reuses the work on the other files."
         ) from error
     if num_rows != source.num_rows:
         raise WorkError(
-            f"{source.address} now has {num_rows} rows instead of {source.num_rows}: it changed during the run. Run "
+            f"{source.address} changed during the run: it now has {num_rows} rows instead of {source.num_rows}. Run "
             "the same command again."
         )
 

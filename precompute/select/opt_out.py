@@ -41,9 +41,10 @@ def read_opt_outs(path: Path) -> Iterator[OptOuts]:
     if invalid:
         more = f"\n  and {num_invalid - len(invalid)} more" if num_invalid > len(invalid) else ""
         listed = "".join(f"\n  {line}" for line in invalid)
+        count = "1 invalid entry" if num_invalid == 1 else f"{num_invalid} invalid entries"
         raise RequestError(
-            f"The opt-out file {path} has {num_invalid} invalid entries, which would not match any URL:{listed}{more}\n"
-            "Correct them, or start comment lines with #. Nothing was selected."
+            f"The opt-out file {path} has {count}, which would not match any URL:{listed}{more}\n"
+            "Correct or remove invalid entries, and start comment lines with #. Nothing was selected."
         )
 
 
@@ -80,9 +81,9 @@ def _parquet_entries(path: Path) -> Iterator[tuple[np.ndarray, pa.Array]]:
                 yield start + np.flatnonzero(present), entries.filter(pa.array(present))
                 start += len(batch)
     except FileNotFoundError:
-        raise RequestError(f"The opt-out file {path} does not exist. Correct urls.opt_out.") from None
+        raise RequestError(f"The opt-out file {path} does not exist. Set urls.opt_out to an existing file.") from None
     except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"The opt-out file {path} cannot be read as parquet: {error}. Replace it.") from None
+        raise RequestError(f"The opt-out file {path} cannot be read as parquet: {error}. Replace the file.") from None
 
 
 def _text_entries(path: Path) -> Iterator[tuple[np.ndarray, pa.Array]]:
@@ -100,7 +101,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if entry := re.sub(r"(?:^|\s)#.*", "", line.rstrip("\n")).strip():
                     yield number, entry
     except FileNotFoundError:
-        raise RequestError(f"The opt-out file {path} does not exist. Correct urls.opt_out.") from None
+        raise RequestError(f"The opt-out file {path} does not exist. Set urls.opt_out to an existing file.") from None
     except UnicodeDecodeError as error:
         raise RequestError(
             f"The opt-out file {path} is not UTF-8 text: {error}. Convert it to UTF-8, or use parquet."

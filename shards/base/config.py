@@ -127,18 +127,21 @@ def _read_yaml(model: type[BaseModel], path: str | Path, derived: tuple[Path, ..
     try:
         values = yaml.load(Path(path).read_text(), _UniqueKeyLoader)
     except FileNotFoundError:
-        named = f"{derived[-1]} names it as its `base`: correct it" if derived else ""
+        named = f"Set `base` in {derived[-1]} to the path of an existing file" if derived else ""
         remedy = named or "Pass an existing file with --config PATH"
         nearest = _nearest_file(Path(path), derived)
-        raise RequestError(f"There is no config file {path}{nearest}. {remedy}.") from None
+        raise RequestError(f"The config file {path} does not exist{nearest}. {remedy}.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         problem, mark = getattr(error, "problem", None) or error, getattr(error, "problem_mark", None)
         at = f" (line {mark.line + 1})" if mark else ""
         raise RequestError(
-            f"The config file {path} cannot be parsed as YAML: {problem}{at}. Fix the file and run the command again."
+            f"The config file {path} cannot be read as YAML: {problem}{at}. Fix the file and run the command again."
         ) from None
     if not isinstance(values, dict):
-        raise RequestError(f"The config file {path} contains {type(values).__name__} instead of `key: value` pairs.")
+        raise RequestError(
+            f"The config file {path} must contain `key: value` pairs, but its content has the type "
+            f"{type(values).__name__}."
+        )
     if (base := values.pop("base", None)) is None:
         return values
     if not isinstance(base, str) or not base:
@@ -176,7 +179,7 @@ def _parse_overrides(
         hints = [f"--{name}{_nearest(name, known)}" for name, _ in _options(overrides) if name not in known]
         reason = f"unknown option {', '.join(hints)}" if hints else _json_hint(overrides)
         reason = reason or f"{str(error).removeprefix('error parsing CLI: ')}, in {' '.join(overrides)}"
-        raise RequestError(f"{prog}: {reason}. `{prog} --help` lists every option.") from None
+        raise RequestError(f"{prog}: {reason}. `python -m {prog} --help` lists every option.") from None
 
 
 def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:

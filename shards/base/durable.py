@@ -161,7 +161,7 @@ def check_version(found: Any, expected: int, where: str) -> None:
     if found != expected:
         raise RequestError(
             f"{where} has format version {found}, but this version of latentmill reads only version {expected}. Use "
-            f"the version of latentmill that wrote it, or start over in a new folder."
+            f"the version of latentmill that wrote the file, or start over in a new folder."
         )
 
 

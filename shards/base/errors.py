@@ -1,6 +1,7 @@
 """Exception types, their exit codes, and functions that print errors on the terminal."""
 
 import errno
+import functools
 import signal
 import sys
 import textwrap
@@ -88,6 +89,6 @@ def report_interrupt() -> None:
 
 
 def say(error: Exception) -> None:
-    """Print a user-facing error to stderr as a wrapped paragraph."""
-    text = textwrap.fill(f"error: {error}", width=110, break_long_words=False, break_on_hyphens=False)
-    print(text, file=sys.stderr, flush=True)
+    """Print a user-facing error to stderr, with each of its lines wrapped."""
+    wrap = functools.partial(textwrap.fill, width=110, break_long_words=False, break_on_hyphens=False)
+    print("\n".join(map(wrap, f"error: {error}".splitlines())), file=sys.stderr, flush=True)

@@ -53,7 +53,7 @@ def parse_entry(entry: str, found: OptOuts) -> None:
     authority, rest = parts["authority"], parts["rest"]
     _, at, host_and_port = authority.rpartition("@")
     if at and not with_scheme:
-        raise ValueError("looks like an e-mail address; write the host or URL to opt out")
+        raise ValueError("looks like an e-mail address; write a host or URL instead")
     named = _HOST_AND_PORT.fullmatch(host_and_port)
     if named is None or (named["port"] and int(named["port"]) > 65535):
         raise ValueError(f"has an invalid port in {host_and_port!r}")
@@ -65,7 +65,7 @@ def parse_entry(entry: str, found: OptOuts) -> None:
     elif "*" in rest.partition("?")[0].rpartition("/")[2] and rest.endswith("*"):
         raise ValueError("ends with a *, but path prefixes are not supported; write the host, or complete URLs")
     elif not with_scheme and re.fullmatch(r"/\d{1,3}", rest) and _is_address(host):
-        raise ValueError("is an address range, which is not supported; write each address, or the host names")
+        raise ValueError("is an address range, which is not supported; list each address or host name instead")
     else:
         found.urls.append(comparable_url(f"http://{host_and_port}{rest}"))
 

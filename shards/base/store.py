@@ -252,7 +252,7 @@ def parse_place(value: Any) -> Path | str:
     """Parse the path or URL of a latents root. `file://` URLs become paths."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not text:
-        raise ValueError("give a folder, or a URL such as s3://bucket/latents")
+        raise ValueError("the location must be a folder, or a URL such as s3://bucket/latents")
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
     return text.rstrip("/") if "://" in text else Path(text)

@@ -1,6 +1,11 @@
-"""Plain-text tables."""
+"""Plain-text tables and counts."""
 
 from collections.abc import Sequence
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a count with its noun, such as `1 part` or `2,000 parts`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def format_table(rows: Sequence[Sequence[str]], sides: str = "") -> str:

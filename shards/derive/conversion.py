@@ -74,7 +74,7 @@ def text_problems(name: str, stored: TextTower | None, wanted: TextTower) -> lis
     if wanted.states and not stored.states:
         problems.append(f"{place}.states: only the pooled output is stored")
     if wanted.pooled and wanted.pooled != stored.pooled:
-        problems.append(f"{place}.pooled: the stored pooled output has width {stored.pooled}, not {wanted.pooled}")
+        problems.append(f"{place}.pooled: {stored.pooled} in the source, {wanted.pooled} requested")
     if wanted.states and stored.states:
         problems += _lost_precision(place, stored.storage, wanted.storage)
         if stored.trim and not wanted.trim:
@@ -129,7 +129,9 @@ def apply_changes(source: EncodingRecord, changes: Changes) -> EncodingRecord:
     keep = set(existing if changes.towers is None else changes.towers)
     named = {f"texts.{name}" for name in (*changes.text_storage, *changes.text_trim) if name != "*"}
     if missing := sorted((keep | named) - set(existing)):
-        raise RequestError(f"The root has no tower {', '.join(missing)}. Its towers are {', '.join(existing)}.")
+        raise RequestError(
+            f"The root has no tower named {' or '.join(missing)}. Choose from its towers: {', '.join(existing)}."
+        )
 
     def chosen(choice: Mapping[str, Any], name: str, default: Any) -> Any:
         return choice.get(name, choice.get("*", default))
@@ -146,7 +148,7 @@ def apply_changes(source: EncodingRecord, changes: Changes) -> EncodingRecord:
     }
     if not texts:
         raise RequestError(
-            "`--towers` names no text tower, but training needs at least one. Add one, such as texts.NAME."
+            "`--towers` names no text tower, but training needs at least one. Add one in the form texts.NAME."
         )
     image = {"storage": changes.image_storage, "posterior": changes.image_posterior}
     return source.model_copy(

@@ -14,6 +14,7 @@ from shards.base.progress import Progress
 from shards.base.scratch import sweep_attempts, sweep_scratch, use_scratch
 from shards.base.stop import StopSignal
 from shards.base.store import Store
+from shards.base.table import counted
 from shards.derive.conversion import Changes, Conversion, apply_changes, plan_conversion
 from shards.derive.part import ORIGIN, Derivation, SourceTar, counts_tokens, derive_tar, kept_uncond, load_tokenizer
 from shards.format.buckets import Bucket
@@ -57,10 +58,10 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
         manifest = publishing.finish()
     write_streaming(target, manifest)
     if failed:
-        named = "; ".join(failed[:5]) + (" …" if len(failed) > 5 else "")
+        named = "; ".join(text.removesuffix(".") for text in failed[:5]) + ("; …" if len(failed) > 5 else "")
         raise WorkError(
-            f"{len(failed)} of {len(tars)} tars could not be derived ({named}). All others are committed. Run the same "
-            f"command again to retry only the failed ones."
+            f"{len(failed)} of {counted(len(tars), 'tar')} could not be derived: {named}. All other tars are "
+            f"committed. Run the same command again to retry only the failed tars."
         )
     return manifest
 
@@ -104,9 +105,9 @@ def prepare(
     if not conversion.reencoded:
         write_uncond(target, kept_uncond(empty, conversion))
     if old := superseded(source, target):
-        why = f"{source.where()} has recalled the part it was derived from"
+        why = f"its source part in {source.where()} was recalled"
         recall(target, {receipt.name: receipt.token for receipt in old}, why)
-        print(f"Recalled {len(old)} parts of {target.where()}, because their source parts were recalled.")
+        print(f"Recalled {counted(len(old), 'part')} of {target.where()} to match the recalls in {source.where()}.")
     return conversion, source_tars(parts, wanted)
 
 
@@ -151,15 +152,15 @@ def check_buckets(source: Store, rules: Mapping[str, str], wanted: Mapping[str, 
     """Raise RequestError if the source lacks a wanted bucket, or filled it by a different rule than the wanted one."""
     if missing := wanted.keys() - rules.keys():
         raise RequestError(
-            f"{source.where()} has no samples in {', '.join(sorted(missing))}; its buckets are "
-            f"{', '.join(sorted(rules)) or 'none'}. Deriving does not decode images: to add a bucket, encode the "
+            f"{source.where()} has no samples in {' or '.join(sorted(missing))}. Buckets with samples: "
+            f"{', '.join(sorted(rules)) or 'none'}. Deriving does not decode images, so to add a bucket, encode the "
             f"tars instead."
         )
     for bucket, rule in wanted.items():
         if rule not in (None, rules[bucket]):
             raise RequestError(
                 f"{source.where()} fills bucket {bucket} by the rule `{rules[bucket]}`, but this run would use "
-                f"`{rule}`. Use the `buckets` and `aspect` with which the source was created."
+                f"`{rule}`. Use the `buckets` and `aspect` settings that the source was created with."
             )
 
 

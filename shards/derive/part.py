@@ -146,8 +146,8 @@ def check_part(folder: Path, receipt: Receipt) -> None:
     for name, record in receipt.files.items():
         if here.size(name) is None or record_file(here, name) != record:
             raise DamagedFile(
-                f"{receipt.folder}/{name} is missing or damaged: it does not match {receipt.name}. Nothing was derived "
-                f"from this part. Restore the file from a backup, or recall the part."
+                f"{receipt.folder}/{name} is missing or damaged: it does not match its receipt, {receipt.name}. "
+                f"Nothing was derived from this part. Restore the file from a backup, or recall the part."
             )
 
 
@@ -166,7 +166,7 @@ def convert_part(
         kept = []
         for sample, row, is_left_out in group:
             if is_left_out:
-                writer.refuse(row["key"], row.get("url", ""), EXCLUDED, "by a list of `shards exclude`")
+                writer.refuse(row["key"], row.get("url", ""), EXCLUDED, "excluded by a list from `shards exclude`")
             else:
                 kept.append((sample, row, captions(sample, how.conversion.source)))
         with closing(how.encode([text for *_, texts in kept for text in texts], stopwatch)) as encoded:
@@ -187,7 +187,7 @@ def _append(
 ) -> None:
     """Write a stored sample, with its row of samples.parquet, in the target's encoding."""
     if not all(_is_finite(latents) for by_tower, _ in encoded for latents in by_tower.values()):
-        writer.refuse(row["key"], row.get("url", ""), NON_FINITE, "encoded in float32 too")
+        writer.refuse(row["key"], row.get("url", ""), NON_FINITE, "not finite in float16, even when encoded in float32")
         return
     values = row | {"truncated": max(row["truncated"], sum(was_truncated for _, was_truncated in encoded))}
     columns = {name: sample[name] for name in ("key", "caption", "size", "scores")}

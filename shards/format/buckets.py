@@ -41,7 +41,9 @@ class Bucket:
         """Return the latents' (h, w) for a VAE that downsamples each side by `downsampling`. Raises ValueError if a
         side is not a multiple of that factor."""
         if self.width % downsampling or self.height % downsampling:
-            raise ValueError(f"bucket {self} is not a multiple of the VAE's downsampling factor, {downsampling}")
+            raise ValueError(
+                f"a side of bucket {self} is not a multiple of the VAE's downsampling factor, {downsampling}"
+            )
         return self.height // downsampling, self.width // downsampling
 
 

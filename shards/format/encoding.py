@@ -127,13 +127,13 @@ class EncodingRecord(Config):
             if isinstance(error, ValidationError):
                 wrong = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
             raise RequestError(
-                f"{where} was written by another version of latentmill: its fields do not match this version's "
-                f"({wrong}). Use the version that wrote it, or encode into a new root."
+                f"{where} was written by a different version of latentmill: its fields do not match this version's "
+                f"({wrong}). Use the version that wrote the file, or encode into a new root."
             ) from None
         if record.id != id:
             raise RequestError(
                 f"{where} records the encoding id {id}, but this version of latentmill computes {record.id} from its "
-                f"fields, so another version wrote it. Use that version, or encode into a new root."
+                f"fields, so a different version wrote the file. Use that version, or encode into a new root."
             )
         return record
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
+from shards.base.table import counted
 
 HASH = "xxh3_64"
 ARRAYS = ("names", "sizes", "samples", "hashes", "parts")
@@ -63,7 +64,10 @@ def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | N
             return np.dtype(dtype), None
         case ["ndarray", dtype, shape] if dtype in DTYPES:
             return np.dtype(dtype), tuple(map(int, shape.split(",")))
-    raise RequestError(f"A column has type {encoding!r}, which stage 1 never writes. Do not use this root.")
+    raise RequestError(
+        f"A column has type {encoding!r}, which stage 1 never writes. Restore the root's files from a backup. "
+        f"Otherwise, do not use this root."
+    )
 
 
 def part_type(folder: int = 1, name: int = 1) -> np.dtype[np.void]:
@@ -127,8 +131,8 @@ def parse_index(data: bytes, where: str) -> list[tuple[str, int, list[Column]]]:
                 raise ValueError(f"format {entry['format']}, compression {entry['compression']}")
     except (ValueError, KeyError, TypeError) as error:
         raise RequestError(
-            f"{where} is not an index written by stage 1 ({type(error).__name__}: {error}). Do not use this root, or "
-            f"restore the file from a backup."
+            f"{where} is not an index written by stage 1 ({type(error).__name__}: {error}). Restore the file from a "
+            f"backup. Otherwise, do not use this root."
         ) from error
     for name, *_ in files:
         path = PurePosixPath(name)
@@ -161,7 +165,8 @@ def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32
     error."""
     if len(data) != header_size(num_samples) or struct.unpack_from("<I", data)[0] != num_samples:
         raise DamagedFile(
-            f"{path} is damaged: its header does not match its index ({num_samples} samples). Restore it from a backup."
+            f"{path} is damaged: its header does not match its index ({counted(num_samples, 'sample')}). Restore the "
+            f"file from a backup."
         )
     return np.frombuffer(data, np.uint32)[1:]
 

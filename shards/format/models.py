@@ -72,7 +72,8 @@ def recorded_folder(weights: Weights) -> Path:
             folder = _fetch(weights.name, DOWNLOAD_PATTERNS)
     if hash_weights(weights.name, folder).sha256 != weights.sha256:
         raise RequestError(
-            f"{weights.name} ({folder}) differs from the model recorded in encoding.json. Provide the recorded model."
+            f"The model {weights.name} in {folder} differs from the model recorded in encoding.json. Provide the "
+            f"recorded model under this name."
         )
     return folder
 
@@ -123,7 +124,8 @@ def _parse(name: str) -> tuple[str, str, str]:
     parts = name.split("/")
     if len(parts) < 2 or not all(parts):
         raise RequestError(
-            f"The model {name} is neither an existing folder nor a hub name (org/repo[/folder]). Correct the name."
+            f"The model {name} is neither an existing folder nor a hub name (org/repo[/folder]). Use an existing "
+            f"folder, a URL or a hub name."
         )
     repo, _, revision = "/".join(parts[:2]).partition("@")
     return repo, revision, "/".join(parts[2:])
@@ -143,16 +145,16 @@ def _fetch(name: str, files: Sequence[str]) -> Path:
             raise
         said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise RequestError(
-            f"The model {name} is not a local folder, and the hub at {constants.ENDPOINT} did not provide it: {said}. "
-            f"Check the name at {constants.ENDPOINT}/{repo}, the network and HF_HUB_OFFLINE, log in with `hf auth "
-            f"login` if the model is private or gated or the hub limits your requests, and run the command again. Or "
-            f"pass a local folder, created with `hf download {repo} --local-dir DIR` on a machine that can reach the "
-            f"hub."
+            f"The model {name} is not a local folder, and downloading it from the hub at {constants.ENDPOINT} failed: "
+            f"{said}. Check the name at {constants.ENDPOINT}/{repo}, your network connection and HF_HUB_OFFLINE. If "
+            f"the model is private or gated, or the hub limits your requests, log in with `hf auth login`. Then run "
+            f"the command again. Alternatively, pass a local folder created with `hf download {repo} --local-dir DIR` "
+            f"on a machine that can reach the hub."
         ) from error
     if not (snapshot / folder).is_dir():
         raise RequestError(
-            f"{repo} on the hub has no folder {folder} with safetensors weights, or the download is incomplete "
-            f"({snapshot}). Check the folder name at {constants.ENDPOINT}/{repo}."
+            f"{repo} on the hub has no folder {folder} with safetensors weights, or its download to {snapshot} is "
+            f"incomplete. Check the folder name at {constants.ENDPOINT}/{repo}, and run the command again."
         )
     return snapshot / folder
 
@@ -170,7 +172,7 @@ def _fetch_folder(address: str, patterns: Sequence[str]) -> Path:
     found = {name: entry for name, entry in entries.items() if any(fnmatch(name, pattern) for pattern in patterns)}
     if not found:
         raise RequestError(
-            f"{address} is not a model folder: it contains none of {', '.join(patterns)}. Check the URL."
+            f"{address} is not a model folder: it contains none of these files: {', '.join(patterns)}. Check the URL."
         )
     top = _cache() / _id(address)
     copy = top / _id(canonical_json({name: [entry.bytes, entry.etag] for name, entry in found.items()}).decode())

@@ -22,6 +22,7 @@ from pydantic import ValidationError, model_validator
 from shards.base.config import Config
 from shards.base.durable import DamagedFile, check_version, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
+from shards.base.table import counted
 
 FOLDER = "commits"
 VERSION = 2
@@ -111,15 +112,19 @@ class Receipt(Config):
     @model_validator(mode="after")
     def _adds_up(self) -> "Receipt":
         differences = {
-            "samples and refusals": self.samples + sum(self.refused.values()) - self.samples_in,
-            "bits": int(self.stored_samples.sum()) - self.samples,
-            "MDS files": sum(file.samples for file in self.mds) - self.samples,
+            "samples plus refusals": self.samples + sum(self.refused.values()) - self.samples_in,
+            "bits in `stored`": int(self.stored_samples.sum()) - self.samples,
+            "samples in MDS files": sum(file.samples for file in self.mds) - self.samples,
         }
         for reason in self.rejects:
-            differences[f"{reason} bits"] = int(self.rejected_samples(reason).sum()) - self.refused.get(reason, 0)
+            num_bits = int(self.rejected_samples(reason).sum())
+            differences[f"bits in `rejects.{reason}`"] = num_bits - self.refused.get(reason, 0)
         for what, difference in differences.items():
             if difference:
-                raise ValueError(f"receipt {self.name}: {what} are off by {difference} of {self.samples_in} samples")
+                raise ValueError(
+                    f"receipt {self.name}: the number of {what} is off by {difference}; the tar has "
+                    f"{counted(self.samples_in, 'sample')}"
+                )
         return self
 
     @property
@@ -155,7 +160,7 @@ def unpack_bits(text: str, count: int) -> NDArray[np.bool_]:
     number of values."""
     data = base64.b64decode(text, validate=True)
     if len(data) != -(-count // 8):
-        raise ValueError(f"a bitmap of {len(data)} bytes does not match {count} samples")
+        raise ValueError(f"a bitmap of {counted(len(data), 'byte')} does not match {counted(count, 'sample')}")
     return np.unpackbits(np.frombuffer(data, np.uint8), count=count).astype(bool)
 
 
@@ -218,4 +223,5 @@ def parse_receipt(data: bytes, where: str) -> Receipt:
     try:
         return Receipt.model_validate(fields)
     except ValidationError as error:
-        raise DamagedFile(f"{where} is inconsistent: {error.errors()[0]['msg']}. Restore it from a backup.") from None
+        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise DamagedFile(f"{where} is inconsistent: {problem}. Restore it from a backup.") from None

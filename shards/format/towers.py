@@ -142,6 +142,9 @@ class FeatureTower(Config):
         for side in (bucket.height, bucket.width):
             patches = side * self.resize / self.patch
             if patches != int(patches):
-                raise ValueError(f"bucket {bucket} × {self.resize:g} is not a multiple of the patch size {self.patch}")
+                raise ValueError(
+                    f"a side of bucket {bucket}, resized by a factor of {self.resize:g}, is not a multiple of the "
+                    f"patch size, {self.patch}"
+                )
             sides.append(int(patches))
         return sides[0], sides[1]

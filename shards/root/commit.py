@@ -27,6 +27,7 @@ import numpy as np
 from shards.base.durable import canonical_json, parse_sealed_json, sealed_json
 from shards.base.errors import WorkError
 from shards.base.store import LocalStore, Store
+from shards.base.table import counted
 from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.receipts import (
     FileRecord,
@@ -130,15 +131,15 @@ def record_tar(store: Store, tar: str, source: dict[str, str | int | None], samp
     theirs = parse_sealed_json(store.read(name), store.where(name))
     if theirs["tar"]["sha256"] != source["sha256"]:
         raise WorkError(
-            f"{source['address']} is not the tar from which shard {tar} was first encoded: {theirs['tar']['address']}, "
-            f"recorded in {store.where(name)}, has a different SHA-256. Restore the original tar, or encode into a new "
-            f"root."
+            f"{source['address']} is not the tar that shard {tar} was first encoded from: its SHA-256 differs from "
+            f"that of {theirs['tar']['address']}, which {store.where(name)} records. Restore the original tar, or "
+            f"encode into a new root."
         )
     if theirs["samples_in"] != samples_in:
         raise WorkError(
-            f"{source['address']} and its side files now contain {samples_in} samples; they contained "
-            f"{theirs['samples_in']} when shard {tar} was first encoded. Restore the files that img2dataset wrote next "
-            f"to the tar, or encode into a new root."
+            f"{source['address']} and its side files now contain {counted(samples_in, 'sample')}; they contained "
+            f"{theirs['samples_in']:,} when shard {tar} was first encoded. Restore the files that img2dataset wrote "
+            f"next to the tar, or encode into a new root."
         )
 
 
@@ -168,7 +169,7 @@ def store_part(store: Store, source: Path, folder: str, files: dict[str, FileRec
         for name in wrong:
             if sizes.get(name) != files[name].bytes:
                 raise WorkError(
-                    f"{store.where(f'{folder}/{name}')} was uploaded with {sizes.get(name)} bytes instead of "
+                    f"{store.where(f'{folder}/{name}')} was uploaded with {sizes.get(name, 0)} bytes instead of "
                     f"{files[name].bytes}. The part was not committed. Run the job again to retry."
                 )
 

@@ -98,7 +98,7 @@ def iter_committed_tars(store: Store) -> Iterator[TarReceipts]:
         is_empty = False
         yield tar_receipts
     if is_empty:
-        raise RequestError(f"{store.where()} has no committed shards yet. Run `make precompute` first.")
+        raise RequestError(f"{store.where()} has no committed shards yet. Run `make precompute SHARD=all` first.")
 
 
 def load_receipts(store: Store) -> list[Receipt]:

@@ -24,6 +24,7 @@ from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
 from shards.base.opt_outs import OptOuts, matching_hosts, parse_entry
 from shards.base.store import Store
+from shards.base.table import counted
 from shards.base.urls import comparable_urls
 from shards.format.tables import SAMPLES_NAME
 
@@ -89,7 +90,9 @@ def make_exclusion(kind: str, values: Iterable[str]) -> Exclusion:
     if kind == "sha256":
         lines = {line.lower() for line in lines}
         if wrong := [line for line in lines if len(line) != 64 or set(line) - set("0123456789abcdef")]:
-            raise RequestError(f"{min(wrong)!r} is not a SHA-256 (64 hex digits). Nothing was excluded.")
+            raise RequestError(
+                f"{min(wrong)!r} is not a SHA-256 (64 hex digits). Nothing was excluded. Fix or remove this value."
+            )
     if not lines:
         raise RequestError("No values to exclude were given. Pass values, or --file with one value per line.")
     return Exclusion(kind, pa.array(sorted(lines), pa.string()))
@@ -110,8 +113,8 @@ def _canonical(entries: set[str]) -> set[str]:
     if invalid:
         more = f"\n  and {len(invalid) - MAX_LISTED} more" if len(invalid) > MAX_LISTED else ""
         raise RequestError(
-            f"These entries name neither a URL nor a host:{''.join(invalid[:MAX_LISTED])}{more}\nCorrect or "
-            f"remove them. Nothing was excluded."
+            f"These entries name neither a URL nor a host:{''.join(invalid[:MAX_LISTED])}{more}\nNothing "
+            f"was excluded. Fix or remove these entries."
         )
     return {*found.urls, *found.hosts}
 
@@ -157,7 +160,7 @@ def read_samples(store: Store, bucket: str, part: np.void, columns: Sequence[str
     table = pq.ParquetFile(io.BytesIO(data)).read([*dict.fromkeys(["key", *columns])], use_threads=False)
     if len(table) != part["samples"]:
         raise DamagedFile(
-            f"{store.where(name)} has {len(table)} rows, but the index lists {part['samples']} samples. Check the root "
-            f"with `python -m shards verify {store.where()}`."
+            f"{store.where(name)} has {counted(len(table), 'row')}, but the index lists "
+            f"{counted(int(part['samples']), 'sample')}. Check the root with `python -m shards verify {store.where()}`."
         )
     return table

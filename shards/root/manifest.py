@@ -80,8 +80,9 @@ def read_index(store: Store, bucket: str, id: str) -> BucketIndex:
     data = store.read_many([name]).get(name)
     if data is None:
         raise RequestError(
-            f"{store.where()} has no index {id} for bucket {bucket}. Restore {name} from a backup, start a new run, "
-            f"or, if this is the root's newest index, rebuild it with `python -m shards index {store.where()}`."
+            f"{store.where()} has no index {id} for bucket {bucket}. Restore {name} from a backup, or start a new "
+            f"run. If this is the root's newest index, you can also rebuild it with `python -m shards index "
+            f"{store.where()}`."
         )
     return BucketIndex.model_validate(_parse_version_2(data, store.where(name)))
 
@@ -94,8 +95,8 @@ def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
         rows = merge([load_segment(store, sha256) for sha256 in index.segments])
     except FileNotFoundError as error:
         raise DamagedFile(
-            f"A segment of {store.where(index_name(id))} is missing ({error}). Restore it from a backup or, if this "
-            f"is the root's newest index, rebuild it with `python -m shards index {store.where()}`."
+            f"A segment of {store.where(index_name(id))} is missing ({error}). Restore the segment from a backup. If "
+            f"this is the root's newest index, you can also rebuild it with `python -m shards index {store.where()}`."
         ) from None
     if outside := names_outside(rows):
         raise RequestError(

@@ -164,7 +164,7 @@ def load_segment(store: Store, sha256: str) -> pa.Table:
     if hashlib.sha256(data).hexdigest() != sha256:
         raise DamagedFile(
             f"{store.where(name)} is damaged: its SHA-256 does not match its name. Restore it from a backup, or "
-            f"delete it and rebuild it with `python -m shards index {store.where()}`."
+            f"delete the file and rebuild the index with `python -m shards index {store.where()}`."
         )
     return pa.ipc.open_file(pa.BufferReader(data)).read_all()
 

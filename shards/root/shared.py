@@ -57,9 +57,10 @@ def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
             kind = "the buckets of" if "base" in name else "bucket"
             raise RequestError(
                 f"{store.where()} fills {kind} {PurePath(name).stem} by the rule `{theirs}`, but this run would use "
-                f"`{ours[name]}`. (`covers`, for `buckets`: every image that covers the bucket; `nearest`, for "
-                f"`aspect`: images for which this bucket has the closest aspect ratio in its table.) Set `output` to a "
-                f"different location, or use the `buckets` and `aspect` with which this root was created."
+                f"`{ours[name]}`. The rule `covers`, from `buckets`, selects every image that covers the bucket. The "
+                f"rule `nearest`, from `aspect`, selects the images whose aspect ratio is closest to this bucket's in "
+                f"its table. Set `output` to a different location, or use the `buckets` and `aspect` settings that "
+                f"this root was created with."
             )
 
 
@@ -134,7 +135,7 @@ def load_uncond(store: Store) -> dict[str, TextLatents]:
     except FileNotFoundError:
         raise RequestError(
             f"{store.where(UNCOND_NAME)} is missing: no shard has been encoded into this root. "
-            f"Run `make precompute` first."
+            f"Run `make precompute SHARD=all` first."
         ) from None
     names = active_receipts(list_commits(store))[:1]  # every receipt records the file's hash
     for receipt in read_receipts(store, names):

@@ -7,6 +7,7 @@ from typing import Any
 
 from shards.base.config import flatten
 from shards.base.store import Store
+from shards.base.table import counted
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.tables import CAPTION_CHANGES
@@ -52,11 +53,11 @@ def dataset_card(store: Store) -> str:
         size_category=size_category(totals.encoded),
         configs="\n".join(f"- config_name: {bucket}\n  data_files: {bucket}/*/*.mds" for bucket in sizes),
         encoding=encoding,
-        encoded=totals.encoded,
+        encoded=counted(totals.encoded, "picture"),
         image=ABOUT_POSTERIOR[encoding.image.posterior],
         texts="; ".join(_about_text(name, tower) for name, tower in encoding.texts.items()),
         weights=_rows((name, weights.name, f"`{weights.sha256}`") for name, weights in encoding.weights.items()),
-        num_tars=totals.shards,
+        num_tars=counted(totals.shards, "tar"),
         first_day=min(days),
         last_day=max(days),
         sizes=_rows((bucket, f"{s['samples']:,}", f"{s['bytes_per_sample']:,}") for bucket, s in sizes.items()),
@@ -78,7 +79,7 @@ def _exclusions(store: Store) -> str:
     ids = exclusion_ids(store)
     if not ids:
         return "No samples are excluded from training."
-    lists = ", ".join(f"`exclusions/{id}.txt` ({len(load_exclusion(store, id).values):,} lines)" for id in ids)
+    lists = ", ".join(f"`exclusions/{id}.txt` ({counted(len(load_exclusion(store, id).values), 'line')})" for id in ids)
     return f"Samples matched by these lists are stored, but excluded from training: {lists}."
 
 
@@ -120,7 +121,9 @@ class SettingCounts:
             for key in sorted(counts):
                 values = counts[key] + Counter({"None": self.num_tars - self.having[section, key]})
                 ordered = sorted(values.items(), key=lambda item: (-item[1], item[0]))
-                listed = [value if len(ordered) == 1 else f"{value} ({tars} shards)" for value, tars in ordered]
+                listed = [
+                    value if len(ordered) == 1 else f"{value} ({counted(tars, 'shard')})" for value, tars in ordered
+                ]
                 more = [f"and {len(listed) - VALUES_SHOWN:,} more values"] if len(listed) > VALUES_SHOWN else []
                 yield key, ", ".join(listed[:VALUES_SHOWN] + more)
 
@@ -131,7 +134,7 @@ def _decoding(encoding: EncodingRecord) -> Iterator[str]:
         yield "`image_latents` holds the posterior's means in the first half of its channels, and the log-variances in"
         yield "the second half. A latent is sampled as `mean + exp(0.5 × log-variance) × noise`."
     else:
-        yield "`image_latents` has no variances and is used directly."
+        yield "`image_latents` contains no variances and is used directly."
     if encoding.image.storage == "int8":
         yield "The values are stored as int8 codes: a mean is its code times its channel's entry in `image_scales`, and"
         yield "a log-variance is `(code + 128) × 50 / 255 - 30`."

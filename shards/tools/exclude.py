@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from shards.base.errors import RequestError
 from shards.base.store import Store
+from shards.base.table import counted
 from shards.format.encoding import EncodingRecord
 from shards.root.exclusions import Exclusion, add_exclusion, read_samples
 from shards.root.manifest import current_ids, load_rows, read_index
@@ -35,14 +36,14 @@ def exclude(store: Store, exclusion: Exclusion) -> str:
         )
     added = "Added" if add_exclusion(store, exclusion) else "Already present:"
     lines = [
-        f"{added} exclusions/{exclusion.id}.txt ({len(exclusion.values):,} lines, matched by {exclusion.kind}). Runs "
-        f"that start from now on skip these samples.",
+        f"{added} exclusions/{exclusion.id}.txt ({counted(len(exclusion.values), 'line')}, matched by "
+        f"{exclusion.kind}). Training runs that start from now on skip these samples.",
         *found,
     ]
     if unmatched:
         lines.append(
-            f"No sample matches {_examples(unmatched, 'the line', 'the lines')}. Check the spelling. The list also "
-            f"applies to parts that are written later."
+            f"No sample matches {_examples(unmatched, 'the line', 'any of the lines')}. Check the spelling. The list "
+            f"also applies to parts that are written later."
         )
     return "\n".join(lines)
 
@@ -62,7 +63,7 @@ def _match(store: Store, bucket: str, id: str, exclusion: Exclusion, is_matched:
             is_matched[lines] = True
             samples += len(lines)
             matched_parts += len(lines) > 0
-    return f"{bucket}: {samples:,} samples in {matched_parts:,} of {len(parts):,} parts"
+    return f"{bucket}: {counted(samples, 'sample')} in {matched_parts:,} of {counted(len(parts), 'part')}"
 
 
 def _examples(values: list[str], one: str, several: str) -> str:

@@ -48,11 +48,11 @@ def run(arguments: list[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     example = "example: latentmill init runs/one"
     command = commands.add_parser("init", help="write DIR/configs", description="Write DIR/configs.", epilog=example)
-    command.add_argument("folder", metavar="DIR", type=Path)
+    command.add_argument("folder", metavar="DIR", type=Path, help="folder in which to create configs/")
     target = write_configs(parser.parse_args(arguments).folder)
     print(
-        f"Wrote {target}. Next, in {target.parent.resolve()}: set `input` and `output` in configs/precompute.yaml, "
-        f"then run latentmill-precompute --config configs/precompute.yaml --shards all"
+        f"Wrote {target}. Next, change to the folder {target.parent.resolve()}, set `input` and `output` in "
+        f"configs/precompute.yaml, and run `latentmill-precompute --config configs/precompute.yaml --shards all`."
     )
 
 

@@ -103,8 +103,8 @@ class RecallFilter:
         """Reject an empty filter, which would recall everything, and an invalid time."""
         if not (self.node or self.gpu or self.since):
             raise RequestError(
-                "recall needs --node, --gpu or --since; without any of them it would recall every part. `python -m "
-                "shards by-node` lists hosts and GPUs."
+                "recall needs --node, --gpu or --since, because without any of them, it would recall every part. "
+                "`python -m shards by-node ROOT` lists hosts and GPUs."
             )
         if self.since:
             _time(self.since)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shards.base.store import Store
-from shards.base.table import format_table
+from shards.base.table import counted, format_table
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.tables import CAPTION_CHANGES, read_tables
@@ -137,9 +137,9 @@ def stats_table(stats: dict[str, Any]) -> str:
     """Format the result of `root_stats` as a table."""
     counts = stats["captions"]
     changes = ", ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in CAPTION_CHANGES)
+    num_shards, samples_in = counted(stats["shards"], "shard"), counted(stats["samples_in"], "sample")
     lines = [
-        f"encoding {stats['encoding']}, {stats['shards']} shards: {stats['samples_in']:,} samples in, "
-        f"{stats['encoded']:,} encoded",
+        f"encoding {stats['encoding']}, {num_shards}: {samples_in} in, {stats['encoded']:,} encoded",
         f"captions: {counts['stored']:,} stored; changed: {changes}",
         "rejected: " + (", ".join(f"{reason} {count:,}" for reason, count in stats["rejected"].items()) or "none"),
         "",
@@ -154,7 +154,7 @@ def stats_table(stats: dict[str, Any]) -> str:
             lengths = " / ".join(f"{length:.0f}" for length in b["caption_characters"].values())
             means = ", ".join(f"{value:+.3f}" for value in b["latent_mean"])
             deviations = ", ".join(f"{value:.3f}" for value in b["latent_std"])
-            rows[-1][3:] = [lengths, f"mean {means}; std {deviations}; {b['measured_on']:,} samples"]
+            rows[-1][3:] = [lengths, f"mean {means}; std {deviations}; {counted(b['measured_on'], 'sample')}"]
     return "\n".join([*lines, format_table(rows, ">>>><")])
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from shards.base.durable import DamagedFile, parse_sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import LocalStore, Store, read_each
+from shards.base.table import counted
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import FileRecord, Receipt, active_receipts, parse_name, parse_receipt
@@ -126,7 +127,8 @@ def verify_tar(store: Store, receipts: TarReceipts) -> Iterator[str]:
         return  # reported by `verify_receipt`
     keys = sorted({key for stored, refused in tables.values() for key in stored["key"] + refused["key"]})
     if len(keys) != receipts.samples_in and not any(OTHER_BUCKET in part.refused for part in receipts.parts.values()):
-        yield f"the receipts of tar {receipts.tar} count {receipts.samples_in} samples, but its tables list {len(keys)}"
+        in_tar = counted(receipts.samples_in, "sample")
+        yield f"the receipts of tar {receipts.tar} count {in_tar}, but the tables of its parts list {len(keys):,}"
     for bucket, part in receipts.parts.items():
         stored, refused = tables[bucket]
         refused_counts = {reason: count for reason, count in part.refused.items() if reason != OTHER_BUCKET}
@@ -154,7 +156,7 @@ def verify_file(store: Store, name: str, record: FileRecord, where: str) -> Iter
     if size is None:
         yield f"{where} is missing"
     elif size != record.bytes:
-        yield f"{where} is {size} bytes long, but its receipt records {record.bytes} bytes"
+        yield f"{where} is {counted(size, 'byte')} long, but its receipt records {counted(record.bytes, 'byte')}"
     elif store.sha256(name) != record.sha256:
         yield f"{where} is damaged: its SHA-256 does not match its receipt"
 
@@ -177,7 +179,7 @@ def verify_samples(folder: Path, where: str, bucket: str, num_samples: int, enco
         elif not all(np.isfinite(array).all() for array in (*arrays, *numbers, *features(sample, encoding).values())):
             yield f"{where}: sample {sample['key']} has non-finite values"
     if count != num_samples:
-        yield f"{where} has {count} samples, but its receipt records {num_samples}"
+        yield f"{where} has {counted(count, 'sample')}, but its receipt records {num_samples:,}"
 
 
 def text_fits(states: np.ndarray, tower: TextTower) -> bool:

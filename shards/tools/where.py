@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from shards.base.config import flatten
 from shards.base.errors import RequestError
 from shards.base.store import Store
+from shards.base.table import counted
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import active_parts
@@ -33,8 +34,8 @@ def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
         if found := [entry for tar in tars if (entry := _in_tar(store, key, tar, encoding))]:
             return found
     raise RequestError(
-        f"The key {key} is in none of the {len(names)} committed shards of {store.where()}. Check the key, and whether "
-        f"its shard has been encoded."
+        f"The key {key} was not found in the {counted(len(names), 'committed shard')} of {store.where()}. Check the "
+        f"key, and whether its shard has been encoded."
     )
 
 

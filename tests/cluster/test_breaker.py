@@ -80,10 +80,10 @@ def test_five_minutes_of_an_outage_cost_nothing(
     assert sorted(event.key for event in events if isinstance(event, Done)) == KEYS
     failed = [event for event in events if isinstance(event, Failed)]
     assert failed and all(event.again and event.number == 1 for event in failed)
-    assert {event.which for event in failed} == {"an outage, which does not count as an attempt"}
+    assert {event.which for event in failed} == {"an attempt failed because of an outage and is not counted"}
     said = [event.text for event in events if isinstance(event, News)]
-    assert "The job is paused (for 0 s so far) and retries in 5 s: " in said[0]
-    assert "The outage is over. The job resumes after a pause of" in said[-1]
+    assert "The job has been paused for 0 s and will retry in 5 s: " in said[0]
+    assert "The outage is over. The job is resuming after a pause of" in said[-1]
     assert len(said) == 7  # after 0, 5, 15, 35, 75 and 155 s, and the end
     probes = [event for event in failed if event.key in {f.key for f in failed[-5:]}]
     assert len({event.key for event in probes}) >= 5, "each probe takes a different tar"
@@ -100,13 +100,14 @@ def test_a_missing_model_stops_the_job_within_a_minute(clock: Clock, monkeypatch
     pool = TimedPool(clock, {"a": 8, "b": 8}, lambda *_: (1, lacking))
     fleet: Fleet[str, str] = make_fleet(monkeypatch, pool, KEYS, backoff=5)
     with pytest.raises(
-        WorkError, match=r"(?s)4 consecutive attempts \(.*\) failed because of an outage.*The model absent is neither"
+        WorkError,
+        match=r"(?s)4 consecutive attempts \(at .*\) failed because of an outage.*The model absent is neither",
     ) as caught:
         without_state(fleet)
     print(f"a missing model: stopped after {clock.now - 1000:.0f} s")
     assert clock.now - 1000 < 60
     assert len(str(caught.value).split("(")[1].split(")")[0].split(", ")) == 4, "distinct tars"
-    assert f"(on {os.uname().nodename})" in str(caught.value) and "run the same command again" in str(caught.value)
+    assert f"On node {os.uname().nodename}: " in str(caught.value) and "run the same command again" in str(caught.value)
 
 
 def test_an_outage_without_an_end_stops_the_job(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +144,9 @@ def test_units_leave_a_node_that_lacks_a_model(clock: Clock, monkeypatch: pytest
     events = without_state(make_fleet(monkeypatch, pool, KEYS, backoff=5, max_in_flight=12))
     assert sorted(event.key for event in events if isinstance(event, Done)) == KEYS
     assert next(event.text for event in events if isinstance(event, News)) == (
-        "5 attempts in a row failed on node a, so the node gets no work for now"
+        "5 attempts in a row failed on node a, so the job will prefer other nodes for ten minutes"
     )
-    assert not any("is paused" in event.text for event in events if isinstance(event, News))
+    assert not any("been paused" in event.text for event in events if isinstance(event, News))
     assert all(event.again for event in events if isinstance(event, Failed))
     assert Counter(node for _, _, node in pool.begun)["a"] < 20
 
@@ -155,7 +156,7 @@ def test_an_outage_of_a_single_unit_is_counted(clock: Clock, monkeypatch: pytest
     pool = TimedPool(clock, {"a": 2, "b": 2}, lambda key, node, now: (1, EXPIRED) if key == "00007" else (20, "ok"))
     events = without_state(make_fleet(monkeypatch, pool, KEYS * 2, backoff=1, lost_attempts=3))
     last = [event for event in events if isinstance(event, Failed)][-1]
-    assert (last.key, last.again, last.which) == ("00007", False, "an attempt was lost (3 of 3)")
+    assert (last.key, last.again, last.which) == ("00007", False, "an attempt was lost (3 of 3 allowed)")
     assert len({event.key for event in events if isinstance(event, Done)}) == len(KEYS) - 1
 
 
@@ -208,7 +209,10 @@ def test_failures_are_kept_while_their_store_is_unavailable(
         monkeypatch.setattr(RemoteStore, "create", refuse)
         log.record(failed("00003", SLOW_DOWN))
     said = capsys.readouterr().err
-    assert "root.failures cannot be written (no route). The unwritten lines:" in said and '"shard": "00003"' in said
+    assert (
+        "root.failures cannot be written (no route). These lines are missing from it:" in said
+        and '"shard": "00003"' in said
+    )
 
 
 def test_a_long_list_of_failures_is_shortened() -> None:

@@ -48,11 +48,14 @@ def test_places_agree_with_adding_workers_one_by_one(
 
 def test_shortages_that_leave_gpus_unused() -> None:
     needs = ResourcesConfig(num_gpus=1, num_cpus=8).needs
-    assert shortage({"GPU": 8, "CPU": 52}, needs) == "6 of 8 GPUs usable: too few CPUs"
+    assert shortage({"GPU": 8, "CPU": 52}, needs) == "only 6 of 8 GPUs are usable, because the node has too few CPUs"
     assert shortage({"GPU": 8, "CPU": 64}, needs) is None and shortage({"CPU": 2}, needs) is None
-    assert shortage({"GPU": 8, "CPU": 4}, needs) == "0 of 8 GPUs usable: too few CPUs"
+    assert shortage({"GPU": 8, "CPU": 4}, needs) == "only 0 of 8 GPUs are usable, because the node has too few CPUs"
     both = ResourcesConfig(num_gpus=0.5, num_cpus=1, resources={"encoder": 1}).needs
-    assert shortage({"GPU": 8, "CPU": 8, "encoder": 10}, both) == "4 of 8 GPUs usable: too few CPUs, encoder"
+    assert (
+        shortage({"GPU": 8, "CPU": 8, "encoder": 10}, both)
+        == "only 4 of 8 GPUs are usable, because the node has too few CPUs and encoder"
+    )
     assert (
         shortage({"GPU": 1, "CPU": 8}, ResourcesConfig(num_gpus=2, num_cpus=1).needs) is None
     )  # the node is too small, not short
@@ -65,10 +68,16 @@ def test_a_shortage_is_reported_once_per_change() -> None:
         "f00": {"GPU": 8, "CPU": 52, "node:10.0.0.7": 1, "node:__internal_head__": 1},
         "f01": {"GPU": 8, "CPU": 64},
     }
-    assert watch.look(alive) == "node 10.0.0.7: 6 of 8 GPUs usable: too few CPUs" and watch.places == 14
+    assert (
+        watch.look(alive) == "node 10.0.0.7: only 6 of 8 GPUs are usable, because the node has too few CPUs"
+        and watch.places == 14
+    )
     assert watch.look(alive) is None
     alive["f02"] = {"GPU": 4, "CPU": 8}
-    assert watch.look(alive) == "node f02: 1 of 4 GPUs usable: too few CPUs" and watch.places == 15
+    assert (
+        watch.look(alive) == "node f02: only 1 of 4 GPUs are usable, because the node has too few CPUs"
+        and watch.places == 15
+    )
     del alive["f00"]
     assert watch.look(alive) is None and watch.places == 9
 

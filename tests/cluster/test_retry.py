@@ -23,7 +23,7 @@ def test_errors_and_losses_have_separate_limits() -> None:
     unit = Unit("00000", None)
     assert unit.record_failure(True, "a", config) and not unit.runs_alone
     assert unit.record_failure(True, "b", config) and unit.runs_alone
-    assert unit.describe_failure(True, config) == "an attempt was lost (2 of 3)"
+    assert unit.describe_failure(True, config) == "an attempt was lost (2 of 3 allowed)"
     assert unit.record_failure(False, "a", config)
     assert unit.describe_failure(False, config) == "attempt 1 of 2 failed"
     assert unit.attempt == 4 and unit.failed_on == "a"
@@ -97,7 +97,7 @@ def test_a_unit_is_retried_on_another_node() -> None:
 
 def test_resources_for_people() -> None:
     needs = ResourcesConfig(num_gpus=1, num_cpus=8, resources={"encoder": 0.5}).needs
-    assert describe(needs) == "1 GPUs, 8 CPUs and 0.5 encoder"
+    assert describe(needs) == "1 GPU, 8 CPUs and 0.5 encoder"
     assert is_too_small({"GPU": 8, "CPU": 64}, needs) and not is_too_small({"GPU": 1, "CPU": 8, "encoder": 1}, needs)
 
 
@@ -105,7 +105,7 @@ def test_a_fleet_that_no_node_can_take_says_so_and_gives_up(clock: list[float]) 
     alive: dict[str, Resources] = {"a": {"CPU": 2.0}}
     watch = NodeWatch(ResourcesConfig(num_gpus=1, num_cpus=1, wait_for_resources=100))
     assert watch.is_due and watch.look(alive) == (
-        "No node in the cluster can take a worker that needs 1 GPUs and 1 CPUs (live nodes: 0 GPUs and 2 CPUs). "
+        "No node in the cluster can take a worker that needs 1 GPU and 1 CPU (live nodes: 0 GPUs and 2 CPUs). "
         "Waiting up to 100 s for such a node to join."
     )
     assert not watch.is_due

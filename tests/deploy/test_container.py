@@ -138,7 +138,7 @@ def encode_on_a_cluster(image: Image, words: list[str]) -> None:
         wait_for(f"http://{dashboard}/api/version")
         with image.running("ray", "start", *node, "--block", pod=1):
             said = image.run(*submit)
-    assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in said and "succeeded" in said
+    assert "Tars: 2 encoded (46 samples in, 30 accepted, 16 rejected)" in said and "succeeded" in said
 
 
 def wait_for(address: str) -> None:
@@ -195,7 +195,7 @@ def test_both_stages_run_in_it(image: Image, models: Path, tars: Path) -> None:
     job = yaml.safe_load((ROOT / "deploy/kubernetes/rayjob.yaml").read_text())["spec"]["entrypoint"]
     words = precompute_arguments(data / "models", data / "tars", root)[2:]
     said = image.run(*shlex.split(job)[:5], *words)
-    assert "2 tars encoded (46 samples in, 30 accepted, 16 rejected)" in said
+    assert "Tars: 2 encoded (46 samples in, 30 accepted, 16 rejected)" in said
     assert len(load_tars(open_store(root))) == 2
     there = data / "on-a-cluster"
     arguments = precompute_arguments(data / "models", data / "tars", there)[2:]

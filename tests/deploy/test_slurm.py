@@ -205,7 +205,7 @@ def test_stage_1_is_a_ray_cluster_of_the_jobs_nodes(slurm: Slurm, models: Path, 
     state = slurm.finish(job)
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1")
     log = (tmp_path / "log").read_text()
-    assert "Stopped by a signal" in log and "8 tars encoded" not in log
+    assert "Stopped by a signal" in log and "Tars: 8 encoded" not in log
     assert parts_of(root) == parts_of(world.reference) and list(verify_root(open_store(root))) == []
 
 
@@ -221,5 +221,5 @@ def test_an_array_of_small_jobs_shares_the_tars(slurm: Slurm, models: Path, tars
     for task in range(2):
         state = slurm.finish(f"{job}_{task}")
         assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), (tmp_path / f"log-{task}").read_text()
-        assert "1 tars encoded" in (tmp_path / f"log-{task}").read_text()
+        assert "Tars: 1 encoded" in (tmp_path / f"log-{task}").read_text()
     assert len(load_tars(open_store(tmp_path / "root"))) == 2

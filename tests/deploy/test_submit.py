@@ -100,17 +100,17 @@ def site(models: Path, tars: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_from_a_login_node_the_clone_goes_along(site: Site, tmp_path: Path) -> None:
     said = site.type(site.login, command("ray job submit"), tmp_path / "root")
-    assert "2 tars encoded" in said
+    assert "Tars: 2 encoded" in said
     site.check(tmp_path / "root")
 
 
 def test_from_a_node_as_from_a_pod(site: Site, tmp_path: Path) -> None:
     """Run the command of `kubectl exec` in the head's pod, and the same command on a node."""
     said = site.type(site.head, command("RAY_ADDRESS=10.0.0.1"), tmp_path / "root")
-    assert "2 tars encoded" in said
+    assert "Tars: 2 encoded" in said
     site.check(tmp_path / "root")
     pod = command("kubectl exec").partition(" -- ")[2]
-    assert "2 were already done" in site.type(site.head, pod, tmp_path / "root")
+    assert "2 already done" in site.type(site.head, pod, tmp_path / "root")
 
 
 def test_from_a_notebook(site: Site, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_from_a_notebook(site: Site, tmp_path: Path) -> None:
         "asyncio.run(eval(compile(cells, 'cells', 'exec', ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)))"
     )
     said = site.login.run("python", "-c", as_a_notebook, str(script)).stdout
-    assert "2 tars encoded" in said and "SUCCEEDED" in said
+    assert "Tars: 2 encoded" in said and "SUCCEEDED" in said
     site.check(tmp_path / "root")
 
 

@@ -107,7 +107,7 @@ def test_published_moments_are_a_reference_for_frechet_distances(drawn: Path, re
     assert found["id"] != row["id"] and found["reference_n"] is None and "N 60" in format_metrics([found])
     with pytest.raises(RequestError, match=r"toy_kid cannot be computed from reference\.moments"):
         choose_metrics(None, TOY, given)
-    with pytest.raises(ValueError, match="set either moments or pictures"):
+    with pytest.raises(ValueError, match="set only one of `moments` and `pictures`"):
         ReferenceConfig(moments=path, pictures=str(tmp_path))
 
 
@@ -156,7 +156,9 @@ def test_non_finite_features_are_refused(
     monkeypatch.setattr("evaluation.features.job.cached_extractor", lambda *_: with_infinity)
     place = draw_here(pipeline, tmp_path / "drawn", sampling(part_size=30, batch_size=30, steps=[1]), MANY)
     made = reference(tmp_path / "reference", references / "tars")
-    with pytest.raises(WorkError, match=r"toy returned non-finite features for .*, so its weights are damaged"):
+    with pytest.raises(
+        WorkError, match=r"toy returned non-finite features for the part .*, so the weights of toy are damaged"
+    ):
         score(read_set(place), ["toy_kid"], TOY, made, WORKERS)
     assert not list(place.rglob("features.npy"))
 
@@ -179,7 +181,7 @@ def test_impossible_metrics_are_refused_before_anything_is_drawn(
         return " ".join(capsys.readouterr().err.split())
 
     place = ["--reference.place", str(tmp_path / "reference")]
-    assert "There are only 23 prompts, but a metric's interval needs at least 24" in error_of("few.txt", *place)
+    assert "The number of prompts is 23, but a metric's interval needs at least 24" in error_of("few.txt", *place)
     assert "Set reference.size to 64x64" in error_of("many.txt", *place, "--reference.size", "128x128")
     assert "No reference is set. Set reference.place" in error_of("many.txt")
     assert "sampling.steps.0" in error_of("many.txt", *place, "--sampling.steps", "[0]")
@@ -210,10 +212,13 @@ def test_invalid_references_are_refused(drawn: Path, references: Path, tmp_path:
         (ReferenceConfig(size="64x64"), "No reference is set"),
         (reference(tmp_path / "absent", None), "is not a reference"),
         (reference(tmp_path / "absent", tmp_path / "made"), "contains neither tars nor image files"),
-        (reference(tmp_path / "small", tmp_path / "few"), "has only 23 images, but a metric with an interval needs at"),
+        (
+            reference(tmp_path / "small", tmp_path / "few"),
+            "needs at least 24 reference images, but the reference has only 23",
+        ),
         (
             reference(tmp_path / "made", None, pixels={"resampling": "lanczos"}),
-            "a reference with different images or settings: resampling 'bicubic' ≠ 'lan",
+            "a reference with different images or settings: resampling: 'bicubic' ≠ 'lan",
         ),
         (reference(tmp_path / "made", None), "features of only 1 of 2 parts"),
     ):
@@ -227,7 +232,7 @@ def test_a_damaged_picture_is_named(pipeline: Path, tmp_path: Path) -> None:
     (picture,) = (place / "pictures").glob("00001.*/0000005.png")
     picture.write_bytes(b"flipped")
     with pytest.raises(
-        DamagedInput, match=r"0000005\.png is damaged.*that folder's receipt in .*, and run the same command"
+        DamagedInput, match=r"0000005\.png is damaged.*the folder's receipt in .*, then run the same command"
     ):
         extract(sample_units(found), "toy", TOY, place, WORKERS)
 
@@ -291,8 +296,8 @@ def test_score_evaluates_the_requested_checkpoint(
         ("toy_kid", 2, "raw"),
     ]
     assert f"{rows[0]['value']:.4f}" in output
-    assert "has no checkpoint of step 3. Choose one of its steps: 2, 4, 6." in score_step(3, 2)
+    assert "has no checkpoint at step 3. Available steps: 2, 4, 6." in score_step(3, 2)
     weights = run_dir / "checkpoints" / "step-00000004" / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     error = score_step(4, 1)
-    assert "The checkpoint of step 4 in" in error and "does not match its SHA-256" in error
+    assert "The checkpoint at step 4 in" in error and "does not match its SHA-256" in error

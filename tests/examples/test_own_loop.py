@@ -31,8 +31,8 @@ def test_it_learns(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("root", "bucket", "batch", "message"),
     [
-        (None, "64x64", 1000, "has 30 samples, fewer than one batch of 1000"),
-        (None, "96x96", 8, r"has no indexed bucket 96x96\. Its buckets are: 128x128, 64x64"),
+        (None, "64x64", 1000, r"One batch needs 1000 samples, but the bucket 64x64 in .* has only 30"),
+        (None, "96x96", 8, r"has no indexed bucket 96x96\. Indexed buckets: 128x128, 64x64"),
         ("/absent", "64x64", 8, "/absent"),
     ],
 )

@@ -45,8 +45,8 @@ def test_a_node_with_an_altered_checkout_is_refused_by_name(
     said = done.stderr.replace("\n", " ")
     assert done.returncode == 1, said
     assert (
-        f"The node {os.uname().nodename} runs a different version of latentmill than the driver: the SHA-256 of its "
-        f"source is" in said
+        f"The node {os.uname().nodename} is running a different version of latentmill than the driver: the SHA-256 of "
+        f"its source is" in said
     )
     assert f"the driver's is {source_sha256()}. Nothing was encoded on this node." in said
     assert load_receipts(open_store(tmp_path / "root")) == []

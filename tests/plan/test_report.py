@@ -65,7 +65,9 @@ def test_a_plan_can_vouch_for_its_numbers(plan: MakePlan, sd2: Work) -> None:
     price = facts["gpu.price_per_hour"]
     assert (price.source, price.assumed) == ("quote of 3 May", False)
     vouched["sources"] = {"gpu.prise": {"value": 1, "source": "x"}}
-    with pytest.raises(RequestError, match=r"sources has an entry for gpu\.prise, which is not a numeric input of the"):
+    with pytest.raises(
+        RequestError, match=r"`sources` contains fields that are not numeric inputs of the plan: gpu\.prise\."
+    ):
         make_report(Plan.model_validate(vouched), sd2)
 
 
@@ -149,17 +151,21 @@ def test_planned_checkpoints_lose_more_than_the_best(report: MakeReport) -> None
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (("--gpus", "48"), r"phase1\.global_batch_size is 2048, which is not a multiple of 48 GPUs"),
-        (("--gpu_counts", "[3]"), r"phase1\.global_batch_size is 2048, which is not a multiple of 3 GPUs"),
+        (("--gpus", "48"), r"phase1\.global_batch_size is 2048, which cannot be split evenly across 48 GPUs"),
+        (("--gpu_counts", "[3]"), r"phase1\.global_batch_size is 2048, which cannot be split evenly across 3 GPUs"),
         (("--phase2.bucket", "768x768"), r"phase2\.bucket is 768x768, which is not in data\.samples"),
-        (("--gpu.kind", "B200"), r"the GPU kind B200 is not one of A100, H100, H200; set its price_per_hour, peak_t"),
+        (
+            ("--gpu.kind", "B200"),
+            r"only the GPU kinds A100, H100, H200 have default values; "
+            r"for B200, you must also set price_per_hour, peak_t",
+        ),
         (("--regions.data", '{"here": 0.5}'), r"shares must not be negative and must sum to 1"),
         (("--data.samples", '{"256": 5}'), r"is not a bucket"),
-        (("--measured", f'["{MEASURED}", "{MEASURED}"]'), r"repeats a measurement .*: train 256x256 on 8 A100s"),
+        (("--measured", f'["{MEASURED}", "{MEASURED}"]'), r"repeats a measurement .*: train 256x256 on 8 × A100\."),
         (("--measured", "nowhere.json"), r"The benchmark file nowhere\.json does not exist"),
         (("--measured", ""), r"The benchmark file `` cannot be read: Is a dir.*`--measured \[\]` to plan without"),
         (("--measured", "configs/vae/sd2.json"), r"sd2\.json is not a valid benchmark file: `device`: Field required"),
-        (("--gpu.network_gbit_per_s", "1"), r"256x256: a step of 2048 images on .* must be wrong\. Correct one of"),
+        (("--gpu.network_gbit_per_s", "1"), r"256x256: a step of 2048 images on .* must be wrong\. Check both"),
         (
             ("--checkpoints.gpu_hours_per_failure", "0.001", "--checkpoints.every_steps", "9999"),
             r"On 8 GPUs, a failure occurs every 0\.45 s .* the training would never finish",
@@ -174,7 +180,7 @@ def test_wrong_plans_are_refused(report: MakeReport, overrides: tuple[str, ...],
 def test_rows_that_cannot_share_a_batch_are_left_out(report: MakeReport) -> None:
     small = report("--phase2.global_batch_size", "256")
     assert small.rows[-1].gpus == 256
-    assert "Omitted 512, 1024 GPUs, which do not divide the global batch sizes evenly." in small.notes
+    assert "Omitted GPU counts that do not divide the global batch sizes evenly: 512, 1024." in small.notes
 
 
 def test_measured_encoders_replace_the_assumed_utilisation(report: MakeReport, tmp_path: Path) -> None:

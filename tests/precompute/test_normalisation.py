@@ -74,7 +74,7 @@ def test_an_autoencoder_class_beyond_the_shipped_families(models: Path, tmp_path
         ),
         ({"_class_name": None}, "has no `_class_name`"),
         ({"scaling_factor": "0.5"}, "has scaling_factor 0.5, so the scale .* is unknown"),
-        ({"scaling_factor": 0}, "has scaling_factor 0, .* a number above 0"),
+        ({"scaling_factor": 0}, "has scaling_factor 0, .* a number greater than 0"),
         ({"shift_factor": "a"}, "has shift_factor a, which is not a number"),
         ({"latents_mean": MEAN}, "has latents_mean but no latents_std"),
         ({"latents_std": STD}, "has latents_std but no latents_mean"),

@@ -74,21 +74,21 @@ def test_samples_are_from_all_parts(root: Path) -> None:
 
 def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run([str(root), "--samples", "5", "--output", str(tmp_path / "sheet.png")])
-    assert "5 samples from 64x64" in capsys.readouterr().out
+    assert "5 samples from bucket 64x64" in capsys.readouterr().out
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
     # three columns of 256 px, two rows; the sixth cell stays white
     assert sheet.shape[1] == 3 * 264 + 8 and (sheet[-100:, -264:] == 255).all() and (sheet[-340:-100, :264] < 255).any()
 
 
 def test_a_different_vae_is_refused(root: Path, models: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="is not the one that produced these latents"):
+    with pytest.raises(RequestError, match=r"did not produce these latents; according to encoding\.json"):
         run([str(root), "--vae", str(models / "vae"), "--output", str(tmp_path / "sheet.png")])
     shutil.copytree(MODELS / "vae", tmp_path / "moved")
     run([str(root), "--vae", str(tmp_path / "moved"), "--output", str(tmp_path / "sheet.png"), "--samples", "1"])
 
 
 def test_a_missing_bucket(root: Path) -> None:
-    with pytest.raises(RequestError, match="has no samples in 512x512"):
+    with pytest.raises(RequestError, match="has no samples in bucket 512x512"):
         run([str(root), "--bucket", "512x512"])
 
 

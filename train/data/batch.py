@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from shards.format.text import has_multiple_captions, kind_of, unpack
 from train.data.draws import Draws, Purpose
@@ -38,7 +37,7 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        """Copy the batch to pinned memory, so that `to` can copy asynchronously. The DataLoader calls this."""
+        """Copy the batch to pinned memory, so that `to` can copy asynchronously."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -75,18 +74,20 @@ class Batch:
 
 @dataclass(frozen=True)
 class Collate:
-    """Function that collates MDS samples into a `Batch`; a class, so that it can be pickled for spawned workers."""
+    """Function that collates MDS samples into a `Batch`."""
 
     slots: Tensor
     lengths: dict[str, int | None]
     """Column to read → number of tokens in an untrimmed caption, or None for columns without a token axis."""
+    shared: bool = False
+    """Whether to collate into shared memory, so that a batch reaches another process without being copied."""
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         """Stack the samples of one rank's share of a global batch."""
         captions = [unpack(sample) for sample in samples]
         rows = [row for sample_captions in captions for row in sample_captions]
         columns = {
-            name: _stack([row[name] for row in (rows if kind_of(name) else samples)], length)
+            name: _stack([row[name] for row in (rows if kind_of(name) else samples)], length, self.shared)
             for name, length in self.lengths.items()
         }
         num_captions = torch.tensor(list(map(len, captions)))
@@ -98,11 +99,11 @@ class Collate:
         )
 
 
-def _stack(arrays: list[np.ndarray], length: int | None = None) -> Tensor:
+def _stack(arrays: list[np.ndarray], length: int | None, shared: bool) -> Tensor:
     """Stack arrays to (N, *shape). If `length` is given, arrays of (tokens, …) are zero-padded to it first."""
     first = arrays[0]
     shape = (len(arrays), *first.shape) if length is None else (len(arrays), length, *first.shape[1:])
-    stacked = _empty(shape, first.dtype)
+    stacked = _empty(shape, first.dtype, shared)
     rows = stacked.numpy()
     for i, array in enumerate(arrays):
         if length is None:
@@ -113,11 +114,10 @@ def _stack(arrays: list[np.ndarray], length: int | None = None) -> Tensor:
     return stacked
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Tensor:
-    """Allocate an uninitialized tensor, in shared memory if this process is a loader worker, so that the batch reaches
-    the trainer without being copied."""
+def _empty(shape: tuple[int, ...], dtype: np.dtype, shared: bool) -> Tensor:
+    """Allocate an uninitialized tensor, in shared memory if `shared`."""
     tensor = torch.from_numpy(np.empty(0, dtype))
-    if get_worker_info() is not None:
-        storage = torch.empty(0, dtype=tensor.dtype).untyped_storage()._new_shared(math.prod(shape) * dtype.itemsize)
+    if shared:
+        storage = tensor.untyped_storage()._new_shared(math.prod(shape) * dtype.itemsize)
         return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
     return torch.empty(shape, dtype=tensor.dtype)

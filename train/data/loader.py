@@ -6,18 +6,13 @@ If any of this fails, the training process raises a single error.
 
 import copy
 import hashlib
-import itertools
-import signal
-import sys
-from collections.abc import Generator, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from itertools import chain, repeat
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from shards.base.device import has_accelerator
 from shards.base.errors import RequestError, WorkError
@@ -28,50 +23,35 @@ from train.data.order import Order, StreamOrder
 from train.data.spec import DataConfig, DataSpec
 from train.data.streams import diagnose_storage, resolve_root
 from train.data.watchdog import Watchdog, diagnose, end_process
+from train.data.workers import LoaderWorkers, LoadFailure
 
-GRACE_SECONDS = 120
-"""Seconds that a loader worker keeps running after SIGTERM."""
 MAX_PREFETCH = 4
 """Maximum number of batches that each loader worker prepares in advance."""
 FILE_PREFETCH = 4
 """Number of upcoming batches for which a worker downloads and verifies files in advance."""
 
 
-class StepSampler(Sampler[int]):
-    """Endless sequence of a run's steps, starting at `first`."""
+class GlobalBatches:
+    """One rank's share of every global batch, by step."""
 
-    def __init__(self, first: int):
-        self.first = first
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count(self.first)
-
-
-@dataclass(frozen=True)
-class LoadFailure:
-    """Error message that a loader worker returns instead of a batch."""
-
-    message: str
-
-
-class GlobalBatches(Dataset[Batch | LoadFailure]):
-    """Dataset that maps a step to one rank's share of its global batch."""
-
-    def __init__(self, order: Order, files: SampleReader, slots: Tensor, collate: Collate):
+    def __init__(self, order: Order, files: SampleReader, slots: Tensor, collate: Collate, stride: int):
+        """
+        Args:
+            stride: number of loader workers. Each loads every `stride`-th step.
+        """
         self.order = order
         self.files = files
-        # a copy, because sending a batch moves the tensor to shared memory
         self.slots = slots.numpy().copy()
         self.collate = collate
+        self.stride = stride
         self.prefetched = -1
-        """Last step whose files this worker has started to prefetch."""
+        """Last step whose files this process has started to prefetch."""
 
-    def __getitem__(self, step: int) -> Batch | LoadFailure:
-        worker = get_worker_info()
-        stride = worker.num_workers if worker else 1
+    def load(self, step: int) -> Batch | LoadFailure:
+        """Read and collate the samples of `step`, and start to prefetch the files of later steps."""
         try:
-            first = self.prefetched + stride if self.prefetched >= step else step
-            for ahead in range(first, step + FILE_PREFETCH * stride + 1, stride):
+            first = self.prefetched + self.stride if self.prefetched >= step else step
+            for ahead in range(first, step + FILE_PREFETCH * self.stride + 1, self.stride):
                 files, _ = self.order.samples(ahead, self.slots)
                 self.files.prefetch(np.unique(files).tolist())
                 self.prefetched = ahead
@@ -79,7 +59,14 @@ class GlobalBatches(Dataset[Batch | LoadFailure]):
             pairs = zip(files.tolist(), rows.tolist(), strict=True)
             return self.collate([self.files.sample(file, row) for file, row in pairs])
         except (WorkError, RequestError) as error:
-            return LoadFailure(str(error))
+            return LoadFailure(error)
+        except Exception:
+            return LoadFailure(f"\n{traceback.format_exc()}")
+
+    def reconnect(self) -> None:
+        """Replace all connections to stores, because they do not survive a fork."""
+        for bucket in self.files.buckets:
+            bucket.store = copy.copy(bucket.store)
 
 
 def make_order(config: DataConfig, spec: DataSpec, global_batch_size: int, seed: int) -> Order:
@@ -113,24 +100,21 @@ def make_files(config: DataConfig, spec: DataSpec) -> SampleReader:
     return SampleReader(buckets)
 
 
-def plan_prefetch(batch_bytes: int, config: DataConfig) -> tuple[int, int | None]:
+def plan_prefetch(batch_bytes: int, config: DataConfig) -> tuple[int, int]:
     """Return the number of loader workers and their prefetch factor, such that all batches fit in `data.prefetch_gb`.
 
     With W workers and a factor of F, memory holds W·F prefetched batches, the samples of W batches that are being
     collated, one batch that is being copied to pinned memory, and the batch in use.
     """
     if not config.num_workers:
-        return 0, None
+        return 0, 0
     room = int(config.prefetch_gb * 1e9 / batch_bytes) - 2
     workers = max(1, min(config.num_workers, room // 2))
     return workers, max(1, min(MAX_PREFETCH, room // workers - 1))
 
 
 class Loader:
-    """Endless iterable of one rank's share of the global batches, starting at any step.
-
-    This is the only class that uses private attributes of torch's DataLoader.
-    """
+    """Endless iterable of one rank's share of the global batches, starting at any step."""
 
     def __init__(
         self, config: DataConfig, spec: DataSpec, global_batch_size: int, seed: int, step: int, slots: Tensor
@@ -142,99 +126,64 @@ class Loader:
             slots: (n,) this rank's slots in the global batch, where n is the batch size per rank.
         """
         batch_bytes = len(slots) * max(spec.sample_bytes(stream.config.bucket) for stream in spec.streams)
-        self.num_workers, factor = plan_prefetch(batch_bytes, config)
+        self.num_workers, self.ahead = plan_prefetch(batch_bytes, config)
         self.num_first = max(1, self.num_workers)
         """Number of batches to which `first_timeout` applies: each worker's first batch."""
         order, files = make_order(config, spec, global_batch_size, seed), make_files(config, spec)
+        collate = Collate(slots, spec.lengths, shared=self.num_workers > 0)
+        self.batches = GlobalBatches(order, files, slots, collate, stride=self.num_first)
         self.config, self.spec, self.step = config, spec, step
-        self.loader = DataLoader(
-            GlobalBatches(order, files, slots, Collate(slots, spec.lengths)),
-            sampler=StepSampler(step),
-            batch_size=None,
-            collate_fn=identity,
-            num_workers=self.num_workers,
-            timeout=config.first_timeout if self.num_workers else 0,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=has_accelerator(),
-            worker_init_fn=start_worker,
-            prefetch_factor=factor,
-        )
+        self.pin_memory = has_accelerator()
 
     def __iter__(self) -> Generator[Batch, None, None]:
-        """Yield batches endlessly. Closing the iterator terminates the workers.
+        """Yield batches endlessly. Closing the iterator kills the workers.
 
         Raises:
-            WorkError: a file is missing or damaged, or no batch arrived in time.
+            WorkError: a file is missing or damaged, no batch arrived in time, or a worker died.
         """
-        # without workers, this process reads the files itself, and a hung read ends only when the process ends
-        watchdog = None if self.num_workers else Watchdog(lambda: diagnose_storage(self.spec))
-        batches, patience, num_batches = iter(self.loader), self.config.first_timeout, 0
-        try:
-            while True:
-                with watchdog.watching(patience) if watchdog else nullcontext():
-                    batch = self._next(batches)
-                num_batches += 1
-                if num_batches >= self.num_first:
-                    patience = self.config.timeout
-                    batches._timeout = patience
-                yield batch
+        timeouts = chain(repeat(self.config.first_timeout, self.num_first), repeat(self.config.timeout))
+        with self._start() as load:
+            for timeout in timeouts:
+                batch = self._checked(load(self.step, timeout))
+                yield batch.pin_memory() if self.pin_memory else batch
                 self.step += 1
-        finally:
-            self._kill(batches)  # the workers may be stuck, or downloading files that nobody will read
 
-    def _next(self, batches: Any) -> Batch:
-        """Return the next batch.
+    @contextmanager
+    def _start(self) -> Iterator[Callable[[int, float], Batch | LoadFailure]]:
+        """Return a function that loads a step within a timeout in seconds: in workers, or in this process if there are
+        none. In this process, a hung read ends only when the process ends."""
+        if not self.num_workers:
+            watchdog = Watchdog(lambda: diagnose_storage(self.spec))
 
-        Raises:
-            WorkError: a worker failed or timed out, or the size check has found a problem.
-        """
-        failed = f"The loader failed after step {self.step}"
+            def load_here(step: int, timeout: float) -> Batch | LoadFailure:
+                with watchdog.watching(timeout):
+                    return self.batches.load(step)
+
+            yield load_here
+            return
+        workers = LoaderWorkers(self.batches, self.num_workers, self.ahead, self.step)
         try:
-            batch = next(batches)
-        except Exception as error:  # any error in a worker, or the DataLoader's timeout
+            yield lambda step, timeout: self._load_in(workers, step, timeout)
+        finally:
+            workers.kill()
+
+    def _load_in(self, workers: LoaderWorkers, step: int, timeout: float) -> Batch | LoadFailure:
+        try:
+            return workers.get(step, timeout)
+        except WorkError as error:
             found = diagnose(lambda: diagnose_storage(self.spec))
             if found is None:  # a normal exit would wait for threads that are blocked on storage
-                self._kill(batches)
-                end_process(f"{failed}: {error}. The storage does not respond. Restore access to the storage.")
-            raise WorkError(f"{failed}: {error}. {found}") from error
+                workers.kill()
+                end_process(f"{self._failed}: {error} The storage does not respond. Restore access to the storage.")
+            return LoadFailure(f"{error} {found}")
+
+    def _checked(self, batch: Batch | LoadFailure) -> Batch:
         if isinstance(batch, LoadFailure):
-            raise WorkError(f"{failed}: {batch.message}")
+            raise WorkError(f"{self._failed}: {batch}")
         if self.spec.size_check is not None and self.spec.size_check.problem:
-            raise WorkError(f"{failed}: {self.spec.size_check.problem}")
+            raise WorkError(f"{self._failed}: {self.spec.size_check.problem}")
         return batch
 
-    @staticmethod
-    def _kill(batches: Any) -> None:
-        """Kill the workers, including stuck ones, because otherwise this process would wait for them when it exits."""
-        if getattr(batches, "_worker_pids_set", False):  # otherwise torch reports their exit as a crash
-            torch._C._remove_worker_pids(id(batches))
-            batches._worker_pids_set = False
-        for process in getattr(batches, "_workers", ()):
-            process.kill()
-        # skip torch's own shutdown, which takes a lock that a killed worker may hold forever
-        batches._shutdown = True
-        if hasattr(batches, "_pin_memory_thread_done_event"):
-            batches._pin_memory_thread_done_event.set()
-
-
-def start_worker(worker: int) -> None:
-    """Initialize a loader worker: its signal handlers, output streams and connections.
-
-    A scheduler signals every process of a job, but the trainer needs its loader until it has saved a checkpoint.
-    SIGTERM therefore terminates a worker only after GRACE_SECONDS. It cannot be ignored altogether, because an exiting
-    trainer uses it to end its workers.
-    """
-    # a progress bar may have replaced these streams, and the copy of its lock in this fork might never be released
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole process group
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_SECONDS))
-    info = get_worker_info()
-    assert info is not None
-    for bucket in info.dataset.files.buckets:  # type: ignore[attr-defined]
-        bucket.store = copy.copy(bucket.store)  # connections do not survive a fork
-
-
-def identity(batch: Any) -> Any:
-    """Return the batch unchanged, because `GlobalBatches` has already collated it."""
-    return batch
+    @property
+    def _failed(self) -> str:
+        return f"The loader failed after step {self.step}"

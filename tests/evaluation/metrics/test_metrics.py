@@ -93,12 +93,12 @@ def test_bias_at_n_samples_and_at_infinity() -> None:
 def test_too_few_samples_are_refused() -> None:
     x, reference = features(0, count=25, dimensions=22), features(1, count=200, dimensions=22)
     with pytest.raises(
-        RequestError, match="22-dimensional features needs at least 28 images, but there are only 25 dr"
+        RequestError, match="22-dimensional features needs at least 28 images, but the sample set has only 25"
     ):
         frechet_at_n(x, np.arange(25), Moments.of(reference))
     few = MetricInputs(reference, np.arange(200), x, None, lambda: Moments.of(x))
     for name in ("fid", "fid_infinity"):
-        with pytest.raises(RequestError, match="needs at least 28 images, but there are only 25 in the reference"):
+        with pytest.raises(RequestError, match="needs at least 28 images, but the reference has only 25"):
             METRICS[name].compute(few)
 
 

@@ -26,7 +26,7 @@ def test_a_page_of_two_phases(tmp_path: Path) -> None:
     page = report(first, second, "--output", tmp_path / "out" / "page.html", "--price_per_hour", 2)
     source = page.source
 
-    assert "Initialised from another of these runs and drawn after it: phase2." in source
+    assert "Runs that were initialised from another run on this page are drawn after it: phase2." in source
     assert all(f"<figcaption>kid, g8-s1-own, id {number}</figcaption>" in source for number in ("id1", "id2"))
     # 40 steps of 8 images at 20 images/s take 16 s, or 32 s of two processes
     assert '<th scope="row">phase1</th><td>320</td><td>2</td><td>0.004444</td><td>0.008889</td><td>$0.02</td>' in source
@@ -119,8 +119,8 @@ def test_runs_without_evaluations_or_a_log_and_folders_that_are_not_runs(
         return capsys.readouterr().err.replace("\n", " ")
 
     assert "is not a training run: it has no config.yaml" in said("report", tmp_path)
-    assert "name the runs first" in said("report")
-    assert "A run is given twice" in said("report", bare, bare)
+    assert "Name the runs before all options" in said("report")
+    assert "The same run is listed more than once" in said("report", bare, bare)
     other = make_run(tmp_path / "other")
     assert "bare and other have no metric in common: bare and other have none" in said("compare", bare, other)
 
@@ -173,4 +173,4 @@ def test_evaluations_are_part_of_the_cost(tmp_path: Path) -> None:
         for folder in ("pictures", "features/abc"):
             store.create(f"receipts/{folder}/00000.json", sealed_json({"seconds": seconds}))
     page = report(run, "--output", tmp_path / "page.html", "--price_per_hour", "2").source
-    assert "run, 2 evaluations" in page and "$6.00" in page and "$6.02" in page
+    assert "run, evaluations (2)" in page and "$6.00" in page and "$6.02" in page

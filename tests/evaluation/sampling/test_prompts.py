@@ -68,17 +68,21 @@ def test_kept_duplicates_have_different_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "a fox\n\na pie\n  \n", "contains empty prompts, at line 2, line 4"),
+        ("a.txt", "a fox\n\na pie\n  \n", r"contains empty prompts \(line 2, line 4\)"),
         ("a.txt", "", "contains no prompts"),
         ("a.txt", "a fox\na pie\na fox \n", "contains duplicate prompts: line 1 = line 3"),
-        ("a.csv", "Name,Category\nx,y\n", "no column prompt or prompts or caption or text, only Name, Category"),
+        (
+            "a.csv",
+            "Name,Category\nx,y\n",
+            "no column prompt or prompts or caption or text; its columns are Name, Category",
+        ),
         ("a.json", "{", "cannot be parsed: JSONDecodeError"),
         ("a.json", "[1]", "cannot be parsed: "),
         ("a.json", json.dumps({"annotations": [COCO["annotations"][0]] * 2}), "annotation 1 = annotation 2"),
         ("a.parquet", "no parquet", "cannot be parsed: ArrowInvalid"),
-        ("a.csv", "prompt\na cat, black\n", "line 2 has more cells than the header; put text that contains commas"),
-        ("a.json", json.dumps({"a": {"prompt": ["x", "y"]}}), "contains prompts that are not valid text, at entry a"),
-        ("a.json", '{"a": {"prompt": "\\ud800"}}', "contains prompts that are not valid text, at entry a"),
+        ("a.csv", "prompt\na cat, black\n", "line 2 has more cells than the header. In a CSV file"),
+        ("a.json", json.dumps({"a": {"prompt": ["x", "y"]}}), r"contains prompts that are not valid text \(entry a\)"),
+        ("a.json", '{"a": {"prompt": "\\ud800"}}', r"contains prompts that are not valid text \(entry a\)"),
         ("a.json", '{"a": {"prompt": "x"}, "a": {"prompt": "y"}}', "the key a appears twice"),
         ("a.json", '{"annotations":' + "[" * 100_000, "cannot be parsed: RecursionError"),
         ("a.docx", "", "is not a supported prompt file: its name must end with one of .txt, .csv"),
@@ -93,7 +97,7 @@ def test_invalid_files_are_refused(tmp_path: Path, name: str, content: str, mess
 def test_bytes_and_nan_are_refused(tmp_path: Path) -> None:
     for column in ([b"a"], [float("nan")]):
         pq.write_table(pa.table({"prompt": column}), tmp_path / "a.parquet")
-        with pytest.raises(RequestError, match="contains prompts that are not valid text, at row 1"):
+        with pytest.raises(RequestError, match=r"contains prompts that are not valid text \(row 1\)"):
             read_prompts(PromptsConfig(file=tmp_path / "a.parquet"))
 
 

@@ -97,7 +97,7 @@ def test_raters_who_fail_gold_items_are_excluded_if_the_protocol_says_so(
     assert results["preferences"][0]["votes"] == (16 if out[1] else 24)
     assert ("(less than 75% of gold answers correct): rater 2." in format_results(results)) == out[1]
     if out[1]:
-        message = r"has no votes to count: 72 answers, 3 raters excluded by the protocol's rule"
+        message = r"has no votes to count \(answers: 72, raters excluded by the protocol's rule: 3\)"
         with pytest.raises(RequestError, match=message):
             analyse(study, votes_of(study, lambda r, s, q: 0.0))
 
@@ -121,8 +121,8 @@ def test_an_incomplete_study_is_analysed_only_on_request(study: Study) -> None:
     with pytest.raises(RequestError, match=r"has 69 of 72 planned answers\. A study that is stopped as soon as"):
         analyse(study, votes)
     results = analyse(study, votes, partial=True)
-    assert results["partial"] and "PARTIAL: 69 of 72 planned answers" in format_results(results)
-    with pytest.raises(RequestError, match="has no votes to count: 0 answers"):
+    assert results["partial"] and "PARTIAL: the study has 69 of 72 planned answers" in format_results(results)
+    with pytest.raises(RequestError, match=r"has no votes to count \(answers: 0,"):
         analyse(study, [], partial=True)
 
 
@@ -203,8 +203,8 @@ def test_from_sample_sets_to_a_result(tmp_path: Path, capsys: pytest.CaptureFixt
     links = said("invite", "2", "--serve.origin", "https://s.example").split()
     assert links[::2] == ["1", "2"]
     assert all(re.fullmatch(r"https://s\.example/#[\w-]{32}", link) for link in links[1::2])
-    assert "2 of the protocol's 3 raters have been invited" in said("invite", "2", code=2)
-    assert "Give the number of raters to invite" in said("invite", code=2)
+    assert "The protocol has 3 raters, and the number invited so far is 2." in said("invite", "2", code=2)
+    assert "Pass the number of raters to invite" in said("invite", code=2)
     assert said("invite", "1").startswith("3\thttp://127.0.0.1:8770/#")
     assert said("invite", "--again", "2").startswith("2\t")
     assert "Rater 4 has not been invited yet" in said("invite", "--again", "4", code=2)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -50,10 +51,8 @@ class Serving:
         command = [sys.executable, "-m", "evaluation.study", *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
         assert self.process.stdout is not None
-        assert (
-            "raters have been invited. To invite more: python -m evaluation.study invite"
-            in self.process.stdout.readline()
-        )
+        line = self.process.stdout.readline()
+        assert re.match(r"Raters invited: \d+ of \d+\. To invite more, run `python -m evaluation\.study invite", line)
         assert f"at http://127.0.0.1:{self.port}. Stop with Ctrl-C" in self.process.stdout.readline()
 
     def kill(self) -> None:

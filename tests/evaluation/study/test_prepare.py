@@ -95,7 +95,7 @@ def test_folders_that_are_not_a_readable_study(tmp_path: Path) -> None:
     refuse(DamagedFile, "does not match the SHA-256 stored in it")
     path.write_text(written)
     (study.folder / "secret").write_bytes(b"x" * 32)
-    refuse(WorkError, "is missing, or is not the secret with which the study was prepared")
+    refuse(WorkError, "is missing, or is not the secret that the study was prepared with")
 
 
 def test_pictures_of_sampled_sets_are_copied_exactly(pipeline: Path, tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_pictures_of_sampled_sets_are_copied_exactly(pipeline: Path, tmp_path: P
 def test_sets_that_cannot_be_compared_are_rejected(tmp_path: Path) -> None:
     a, b = make_set(tmp_path / "a", 0), make_set(tmp_path / "b", 1)
     changes: dict[str, dict[str, Any]] = {
-        "differ in seed: 3 and 4": {"seed": 4},
-        "differ in images_per_prompt: 1 and 2; num_samples: 8 and 16": {"images_per_prompt": 2},
-        "differ in size: 64x48 and 48x48": {"size": "48x48"},
-        "differ in prompts: ": {"prompts": PROMPTS[:7]},
+        r"differ in seed \(3 and 4\)": {"seed": 4},
+        r"differ in images_per_prompt \(1 and 2\), num_samples \(8 and 16\)": {"images_per_prompt": 2},
+        r"differ in size \(64x48 and 48x48\)": {"size": "48x48"},
+        r"differ in prompts \(": {"prompts": PROMPTS[:7]},
     }
     cases: list[tuple[list[Place], ProtocolConfig, str]] = [
         ([a, make_set(tmp_path / f"other-{number}", 1, **change)], config(), f"cannot be compared: they {message}")

@@ -88,7 +88,7 @@ def test_other_and_damaged_databases_are_rejected(study: Study) -> None:
     with open_votes(study) as votes:
         votes.cast(0, 1, BOTH, "a", 1.0)
     changed = replace(study, protocol=replace(study.protocol, margin=0.2))
-    refusal(changed, RequestError, r"belongs to a different protocol .* Changing the protocol requires")
+    refusal(changed, RequestError, r"belongs to a different protocol: .* Changing the protocol requires")
     path = study.folder / "votes.sqlite"
     with closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version = {VERSION + 1}")

@@ -148,7 +148,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read(
     monkeypatch.setattr("evaluation.sampling.model.subprocess.run", prune)
     assert watch(run_dir, words) == 0
     output = capsys.readouterr().out
-    assert "The checkpoint of step 4 in" in output and "was removed while it was being read" in output
+    assert "The checkpoint at step 4 in" in output and "was removed while it was being read" in output
     assert [row["step"] for row in written(run_dir)] == [2, 2, 6, 6]
 
 
@@ -162,7 +162,7 @@ def test_incomplete_checkpoints_are_skipped_and_damaged_ones_reported(
     (checkpoints / "step-00000006").rename(checkpoints / ".step-00000006.ab12")
     assert watch(run_dir, words, "--once", "true") == 0
     output = capsys.readouterr().out
-    assert "The checkpoint of step 4 in" in output and "is incomplete" in output and "step 6" not in output
+    assert "The checkpoint at step 4 in" in output and "is incomplete" in output and "step 6" not in output
     assert [row["step"] for row in written(run_dir)] == [2, 2]
 
     (run_dir / "later").rename(missing)
@@ -171,7 +171,7 @@ def test_incomplete_checkpoints_are_skipped_and_damaged_ones_reported(
     weights.write_bytes(weights.read_bytes()[:-8] + bytes(8))
     assert watch(run_dir, words) == 1  # after all attempts
     output = capsys.readouterr().err.replace("\n", " ")
-    assert output.count("cannot be exported") == follow.MAX_ATTEMPTS + 1 and "1 checkpoint of" in output
+    assert output.count("cannot be exported") == follow.MAX_ATTEMPTS + 1 and "1 checkpoint in" in output
     assert [row["step"] for row in written(run_dir)] == [2, 2, 4, 4]
 
 

@@ -37,7 +37,9 @@ def test_every_kind_has_its_share(pictures: list[PlannedPicture]) -> None:
 
 
 def test_a_world_too_small_for_every_kind_is_rejected() -> None:
-    with pytest.raises(ValueError, match=r"num_pictures is 5, too few for one image of each kind\. Use at least 11"):
+    with pytest.raises(
+        ValueError, match=r"num_pictures is 5, which is too few for one image of each kind\. Use at least 11"
+    ):
         plan_world(5, seed=0)
 
 

@@ -26,7 +26,7 @@ print("torch" in sys.modules, codes)
 REFUSED = {
     "unknown option --gpu.prise_per_hour": ["--gpu.prise_per_hour", "2"],
     "The network config nowhere.yaml does not exist": ["--networks.backbone", "nowhere.yaml"],
-    "There is no config file nowhere.yaml": ["--config", "nowhere.yaml"],
+    "The config file nowhere.yaml does not exist": ["--config", "nowhere.yaml"],
     "nowhere.json": ["--measured", "nowhere.json"],
 }
 

@@ -197,7 +197,7 @@ def test_the_command_fetches_what_is_missing(
     (tmp_path / "out" / "00001_stats.json").unlink()  # as after a kill while publishing
     (tmp_path / "out" / ".attempts" / "00001-123").mkdir(parents=True)
     run(options)
-    assert "2 of 3 tars are complete, 1 to download" in capsys.readouterr().out
+    assert "2 of 3 tars are complete, with 1 left to download" in capsys.readouterr().out
     assert [server.requests[f"/jpeg/command-{i}"] for i in range(5)] == [1, 1, 2, 2, 1]
     assert times == {path: path.stat().st_mtime_ns for path in times}
     names = {path.name for path in (tmp_path / "out").iterdir()}

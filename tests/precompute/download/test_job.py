@@ -46,7 +46,7 @@ def test_tars_are_retried_and_a_dead_worker_fails_only_a_few(
     tries = {path.name[6:]: len(path.read_text()) for path in tmp_path.glob("tried-*")}
     assert 2 <= tries["00002"] <= 3  # 2 if the worker of 00003 died before 00002 started in parallel
     assert tries["00001"] >= 2 and tries["00003"] >= 2
-    assert "00003 failed and will be retried: a worker process died" in capsys.readouterr().out
+    assert "tar 00003 failed and will be retried: a worker process died" in capsys.readouterr().out
 
 
 def test_a_worker_that_dies_between_two_tars_fails_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

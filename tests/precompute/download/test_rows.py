@@ -90,7 +90,11 @@ def with_column(name: str, values: Any) -> pa.Table:
             "two columns would be stored as `source_md5`",
         ),
         (laion.rows(0), {}, "a.parquet contains no rows, so there is nothing to download"),
-        (laion.rows(100_001), {"rows_per_shard": 1}, "needs 100001 tars of 1 rows, but the limit is 100000"),
+        (
+            laion.rows(100_001),
+            {"rows_per_shard": 1},
+            "needs 100001 tars with rows_per_shard = 1, but the limit is 100000",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
@@ -109,7 +113,7 @@ def test_bad_places(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"contains no \*.parquet file"):
         plan_download(config(tmp_path / "in", tmp_path / "out"))
     (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(RequestError, match=r"a.parquet cannot be read as parquet: .* Replace or remove it"):
+    with pytest.raises(RequestError, match=r"a.parquet cannot be read as parquet: .* Replace or remove the file"):
         plan_download(config(tmp_path / "in", tmp_path / "out"))
     (tmp_path / "in" / ".work").mkdir()
     with pytest.raises(RequestError, match=r"is not finished. Run `precompute.select` to completion first"):
@@ -123,20 +127,26 @@ def test_an_output_keeps_the_rows_it_was_started_with(tmp_path: Path) -> None:
 
     laion.write(source / "b.parquet", laion.rows(3, start=5))
     assert plan_download(config(source, output, rows_per_shard=2))[:3] == before
-    with pytest.raises(RequestError, match=r"was started with rows_per_shard 2, not 3, and all its tars must"):
+    with pytest.raises(
+        RequestError, match=r"was started with rows_per_shard = 2, but rows_per_shard is now 3\. All its tars must"
+    ):
         plan_download(config(source, output, rows_per_shard=3))
-    with pytest.raises(RequestError, match=r"was started with images {.*original.*}, not {.*keep_ratio_largest"):
+    with pytest.raises(
+        RequestError, match=r"was started with images = {.*original.*}, but images is now {.*keep_ratio_largest"
+    ):
         plan_download(config(source, output, rows_per_shard=2, images={"mode": "keep_ratio_largest"}))
 
     laion.write(source / "a.parquet", laion.rows(5, start=100))
     with pytest.raises(
         RequestError,
-        match=r"started with a.parquet \(5 rows\) as input file 0, which is now a.parquet with 5 rows, or",
+        match=r"started with a.parquet \(5 rows\) as input file 0, but input file 0 is now a.parquet with 5 rows \(the",
     ):
         plan_download(config(source, output, rows_per_shard=2))
     (source / "b.parquet").unlink()
     laion.write(source / "a.parquet", laion.rows(5))
-    with pytest.raises(RequestError, match=r"started with b.parquet \(3 rows\) as input file 1, which is now missing"):
+    with pytest.raises(
+        RequestError, match=r"started with b.parquet \(3 rows\) as input file 1, but input file 1 is now missing"
+    ):
         plan_download(config(source, output, rows_per_shard=2))
 
     (output / "download_plan.json").write_text("{}")

@@ -79,12 +79,15 @@ def rename(table: pa.Table, old: str, new: str) -> pa.Table:
 
 
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
-    (lambda folder: write_tar(folder, jpg=None, txt=None, json=None), "lacks 1 samples .* starting with 0000001"),
+    (lambda folder: write_tar(folder, jpg=None, txt=None, json=None), "lacks 1 sample that .* starting with 0000001"),
     (lambda folder: write_tar(folder, jpg=None), "sample 0000001 has no image"),
     (lambda folder: write_tar(folder, txt=None), "sample 0000001 has no caption"),
     (lambda folder: write_tar(folder, json=None), "the JSON of sample 0000001 is missing or has no key"),
     (lambda folder: write_tar(folder, json=b"{"), "the JSON of sample 0000001 is missing or has no key"),
-    (lambda folder: write_tar(folder, json=b'{"key": "0000003"}'), "the JSON of sample 0000001 has the key 0000003"),
+    (
+        lambda folder: write_tar(folder, json=b'{"key": "0000003"}'),
+        "the JSON of sample 0000001 has the key 0000003 instead",
+    ),
     (lambda folder: write_tar(folder, jpg=b"other"), "sample 0000001 does not match the SHA-256"),
     (lambda folder: flip(folder, 600), "sample 0000000 does not match the SHA-256"),
     (lambda folder: flip(folder, 5), "uncompressed|damaged"),
@@ -96,7 +99,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (lambda folder: change_stats(folder, successes=2), "sum of stats 3"),
     (
         lambda folder: change_stats(folder, successes=2, failed_to_resize=1),
-        "lists 3 successes, but the stats list 2",
+        "number of successes is 3 in the parquet file, but 2 in the stats",
     ),
     (lambda folder: change_parquet(folder, lambda table: table.slice(1)), "parquet 3"),
     (

@@ -294,7 +294,9 @@ def test_a_node_that_cannot_compile_says_what_it_lacks(models: Path, monkeypatch
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     text = text_encoder("float32", models, compiled=True)
-    with pytest.raises(UnfitNode, match=r"torch\.compile fails on .*Failed to find C compiler.*workers\.compile to"):
+    with pytest.raises(
+        UnfitNode, match=r"torch\.compile failed on the node .*Failed to find C compiler.*workers\.compile to"
+    ):
         compile_now(TextTowers({"text": text}, batch_size=2))
 
 

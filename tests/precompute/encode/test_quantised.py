@@ -74,7 +74,7 @@ def test_a_node_without_torchao_is_refused(
     for module in ("torchao", "torchao.quantization"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
-        UnfitNode, match=r"has no torchao .*is needed for a text tower's int8 weights\. Install it on that node"
+        UnfitNode, match=r"has no torchao .*but a text tower with int8 weights needs torchao\. Install it on that node"
     ):
         quantise(nn.Linear(2, 2), "int8")
     with pytest.raises(ValueError, match=r"texts\.t5\.weights: matrix products with int8 weights overflow float16"):

@@ -66,7 +66,8 @@ def test_several_fields() -> None:
     with pytest.raises(Reject) as caught:
         read_captions(raw, ["json:absent", "json:empty", "json:number"], LIMIT)
     assert str(caught.value) == (
-        "json:absent is absent, json:empty is empty, json:number is int, not text; the sample has txt, json:blip"
+        "json:absent is absent, json:empty is empty, json:number is a value of type int, not text; "
+        "the sample has text in txt, json:blip"
     )
     with pytest.raises(Reject, match="txt is absent; the sample has no text in any field"):
         read_captions(RawSample("0"), ["txt"], LIMIT)
@@ -95,7 +96,7 @@ def test_any_json_in(tmp_path: Path, data: bytes, expected: str | None) -> None:
     [
         (["blip"], "is not a caption field"),
         (["json:"], "is not a caption field"),
-        (["txt", "txt"], "lists a caption field twice"),
+        (["txt", "txt"], "a caption field is listed twice in txt, txt"),
         ([], "at least 1"),
     ],
 )

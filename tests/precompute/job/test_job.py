@@ -37,9 +37,9 @@ def test_choosing(wanted: str, numbers: list[int]) -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("00012", "There is no tar 00012. The input contains 00000 to 00011"),
+        ("00012", "This tar does not exist: 00012. The input contains 12 tars: 00000 to 00011"),
         ("00010-00020", "00012, 00013, 00014, 00015, 00016 and 4 more"),
-        ("3", "There is no tar 3"),
+        ("3", "This tar does not exist: 3"),
         ("00005-00003", "the end of the range 00005-00003 is before its start"),
         ("a-b", "--shards a-b is not a selection of tars. Use 00042, 00000-00099"),
     ],
@@ -75,20 +75,20 @@ def test_a_job_continues_where_an_earlier_one_stopped(
 ) -> None:
     arguments = precompute_arguments(models, tars, tmp_path / "root")
     command([*arguments, "--shards", "00000"])
-    assert "1 tars encoded (23 samples in, 15 accepted, 8 rejected), 0 were already done" in capsys.readouterr().out
+    assert "Tars: 1 encoded (23 samples in, 15 accepted, 8 rejected), 0 already done" in capsys.readouterr().out
     command(arguments)
     said = capsys.readouterr().out
-    assert "1 tars encoded (23 samples in, 15 accepted, 8 rejected), 1 were already done, 0 failed" in said
+    assert "Tars: 1 encoded (23 samples in, 15 accepted, 8 rejected), 1 already done, 0 failed" in said
     reasons = re.search(r"Rejected: (.*)\. The refused\.parquet", said)
     assert reasons and sum(int(words.split()[1]) for words in reasons[1].split(", ")) == 8
     command(arguments)
-    assert "0 tars encoded (0 samples in, 0 accepted, 0 rejected), 2 were already done" in capsys.readouterr().out
+    assert "Tars: 0 encoded (0 samples in, 0 accepted, 0 rejected), 2 already done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--shards", "00009"], "There is no tar 00009"),
+        (["--shards", "00009"], "This tar does not exist: 00009"),
         (["--bukets", "[]"], "did you mean `buckets`?"),
         (["--workers.batch_size", "0"], "`workers.batch_size` = '0': input should be greater than or equal to 1"),
         (["--buckets", '["100x100"]'], "not a multiple of the VAE's downsampling factor, 8"),
@@ -146,7 +146,7 @@ def test_a_worker_that_fits_no_machine_is_refused(
     arguments = precompute_arguments(models, tars, tmp_path / "root", "--workers.num_gpus", "1")
     assert exit_code_of(lambda: command(arguments)) == 2
     assert (
-        "One worker needs 1 GPUs and 1 CPUs, but this machine has 0 GPUs and 2 CPUs"
+        "One worker needs 1 GPU and 1 CPU, but this machine has 0 GPUs and 2 CPUs"
         in capsys.readouterr().err.replace("\n", " ")
     )
     assert not (tmp_path / "root").exists()
@@ -162,8 +162,18 @@ def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(
     said = errors.replace("\n", " ")
     assert said.count("warning: no sample of tar ") == 1
     assert "was accepted, and 23 of its 23 samples have no caption in json:kaption." in said
-    assert "json:kaption is absent; the sample has txt, json:" in said
+    assert "json:kaption is absent; the sample has text in txt, json:" in said
     assert "Rejected: no_caption 46." in output
+
+
+def test_a_second_caption_field_that_no_sample_has_is_warned_of(
+    without_ray: None, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for fields, warned in (('["txt", "json:kaption"]', 1), ('["txt"]', 0)):
+        command(precompute_arguments(models, tars, tmp_path / fields, "--captions", fields))
+        said = capsys.readouterr().err.replace("\n", " ")
+        assert said.count("warning: `captions` lists 2 fields (txt, json:kaption), but the ") == warned
+        assert said.count("so one of the fields may not exist") == warned
 
 
 def test_another_vae_on_a_root_is_named_with_both_paths(
@@ -187,5 +197,5 @@ def test_buckets_that_a_unet_refuses_are_warned_of(
 ) -> None:
     announce([1], 1, buckets)
     said = capsys.readouterr().err
-    assert (f"warning: the sides of {odd} are not all multiples of 64 px" in said) == bool(odd)
+    assert (f"warning: the sides of bucket {odd} are not all multiples of 64 px" in said) == bool(odd)
     assert ("warning" in said) == bool(odd)

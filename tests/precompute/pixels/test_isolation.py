@@ -81,8 +81,8 @@ def test_a_sleeping_decoder_is_killed_by_the_wall_clock_limit(one_try: None, mon
 @pytest.mark.parametrize(
     ("code", "seconds", "message"),
     [
-        ("import os; os._exit(3)", 300.0, "did not start: exit code 3"),
-        ("import time; time.sleep(600)", 0.5, r"did not start: not ready after 0\.5 s"),
+        ("import os; os._exit(3)", 300.0, "decoder process failed to start: exit code 3"),
+        ("import time; time.sleep(600)", 0.5, r"decoder process failed to start: not ready after 0\.5 s"),
     ],
 )
 def test_a_child_that_does_not_start_is_not_the_images_fault(

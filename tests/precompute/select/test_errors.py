@@ -32,15 +32,15 @@ BAD_REQUESTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: laion.write(path / "a.parquet", laion.rows(2).drop_columns(["URL"])), "has no column for URL"),
     (
         lambda path: laion.write(path / "a.parquet", table_with("WIDTH", pa.array(["640", "480"]))),
-        r"a.parquet: the column `WIDTH` is string, but WIDTH must be int32",
+        r"a.parquet: the column `WIDTH` has type string, but WIDTH must have type int32",
     ),
     (
         lambda path: laion.write(path / "a.parquet", table_with("URL", pa.array([[1], [2]]))),
-        r"the column `URL` is list<element: int64>, but URL must be string",
+        r"the column `URL` has type list<element: int64>, but URL must have type string",
     ),
     (
         lambda path: laion.write(path / "a.parquet", laion.rows(2).append_column("url", pa.array(["a", "b"]))),
-        r"has the columns `URL` and `url`, which are both names for URL, .* Keep one of them",
+        r"has the columns `URL` and `url`, which are both names for URL, .* Keep only one of them",
     ),
 ]
 

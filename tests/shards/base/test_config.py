@@ -58,9 +58,9 @@ def test_overrides_lie_over_the_file(file: Path, tmp_path: Path) -> None:
         ("path: x\ninner: {rate: -1}\n", [], r"`inner.rate` = -1: input should be greater than 0"),
         ("steps: 3\n", [], r"`path` is missing: set it in the file or with --path VALUE"),
         ("path: x\n", ["--inner.rat", "3"], r"unknown option --inner.rat \(did you mean `inner.rate`\?\)"),
-        ("- x\n", [], "contains list instead of `key: value` pairs"),
-        ("a: [", [], "cannot be parsed as YAML"),
-        ("seed: 1\na: 3\nseed: 2", [], "cannot be parsed as YAML: the key `seed` is given twice"),
+        ("- x\n", [], "must contain `key: value` pairs, but its content has the type list"),
+        ("a: [", [], "cannot be read as YAML"),
+        ("seed: 1\na: 3\nseed: 2", [], "cannot be read as YAML: the key `seed` is given twice"),
         ("base: ''", [], "`base` must be the path of a config file"),
         ("base: [a]", [], "`base` must be the path of a config file"),
         ("path: x", ["--inner", "x"], 'error parsing value for field "inner" from .*CliSettingsSource", in --inner x'),
@@ -113,12 +113,16 @@ def test_entries_of_a_dict_of_sections_are_options(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"There is no config file /nowhere/absent\.yaml\. Pass an existing file"):
+    with pytest.raises(
+        RequestError, match=r"The config file /nowhere/absent\.yaml does not exist\. Pass an existing file"
+    ):
         load_config(Outer, Path("/nowhere/absent.yaml"), [], "t")
     (tmp_path / "sana").mkdir()
     (tmp_path / "sana" / "phase1.yaml").write_text("")
     for typed in ("sanna/phase1.yaml", "sana/phse1.yaml", "phase1.yaml"):
-        with pytest.raises(RequestError, match=rf"{typed} \(did you mean `{tmp_path}/sana/phase1\.yaml`\?\)\."):
+        with pytest.raises(
+            RequestError, match=rf"{typed} does not exist \(did you mean `{tmp_path}/sana/phase1\.yaml`\?\)\."
+        ):
             load_config(Outer, tmp_path / typed, [], "t")
 
 
@@ -132,7 +136,9 @@ def test_a_file_says_what_differs_from_its_base(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="which in turn is based on this file"):
         load_config(Outer, tmp_path / "c.yaml", [], "test")
     (tmp_path / "a.yaml").unlink()
-    with pytest.raises(RequestError, match=r"There is no config file .*a\.yaml\. .*b\.yaml names it as its `base`"):
+    with pytest.raises(
+        RequestError, match=r"The config file .*a\.yaml does not exist\. Set `base` in .*b\.yaml to the path of"
+    ):
         load_config(Outer, tmp_path / "c.yaml", [], "test")
 
 

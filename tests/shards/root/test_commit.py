@@ -149,7 +149,7 @@ def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path
     make_tar(tmp_path / "one", "00000", make_samples(0, 6, [(200, 150)]))
     make_tar(tmp_path / "two", "00000", make_samples(9, 6, [(200, 150)]))
     encode_all(precompute_config(models, tmp_path / "one", root, buckets=["64x64"]), models)
-    with pytest.raises(WorkError, match=r"is not the tar from which shard 00000 was first encoded"):
+    with pytest.raises(WorkError, match=r"is not the tar that shard 00000 was first encoded from"):
         encode_all(precompute_config(models, tmp_path / "two", root), models)
     assert [list(tar.parts) for tar in load_tars(open_store(root))] == [["64x64"]]
 
@@ -186,7 +186,7 @@ def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, ro
             del self.samples[1:2]
 
         patch.setattr(PartWriter, "write", lose_one)
-        with pytest.raises(ValueError, match=r"are off by -\d+ of 23 samples"):
+        with pytest.raises(ValueError, match=r"is off by -\d+; the tar has 23 samples"):
             encode_all(config, models)
     assert load_receipts(open_store(root)) == []
 

@@ -59,7 +59,7 @@ def test_by_key_url_and_hash(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     path = tmp_path / "urls.txt"
     path.write_text(f"http://example.org/{two}\n\n  http://example.org/nobody \n")
     shards(["exclude", str(root), "--keys", one])
-    assert "64x64: 1 samples in 1 of 2 parts" in capsys.readouterr().out
+    assert "64x64: 1 sample in 1 of 2 parts" in capsys.readouterr().out
     assert keys(root) == everything - {one}
     shards(["exclude", str(root), "--file", str(path), "--urls", f"http://example.org/{four}"])
     assert "(3 lines, matched by url)" in capsys.readouterr().out

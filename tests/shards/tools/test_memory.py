@@ -168,7 +168,7 @@ def test_verify_names_all_that_is_wrong(tmp_path: Path) -> None:
         file.write(" ")
     lines = [line.replace(f"{tmp_path}/root/", "") for line in verify_root(store)]
     assert lines[0] == f"{first.folder}/refused.parquet is missing"
-    assert lines[1].startswith(f"{last.folder}/samples.parquet is 1 bytes long, but its receipt records ")
+    assert lines[1].startswith(f"{last.folder}/samples.parquet is 1 byte long, but its receipt records ")
     assert lines[2].startswith(f"{last.bucket}/index.json does not match the receipts") and len(lines) == 3
     # the index is only compared if all receipts can be read
     path = tmp_path / "root" / first.name
@@ -186,7 +186,8 @@ def test_a_settings_values_are_counted_by_tar(tmp_path: Path, capsys: pytest.Cap
         counts = Counter(value for values in tars for value in values)
         ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         assert len(ordered) > 1
-        assert f"| {key} | {', '.join(f'{value} ({count} shards)' for value, count in ordered)} |" in card
+        listed = ", ".join(f"{value} ({count} shard{'s' if count > 1 else ''})" for value, count in ordered)
+        assert f"| {key} | {listed} |" in card
 
 
 def test_of_a_setting_with_many_values_the_card_shows_some(
@@ -201,7 +202,7 @@ def test_of_a_setting_with_many_values_the_card_shows_some(
         assert store.create(more.name, more.sealed())
     run(["card", store.where()])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| origin |")]
-    assert line.startswith("| origin | None (2 shards), part 00 (1 shards), ") and line.endswith(
+    assert line.startswith("| origin | None (2 shards), part 00 (1 shard), ") and line.endswith(
         ", and 21 more values |"
     )
 

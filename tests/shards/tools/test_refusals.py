@@ -23,13 +23,13 @@ REFUSALS = {
     "exclude --urls --file nowhere.txt": "--file nowhere.txt cannot be read",
     "exclude --keys 0123nowhere": "has the key '0123nowhere', so nothing was excluded",
     "exclude --keys a b c d e": "any of the keys 'a', 'b', 'c' and 2 more",
-    "where 999": "The key 999 is in none of the 2 committed shards of",
+    "where 999": "The key 999 was not found in the 2 committed shards of",
     "clean --older-than 59m": "is not an age of at least one hour",
-    "derive OUT --towers texts.nobody": "The root has no tower texts.nobody. Its towers are texts.text",
+    "derive OUT --towers texts.nobody": "The root has no tower named texts.nobody. Choose from its towers: texts.text",
     "derive OUT --towers": "names no text tower",
     "derive OUT --text.storage float7": "--text.storage float7: Input should be 'float16' or 'float8'",
-    "derive OUT --buckets 64x64 32x32": "has no samples in 32x32; its buckets are 128x128, 64x64",
-    "derive OUT --processes 0": "--processes 0: at least one worker process is needed",
+    "derive OUT --buckets 64x64 32x32": "has no samples in 32x32. Buckets with samples: 128x128, 64x64",
+    "derive OUT --processes 0": "--processes must be at least 1, but is 0",
     "derive ROOT": "cannot be derived from itself",
 }
 
@@ -61,5 +61,5 @@ def test_another_version_is_named(root: Path) -> None:
     fields = read_sealed_json(root / "encoding.json")
     del fields["captions"]
     write_sealed_json(root / "encoding.json", fields)
-    with pytest.raises(RequestError, match=r"written by another version of latentmill.*\(captions\)"):
+    with pytest.raises(RequestError, match=r"written by a different version of latentmill.*\(captions\)"):
         run(["verify", str(root)])

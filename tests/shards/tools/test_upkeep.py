@@ -39,13 +39,13 @@ def test_what_is_recalled_is_made_anew_and_its_part_stays(
     parts = {name: data for name, data in tree(root).items() if "x" in name.split("/")[0]}
     host = os.uname().nodename
     run(["recall", str(root), "--node", host, "--dry-run"])
-    assert "4 parts with 50 samples would be recalled" in capsys.readouterr().out
+    assert "Would recall 4 parts with 50 samples" in capsys.readouterr().out
     assert len(load_receipts(open_store(root))) == 4
     for nobody in (["--node", "another"], ["--gpu", "GPU-1"], ["--since", "2999-01-01"]):
         run(["recall", str(root), *nobody])
-        assert "0 parts with 0 samples were" in capsys.readouterr().out
+        assert "Recalled 0 parts with 0 samples" in capsys.readouterr().out
     run(["recall", str(root), "--node", host, "--since", "2020-01-01T10:00"])
-    assert "4 parts with 50 samples were recalled" in capsys.readouterr().out
+    assert "Recalled 4 parts with 50 samples" in capsys.readouterr().out
     assert load_receipts(open_store(root)) == []
     now = tree(root)
     assert {name: now[name] for name in parts} == parts  # a run that started with them continues to read them
@@ -72,7 +72,7 @@ def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture
     assert "gpu-17  H100 GPU-9" in re.sub(" {2,}", "  ", capsys.readouterr().out)
     for gpu in ("H100", "GPU-9"):  # by name, and by UUID
         run(["recall", str(root), "--gpu", gpu, "--dry-run"])
-        assert "1 parts with 15 samples would be recalled" in capsys.readouterr().out
+        assert "Would recall 1 part with 15 samples" in capsys.readouterr().out
     run(["recall", str(root), "--gpu", "GPU-9"])
     left = load_receipts(open_store(root))
     assert len(left) == 3 and ("64x64", "00001") not in {(receipt.bucket, receipt.tar) for receipt in left}
@@ -121,9 +121,9 @@ def test_clean_removes_what_no_receipt_names_and_nothing_else(root: Path, capsys
     (root / ".unfinished" / "torn").write_text("x")
     aged(root, 3 * 86400)
     run(["clean", str(root), "--older-than", "7d"])
-    assert "Removed 0 orphaned" in capsys.readouterr().out and orphan.is_dir()
+    assert "Removed 0 orphans" in capsys.readouterr().out and orphan.is_dir()
     run(["clean", str(root), "--older-than", "2d"])
-    assert "Removed 2 orphaned" in capsys.readouterr().out and not orphan.exists()
+    assert "Removed 2 orphans" in capsys.readouterr().out and not orphan.exists()
     assert tree(root) == before and not list((root / ".unfinished").glob("*"))
 
 
@@ -174,7 +174,7 @@ def test_clean_gives_up_uploads_that_never_ended(
     run(["clean", f"{s3}/root", "--older-than", "7d"])
     said = capsys.readouterr().out
     assert "64x64/00000.0/a.mds (unfinished upload)\n64x64/00002.0/c.mds (unfinished upload)\n" in said
-    assert "Removed 2 orphaned" in said
+    assert "Removed 2 orphans" in said
     assert asked == ["", "root/64x64/00000.0/a.mds", "root/64x64/00001.0/b.mds"]
     monkeypatch.setattr(type(files), "call_s3", call)
     left = call(files, "list_multipart_uploads", Bucket=bucket)["Uploads"]
@@ -191,7 +191,7 @@ def test_finished_commands_do_not_block_clean(root: Path, capsys: pytest.Capture
     run(["exclude", str(root), "--keys", "000000001"])
     run(["recall", str(root), "--since", "2020-01-01"])
     run(["clean", str(root)])
-    assert "Removed 1 orphaned" in capsys.readouterr().out and not orphan.exists()
+    assert "Removed 1 orphan " in capsys.readouterr().out and not orphan.exists()
     (root / "commits" / "64x64" / "00009.json").write_text("{}")
     with pytest.raises(RequestError, match=r"00009\.json was written \d s ago, so a running job may have parts"):
         run(["clean", str(root)])

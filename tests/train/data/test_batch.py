@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from train.data.batch import Batch, Collate
 
@@ -25,19 +24,11 @@ def tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return batch.columns["image_latents"], batch.columns["text_latents.text"]
 
 
-class SayWhere(Collate):
-    """Returns a batch, and whether its tensors were in shared memory before they were sent."""
-
-    def __call__(self, samples: list[dict[str, object]]) -> tuple[Batch, list[bool]]:  # type: ignore[override]
-        batch = super().__call__(samples)
-        return batch, [tensor.is_shared() for tensor in tensors(batch)]
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_worker_collates_into_shared_memory(num_workers: int) -> None:
-    collate = SayWhere(torch.arange(3), {"image_latents": None, "text_latents.text": 3, "num_tokens.text": None})
-    ((batch, shared),) = DataLoader(samples(3), 3, collate_fn=collate, num_workers=num_workers)  # type: ignore[arg-type]
-    assert shared == [num_workers > 0] * 2
+@pytest.mark.parametrize("shared", [False, True])
+def test_samples_are_stacked_and_padded(shared: bool) -> None:
+    lengths = {"image_latents": None, "text_latents.text": 3, "num_tokens.text": None}
+    batch = Collate(torch.arange(3), lengths, shared=shared)(samples(3))
+    assert [tensor.is_shared() for tensor in tensors(batch)] == [shared] * 2
     assert batch.columns["image_latents"].dtype == torch.float16 and batch.columns["image_latents"].shape == (
         3,
         8,

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -108,22 +107,6 @@ def test_a_cache_keeps_to_its_limit_and_never_changes_an_original(root: Path, tm
             most = max(most, sum(path.stat().st_size for path in copies(cache.folder)))
     batches.close()
     assert 0 < most <= limit and hashes(root) == before
-
-
-def test_a_worker_killed_while_holding_a_lock_does_not_block_the_exit(root: Path) -> None:
-    """torch's own shutdown of the workers waits for a lock that they sometimes hold."""
-    config = data_config(root, num_workers=1)
-    spec = open_data(config, 8)
-    loader = Loader(config, spec, 8, 3, 0, torch.arange(8))
-    batches = iter(loader)
-    next(batches)
-    iterator: Any = loader.loader._iterator
-    iterator._workers_done_event._cond.acquire()  # and never release it, like a killed worker
-    batches.close()
-    ending = threading.Thread(target=iterator._shutdown_workers, daemon=True)
-    ending.start()
-    ending.join(20)
-    assert not ending.is_alive()
 
 
 def test_a_damaged_copy_is_downloaded_again(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,7 +299,7 @@ def test_a_stalled_loader_ends_the_run_in_time(root: Path, num_workers: int, whi
     code, _, error = ranks.run_command(program, [config.model_dump_json(), which], seconds=60)
     text = " ".join(error.split())
     assert code == 1 and "no damage was found, so the storage may have stalled" in text
-    assert "No batch arrived within 2 s." in text if num_workers == 0 else "timed out after 2.0 seconds" in text
+    assert "No batch arrived within 2 s." in text
 
 
 @pytest.mark.parametrize(("world", "ranks_per_node"), [(2, 2), (2, 1), (4, 4), (4, 2), (4, 1)])

@@ -35,12 +35,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_plan_fits_the_bound_and_uses_it(num_workers: int) -> None:
     for batches in range(1, 400):
         workers, factor = plan_prefetch(1, config(Path(), prefetch_gb=(batches + 0.5) / 1e9, num_workers=num_workers))
-        assert factor is not None and 1 <= workers <= num_workers and 1 <= factor <= MAX_PREFETCH
+        assert 1 <= workers <= num_workers and 1 <= factor <= MAX_PREFETCH
         held = workers * factor + workers + 2
         assert held <= max(4, batches)
         assert workers == num_workers or held + 2 > batches
         assert factor == MAX_PREFETCH or workers < num_workers or held + workers > batches
-    assert plan_prefetch(1, config(Path(), num_workers=0)) == (0, None)
+    assert plan_prefetch(1, config(Path(), num_workers=0)) == (0, 0)
 
 
 def test_the_estimate_equals_the_size_of_a_batch(root: Path) -> None:
