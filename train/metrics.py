@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shards.base.errors import WorkError
+from shards.base.table import counted
 from train.data.batch import Batch
 from train.model.ema import ema_decay
 from train.objective.sums import LossSums
@@ -76,7 +77,7 @@ class Metrics:
             state.skipped += int(torch.stack([result.skipped for result in results]).sum())
         if state.skipped > self.max_skipped_steps:
             raise WorkError(
-                f"{state.skipped} step{'s' * (state.skipped != 1)} up to step {state.step} had a non-finite loss or "
+                f"{counted(state.skipped, 'step')} up to step {state.step} had a non-finite loss or "
                 f"gradient, more than optimizer.max_skipped_steps ({self.max_skipped_steps}). Skipped steps did not "
                 f"change the weights. The same command would repeat them, so lower optimizer.lr or choose a different "
                 f"precision (bfloat16, float32)."

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shards.base.errors import INTERRUPTED, Preempted, RequestError, WorkError
+from shards.base.table import counted
 from train.run.preflight import DEFAULT_SHUTDOWN_SECONDS, SHUTDOWN_TIMEOUT
 
 EXAMPLE = "python -m train.launch --hosts hosts.txt 2 8 -m train --config configs/phase1.yaml"
@@ -85,7 +86,7 @@ def parse_arguments(arguments: list[str]) -> tuple[list[str], int, list[str]]:
     hosts = read_hosts(Path(file))[:num_hosts]
     if len(hosts) < num_hosts:
         raise RequestError(
-            f"The hosts file {file} names {len(hosts)} host{'s' * (len(hosts) != 1)}, but --hosts requests "
+            f"The hosts file {file} names {counted(len(hosts), 'host')}, but --hosts requests "
             f"{num_hosts}. Add hosts to the file or request fewer."
         )
     return hosts, processes_per_host, arguments[3:]

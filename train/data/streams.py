@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from shards.base.errors import RequestError
 from shards.base.store import Store
+from shards.base.table import counted
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import MdsIndex
@@ -221,7 +222,7 @@ def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, glo
         passing = "" if selection is None else f", of which {num_samples} {remain}. {selection.explain()}"
         loosen = "loosen the filter, " if bounds and bounds.bounds else ""
         raise RequestError(
-            f"{store.where(stream.bucket)} has {files.num_samples} sample{'s' * (files.num_samples != 1)}{passing}. "
+            f"{store.where(stream.bucket)} has {counted(files.num_samples, 'sample')}{passing}. "
             f"With weight {stream.weight:g}, the stream does not fill one global batch of {global_batch_size}. Encode "
             f"more shards, {loosen}raise the stream's weight, or lower global_batch_size."
         )

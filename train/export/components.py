@@ -12,6 +12,7 @@ from typing import Any
 import diffusers
 
 from shards.base.errors import RequestError
+from shards.base.table import counted
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import ImageTower, TextTower, Weights
@@ -168,9 +169,9 @@ def recorded_components(pipeline: PipelineConfig, image: ImageTower, texts: list
     encoders = [name for name in arguments if re.fullmatch(r"text_encoder(_\d)?", name)]
     if len(encoders) != len(texts):
         raise RequestError(
-            f"{pipeline.class_name} has {len(encoders)} text encoder{'s' * (len(encoders) != 1)} "
-            f"({', '.join(encoders)}), but backbone.pipeline.towers names {len(texts)} text "
-            f"tower{'s' * (len(texts) != 1)}. Name one text tower for each encoder, in this order."
+            f"{pipeline.class_name} has {counted(len(encoders), 'text encoder')} "
+            f"({', '.join(encoders)}), but backbone.pipeline.towers names {counted(len(texts), 'text tower')}. "
+            f"Name one text tower for each encoder, in this order."
         )
     components = {"vae": image.weights}
     for name, text in zip(sorted(encoders), texts, strict=True):

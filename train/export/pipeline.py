@@ -92,7 +92,7 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
         with copied(run_dir, options.step) as (copy, checkpoint):
             return _write_pipeline(copy, checkpoint, options.output, options)
     if not run_dir.is_dir():
-        raise RequestError(f"The run folder {run_dir} does not exist. Give the run_dir of a training run.")
+        raise RequestError(f"The run folder {run_dir} does not exist. Pass the run_dir of a training run.")
     target = options.output or run_dir / "export"
     _check_target(target)
     return _write_pipeline(run_dir, _load_checkpoint(run_dir, options.step), target, options)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shards.base.errors import RequestError
+from shards.base.table import counted
 from shards.format.buckets import Bucket
 from shards.format.text import dequantise
 from shards.format.towers import FeatureTower
@@ -212,7 +213,7 @@ def layer_shape(network: nn.Module, config: RepaConfig, call: Callable[[], objec
     if len(layer.outputs) != 1 or not isinstance(chosen, Tensor):
         kinds = ", ".join(type(output).__name__ for output in outputs) or "nothing"
         raise RequestError(
-            f"repa.layer {config.layer} was called {len(layer.outputs)} time{'s' * (len(layer.outputs) != 1)} and "
+            f"repa.layer {config.layer} was called {counted(len(layer.outputs), 'time')} and "
             f"returned {kinds}. Alignment needs a layer that is called once and whose output {config.output} is a "
             f"tensor. Choose a different layer, or a different output (repa.output)."
         )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
 from shards.base.store import LocalStore, Store
+from shards.base.table import counted
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import Decoder, hash_file, header_size, parse_offsets
 from shards.open import open_store
@@ -180,7 +181,7 @@ def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = No
     if len(rows) < config.samples:
         after = " without the excluded ones" if excluded else ""
         raise RequestError(
-            f"{config.root}/{bucket} has {len(rows)} sample{'s' * (len(rows) != 1)}{after}, but validation.samples is "
+            f"{config.root}/{bucket} has {counted(len(rows), 'sample')}{after}, but validation.samples is "
             f"{config.samples}. Lower validation.samples to {len(rows)} or less."
         )
     return FoundValidation(bucket, stream, tuple(rows[: config.samples]))

@@ -148,5 +148,5 @@ def test_damage_and_overflow_are_found(runs: tuple[Path, Path]) -> None:
 
 
 def test_a_missing_run_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"The run folder .*absent does not exist\. Give the run_dir"):
+    with pytest.raises(RequestError, match=r"The run folder .*absent does not exist\. Pass the run_dir"):
         write_pipeline(tmp_path / "absent", ExportConfig())

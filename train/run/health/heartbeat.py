@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from shards.base.table import counted
 from train.data.watchdog import diagnose
 
 HEARTBEAT_SECONDS = 2.0
@@ -103,8 +104,7 @@ def find_missing_ranks(statuses: Sequence[RankStatus | None], silent: Collection
 
     message = "; ".join(list(problems.values())[:MAX_NAMED])
     if len(problems) > MAX_NAMED:
-        more = len(problems) - MAX_NAMED
-        message += f"; and {more} more rank{'s' * (more != 1)}"
+        message += f"; and {counted(len(problems) - MAX_NAMED, 'more rank')}"
     others = [status for status in known if status.rank not in problems]
     if others:
         rest = "the other rank is" if len(others) == 1 else "the others are"

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from shards.base.config import Config, load_for_run
 from shards.base.errors import RequestError
 from shards.base.store import Place, Store
+from shards.base.table import counted
 from shards.open import open_store
 from train.run.checkpoints.checkpoint import list_checkpoints, step_of
 from train.run.checkpoints.local_copy import download_tracker_id, find_checkpoints, lease_backend
@@ -58,7 +59,7 @@ def log_remaining(arguments: list[str]) -> str:
             log_results(trackers, results, step)
             mark_logged(store, results.name)
         accelerator.end_training()
-    return f"{place}: logged {len(readable)} evaluation{'s' * (len(readable) != 1)} to {config.tracker}."
+    return f"{place}: logged {counted(len(readable), 'evaluation')} to {config.tracker}."
 
 
 def read_settings(store: Store) -> dict[str, Any]:
