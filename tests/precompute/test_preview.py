@@ -121,7 +121,7 @@ def test_by_default_it_is_written_where_git_ignores_it(
     monkeypatch.chdir(tmp_path)
     run([str(root), "--samples", "1"])
     (written,) = (path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
-    assert capsys.readouterr().out.startswith(f"{written}: 1 samples")
+    assert capsys.readouterr().out.startswith(f"{written}: 1 sample from bucket ")
     assert subprocess.run(["git", "check-ignore", "-q", str(written)], cwd=repository).returncode == 0
 
 

@@ -174,16 +174,13 @@ class Loader:
             found = diagnose(lambda: diagnose_storage(self.spec))
             if found is None:  # a normal exit would wait for threads that are blocked on storage
                 workers.kill()
-                end_process(f"{self._failed}: {error} The storage does not respond. Restore access to the storage.")
+                end_process(f"{error} The storage does not respond. Restore access to the storage.")
             return LoadFailure(f"{error} {found}")
 
     def _checked(self, batch: Batch | LoadFailure) -> Batch:
+        failed = f"The loader failed after step {self.step}"
         if isinstance(batch, LoadFailure):
-            raise WorkError(f"{self._failed}: {batch}")
+            raise WorkError(f"{failed}: {batch}")
         if self.spec.size_check is not None and self.spec.size_check.problem:
-            raise WorkError(f"{self._failed}: {self.spec.size_check.problem}")
+            raise WorkError(f"{failed}: {self.spec.size_check.problem}")
         return batch
-
-    @property
-    def _failed(self) -> str:
-        return f"The loader failed after step {self.step}"

@@ -204,7 +204,7 @@ def test_from_sample_sets_to_a_result(tmp_path: Path, capsys: pytest.CaptureFixt
     assert links[::2] == ["1", "2"]
     assert all(re.fullmatch(r"https://s\.example/#[\w-]{32}", link) for link in links[1::2])
     assert "The protocol has 3 raters, and the number invited so far is 2." in said("invite", "2", code=2)
-    assert "Pass the number of raters to invite" in said("invite", code=2)
+    assert "Pass a number of raters, as in `python -m evaluation.study invite 1`" in said("invite", code=2)
     assert said("invite", "1").startswith("3\thttp://127.0.0.1:8770/#")
     assert said("invite", "--again", "2").startswith("2\t")
     assert "Rater 4 has not been invited yet" in said("invite", "--again", "4", code=2)

@@ -138,7 +138,7 @@ def test_a_second_run_does_nothing_and_another_request_is_refused(metadata: Path
     with pytest.raises(RequestError, match="holds a finished selection with different metadata or settings"):
         select(laion.config(metadata, tmp_path / "out", filters={"min_side": 512}))
     laion.write(metadata / "part-9.parquet", laion.rows(5, start=2000))
-    with pytest.raises(RequestError, match="choose a different --output, or remove that folder"):
+    with pytest.raises(RequestError, match="Choose a different --output, or remove that folder"):
         select(laion.config(metadata, tmp_path / "out"))
     assert snapshot(tmp_path / "out") == before
     assert {path: path.stat().st_mtime_ns for path in times} == times
