@@ -91,10 +91,11 @@ class LoaderWorkers:
     @staticmethod
     def _explain_death(process: ForkProcess) -> str:
         process.join(JOIN_SECONDS)
-        code = process.exitcode
-        if code is None or code >= 0:
-            return f"A loader worker exited unexpectedly (exit code {code})."
-        killer = signal.Signals(-code)
+        if process.exitcode is None:
+            return "A loader worker closed its connection unexpectedly."
+        if process.exitcode >= 0:
+            return f"A loader worker exited unexpectedly with code {process.exitcode}."
+        killer = signal.Signals(-process.exitcode)
         return f"A loader worker was killed by {killer.name}. {CAUSES.get(killer, '')}".rstrip()
 
 

@@ -149,6 +149,8 @@ def load_pretrained(network: Any, name: str) -> None:
         try:
             fields = read_model_config(folder)
             theirs = class_of(fields, folder).from_config(fields).config
+        except RequestError as error:
+            raise RequestError(f"init_unet: {error}") from error
         except BUILD_ERRORS as error:
             raise RequestError(
                 f"init_unet: diffusers cannot build a network from {folder}/config.json: {error}. Set init_unet to a "

@@ -180,9 +180,10 @@ def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = No
             passing, number = passing[count:], number + 1
     if len(rows) < config.samples:
         after = " without the excluded ones" if excluded else ""
+        remedy = f"Lower validation.samples to {len(rows)} or less." if rows else "Choose a different validation.root."
         raise RequestError(
             f"{config.root}/{bucket} has {counted(len(rows), 'sample')}{after}, but validation.samples is "
-            f"{config.samples}. Lower validation.samples to {len(rows)} or less."
+            f"{config.samples}. {remedy}"
         )
     return FoundValidation(bucket, stream, tuple(rows[: config.samples]))
 
