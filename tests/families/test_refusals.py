@@ -136,13 +136,19 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
             {"pipeline": {"class_name": "FluxPipeline", "towers": ["clip", "t6"]}},
             "backbone.pipeline.towers names t6, but the latents have clip, t5",
         ),
-        (FLUX, {}, {}, {"pipeline": {"class_name": "FluxPipelin"}}, "has no FluxPipelin (did you mean FluxPipeline?)"),
+        (
+            FLUX,
+            {},
+            {},
+            {"pipeline": {"class_name": "FluxPipelin"}},
+            "has no class of this name (did you mean FluxPipeline?)",
+        ),
         (
             FLUX,
             {},
             {},
             {"pipeline": {"class_name": "FluxPipeline", "towers": ["clip"]}},
-            "FluxPipeline has text_encoder, text_encoder_2, but backbone.pipeline.towers names 1 text towers",
+            "(text_encoder, text_encoder_2), but backbone.pipeline.towers names 1 text tower.",
         ),
         (
             "sd3",
@@ -156,7 +162,7 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
             {"joint_attention_dim": 36},
             CLIP_ALONE,
             {"pipeline": {"class_name": SD3, "towers": ["clip_l", "clip_g"]}},
-            "has text_encoder, text_encoder_2, text_encoder_3, but backbone.pipeline.towers names 2 text towers",
+            "(text_encoder, text_encoder_2, text_encoder_3), but backbone.pipeline.towers names 2 text towers.",
         ),
         (
             "sd3",

@@ -67,8 +67,8 @@ def test_the_final_message_lists_the_checkpoint_and_the_next_commands_once(finis
     assert "other.yaml" not in printed
     # a second launch of two processes finds the run finished, and says so once, too
     result = run_module("train", "--config", str(config), num_processes=2)
-    finished = "has already reached max_steps (2), so there is nothing to do"
-    assert result.returncode == 0 and result.stdout.count(finished) == 1
+    said = "has already reached max_steps (2), so there is nothing to do"
+    assert result.returncode == 0 and result.stdout.count(said) == 1
 
 
 def test_a_finished_run_is_recognised_without_torch(finished: tuple[Path, str]) -> None:

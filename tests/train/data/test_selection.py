@@ -138,10 +138,10 @@ def test_counts_by_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_filter_that_leaves_too_few_samples_is_refused_with_counts(root: Path) -> None:
-    with pytest.raises(RequestError, match=r"has 101 samples, of which 0 remain \(failed, by") as caught:
+    with pytest.raises(RequestError, match=r"has 101 samples, of which 0 remain\. Samples that fail, by") as caught:
         open_data(data_config(root, filter={"aesthetic": {"min": 50.0}}), 8)
     missing = sum(row["aesthetic"] != row["aesthetic"] for row in rows(root))
-    assert f"aesthetic missing {missing}, aesthetic ≥ 50 {101 - missing})" in str(caught.value)
+    assert f"aesthetic missing ({missing}), aesthetic ≥ 50 ({101 - missing})." in str(caught.value)
     assert "loosen the filter" in str(caught.value)
 
 

@@ -365,13 +365,13 @@ def test_wrong_requests(
 
 def test_a_root_without_features(latents: Path, tmp_path: Path) -> None:
     fields = train_fields(latents, tmp_path / "run", repa={"layer": LAYER})
-    with pytest.raises(RequestError, match=r"data\.towers reads none\. Set repa\.tower to one of .*\(none\)"):
+    with pytest.raises(RequestError, match=r"the run reads none\. Set repa\.tower to one of .*\(none\)"):
         command(["check", "--config", str(write_config(tmp_path, fields))])
 
 
 def test_one_of_several() -> None:
     data = spec()
     data.features.update(dino=TOWER, siglip=TOWER)
-    with pytest.raises(RequestError, match=r"data\.towers reads dino and siglip\. Set repa\.tower"):
+    with pytest.raises(RequestError, match=r"the run reads dino and siglip\. Set repa\.tower"):
         find_features(RepaConfig(layer=LAYER), data, ["dino", "siglip"])
     assert find_features(RepaConfig(layer=LAYER, tower="siglip"), data, ["dino", "siglip"]).name == "siglip"
