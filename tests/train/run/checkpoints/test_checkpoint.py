@@ -253,7 +253,7 @@ def test_a_warning_says_that_saving_takes_longer_than_the_grace_period(monkeypat
     assert warn_if_slow_to_stop(Pace(29.0, 1.0), config) is None
     warning = warn_if_slow_to_stop(Pace(29.1, 1.0), config)
     assert warning is not None and "stopping may take 60 s, because a step takes 1.0 s and each of up to" in warning
-    assert "two checkpoints 29 s, but the run is killed after 60 s" in warning
+    assert "two checkpoints takes 29 s, but the run is killed after 60 s" in warning
     assert warn_if_slow_to_stop(Pace(26.0, 7.0), config) is None and warn_if_slow_to_stop(Pace(27.0, 7.0), config)
     monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "20")
     assert warn_if_slow_to_stop(Pace(10.0, 0.0), config) is not None
