@@ -1,5 +1,6 @@
 """Two Ray nodes on this machine whose processes can be killed, and the command that runs on them."""
 
+import os
 import random
 import subprocess
 import sys
@@ -25,9 +26,14 @@ SAME = {"object_store_memory": 80 << 20}
 POLL_SECONDS = 0.02
 
 
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
+"""Settings of nodes and drivers. An earlier `ray.init` in this process has set RAY_AUTH_MODE=token, so that nodes would
+require a token that drivers would not send."""
+
+
 @contextmanager
-def patient() -> Iterator[None]:
-    """Make Ray wait longer for starting nodes within the context."""
+def starting() -> Iterator[None]:
+    """Start nodes within the context without tokens, and let Ray wait longer for them."""
 
     def get_node(*args: Any, **named: Any) -> Any:
         until = time.monotonic() + START_SECONDS
@@ -40,7 +46,7 @@ def patient() -> Iterator[None]:
                 time.sleep(0.1)
 
     ask_once = services.get_node
-    with patch("ray._private.services.get_node", get_node):
+    with patch("ray._private.services.get_node", get_node), patch.dict(os.environ, NO_TOKEN):
         yield
 
 
@@ -50,13 +56,13 @@ class TwoNodes:
     def __init__(self, folder: Path):
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder)}
         # otherwise every ray.init on this machine without an address would join this cluster
-        with patch("ray._private.utils.write_ray_address"), patient():
+        with patch("ray._private.utils.write_ray_address"), starting():
             self.cluster = Cluster(initialize_head=True, head_node_args=head | SAME)
         self.node = self.add_node()
 
     def add_node(self) -> Node:
         """Add a node with room for one worker."""
-        with patient():
+        with starting():
             return self.cluster.add_node(num_cpus=1, **SAME)
 
     def __enter__(self) -> "TwoNodes":
@@ -87,7 +93,7 @@ class TwoNodes:
                 [sys.executable, "-m", *words],
                 stdout=file,
                 stderr=file,
-                env=environment(RAY_ADDRESS=self.cluster.address),
+                env=environment(RAY_ADDRESS=self.cluster.address, **NO_TOKEN),
             )
 
 

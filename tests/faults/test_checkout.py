@@ -13,7 +13,7 @@ import yaml
 from shards.open import open_store
 from shards.root.committed import load_receipts
 from shards.root.provenance import source_sha256
-from tests.faults.cluster import TwoNodes
+from tests.faults.cluster import NO_TOKEN, TwoNodes
 from tests.faults.world import World
 from tests.runs import environment
 
@@ -32,14 +32,13 @@ def test_a_node_with_an_altered_checkout_is_refused_by_name(
     fields["workers"] |= {"outage_probes": 1}
     (config := tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
     monkeypatch.setenv("PYTHONPATH", str(altered))  # of the raylet and its workers
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # whatever other tests left in this process
     with tempfile.TemporaryDirectory(prefix="rf-") as short, TwoNodes(Path(short)) as nodes:
         done = subprocess.run(
             [sys.executable, "-m", "precompute", "--config", str(config)],
             cwd=tmp_path,  # otherwise Ray would make workers search the driver's checkout first
             capture_output=True,
             text=True,
-            env=environment(RAY_ADDRESS=nodes.cluster.address, RAY_AUTH_MODE="disabled", PYTHONPATH=str(REPOSITORY)),
+            env=environment(RAY_ADDRESS=nodes.cluster.address, PYTHONPATH=str(REPOSITORY), **NO_TOKEN),
             timeout=400,
         )
     said = done.stderr.replace("\n", " ")
