@@ -304,7 +304,7 @@ def test_two_hosts_train_stop_and_resume(ssh: Path, latents: Path, tmp_path: Pat
             process.send_signal(number)
         assert process.wait(300) == code, (tmp_path / "log").read_text()
     output = (tmp_path / "log").read_text()
-    assert output.count("resuming") == 4, output  # two launches on two machines
+    assert output.count("resuming") == 2, output  # once per launch, by the main process
     ranks.run(
         tmp_path / "whole.log",
         ["--config", str(write_config(tmp_path, fields | {"run_dir": str(tmp_path / "whole")}))],
