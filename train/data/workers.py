@@ -30,7 +30,7 @@ class LoadFailure(str):
 
 
 class Batches(Protocol):
-    """Function from a step to this rank's share of its global batch."""
+    """Source of this rank's share of each global batch."""
 
     def load(self, step: int) -> Batch | LoadFailure: ...
 
