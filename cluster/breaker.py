@@ -96,7 +96,7 @@ class Breaker:
             if 2 * len(self.failing) <= len(able):
                 return None
             self.paused_at = now
-        # causes may alternate, so every probe during a pause counts
+        # the cause may differ between probes, so every failed probe during a pause counts toward the limit
         self.probed.append(key)
         self.unfit = 0 if outage.is_transient else self.unfit + 1
         seconds = now - self.paused_at

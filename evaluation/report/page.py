@@ -79,14 +79,16 @@ def summary(runs: Sequence[LoggedRun]) -> list[Markup]:
 
 
 def losses(runs: Sequence[LoggedRun]) -> list[Markup]:
-    """Plot the training and validation losses. A run that was initialised from another run is drawn after that run."""
+    """Plot the training and validation losses. The curve of a run that was initialised from another
+    run starts at the step at which that run ended."""
     offsets = step_offsets(runs)
     lines = _curves(runs, "loss") + _curves(runs, "val_loss", " held out", len(runs))
     if not lines:
         return [macros.paragraph("Nothing has been logged yet.")]
     note = "Each point is the mean of consecutive log lines."
     if chained := [run.name for run in runs if offsets[run.name]]:
-        note += f" Runs that were initialised from another run on this page are drawn after it: {', '.join(chained)}."
+        names = ", ".join(chained)
+        note += f" The curve of a run that was initialised from another run starts where that run ended: {names}."
     return [chart("Loss over steps", "optimizer steps", "mean squared error", lines, note, log=True)]
 
 

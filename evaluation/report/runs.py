@@ -212,7 +212,7 @@ def step_offsets(runs: Sequence[LoggedRun]) -> dict[str, int]:
 
 
 def compare(first: LoggedRun, second: LoggedRun) -> str:
-    """Format every metric that both runs have as a heading followed by one line per run.
+    """Format each metric that is common to both runs: a heading, then one line per run.
 
     Raises:
         RequestError: a metric has different ids in the two runs, or the runs have no metric in common.

@@ -123,7 +123,7 @@ def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, No
 
 
 class Turns:
-    """Resources that the tars in a process use in turn.
+    """Resources shared by the tars that a process works on.
 
     One tar uses the device while the next one prepares its first batches and others are being committed. Therefore, at
     most two tars' images are in memory, however many tars are in flight.

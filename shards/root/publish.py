@@ -94,7 +94,7 @@ class Publisher:
         if len(rows) or not kept:
             segments[save_segment(self.store, rows)] = rows
         id = content_id(merge(list(segments.values()), ["tar", "generation", "digest"]))
-        # an index that lost a segment must be replaced, because the rebuilt index has the same id
+        # the rebuilt index has the same id as the one that lost a segment, so it must replace that one
         BucketIndex(bucket=bucket, segments=tuple(segments)).save(self.store, id, replace=tables is None)
         self.tables |= segments
         return BucketSize(id=id, **sizes(segments.values()))

@@ -138,7 +138,7 @@ class Draws:
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
     def bernoulli(self, purpose: Purpose, probability: float, count: int) -> Tensor:
-        """Return (N, count) booleans that are True with `probability`.
+        """Return booleans of shape (N, count), each True with probability `probability`.
 
         A sample's first value does not depend on `count`.
         """

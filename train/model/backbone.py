@@ -108,7 +108,7 @@ class BackboneConfig(Config):
             raise RequestError(
                 f"backbone.inputs names no text tower, so data.towers must select exactly one with hidden states, but "
                 f"it selects {' and '.join(found) or 'none'}. Name one such tower in data.towers, as in "
-                f"[texts.{(found or ['NAME'])[0]}], or encode a root that has it."
+                f"[texts.{(found or ['NAME'])[0]}], or encode a root that has one."
             )
         inputs = {
             name: item.model_copy(update={"towers": [found]}) if isinstance(item, States) else item

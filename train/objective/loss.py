@@ -147,7 +147,7 @@ class DiffusionLoss:
         if has_moments:
             counts[Purpose.POSTERIOR] = math.prod(shape)
         if jitter:
-            counts[Purpose.SIZE_JITTER] = 2  # a normal needs two words
+            counts[Purpose.SIZE_JITTER] = 2  # each normal sample consumes two random words
         if size_dropout:
             counts[Purpose.SIZE_DROPOUT] = 1
         if self.offset_noise:

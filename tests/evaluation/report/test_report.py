@@ -26,7 +26,7 @@ def test_a_page_of_two_phases(tmp_path: Path) -> None:
     page = report(first, second, "--output", tmp_path / "out" / "page.html", "--price_per_hour", 2)
     source = page.source
 
-    assert "Runs that were initialised from another run on this page are drawn after it: phase2." in source
+    assert "The curve of a run that was initialised from another run starts where that run ended: phase2." in source
     assert all(f"<figcaption>kid, g8-s1-own, id {number}</figcaption>" in source for number in ("id1", "id2"))
     # 40 steps of 8 images at 20 images/s take 16 s, or 32 s of two processes
     assert '<th scope="row">phase1</th><td>320</td><td>2</td><td>0.004444</td><td>0.008889</td><td>$0.02</td>' in source

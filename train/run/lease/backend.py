@@ -71,7 +71,7 @@ class Backend(ABC):
         return created or bool(self.read(number).get("token") == record["token"])
 
     def beat(self, number: int, notes: dict[str, Any]) -> None:
-        """Renew a launch's heartbeat and store its notes."""
+        """Update a launch's heartbeat, and store the launch's notes with it."""
         self.store.write(f"launches/{number:04d}.sign", canonical_json({"time": time.time_ns(), **notes}))
 
     @abstractmethod
