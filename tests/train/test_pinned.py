@@ -74,7 +74,7 @@ def test_a_run_killed_while_its_root_grows_resumes_with_the_same_curve(root: Pat
 
     output = train(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS))
     assert f"resuming {tmp_path}/run after step" in output
-    assert f"19 of 65 samples of {root}/64x64 were recalled" in output.replace("  ", " ")
+    assert f"19 of 65 samples in {root}/64x64 were recalled" in output.replace("  ", " ")
     assert curve(tmp_path / "run") == curve(tmp_path / "reference")
 
     # with data.index newest the run switches to the current index and stays with it
