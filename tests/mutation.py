@@ -38,7 +38,20 @@ CORE = (
     "train/run/lease",
     "evaluation/metrics",
 )
-COPIED = ("bench", "cluster", "configs", "evaluation", "examples", "plan", "precompute", "shards", "tests", "train")
+COPIED = (
+    "bench",
+    "cluster",
+    "configs",
+    "deploy",
+    "docs",
+    "evaluation",
+    "examples",
+    "plan",
+    "precompute",
+    "shards",
+    "tests",
+    "train",
+)
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -215,7 +228,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.processes) as pool:
         for number in range(options.processes):
-            copies.put(_copy_tree(Path(folder) / str(number)))
+            copies.put(copy := _copy_tree(Path(folder) / str(number)))
+        if left and (failing := _first_failure(copy, quick)):
+            raise SystemExit(f"error: the tests fail without any mutant, so they would notice all of them: {failing}")
         for row in pool.map(run, left):
             rows.append(row)
             with options.results.open("a") as file:
