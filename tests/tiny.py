@@ -82,7 +82,7 @@ def picture(rng: np.random.Generator, width: int, height: int, format: str = "JP
 
 
 def make_tar(folder: Path, name: str, samples: Sequence[tuple[str, dict[str, bytes]]], stats: bool = True) -> Path:
-    """Write NAME.tar with (key, {suffix: bytes}) samples, and img2dataset's side files if `stats`."""
+    """Write NAME.tar with (key, {suffix: bytes}) samples, and img2dataset's sidecar files if `stats`."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(folder / f"{name}.tar", "w") as tar:
         for key, members in samples:

@@ -73,7 +73,8 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
 
     if config.compile:
         compile_network(network, len({stream.latent_hw for stream in prepared.spec.streams}))
-    # evaluation mode wraps a sharded model for autocast but not in DDP, which would hold all weights on every process
+    # with evaluation_mode, accelerate applies autocast to a sharded model but does not wrap it in DDP, which would keep
+    # all weights in every process
     model = accelerator.prepare_model(aligned or network, device_placement=False, evaluation_mode=is_sharded)
     optimizer = Optimizer(torch_optimizer, accelerator, config.optimizer, config.schedule, config.max_steps)
     if accelerator.scaler is not None and state.scaler:

@@ -79,8 +79,8 @@ def summary(runs: Sequence[LoggedRun]) -> list[Markup]:
 
 
 def losses(runs: Sequence[LoggedRun]) -> list[Markup]:
-    """Plot the training and validation losses. The curve of a run that was initialised from another
-    run starts at the step at which that run ended."""
+    """Plot the training and validation losses. If a run was initialised from another run
+    on the page, its curve starts at the step at which that run ended."""
     offsets = step_offsets(runs)
     lines = _curves(runs, "loss") + _curves(runs, "val_loss", " held out", len(runs))
     if not lines:

@@ -2,7 +2,7 @@
 
 The tar format cannot distinguish a truncated archive from a short one: at a header that is corrupt or cut off, the
 listing ends without an error. Therefore, all headers are read first (`layout.py`), and the samples must match those
-listed in img2dataset's side files, `NNNNN_stats.json` and `NNNNN.parquet`. A damaged tar is refused by default; under
+listed in img2dataset's sidecar files, `NNNNN_stats.json` and `NNNNN.parquet`. A damaged tar is refused by default; under
 `salvage`, its intact samples are used and every lost sample is accounted for.
 """
 
@@ -36,7 +36,7 @@ MAX_JSON_BYTES = 1 << 20
 """Maximum size of a sample's JSON. Parsing takes up to 30 times as much memory. Larger JSON is ignored, as is
 invalid JSON."""
 MAX_ROWS = 1_000_000
-"""Maximum number of rows in the parquet side file, because a few bytes can decode to any number of rows."""
+"""Maximum number of rows in the parquet sidecar file, because a few bytes can decode to any number of rows."""
 
 TarRecord = dict[str, str | int | None]
 """Description of a tar in receipts."""
@@ -124,7 +124,7 @@ def _listed(folder: str) -> tuple[Any, list[str] | None]:
 
 
 def note_unverifiable(folder: str, tars: Sequence[Named]) -> None:
-    """Print a note if some of the tars in `folder` have no img2dataset side file."""
+    """Print a note if some of the tars in `folder` have no img2dataset sidecar file."""
     files = {Path(path).name for path in _listed(folder)[1] or ()}
     unverifiable = [tar for tar in tars if not files & {f"{tar.name}_stats.json", f"{tar.name}.parquet"}]
     if unverifiable:
@@ -185,10 +185,10 @@ def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Counted:
-    """The samples that a tar should contain, according to img2dataset's side files."""
+    """The samples that a tar should contain, according to img2dataset's sidecar files."""
 
     counts: dict[str, int]
-    """Name of each existing side file → number of samples that it lists."""
+    """Name of each existing sidecar file → number of samples that it lists."""
     urls: dict[str, str] | None
     """Key → URL of each sample; None if there is no parquet file."""
 
@@ -226,7 +226,7 @@ class Tar:
         return sha256_file(self.path)
 
     def check(self, tar: InputTar, expected: Counted) -> None:
-        """Check the samples against img2dataset's side files. Under `salvage`, record the missing ones as lost.
+        """Check the samples against img2dataset's sidecar files. Under `salvage`, record the missing ones as lost.
 
         Raises:
             DamagedInput: Under `reject`, the samples differ from those listed, so the tar lost or gained samples after
@@ -305,7 +305,7 @@ class Tar:
 
 
 def counted_samples(tar: InputTar) -> Counted:
-    """Read img2dataset's side files of a tar, `NNNNN_stats.json` and `NNNNN.parquet`, if they exist. Raises
+    """Read img2dataset's sidecar files of a tar, `NNNNN_stats.json` and `NNNNN.parquet`, if they exist. Raises
     DamagedInput if one of them cannot be parsed."""
     file_system, path = fsspec.core.url_to_fs(tar.address.removesuffix(".tar"))
     counts: dict[str, int] = {}
@@ -331,7 +331,7 @@ def _side_file(file_system: Any, name: str) -> bytes | None:
 
 @contextmanager
 def damaged(name: str) -> Iterator[None]:
-    """Convert any exception raised while parsing a side file's bytes, including OSError, to DamagedInput."""
+    """Convert any exception raised while parsing a sidecar file's bytes, including OSError, to DamagedInput."""
     try:
         yield
     except (ValueError, KeyError, TypeError, OSError, OverflowError, RecursionError, pa.ArrowException) as error:

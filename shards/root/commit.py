@@ -137,7 +137,7 @@ def record_tar(store: Store, tar: str, source: dict[str, str | int | None], samp
         )
     if theirs["samples_in"] != samples_in:
         raise WorkError(
-            f"{source['address']} and its side files now contain {counted(samples_in, 'sample')}; they contained "
+            f"{source['address']} and its sidecar files now contain {counted(samples_in, 'sample')}; they contained "
             f"{theirs['samples_in']:,} when shard {tar} was first encoded. Restore the files that img2dataset wrote "
             f"next to the tar, or encode into a new root."
         )

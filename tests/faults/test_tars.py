@@ -37,7 +37,7 @@ def sound() -> list[tuple[str, str, bytes]]:
 
 
 def tar_of(folder: Path, members: list[tuple[str, str, bytes]]) -> Path:
-    """Make a tar of these members in this order, with the side files of eight samples."""
+    """Make a tar of these members in this order, with the sidecar files of eight samples."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(folder / "00000.tar", "w") as tar:
         for key, suffix, data in members:
@@ -122,7 +122,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, list[int]]] = {
 
 
 def read(folder: Path, policy: str) -> tuple[Tar, list[RawSample]]:
-    """Read the tar's samples, and compare them with its side files."""
+    """Read the tar's samples, and compare them with its sidecar files."""
     shard = list_tars(str(folder))[0]
     tar = Tar(folder / "00000.tar", LIMIT, policy)  # type: ignore[arg-type]
     tar.check(shard, counted_samples(shard))
