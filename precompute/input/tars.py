@@ -2,8 +2,8 @@
 
 The tar format cannot distinguish a truncated archive from a short one: at a header that is corrupt or cut off, the
 listing ends without an error. Therefore, all headers are read first (`layout.py`), and the samples must match those
-listed in img2dataset's sidecar files, `NNNNN_stats.json` and `NNNNN.parquet`. A damaged tar is refused by default; under
-`salvage`, its intact samples are used and every lost sample is accounted for.
+listed in img2dataset's sidecar files, `NNNNN_stats.json` and `NNNNN.parquet`. A damaged tar is refused by default;
+under `salvage`, its intact samples are used and every lost sample is accounted for.
 """
 
 import io
