@@ -102,7 +102,7 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
         said.append(capsys.readouterr().err)
         return text in "".join(said)
 
-    wait_until(lambda: says("No node in the cluster can take a worker that needs 0 GPUs, 1 CPUs and 1 encoder"))
+    wait_until(lambda: says("No node in the cluster can take a worker that needs 0 GPUs, 1 CPU and 1 encoder"))
     lost = cluster.add_node(num_cpus=1, resources={"encoder": 1})  # it joins late,
     wait_until(lambda: list((folder_of(config) / ".attempts").glob("0*")))
     cluster.remove_node(lost, allow_graceful=False)  # it is lost in the middle of a tar,

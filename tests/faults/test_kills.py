@@ -130,7 +130,7 @@ def storm(world: World, place: OnDisk, kills: dict[str, int], seed: int) -> dict
                         if driver.wait() in (0, -signal.SIGTERM):
                             continue  # the job was at its end, or had not begun
                         assert driver.returncode == Preempted.exit_code
-                        assert "run the same command again to continue" in log.read_text().replace("\n", " ")
+                        assert "Run the same command again to continue" in log.read_text().replace("\n", " ")
                         if not done["raylet"]:  # a worker whose raylet was killed may continue for a while
                             assert not place.left_by_leaving(root)
                     elif waiting[-1] == "raylet":
