@@ -21,7 +21,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from shards.base.durable import DamagedFile, write_sealed_json
+from shards.base.durable import DamagedFile, sealed_json, write_file
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import STAGING_FOLDER, Store
 from tests.interleaving import Handing, InterleavingMachine, InThread, Program, Running, Shared, ask
@@ -178,14 +178,22 @@ class LeaseMachine(InterleavingMachine):
             shutil.rmtree(self.scratch)
 
 
-def write_checkpoint(folder: Path, token: str, lineage: Lineage) -> None:
-    """Write a checkpoint of one small file. The folder above must exist, as a superseded launch's does not."""
+def write_checkpoint(
+    folder: Path, token: str, lineage: Lineage, write: Callable[[Path, bytes], Any] = write_file
+) -> None:
+    """Write a checkpoint of one small file.
+
+    The folder above it must exist. It is not created, because a superseded launch's folder must stay away.
+
+    Args:
+        write: writes state.json.
+    """
     folder.mkdir()
     (folder / FILE).parent.mkdir()
     (folder / FILE).write_text(json.dumps(lineage))
     files = {FILE: hashlib.sha256((folder / FILE).read_bytes()).hexdigest()}
     content = {"version": VERSION, "token": token, "lineage": lineage, "files": files}
-    write_sealed_json(folder / "state.json", content)
+    write(folder / "state.json", sealed_json(content))
 
 
 class StoreMachine(LeaseMachine):
@@ -249,6 +257,10 @@ class FolderMachine(LeaseMachine):
 
     backend: type[FolderBackend] = FolderBackend
 
+    def write(self, folder: Path, token: str, lineage: Lineage) -> None:
+        """Write a checkpoint into the launch's staging folder."""
+        write_checkpoint(folder, token, lineage)
+
     def publish(self, source: Path, target: Path, staging: Path) -> None:
         """Give a checkpoint its name."""
         folder_lease.publish(source, target, staging)
@@ -279,7 +291,7 @@ class FolderMachine(LeaseMachine):
                 for _ in range(SAVES):
                     lineage = [*lineage, lease.token]
                     target = step_folder(run_dir, len(lineage))
-                    write_checkpoint(lease.folder / target.name, lease.token, lineage)
+                    self.write(lease.folder / target.name, lease.token, lineage)
                     target.parent.mkdir(exist_ok=True)
                     self.publish(lease.folder / target.name, target, lease.folder)
                     lease.renew()

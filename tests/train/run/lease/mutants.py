@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from shards.base.durable import canonical_json
-from tests.train.run.lease.machines import FolderMachine, StoreMachine
+from shards.base.durable import canonical_json, write_atomically
+from tests.train.run.lease.machines import FolderMachine, Lineage, StoreMachine, write_checkpoint
 from train.run.checkpoints.checkpoint import STATE_NAME
 from train.run.checkpoints.remote import RemoteRun, files_below
 from train.run.lease.backend import Backend, Seen
@@ -146,6 +146,13 @@ class CopiesIntoPlace(FolderMachine):
     def publish(self, source: Path, target: Path, staging: Path) -> None:
         self.remove(target, staging)
         shutil.copytree(source, target)
+
+
+class RestoresItsFolder(FolderMachine):
+    """Creates its staging folder again if a successor has moved it away, and completes the checkpoint there."""
+
+    def write(self, folder: Path, token: str, lineage: Lineage) -> None:
+        write_checkpoint(folder, token, lineage, write_atomically)
 
 
 class ReplacesUnfenced(FolderMachine):

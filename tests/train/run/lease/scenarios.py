@@ -142,6 +142,18 @@ def publish_after_the_successor_saved(machine: FolderMachine) -> None:
     machine.finish(0)
 
 
+def complete_after_the_successor_saved(machine: FolderMachine) -> None:
+    """A launch is suspended before it writes state.json, and resumes after its successor has saved."""
+    machine.start()
+    for _ in range(2):  # the weights are written, and then read to be hashed
+        proceed_to(machine, 0, {"open"}, "unet/weights")
+        machine.proceed(0, 1)
+    machine.start()
+    machine.finish(1)
+    machine.readers_see_one_lineage()
+    machine.finish(0)
+
+
 def publish_after_an_interrupted_takeover(machine: FolderMachine) -> None:
     """A launch is suspended before its last rename; one successor dies before it fences, and the next one saves."""
     machine.start()
@@ -180,6 +192,7 @@ FOLDER = [
     take_over_before_the_staging_folder_exists,
     claim_an_old_number,
     publish_after_the_successor_saved,
+    complete_after_the_successor_saved,
     publish_after_an_interrupted_takeover,
     publish_after_the_successor_chose,
 ]

@@ -79,6 +79,7 @@ def test_a_scenario_ends_well(machine: type[LeaseMachine], scenario: Scenario) -
         (folder_mutant(mutants.FencelessFolder), scenarios.publish_after_the_successor_saved),
         (folder_mutant(mutants.FencesOne), scenarios.publish_after_an_interrupted_takeover),
         (folder_mutant(mutants.TrustingFolder), scenarios.publish_after_the_successor_chose),
+        (mutants.RestoresItsFolder, scenarios.complete_after_the_successor_saved),
         (mutants.ReplacesUnfenced, scenarios.publish_after_the_successor_saved),
         (mutants.CopiesIntoPlace, scenarios.check_after_each_call),
         (mutants.RemovesInPlace, scenarios.check_after_each_call),
