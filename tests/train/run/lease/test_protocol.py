@@ -1,19 +1,16 @@
 """Launches of one run, interleaved call by call, on both kinds of storage; and mutants that this must catch."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
 
-from tests.interleaving import REPRODUCIBLE
 from tests.train.run.lease import mutants, scenarios
 from tests.train.run.lease.machines import FolderMachine, LeaseMachine, StoreMachine, patch_modules
 from tests.train.run.lease.mutants import folder_mutant, store_mutant
 
-FEW = settings(REPRODUCIBLE, max_examples=25, stateful_step_count=30)
-MANY = settings(FEW, max_examples=500, stateful_step_count=60, derandomize=False)
 MACHINES = [StoreMachine, FolderMachine]
 Scenario = Callable[[Any], None]
 FAILURES = (
@@ -29,16 +26,13 @@ def _simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_run_has_one_lineage(machine: type[LeaseMachine]) -> None:
-    run_state_machine_as_test(machine, settings=FEW)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", MACHINES)
-def test_a_run_has_one_lineage_in_many_orders(machine: type[LeaseMachine]) -> None:
-    run_state_machine_as_test(machine, settings=MANY)
+@pytest.mark.parametrize(
+    "seeds", [range(50), pytest.param(range(50, 3000), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_a_run_has_one_lineage(machine: type[LeaseMachine], seeds: range) -> None:
+    for seed in seeds:
+        play(machine(), partial(machine.walk, rng=Random(seed)))
 
 
 def play(machine: LeaseMachine, scenario: Scenario) -> None:
