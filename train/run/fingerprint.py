@@ -1,4 +1,4 @@
-"""The fingerprint of a run: everything that determines its loss curve.
+"""The fingerprint of a run: the settings and data that determine its loss curve and may not change during the run.
 
 A run resumes from a checkpoint only if their fingerprints match, and all processes must have the same fingerprint.
 """
