@@ -2,8 +2,8 @@
 
 A mutant is the product with one expression or statement changed: a comparison or an operator swapped, a condition
 negated, a number increased, a call dropped. Each is tested in a private copy of the tree, first with the tests that
-mirror its module, then with those of its package, and last with all tests of `make quick`. It survives if all of
-them pass. Survivors are printed as diffs; read them, because some change nothing (a cache's size, an error's wording).
+mirror its module, then with those of its package, and last with the tests of `make quick`. It survives if all of them
+pass. Survivors are printed as diffs; read them, because some change nothing (a cache's size, an error's wording).
 
 Results are appended to a file, so the same command continues an interrupted search.
 """
@@ -52,6 +52,8 @@ COPIED = (
     "tests",
     "train",
 )
+GATE = "not (slow or faults)"
+QUICK = "not (slow or faults or heavy)"
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -151,14 +153,14 @@ def _splice(text: str, node: Any, new: str) -> str:
 
 
 def stages_for(module: str, quick: list[str]) -> Iterator[list[str]]:
-    """Yield lists of tests, those most likely to notice a mutant of `module` first; no test is in two lists."""
+    """Yield lists of pytest arguments, those whose tests are most likely to notice a mutant of `module` first."""
     folder, name = os.path.split(module)
     mirror, package = f"tests/{folder}/test_{name}", f"tests/{folder}"
     if (TREE / mirror).exists():
-        yield [mirror]
+        yield ["-m", GATE, mirror]
     if (TREE / package).exists():
-        yield [package, f"--deselect={mirror}"]
-    yield [*quick, f"--ignore={package}"]
+        yield ["-m", GATE, package, f"--deselect={mirror}"]
+    yield ["-m", QUICK, *quick, f"--ignore={package}"]
 
 
 def examine(mutant: Mutant, copy: Path, quick: list[str]) -> str | None:
@@ -175,10 +177,10 @@ def examine(mutant: Mutant, copy: Path, quick: list[str]) -> str | None:
         target.write_text(original)
 
 
-def _first_failure(copy: Path, tests: list[str]) -> str | None:
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no", "-m", "not (slow or faults or heavy)"]
+def _first_failure(copy: Path, arguments: list[str]) -> str | None:
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", *options, *tests]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     with subprocess.Popen(
         command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     ) as process:
@@ -229,7 +231,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.processes) as pool:
         for number in range(options.processes):
             copies.put(copy := _copy_tree(Path(folder) / str(number)))
-        if left and (failing := _first_failure(copy, quick)):
+        if left and (failing := _first_failure(copy, ["-m", QUICK, *quick])):
             raise SystemExit(f"error: the tests fail without any mutant, so they would notice all of them: {failing}")
         for row in pool.map(run, left):
             rows.append(row)
