@@ -20,7 +20,7 @@ as a missing model. The last of these probes comes 35 s after the first."""
 
 
 class OutageConfig(Config):
-    """Conditions under which a job gives up on an outage."""
+    """Conditions under which a job stops because of an outage."""
 
     outage_probes: int = Field(16, ge=1)
     """Number of consecutive attempts that may fail because of storage, credentials or the cluster before the job stops.

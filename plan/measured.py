@@ -40,7 +40,7 @@ class Measurement(Config):
         needs_bucket = self.stage in ("train", "encode")
         if needs_bucket != (self.bucket is not None):
             verb = "must" if needs_bucket else "must not"
-            raise ValueError(f"a measurement of the stage {self.stage} {verb} have a bucket")
+            raise ValueError(f"a measurement of stage `{self.stage}` {verb} have a bucket")
         return self
 
 

@@ -147,7 +147,7 @@ class PhaseRow:
 
 
 def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow:
-    """Estimate `phase` on `gpus` GPUs, encoding online or reading precomputed latents.
+    """Estimate time and cost of `phase` on `gpus` GPUs. `online`: latents are encoded during training, not read.
 
     Raises:
         RequestError: a measured rate is impossible at the given bandwidths, or failures are so frequent that training

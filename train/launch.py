@@ -207,7 +207,7 @@ def launch(arguments: list[str]) -> int:
     try:
         with shutdown.installed():
             trainer = trainer_arguments(arguments)
-            # the launchers on several machines must all get the same result, so they run no checks
+            # with several machines, no launcher checks the run: the check could pass on one machine and fail on another
             if trainer is not None and num_machines(arguments) == 1 and (message := check_run(trainer)) is not None:
                 print(message)
                 return 0

@@ -46,7 +46,7 @@ class Buckets:
 
     @property
     def rules(self) -> dict[Bucket, str]:
-        """Each bucket → the rule that assigns images to it, as written in receipts."""
+        """The rule that assigns images to each bucket, as written in receipts, by bucket."""
         return bucket_rules(self.covering, self.tables)
 
     @property

@@ -102,7 +102,7 @@ def _by_pillow(image: Image.Image, at: Placement, decoded_scale: int) -> np.ndar
 
 
 def _by_torch(pixels: Tensor, at: Placement, decoded_scale: int, filter: Filter) -> np.ndarray:
-    # scaled pixels per decoded pixel, from the original size, because the decoder may round its own size up
+    # scaled pixels per decoded pixel; computed from the original size, because the decoder rounds sizes up
     scale_x = at.scaled_width * decoded_scale / at.width
     scale_y = at.scaled_height * decoded_scale / at.height
     right, bottom = at.left + at.bucket.width, at.top + at.bucket.height

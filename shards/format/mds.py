@@ -66,7 +66,7 @@ def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | N
             return np.dtype(dtype), tuple(map(int, shape.split(",")))
     raise RequestError(
         f"A column has type {encoding!r}, which stage 1 never writes. Restore the root's files from a backup. "
-        f"Otherwise, do not use this root."
+        f"Without a backup, do not use this root."
     )
 
 
@@ -132,7 +132,7 @@ def parse_index(data: bytes, where: str) -> list[tuple[str, int, list[Column]]]:
     except (ValueError, KeyError, TypeError) as error:
         raise RequestError(
             f"{where} is not an index written by stage 1 ({type(error).__name__}: {error}). Restore the file from a "
-            f"backup. Otherwise, do not use this root."
+            f"backup. Without a backup, do not use this root."
         ) from error
     for name, *_ in files:
         path = PurePosixPath(name)

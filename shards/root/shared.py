@@ -57,10 +57,10 @@ def check_rules(store: Store, rules: dict[Bucket, str]) -> None:
             kind = "the buckets of" if "base" in name else "bucket"
             raise RequestError(
                 f"{store.where()} fills {kind} {PurePath(name).stem} by the rule `{theirs}`, but this run would use "
-                f"`{ours[name]}`. The rule `covers`, from `buckets`, selects every image that covers the bucket. The "
-                f"rule `nearest`, from `aspect`, selects the images whose aspect ratio is closest to this bucket's in "
-                f"its table. Set `output` to a different location, or use the `buckets` and `aspect` settings that "
-                f"this root was created with."
+                f"`{ours[name]}`. `covers`, the rule of the buckets in `buckets`, selects every image that is at least "
+                f"as wide and as tall as the bucket. `nearest`, the rule of `aspect`, selects the images whose aspect "
+                f"ratio is closest to that of this bucket in its table. Set `output` to a different location, or use "
+                f"the `buckets` and `aspect` settings that this root was created with."
             )
 
 

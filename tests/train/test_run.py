@@ -66,7 +66,7 @@ def test_check_checks_a_launch_of_several_processes_in_one(
     config = ["--config", str(write_config(tmp_path, train_fields(latents, tmp_path / "run")))]
     command(["check", *config, "--num_processes", "4"])
     assert "would start from random weights" in capsys.readouterr().out
-    with pytest.raises(RequestError, match="global_batch_size 8 cannot be shared evenly by 3 processes"):
+    with pytest.raises(RequestError, match=r"global_batch_size 8 is not divisible by the number of processes \(3\)"):
         command(["check", *config, "--num_processes", "3"])
     assert not (tmp_path / "run").exists()
 

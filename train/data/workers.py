@@ -9,7 +9,7 @@ from multiprocessing.context import ForkProcess
 from typing import Protocol
 
 import torch
-import torch.multiprocessing  # registers how tensors in shared memory are sent without being copied
+import torch.multiprocessing  # registers the reducers that send shared-memory tensors without a copy
 
 from shards.base.errors import WorkError
 from train.data.batch import Batch

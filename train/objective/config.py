@@ -124,8 +124,8 @@ class ObjectiveConfig(Config):
                 )
         if self.zero_terminal_snr and self.prediction == "epsilon":
             raise ValueError(
-                "with zero_terminal_snr, prediction epsilon leaves nothing to learn at the last noise step; use "
-                "prediction v_prediction"
+                "with zero_terminal_snr, a network that predicts epsilon has nothing to learn at the last timestep; "
+                "set `prediction` to v_prediction"
             )
         return self
 

@@ -69,9 +69,9 @@ class World:
             )
         if global_batch_size % self.size:
             raise RequestError(
-                f"global_batch_size {global_batch_size} cannot be shared evenly by {self.size} processes. Start a "
-                f"number of processes that divides global_batch_size, because a run must keep its batch size. For a "
-                f"new run, you can also set global_batch_size to a multiple of {self.size}."
+                f"global_batch_size {global_batch_size} is not divisible by the number of processes ({self.size}). A "
+                f"run must keep its batch size, so change the number of processes to a divisor of it. For a new run, "
+                f"you can also set global_batch_size to a multiple of {self.size}."
             )
 
 

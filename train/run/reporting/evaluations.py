@@ -91,7 +91,7 @@ def check_values(content: Any) -> tuple[int, dict[str, float]]:
     """
     step, values = content["step"], content["values"]
     if not isinstance(step, int) or not all(isinstance(value, int | float) for value in values.values()):
-        raise ValueError("values.json must contain a step, and a number for each name")
+        raise ValueError("values.json must contain a step and a number for each metric")
     return step, values
 
 
