@@ -24,7 +24,7 @@ SHRINK = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.default,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.default,
 }
-"""Vectorised versions of Pillow's filters; results differ from Pillow's by at most one level (of 255)."""
+"""Vectorised versions of Pillow's filters; results differ from Pillow's by at most two levels (of 255)."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,8 @@ def test_invalid_requests_are_refused_without_torch(latents: Path, tmp_path: Pat
         str(write_config(tmp_path / "three", train_fields(latents, tmp_path / "run", num_processes=3))),
     ]
     commands += [("run", three), ("run", ["check", *three]), ("run", ["--config", str(tmp_path / "phase3.yaml")])]
-    messages += ["num_processes is 3, but 1 process was started", "global_batch_size 8 is not divisible by the number of processes (3)"]
+    messages += ["num_processes is 3, but 1 process was started"]
+    messages += ["global_batch_size 8 is not divisible by the number of processes (3)"]
     messages += [f"The config file {tmp_path / 'phase3.yaml'} does not exist"]
     commands.append(("launch", [*launcher(2)[3:], "-m", "train", *commands[0][1]]))
     messages.append(changes[0][1])

@@ -119,7 +119,8 @@ def test_the_batch_sizes_of_cluster_md_suit_15_and_16_machines() -> None:
         World(8 * machines, 8).check(None, good)
     assert good % DataConfig.model_fields["num_canonical_nodes"].default == 0
     World(128, 8).check(None, bad)
-    with pytest.raises(RequestError, match=rf"{bad} is not divisible by the number of processes \(120\)\. .* a multiple of 120\."):
+    match = rf"{bad} is not divisible by the number of processes \(120\)\. .* a multiple of 120\."
+    with pytest.raises(RequestError, match=match):
         World(120, 8).check(None, bad)
 
 
