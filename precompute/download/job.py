@@ -89,8 +89,8 @@ def is_published(config: DownloadConfig, tar: PlannedTar) -> bool:
 
 
 def _explain(error: BaseException, config: DownloadConfig) -> str:
-    """Return the reason why a tar failed. Raises WorkError if the disk is full, which ends the whole run, and raises
-    unexpected exceptions again, because they are bugs."""
+    """Return the reason why a tar failed. Raises WorkError, which ends the whole run, if the disk is full. Unexpected
+    exceptions are re-raised, because they are bugs."""
     if isinstance(error, BrokenProcessPool):
         return WORKER_DIED
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

@@ -345,7 +345,7 @@ def download(store: Store, stored: Stored, target: Path) -> Checkpoint:
     try:
         for file in store.files(stored.folder):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # removed since the listing; verification notices
+            with suppress(FileNotFoundError):  # removed since the listing; verification fails then
                 store.get(f"{stored.folder}/{file}", target / file)
         return verify_checkpoint(target)
     except BaseException:

@@ -137,7 +137,7 @@ def log_picture(tracker: Any, name: str, png: bytes, step: int) -> None:
         path.write_bytes(png)
         if tracker.name == "mlflow":
             tracker.log_artifact(str(path), name)
-        else:  # accelerate passes the value itself to aim, and each item of a list to the others
+        else:  # accelerate passes the value itself to Aim, and to other trackers each item of a list
             tracker.log_images({name: str(path) if tracker.name == "aim" else [str(path)]}, step=step)
 
 
