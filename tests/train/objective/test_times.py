@@ -199,7 +199,7 @@ def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"zero_terminal_snr": True}, "use prediction v_prediction"),
+        ({"zero_terminal_snr": True}, "set `prediction` to v_prediction"),
         *(
             ({"prediction": "flow_matching", name: value}, f"{name} does not apply to prediction flow_matching")
             for name, value in (("min_snr_gamma", 5.0), ("zero_terminal_snr", True), ("offset_noise", 0.1))
