@@ -18,7 +18,7 @@ from cluster.actor import Function, ProgressReport
 from cluster.breaker import Breaker, OutageConfig
 from cluster.nodes import NodeWatch, ResourcesConfig
 from cluster.placement import assign, missing_workers, surplus_workers
-from cluster.pool import Attempt, Failure, StartFailure, WorkerPool
+from cluster.pool import Failure, RunningAttempt, StartFailure, WorkerPool
 from cluster.retry import NodeHealth, RetryConfig, Unit, UnitQueue
 from shards.base.errors import Outage, WorkError
 from shards.base.stop import StopSignal
@@ -179,7 +179,7 @@ class Fleet(Generic[Work, Result]):
             num_waiting -= 1
         return num_waiting
 
-    def _settle(self, attempt: Attempt[Work]) -> Iterator[Event[Result]]:
+    def _settle(self, attempt: RunningAttempt[Work]) -> Iterator[Event[Result]]:
         """Report an attempt that has ended, and requeue its unit if a retry may help."""
         unit, number = attempt.unit, attempt.number
         report = self.pool.last_report(attempt)

@@ -42,7 +42,7 @@ class Failure(Exception):
 
 
 @dataclass(eq=False)
-class Attempt(Generic[Work]):
+class RunningAttempt(Generic[Work]):
     """An attempt at a unit, running on a worker."""
 
     unit: Unit[Work]
@@ -84,7 +84,7 @@ class WorkerPool(Generic[Work, Result]):
         self.reading = self.board.read.remote()
         self.reports: dict[tuple[str, int], ProgressReport] = {}
         self.workers: list[Worker] = []
-        self.running: list[Attempt[Work]] = []
+        self.running: list[RunningAttempt[Work]] = []
 
     @property
     def is_idle(self) -> bool:
@@ -115,9 +115,9 @@ class WorkerPool(Generic[Work, Result]):
     def start(self, unit: Unit[Work], worker: Worker) -> None:
         """Start an attempt at a unit on the worker that it was assigned to."""
         result = worker.actor.attempt.remote(unit.key, unit.work, unit.attempt)
-        self.running.append(Attempt(unit, unit.attempt, worker, result, time.monotonic()))
+        self.running.append(RunningAttempt(unit, unit.attempt, worker, result, time.monotonic()))
 
-    def wait(self, seconds: float) -> list[Attempt[Work] | StartFailure]:
+    def wait(self, seconds: float) -> list[RunningAttempt[Work] | StartFailure]:
         """Wait at most `seconds` until an attempt ends, or a worker starts or fails to start. Return the attempts that
         ended, and the failed starts."""
         starting = {worker.started: worker for worker in self.workers if worker.node is None}
@@ -125,7 +125,7 @@ class WorkerPool(Generic[Work, Result]):
         if not starting and not attempts:
             return []
         ready = ray.wait([*attempts, *starting], num_returns=1, timeout=seconds)[0]
-        events: list[Attempt[Work] | StartFailure] = [attempts[ref] for ref in ready if ref in attempts]
+        events: list[RunningAttempt[Work] | StartFailure] = [attempts[ref] for ref in ready if ref in attempts]
         for worker in (starting[ref] for ref in ready if ref in starting):
             try:
                 worker.node = ray.get(worker.started)
@@ -134,7 +134,7 @@ class WorkerPool(Generic[Work, Result]):
                 events.append(StartFailure(worker.requested_at, describe_failure(error)))
         return events
 
-    def result(self, attempt: Attempt[Work]) -> Result:
+    def result(self, attempt: RunningAttempt[Work]) -> Result:
         """Return the result of an attempt that has ended, or raise its `Failure`, and free its slot."""
         self.running.remove(attempt)
         attempt.worker.running.remove(attempt.unit)
@@ -147,7 +147,7 @@ class WorkerPool(Generic[Work, Result]):
                 self.dismiss(attempt.worker)
             raise failure from None
 
-    def drain(self) -> list[Attempt[Work]]:
+    def drain(self) -> list[RunningAttempt[Work]]:
         """Interrupt all attempts, wait until they have cleaned up, and kill the workers. Return the attempts that ended
         in time, to be passed to `result`."""
         results = [attempt.result for attempt in self.running]
@@ -175,7 +175,7 @@ class WorkerPool(Generic[Work, Result]):
         running = {(attempt.unit.key, attempt.number) for attempt in self.running}
         return sum(report.done for attempt, report in self.reports.items() if attempt in running)
 
-    def last_report(self, attempt: Attempt[Work]) -> ProgressReport | None:
+    def last_report(self, attempt: RunningAttempt[Work]) -> ProgressReport | None:
         """Remove and return the last report from an attempt that has ended, or return None if there is none."""
         try:
             reference = self.board.take.remote(attempt.unit.key, attempt.number)

@@ -17,7 +17,7 @@ from cluster.start import precision_on_worker
 from evaluation.parts import PartReceipt, commit_part, read_receipts, read_sealed, write_once
 from evaluation.sampling.model import Model, open_pipeline
 from evaluation.sampling.pipeline import (
-    Sample,
+    PlannedImage,
     describe_scheduler,
     draw,
     has_guidance_input,
@@ -62,7 +62,7 @@ class SamplePart:
     output: Path | str
     """Folder or URL of the sample set."""
     drawing: Drawing
-    samples: tuple[Sample, ...]
+    samples: tuple[PlannedImage, ...]
 
 
 def below(place: Path | str, name: str) -> Path | str:
@@ -148,13 +148,13 @@ def begin_set(
     return [(f"{drawing.setting} {part.name}", part) for part in parts if part.name not in committed]
 
 
-def list_samples(prompts: list[Prompt], images_per_prompt: int) -> list[Sample]:
+def list_samples(prompts: list[Prompt], images_per_prompt: int) -> list[PlannedImage]:
     """List all samples of a set, ordered by prompt and index."""
     pairs = [(prompt, index) for prompt in prompts for index in range(images_per_prompt)]
-    return [Sample(number, prompt, index) for number, (prompt, index) in enumerate(pairs)]
+    return [PlannedImage(number, prompt, index) for number, (prompt, index) in enumerate(pairs)]
 
 
-def split(samples: list[Sample], part_size: int) -> list[tuple[str, list[Sample]]]:
+def split(samples: list[PlannedImage], part_size: int) -> list[tuple[str, list[PlannedImage]]]:
     """Split samples into named parts of `part_size`. The last part may be smaller."""
     starts = range(0, len(samples), part_size)
     return [(f"{number:05d}", samples[start : start + part_size]) for number, start in enumerate(starts)]

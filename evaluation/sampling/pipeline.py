@@ -43,7 +43,7 @@ ZEROS = "force_zeros_for_empty_prompt"
 
 
 @dataclass(frozen=True)
-class Sample:
+class PlannedImage:
     """An image to draw, identified by its prompt and index."""
 
     number: int
@@ -99,7 +99,7 @@ def describe_scheduler(scheduler: Any) -> str:
 
 
 @torch.inference_mode()
-def draw(pipeline: Any, samples: Sequence[Sample], drawing: Drawing) -> Tensor:
+def draw(pipeline: Any, samples: Sequence[PlannedImage], drawing: Drawing) -> Tensor:
     """Draw images: (N, 3, height, width) float32 in [0, 1], not yet rounded.
 
     Raises:

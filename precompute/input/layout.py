@@ -47,7 +47,7 @@ class Member:
 
 
 @dataclass
-class Layout:
+class TarLayout:
     """A tar's members and damage."""
 
     members: dict[str, dict[str, Member]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Layout:
     """Descriptions of the damage, each phrased to follow the tar's name in a sentence; empty for an intact tar."""
 
 
-def read_layout(path: Path) -> Layout:
+def read_layout(path: Path) -> TarLayout:
     """Read every header of the tar at `path`. Raises DamagedInput if the tar is compressed, or its extended headers are
     nested too deeply.
 
@@ -66,7 +66,7 @@ def read_layout(path: Path) -> Layout:
     members of a sample, it is kept, but this counts as damage. If a key occurs twice with the same kind of member, both
     samples are lost.
     """
-    layout, size = Layout(), path.stat().st_size
+    layout, size = TarLayout(), path.stat().st_size
     end, key, last_added = 0, "", ""
     keys_near_damage: list[str] = []
     with path.open("rb") as file:
@@ -94,7 +94,7 @@ def read_layout(path: Path) -> Layout:
     return layout
 
 
-def _add_member(layout: Layout, key: str, suffix: str, previous_key: str, member: Member) -> None:
+def _add_member(layout: TarLayout, key: str, suffix: str, previous_key: str, member: Member) -> None:
     members = layout.members.setdefault(key, {})
     if suffix in members or (suffix in IMAGE_SUFFIXES and not IMAGE_SUFFIXES.isdisjoint(members)):
         layout.damage.append(f"is ambiguous: the key {key} occurs twice, so its members cannot be assigned to samples")
@@ -104,7 +104,7 @@ def _add_member(layout: Layout, key: str, suffix: str, previous_key: str, member
     members.setdefault(suffix, member)
 
 
-def split_dotted(layout: Layout) -> dict[str, list[str]]:
+def split_dotted(layout: TarLayout) -> dict[str, list[str]]:
     """Split names such as `a.b.jpg` and `a.b.txt` at the last dot, if no member of `a` has a suffix without dots.
     Return a dict from each key that was split to its new keys.
 

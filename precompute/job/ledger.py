@@ -6,7 +6,7 @@ from types import TracebackType
 
 from cluster.failure_log import FailureLog
 from cluster.fleet import Done, Event, Failed, News, UnderWay
-from precompute.job.metrics import Metrics
+from precompute.job.metrics import JobMetrics
 from shards.base.progress import Progress
 from shards.root.committed import TarReceipts
 
@@ -14,7 +14,7 @@ WINDOW_SECONDS = 100.0
 STEP_SECONDS = 1.0
 
 
-class Rate:
+class RecentRate:
     """Speed at which a count has grown over the last WINDOW_SECONDS."""
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class Ledger:
         self.has_news = False
         """Whether a tar has been committed or given up on since the figures were last shown. They are shown again at
         the fleet's next `UnderWay` event, which no longer counts that tar as in flight."""
-        self.rate = Rate()
-        self.metrics = Metrics()
+        self.rate = RecentRate()
+        self.metrics = JobMetrics()
         self.progress = Progress("precompute", "tars", total)
 
     def __enter__(self) -> "Ledger":

@@ -12,7 +12,7 @@ UNKNOWN = "unknown"
 """Node label for an attempt that was lost before it reported its node."""
 
 
-class Metrics:
+class JobMetrics:
     """All metrics of a job. Ray appends `_total` to the counters' names."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from cluster.actor import ProgressReport, Report
 from cluster.fleet import Event, Fleet, FleetConfig, UnderWay
 from cluster.nodes import Resources
 from cluster.placement import Worker
-from cluster.pool import Attempt, Failure, StartFailure, WorkerPool
+from cluster.pool import Failure, RunningAttempt, StartFailure, WorkerPool
 from cluster.retry import Unit
 
 Outcome = str | Exception
@@ -33,7 +33,7 @@ class PlayedPool(WorkerPool[str, str]):
             node: {"CPU": float(cpus)} for node, cpus in (nodes or {"a": 1, "b": 1}).items()
         }
         self.workers: list[Worker] = []
-        self.running: list[Attempt[str]] = []
+        self.running: list[RunningAttempt[str]] = []
         self.begun: list[tuple[str, int, str]] = []
         """Key, number and node of each attempt, in order."""
 
@@ -72,18 +72,18 @@ class PlayedPool(WorkerPool[str, str]):
 
     def start(self, unit: Unit[str], worker: Worker) -> None:
         assert worker.node is not None
-        self.running.append(Attempt(unit, unit.attempt, worker, None, time.monotonic()))
+        self.running.append(RunningAttempt(unit, unit.attempt, worker, None, time.monotonic()))
         self.begun.append((unit.key, unit.attempt, worker.node))
 
-    def outcome(self, attempt: Attempt[str]) -> Outcome | None:
+    def outcome(self, attempt: RunningAttempt[str]) -> Outcome | None:
         return self.play(attempt.unit.key, attempt.number, attempt.worker.node or "")
 
-    def wait(self, seconds: float) -> list[Attempt[str] | StartFailure]:
+    def wait(self, seconds: float) -> list[RunningAttempt[str] | StartFailure]:
         if self.place():
             return []
-        return list[Attempt[str] | StartFailure](a for a in self.running if self.outcome(a) is not None)[:1]
+        return list[RunningAttempt[str] | StartFailure](a for a in self.running if self.outcome(a) is not None)[:1]
 
-    def result(self, attempt: Attempt[str]) -> str:
+    def result(self, attempt: RunningAttempt[str]) -> str:
         outcome = self.outcome(attempt)
         self.running.remove(attempt)
         attempt.worker.running.remove(attempt.unit)
@@ -94,13 +94,13 @@ class PlayedPool(WorkerPool[str, str]):
         assert outcome is not None
         raise outcome
 
-    def drain(self) -> list[Attempt[str]]:
+    def drain(self) -> list[RunningAttempt[str]]:
         return [attempt for attempt in self.running if isinstance(self.outcome(attempt), str)]
 
     def reported(self) -> int:
         return 10 * len(self.running)
 
-    def last_report(self, attempt: Attempt[str]) -> ProgressReport | None:
+    def last_report(self, attempt: RunningAttempt[str]) -> ProgressReport | None:
         return ProgressReport(attempt.worker.node or "", "worker.err")
 
 
@@ -167,7 +167,7 @@ class TimedPool(PlayedPool):
         attempt.result = (self.clock.now + seconds, outcome)
         self.most_busy = max(self.most_busy, len(self.running))
 
-    def outcome(self, attempt: Attempt[str]) -> Outcome | None:
+    def outcome(self, attempt: RunningAttempt[str]) -> Outcome | None:
         ends, outcome = attempt.result
         return outcome if ends <= self.clock.now else None
 
@@ -175,7 +175,7 @@ class TimedPool(PlayedPool):
         """Attempts that have not ended."""
         return sum(attempt.result[0] > self.clock.now for attempt in self.running)
 
-    def wait(self, seconds: float) -> list[Attempt[str] | StartFailure]:
+    def wait(self, seconds: float) -> list[RunningAttempt[str] | StartFailure]:
         if self.place():
             return []
         if self.is_idle:

@@ -10,7 +10,7 @@ import yaml
 from prometheus_client.core import Metric as Family
 from ray.util.metrics import Counter, Metric
 
-from precompute.job.metrics import Metrics
+from precompute.job.metrics import JobMetrics
 from train.run.health.endpoint import LINE_METRICS, PREFIX, RANK_METRICS, RUN_METRICS, RunCollector
 from train.run.health.heartbeat import HeartbeatReporter
 
@@ -22,7 +22,7 @@ NAME = r"(?:ray_)?latentmill_\w+"
 
 def stage_1_metrics() -> dict[str, set[str]]:
     """Return the name that Prometheus shows → label names."""
-    metrics = [metric for metric in vars(Metrics()).values() if isinstance(metric, Metric)]
+    metrics = [metric for metric in vars(JobMetrics()).values() if isinstance(metric, Metric)]
     return {
         f"ray_{metric.info['name']}{'_total' if isinstance(metric, Counter) else ''}": set(metric.info["tag_keys"])
         for metric in metrics

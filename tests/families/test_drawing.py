@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evaluation.sampling.job import describe_drawing
-from evaluation.sampling.pipeline import Sample, draw, has_guidance_input, load_pipeline
+from evaluation.sampling.pipeline import PlannedImage, draw, has_guidance_input, load_pipeline
 from evaluation.sampling.prompts import Prompt
 from evaluation.sampling.settings import SamplingConfig
 from tests.families.calls import OWN
@@ -61,7 +61,7 @@ def test_the_networks_inputs_are_those_of_training(name: str, small: Callable[[s
     batch = next(iter(Loader(config.data, prepare(config).spec, count, 0, 0, torch.arange(count))))
     batch.columns["size"][:] = torch.tensor([64, 64, 0, 0])  # pipelines pass on the size that they draw
     captions = captions_of(made)
-    samples = [Sample(i, Prompt(key, captions[key]), 0) for i, key in enumerate(batch.keys)]
+    samples = [PlannedImage(i, Prompt(key, captions[key]), 0) for i, key in enumerate(batch.keys)]
     sampling = SamplingConfig(size="64x64", guidance=[2.0], steps=[STEPS])
     draw(pipeline, samples, describe_drawing(folder, [], sampling, sampling.grid[0]))
 

@@ -20,7 +20,7 @@ from cluster.start import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.input.tars import TarsConfig, list_tars
 from precompute.job.ledger import Ledger
-from precompute.job.metrics import Metrics
+from precompute.job.metrics import JobMetrics
 from precompute.job.run import run_job
 from shards.open import open_store
 from shards.root.shared import create_root
@@ -116,7 +116,7 @@ def test_a_job_with_faults_under_prometheus(
         server.stop()
 
 
-def stand_still(metrics: Metrics, prometheus: Prometheus) -> None:
+def stand_still(metrics: JobMetrics, prometheus: Prometheus) -> None:
     """Set the job's figures to those of workers that have tars but make no progress."""
     metrics.under_way_now(UnderWay(3, 0))
     metrics.speed(0.0, None)
@@ -125,7 +125,7 @@ def stand_still(metrics: Metrics, prometheus: Prometheus) -> None:
     prometheus.await_silence("LatentmillStalled")
 
 
-def fail_on_one_node(metrics: Metrics, prometheus: Prometheus) -> None:
+def fail_on_one_node(metrics: JobMetrics, prometheus: Prometheus) -> None:
     """Set the figures to those of a node on which every attempt raises."""
     failed = Failed("00000", "10.0.0.7", "attempt 1 of 3 failed", Failure(False, False, "no", "no"), again=True)
     metrics.attempt_failed(failed)

@@ -8,7 +8,7 @@ from ray.util.metrics import Counter
 
 from cluster.fleet import Failed, UnderWay
 from cluster.pool import Failure
-from precompute.job.metrics import Metrics, cause
+from precompute.job.metrics import JobMetrics, cause
 from shards.base.errors import Outage
 
 
@@ -21,7 +21,7 @@ def test_each_failed_attempt_has_a_cause(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert cause(failed(outage=Outage("no"), lost=True)) == "outage"
     assert [cause(failed(lost=True)), cause(failed(final=True)), cause(failed())] == ["lost", "damaged", "error"]
-    Metrics().attempt_failed(failed(again=False))
+    JobMetrics().attempt_failed(failed(again=False))
     assert counted == [
         ("latentmill_attempts", 1, {"cause": "error", "node": "unknown"}),
         ("latentmill_shards", 1, {"outcome": "failed"}),
@@ -41,7 +41,7 @@ def test_a_tar_counts_by_node_and_stage(monkeypatch: pytest.MonkeyPatch) -> None
         "32x32": SimpleNamespace(started="", seconds={"upload": 9.0, "total": 10.0}, token="a"),  # another attempt's
     }
     books: Any = SimpleNamespace(samples_in=20, encoded=15, rejected={"too_small": 5}, parts=parts)
-    metrics = Metrics()
+    metrics = JobMetrics()
     metrics.tar_done(books, "10.0.0.7")
     assert counted == {
         ("latentmill_images_in", "10.0.0.7"): 20,
@@ -58,7 +58,7 @@ def test_a_tar_counts_by_node_and_stage(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_pause_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     gauges: dict[str, float] = {}
     monkeypatch.setattr("ray.util.metrics.Gauge.set", lambda self, value: gauges.update({self.info["name"]: value}))
-    metrics = Metrics()
+    metrics = JobMetrics()
     metrics.under_way_now(UnderWay(3, 70, paused=True))
     metrics.speed(0.0, None)
     assert gauges == {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.fleet import Done, UnderWay
-from precompute.job.ledger import WINDOW_SECONDS, Ledger, Rate, eta
+from precompute.job.ledger import WINDOW_SECONDS, Ledger, RecentRate, eta
 from tests.cluster.played import Clock
 
 SPEED, SIZE = 500.0, 9000
@@ -67,7 +67,7 @@ def test_the_time_left_follows_the_workers_within_two_minutes(
 
 def test_a_rate_looks_back_so_far_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    rate = Rate()
+    rate = RecentRate()
     assert rate.per_second == 0
     for count in range(1000):
         clock.sleep(0.25)
