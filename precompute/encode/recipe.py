@@ -27,7 +27,7 @@ class WorkerConfig(Config):
     """Number of threads per worker that decode images."""
     batch_size: int = Field(64, ge=1)
     """Number of images up to 512x512 that are encoded together; a batch of larger images has the same total number of
-    pixels. A tar's last batch is padded to this number."""
+    pixels. A tar's last batch is padded to the same size."""
     compile: bool | None = None
     """Compile the towers with torch.compile; null compiles on GPUs only. Compilation takes a minute per bucket when a
     worker starts. Latents change only by rounding, so receipts record this setting, but encoding.json does not."""

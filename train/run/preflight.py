@@ -139,7 +139,7 @@ def check_run_dir(run_dir: Path) -> None:
         RequestError: `run_dir`, or its nearest existing parent if it does not exist, is not writable or is a file.
     """
     candidates = (run_dir, *run_dir.absolute().parents)
-    # os.path.exists, because Path.exists raises PermissionError inside a folder that this process may not enter
+    # Path.exists would raise PermissionError inside a folder that this process may not enter
     existing = next(folder for folder in candidates if os.path.exists(folder))
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         problem = "is not writable" if existing.is_dir() else "is a file"

@@ -26,6 +26,7 @@ def _simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(
     "seeds", [range(50), pytest.param(range(50, 3000), marks=pytest.mark.slow)], ids=["few", "many"]
