@@ -64,7 +64,7 @@ class PrecomputeConfig(Config):
     """A diffusers autoencoder: local folder, hub name org/repo[@revision]/folder, or URL such as s3://bucket/vae."""
     texts: dict[TowerName, TextTowerConfig] = Field(min_length=1)
     """One or more text encoders, by name."""
-    features: dict[TowerName, FeatureTowerConfig] = Field(default_factory=dict)
+    features: dict[TowerName, FeatureTowerConfig] = Field({})
     """Any number of vision encoders, by name."""
     posterior: Literal["moments", "mean"] | None = None
     """`moments`, the default, stores the mean and log-variance, so that training can draw a new latent in every epoch;
