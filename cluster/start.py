@@ -19,7 +19,7 @@ from shards.base.device import (
 from shards.base.errors import Preempted, RequestError, WorkError, say
 from shards.base.stop import exit_on_stop_signal
 
-STOPPED = "Stopped by a signal. Committed work is kept; run the same command again to continue."
+STOPPED = "Stopped by a signal. Committed work is kept. Run the same command again to continue."
 # With a launcher's variables in the environment, `streaming` would treat this process as one of several ranks.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

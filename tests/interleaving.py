@@ -12,20 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
+from random import Random
 from typing import Any
-
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from shards.base.store import Entry, Store
 
 Call = tuple[str, Any]
 Program = Generator[Call, Any, Any]
 
-
-REPRODUCIBLE = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-"""Settings of a search that gives the same result on every machine."""
 _thread = threading.local()
 
 
@@ -203,15 +197,70 @@ class Running:
     token: str = ""
 
 
-class InterleavingMachine(RuleBasedStateMachine):
-    """Runs programs on one store. Subclasses add rules that begin programs, and invariants."""
+class InterleavingMachine:
+    """Runs programs on one store. Subclasses say which programs may begin, and which invariants hold."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.shared = Shared()
         self.running: list[Running] = []
         self.late: list[tuple[float, Call]] = []
         """Requests of killed programs that have not arrived yet, with the time when their program began."""
+
+    def actions(self) -> list[Callable[[], None]]:
+        """Return what may happen now, besides calls of running programs: mostly, that a program begins."""
+        raise NotImplementedError
+
+    def time_passes(self, share: float) -> None:
+        """Advance the time by a share of the longest time for which the protocol waits."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Check every invariant.
+
+        Raises:
+            AssertionError: one of them is violated.
+        """
+        raise NotImplementedError
+
+    def run_last(self) -> None:
+        """Run an undisturbed program after all others are dead; check that it succeeds."""
+        raise NotImplementedError
+
+    def play(self, scenario: Callable[[Any], None]) -> None:
+        """Play a scenario, check every invariant, kill what still runs, and run the last program."""
+        try:
+            scenario(self)
+            self.check()
+            self.kill_all()
+            self.run_last()
+        finally:
+            self.kill_all()
+
+    def walk(self, rng: Random, turns: int = 60) -> None:
+        """Let programs begin, take turns, be killed, lose replies and be late at random. Check after each turn."""
+        for _ in range(turns):
+            actions = self.actions()
+            if actions and (not self.running or rng.random() < 0.2):
+                rng.choice(actions)()
+            elif self.running:
+                self.disturb(rng, rng.randrange(len(self.running)))
+            self.check()
+
+    def disturb(self, rng: Random, which: int) -> None:
+        """Let a program proceed, as in most turns, or let something happen to it."""
+        match rng.choices(["proceed", "finish", "lose", "crash", "arrive", "wait"], [85, 3, 3, 3, 3, 3])[0]:
+            case "proceed":
+                self.proceed(which, rng.randint(1, 6))
+            case "finish":
+                self.finish(which)
+            case "lose":
+                self.lose_a_reply(which)
+            case "crash":
+                self.crash(which, rng.choice(["not sent", "done", "late"]))
+            case "arrive" if self.late:
+                self.arrive(rng.randrange(len(self.late)))
+            case _:
+                self.time_passes(rng.choice([0.3, 1.1]))
 
     def begin(self, kind: str, program: Program, token: str = "") -> None:
         """Start a program, up to its first call."""
@@ -235,36 +284,28 @@ class InterleavingMachine(RuleBasedStateMachine):
             self.running.remove(running)
             self.ended(running, end.value)
 
-    @precondition(lambda self: self.running)
-    @rule(which=st.integers(0, 9), times=st.integers(1, 6))
     def proceed(self, which: int, times: int) -> None:
         """Perform some calls of one program."""
-        running = self.running[which % len(self.running)]
+        running = self.running[which]
         for _ in range(times):
             if running in self.running:
                 self.reply(running, self.shared.do(running.call))
 
-    @precondition(lambda self: self.running)
-    @rule(which=st.integers(0, 9))
     def finish(self, which: int) -> None:
         """Let one program run to its end, undisturbed."""
-        running = self.running[which % len(self.running)]
+        running = self.running[which]
         while running in self.running:
             self.reply(running, self.shared.do(running.call))
 
-    @precondition(lambda self: self.running)
-    @rule(which=st.integers(0, 9))
     def lose_a_reply(self, which: int) -> None:
         """Perform a call twice, as a client does that got no reply to its first request."""
-        running = self.running[which % len(self.running)]
+        running = self.running[which]
         self.shared.do(running.call)
         self.reply(running, self.shared.do(running.call))
 
-    @precondition(lambda self: self.running)
-    @rule(which=st.integers(0, 9), sent=st.sampled_from(["not sent", "done", "late"]))
     def crash(self, which: int, sent: str) -> None:
-        """Kill a program whose pending call was not sent, was performed, or arrives later."""
-        running = self.running[which % len(self.running)]
+        """Kill a program whose pending call was not sent, was performed ("done"), or arrives later ("late")."""
+        running = self.running[which]
         if sent == "done":
             self.perform_last(running)
         if sent == "late" and self.may_be_late(running):
@@ -281,9 +322,13 @@ class InterleavingMachine(RuleBasedStateMachine):
         """Return whether the last request of a killed program may arrive after its death."""
         return True
 
-    @precondition(lambda self: self.late)
-    @rule(which=st.integers(0, 9))
     def arrive(self, which: int) -> None:
         """Perform the last request of a killed program."""
-        _, call = self.late.pop(which % len(self.late))
+        _, call = self.late.pop(which)
         self.shared.do(call)
+
+    def kill_all(self) -> None:
+        """Kill every running program before its pending call."""
+        for running in self.running:
+            running.program.close()
+        self.running = []

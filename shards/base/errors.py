@@ -1,6 +1,7 @@
 """Exception types, their exit codes, and functions that print errors on the terminal."""
 
 import errno
+import faulthandler
 import functools
 import signal
 import sys
@@ -61,8 +62,10 @@ def is_storage_error(error: BaseException | None) -> bool:
 def exit_code_of(command: Callable[[], int | None]) -> int:
     """Run `command`, print user-facing errors to stderr, and return an exit code (0, 1, 2, 75 or 130).
 
-    Any other exception is a bug and keeps its traceback.
+    Any other exception is a bug and keeps its traceback. So does a crash in a library's native code.
     """
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
     try:
         return command() or 0
     except (RequestError, WorkError) as error:

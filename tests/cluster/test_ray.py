@@ -213,7 +213,7 @@ def test_a_stop_signal_before_or_after_the_fleet_handles_it(session: str) -> Non
         process.terminate()
         said = process.communicate(timeout=60)[1]
     assert process.returncode == 75
-    assert "error: Stopped by a signal. Committed work is kept; run the same command again to continue." in said
+    assert "error: Stopped by a signal. Committed work is kept. Run the same command again to continue." in said
 
 
 @pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])

@@ -1,6 +1,9 @@
 """Printing of failures on the terminal."""
 
 import errno
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -44,3 +47,12 @@ def test_a_bug_keeps_its_traceback() -> None:
 
     with pytest.raises(OSError, match="Bad file"):
         exit_code_of(command)
+
+
+def test_a_crash_in_native_code_keeps_its_traceback() -> None:
+    program = (
+        "import ctypes; from shards.base.errors import exit_code_of; exit_code_of(lambda: ctypes.string_at(0) and 0)"
+    )
+    crashed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert crashed.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in crashed.stderr and "in exit_code_of" in crashed.stderr

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -145,48 +144,27 @@ class LeaseMachine(InterleavingMachine):
         if self.is_settled():
             self.settled, self.durable = max(records), newest
 
-    def walk(self, rng: Random, turns: int = 60) -> None:
-        """Let launches take turns, be killed, lose replies and sleep at random. Check every invariant after each turn.
+    def actions(self) -> list[Callable[[], None]]:
+        return [self.start] if self.count("launch") < 3 else []
 
-        The rules of hypothesis are not used: most of its sequences end before two launches have made the hundred calls
-        that they need to disturb each other.
-        """
-        for _ in range(turns):
-            if not self.running or (self.count("launch") < 3 and rng.random() < 0.2):
-                self.start()
-                continue
-            which, kind = rng.randrange(len(self.running)), rng.random()
-            if kind < 0.85:
-                self.proceed(which, rng.randint(1, 6))
-            elif kind < 0.88:
-                self.finish(which)
-            elif kind < 0.91:
-                self.lose_a_reply(which)
-            elif kind < 0.94:
-                self.crash(which, rng.choice(["not sent", "done", "late"]))
-            elif kind < 0.97 and self.late:
-                self.arrive(0)
-            else:
-                self.shared.now += rng.choice([0.3, 1.1]) * TTL
-            self.launches_are_unique()
-            self.readers_see_one_lineage()
+    def time_passes(self, share: float) -> None:
+        self.shared.now += share * TTL
 
-    def teardown(self) -> None:
-        """An undisturbed launch at the end resumes from the newest checkpoint and makes progress."""
+    def check(self) -> None:
+        self.launches_are_unique()
+        self.readers_see_one_lineage()
+
+    def run_last(self) -> None:
+        before = len(self.durable)
+        self.start()
+        self.finish(0)
+        self.check()
+        assert self.is_settled() and len(self.durable) >= before + SAVES, "the last launch made no progress"
+
+    def play(self, scenario: Callable[[Any], None]) -> None:
         try:
-            for running in self.running:
-                running.program.close()
-            self.running = []
-            before = len(self.durable)
-            self.start()
-            (running,) = self.running
-            self.finish(0)
-            self.launches_are_unique()
-            self.readers_see_one_lineage()
-            assert self.is_settled() and len(self.durable) >= before + SAVES, "the last launch made no progress"
+            super().play(scenario)
         finally:
-            for running in self.running:
-                running.program.close()
             shutil.rmtree(self.scratch)
 
 

@@ -33,17 +33,7 @@ def _simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 def test_a_run_has_one_lineage(machine: type[LeaseMachine], seeds: range) -> None:
     for seed in seeds:
-        play(machine(), partial(machine.walk, rng=Random(seed)))
-
-
-def play(machine: LeaseMachine, scenario: Scenario) -> None:
-    """Play a scenario, check every invariant, and let a last launch make progress."""
-    try:
-        scenario(machine)
-        machine.launches_are_unique()
-        machine.readers_see_one_lineage()
-    finally:
-        machine.teardown()
+        machine().play(partial(machine.walk, rng=Random(seed)))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +44,7 @@ def play(machine: LeaseMachine, scenario: Scenario) -> None:
     ],
 )
 def test_a_scenario_ends_well(machine: type[LeaseMachine], scenario: Scenario) -> None:
-    play(machine(), scenario)
+    machine().play(scenario)
 
 
 @pytest.mark.parametrize(
@@ -82,4 +72,4 @@ def test_a_scenario_ends_well(machine: type[LeaseMachine], scenario: Scenario) -
 )
 def test_a_mistake_is_found(mutant: type[LeaseMachine], scenario: Scenario) -> None:
     with pytest.raises(AssertionError, match=FAILURES):
-        play(mutant(), scenario)
+        mutant().play(scenario)
