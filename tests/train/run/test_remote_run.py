@@ -426,7 +426,8 @@ def test_sharded_runs_resume_bit_exactly_after_a_kill(failing_s3: str, latents: 
         assert set(codes) <= {0, 1, -signal.SIGKILL}, (tmp_path / "log").read_text()[-3000:]
         for name in find_checkpoints(store):
             fetch(store, Path(tempfile.mkdtemp(dir=tmp_path)), name)
-    assert ranks.wait(start_elsewhere(tmp_path / "log", config, 2, 2), 300) == [0, 0]
+    codes = ranks.wait(start_elsewhere(tmp_path / "log", config, 2, 2), 300)
+    assert codes == [0, 0], (tmp_path / "log").read_text()[-5000:]
     download_run(store, tmp_path / "copy")
     assert curve(tmp_path / "copy") == curve(tmp_path / "near")
     ours, theirs = (verify_checkpoint(step_folder(tmp_path / run, 16)).content["files"] for run in ("copy", "near"))
