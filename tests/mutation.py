@@ -1,9 +1,11 @@
 """Random mutants of the core: `python -m tests.mutation --number 200` shows how many of them the tests notice.
 
 A mutant is the product with one expression or statement changed: a comparison or an operator swapped, a condition
-negated, a number increased, a call dropped. Each is tested in a private copy of the tree, first with the tests that
-mirror its module, then with those of its package, and last with the tests of `make quick`. It survives if all of them
-pass. Survivors are printed as diffs; read them, because some change nothing (a cache's size, an error's wording).
+negated, a number increased, a call dropped. Each is tested in a private copy of the tree, first with the tests of its
+package, where those that mirror its module come first, and then with the tests of `make quick`. It survives if all of
+them pass. Survivors are printed as diffs; read them, because some change nothing (a cache's size, an error's wording).
+
+Tests run in forks of this process, which has imported the libraries but no module of the product.
 
 Results are appended to a file, so the same command continues an interrupted search.
 """
@@ -16,14 +18,15 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
 
 TREE = Path(__file__).parents[1]
 CORE = (
@@ -75,6 +78,17 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
+LIBRARIES = (
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+    "transformers.models.clip.modeling_clip",
+    "hypothesis.stateful",
+    "ray",
+    "streaming",
+    "pyarrow.parquet",
+    "scipy.stats",
+)
 SECONDS = 600
 """Time limit for each call of pytest; a mutant that exceeds it, for example in an endless loop, counts as noticed."""
 NO_TESTS = 5
@@ -152,14 +166,23 @@ def _splice(text: str, node: Any, new: str) -> str:
     return (data[:start] + new.encode() + data[end:]).decode()
 
 
+class MirrorFirst:
+    """Plugin of pytest that runs the tests of one file before all others."""
+
+    def __init__(self, mirror: str):
+        self.mirror = mirror
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Move the file's tests to the front."""
+        items.sort(key=lambda item: not item.nodeid.startswith(f"{self.mirror}::"))
+
+
 def stages_for(module: str, quick: list[str]) -> Iterator[list[str]]:
     """Yield lists of pytest arguments, those whose tests are most likely to notice a mutant of `module` first."""
-    folder, name = os.path.split(module)
-    mirror, package = f"tests/{folder}/test_{name}", f"tests/{folder}"
-    if (TREE / mirror).exists():
-        yield ["-m", GATE, mirror]
+    package = f"tests/{os.path.dirname(module)}"
     if (TREE / package).exists():
-        yield ["-m", GATE, package, f"--deselect={mirror}"]
+        yield ["-m", GATE, package]
     yield ["-m", QUICK, *quick, f"--ignore={package}"]
 
 
@@ -168,36 +191,93 @@ def examine(mutant: Mutant, copy: Path, quick: list[str]) -> str | None:
     target = copy / mutant.module
     original = target.read_text()
     target.write_text(mutant.text)
+    folder, name = os.path.split(mutant.module)
     try:
         for stage in stages_for(mutant.module, quick):
-            if noticed := _first_failure(copy, stage):
+            if noticed := first_failure(copy, stage, f"tests/{folder}/test_{name}"):
                 return noticed
         return None
     finally:
         target.write_text(original)
 
 
-def _first_failure(copy: Path, arguments: list[str]) -> str | None:
+def first_failure(copy: Path, arguments: list[str], mirror: str = "", write_bytecode: bool = False) -> str | None:
+    """Run pytest in a fork; return a line about the first failure, or None if all tests pass."""
+    with tempfile.TemporaryFile("w+") as output:
+        if not (child := os.fork()):
+            _run_pytest(copy, arguments, MirrorFirst(mirror), output.fileno(), write_bytecode)
+        end = time.monotonic() + SECONDS
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return f"no end after {SECONDS} s"
+            time.sleep(0.05)
+        if os.waitstatus_to_exitcode(ended[1]) in (0, NO_TESTS):
+            return None
+        output.seek(0)
+        said = output.read()
+    return next((line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))), said[-200:].strip())
+
+
+def _run_pytest(copy: Path, arguments: list[str], plugin: MirrorFirst, output: int, write_bytecode: bool) -> NoReturn:
+    """Run pytest on a copy of the tree in this process, and end it."""
+    os.setpgid(0, 0)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
+    if not write_bytecode:
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.dont_write_bytecode = not write_bytecode
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    for name in [name for name in sys.modules if name.partition(".")[0] in COPIED]:
+        del sys.modules[name]  # so that the copy's modules are imported
     options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", *options, *arguments]
-    with subprocess.Popen(
-        command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return f"no end after {SECONDS} s"
-    if process.returncode in (0, NO_TESTS):
-        return None
-    return next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), output[-200:].strip())
+    try:
+        code = int(pytest.main([*options, *arguments], plugins=[plugin]))
+        sys.stdout.flush()
+    except BaseException as error:
+        os.write(output, f"ERROR {error!r}".encode())
+        code = 1
+    os._exit(code)
 
 
 def quick_tests() -> list[str]:
     """Return the tests that `make quick` runs, as the Makefile lists them."""
     text = (TREE / "Makefile").read_text().replace("\\\n", " ")
     return next(line for line in text.splitlines() if line.startswith("QUICK =")).split()[2:]
+
+
+def examine_all(mutants: list[Mutant], folder: Path, processes: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each mutant, as soon as it is known. `folder`: for the copies of the tree."""
+    first, quick, left = copy_tree(folder / "0"), quick_tests(), mutants[::-1]
+    if left and (failing := first_failure(first, ["-m", QUICK, *quick], write_bytecode=True)):
+        raise SystemExit(f"error: the tests fail without any mutant, so they would notice all of them: {failing}")
+    # the other copies include the bytecode that has just been written
+    free = [first, *(Path(shutil.copytree(first, folder / str(number))) for number in range(1, processes))]
+    running: dict[int, tuple[Mutant, Path, float]] = {}
+    while left or running:
+        while left and free:
+            mutant, copy = left.pop(), free.pop()
+            if not (child := os.fork()):
+                try:
+                    (folder / f"{os.getpid()}.json").write_text(json.dumps(examine(mutant, copy, quick)))
+                finally:
+                    os._exit(0)
+            running[child] = mutant, copy, time.monotonic()
+        child, _ = os.wait()
+        mutant, copy, began = running.pop(child)
+        noticed = json.loads((folder / f"{child}.json").read_text())
+        free.append(copy)
+        seconds = round(time.monotonic() - began)
+        yield {
+            "module": mutant.module,
+            "line": mutant.line,
+            "diff": mutant.diff(),
+            "noticed": noticed,
+            "seconds": seconds,
+        }
 
 
 def main() -> None:
@@ -217,34 +297,22 @@ def main() -> None:
     known = {(row["module"], row["line"], row["diff"]) for row in rows}
     left = [mutant for mutant in drawn if (mutant.module, mutant.line, mutant.diff()) not in known]
     print(f"{len(every)} mutants of {len(modules)} modules; {len(drawn)} drawn, {len(left)} left", flush=True)
-    copies: SimpleQueue[Path] = SimpleQueue()
-    quick = quick_tests()
-
-    def run(mutant: Mutant) -> dict[str, Any]:
-        copy = copies.get()
-        try:
-            noticed = examine(mutant, copy, quick)
-        finally:
-            copies.put(copy)
-        return {"module": mutant.module, "line": mutant.line, "diff": mutant.diff(), "noticed": noticed}
-
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.processes) as pool:
-        for number in range(options.processes):
-            copies.put(copy := _copy_tree(Path(folder) / str(number)))
-        if left and (failing := _first_failure(copy, ["-m", QUICK, *quick])):
-            raise SystemExit(f"error: the tests fail without any mutant, so they would notice all of them: {failing}")
-        for row in pool.map(run, left):
+    for name in LIBRARIES:
+        import_module(name)
+    with tempfile.TemporaryDirectory() as folder:
+        for row in examine_all(left, Path(folder), options.processes):
             rows.append(row)
             with options.results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"{row['module']}:{row['line']}: {row['noticed'] or 'SURVIVED'}", flush=True)
+            print(f"{row['module']}:{row['line']}: {row['noticed'] or 'SURVIVED'} ({row['seconds']} s)", flush=True)
     survivors = [row for row in rows if not row["noticed"]]
     for row in survivors:
         print(f"\n{row['module']}:{row['line']}\n{row['diff']}")
     print(f"\n{len(rows) - len(survivors)} of {len(rows)} mutants noticed ({1 - len(survivors) / len(rows):.1%})")
 
 
-def _copy_tree(copy: Path) -> Path:
+def copy_tree(copy: Path) -> Path:
+    """Copy what the tests need to a new folder, and return it."""
     for name in COPIED:
         shutil.copytree(TREE / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in TREE.iterdir():
