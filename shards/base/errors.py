@@ -65,7 +65,7 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     Any other exception is a bug and keeps its traceback. So does a crash in a library's native code.
     """
     if not faulthandler.is_enabled():
-        faulthandler.enable()
+        faulthandler.enable(2)  # `sys.stderr` may have been replaced by something without a file descriptor
     try:
         return command() or 0
     except (RequestError, WorkError) as error:
