@@ -12,7 +12,7 @@ from diffusers import UNet2DConditionModel
 
 from shards.base.errors import RequestError
 from tests import ranks
-from tests.runs import curve, run_module, train_fields, write_config
+from tests.runs import curve, train_fields, write_config
 from train.__main__ import run as command
 from train.data.batch import Batch
 from train.data.draws import Draws
@@ -146,17 +146,19 @@ def test_a_step_that_is_not_finite_on_one_process_is_skipped_by_both(latents: Pa
     assert rows(tmp_path / "run", "loss")[3] is not None
 
 
-def test_fsdp_from_the_launcher_is_refused_without_a_gpu(latents: Path, tmp_path: Path) -> None:
-    """Return the environment that accelerate's launcher sets for the config."""
+def test_fsdp_from_the_launcher_is_refused_without_a_gpu(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment is what accelerate's launcher sets for the config, except for the number of processes."""
     words = ["--config_file", "configs/accelerate/fsdp2_full_shard.yaml", "--num_processes", "2", "x.py"]
     variables = prepare_multi_gpu_env(_validate_launch_command(launch_command_parser().parse_args(words))[0])
+    for name, value in variables.items():
+        if name.startswith(("ACCELERATE_", "FSDP_")):
+            monkeypatch.setenv(name, value)
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
-    result = run_module("train", "--config", str(config), num_processes=2, variables=variables)
-    assert result.returncode != 0
-    assert (
-        "error: The launcher asks for FSDP, which accelerate supports only on GPUs, but torch finds no GPU."
-        in result.stderr
-    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RequestError, match="The launcher asks for FSDP, which accelerate supports only on GPUs, but t"):
+        command(["--config", str(config)])
     assert not (tmp_path / "run").exists()
 
 

@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 from shards.base.errors import RequestError, WorkError
 from tests import ranks
 from tests.runs import UNET, acquire, curve, train_fields, write_config
+from train.__main__ import run as command
 from train.model.config import EmaConfig
 from train.model.ema import make_averages
 from train.model.network import build_network, read_unet_config
@@ -133,7 +134,9 @@ def test_a_missing_share_is_named(unet: UNet2DConditionModel, tmp_path: Path) ->
     assert not list_checkpoints(tmp_path)
 
 
-def test_in_the_background_or_not_the_run_is_the_same_and_says_its_phase(latents: Path, tmp_path: Path) -> None:
+def test_in_the_background_or_not_the_run_is_the_same_and_says_its_phase(
+    latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Curve, samples, and every byte of the last checkpoint but its state; then the next phase says where it begins."""
     for name, asynchronous in (("at_once", False), ("behind", True)):
         kept = {"every": 2, "keep": 9, "asynchronous": asynchronous, "tag": "phase1"}
@@ -148,13 +151,9 @@ def test_in_the_background_or_not_the_run_is_the_same_and_says_its_phase(latents
     assert newest is not None and newest.tag == "phase1"
 
     fields = train_fields(latents, tmp_path / "next", max_steps=1, init_from=str(tmp_path / "behind"))
-    said = ranks.run(tmp_path / "next.log", ["--config", str(write_config(tmp_path, fields))])
-    assert (
-        f"starting {tmp_path}/next from phase1 after step 6 ({tmp_path}/behind/checkpoints/step-00000006/ema)" in said
-    )
-    fields |= {"max_steps": 2}
-    said = ranks.run(tmp_path / "more.log", ["--config", str(write_config(tmp_path, fields))])
-    assert f"resuming {tmp_path}/next after step 1 (next, step-00000001)" in said
+    command(["check", "--config", str(write_config(tmp_path, fields))])
+    begins = f"would start from phase1 after step 6 ({tmp_path}/behind/checkpoints/step-00000006/ema)"
+    assert f"{tmp_path}/next {begins}" in capsys.readouterr().out
 
 
 def test_a_loss_scaler_that_finds_its_scale_is_no_skipped_step(latents: Path, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from train.run.checkpoints.checkpoint import (
     Checkpoint,
     list_checkpoints,
     step_folder,
-    verify_checkpoint,
 )
 from train.run.checkpoints.local_copy import (
     find,
@@ -342,11 +341,3 @@ def test_checkpoints_may_come_and_go_while_logs_are_uploaded(store: LocalStore, 
         thread.join()
     assert store.read("tracker/events") == b"1" and not any("checkpoints" in name for name in store.entries())
     assert json.loads(store.read("launches/0001.json"))["token"] == run.lease.token
-
-
-def test_an_installed_checkpoint_is_intact(store: LocalStore, tmp_path: Path) -> None:
-    first = acquire(store, tmp_path / "first")
-    first.upload(checkpoint(first, 1))
-    run, _ = start(store, tmp_path / "other")
-    (installed,) = list_checkpoints(run.lease.run_dir)
-    assert verify_checkpoint(installed).content == verify_checkpoint(step_folder(first.lease.run_dir, 1)).content

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from shards.base.errors import RequestError
 from shards.base.store import LocalStore
 from tests import ranks
 from tests.runs import acquire, curve, environment, train_fields, write_config
@@ -200,12 +199,3 @@ def test_a_suspended_trainer_leaves_its_successors_run_unchanged(latents: Path, 
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
     saved = [verify_checkpoint(list_checkpoints(tmp_path / run)[-1]).content["files"] for run in ("run", "whole")]
     assert saved[0] == saved[1]
-
-
-def test_a_refused_request_creates_no_run(latents: Path, tmp_path: Path) -> None:
-    from train.__main__ import run
-
-    fields = train_fields(latents, tmp_path / "run", num_processes=2)
-    with pytest.raises(RequestError, match="num_processes is 2, but 1 process was started"):
-        run(["--config", str(write_config(tmp_path, fields))])
-    assert not (tmp_path / "run").exists()
