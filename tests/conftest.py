@@ -3,7 +3,7 @@
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +15,12 @@ import torch
 from accelerate.state import AcceleratorState
 from moto.server import ThreadedMotoServer
 
+from cluster.fleet import Done
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.recipe import Decode
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
-from precompute.encode.worker import load_networks
+from precompute.encode.worker import _kept_networks, load_networks
 from precompute.input.tars import list_tars
 from precompute.pixels.decode import decode as decode_picture
 from shards.base.durable import locked
@@ -202,6 +203,28 @@ def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode:
     for tar in list_tars(config.input):
         encode_tar(tar, recipe, store, towers, attempt)
     write_indexes(store)
+
+
+class InlineFleet:
+    """Replacement for the fleet that runs every unit in this process, without Ray."""
+
+    def __init__(self, config: object, function: Callable[..., Any], units: Iterable[tuple[str, Any]], at_once: int):
+        self.function, self.units = function, units
+
+    def __iter__(self) -> Iterator[Done[Any]]:
+        for key, work in self.units:
+            yield Done(key, None, self.function(work, 1, lambda done: None))
+
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let `python -m precompute` encode in this process."""
+    monkeypatch.setattr("precompute.__main__.start_ray", lambda workers: None)
+    monkeypatch.setattr("precompute.job.run.Fleet", InlineFleet)
+    for name in ("prepare_process", "scratch_of_process"):
+        monkeypatch.setattr(f"precompute.encode.worker.{name}", lambda *_: None)
+    yield
+    _kept_networks.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,14 @@ import yaml
 from streaming import StreamingDataset
 from streaming.base.util import clean_stale_shared_memory
 
+from precompute.__main__ import run as precompute
+from precompute.preview import run as preview
+from shards.__main__ import run as shards
 from shards.dataset import LatentDataset
 from shards.open import open_store
 from tests.conftest import precompute_config
-from tests.runs import curve, run_module, train_fields, write_config
+from tests.runs import curve, train_fields, write_config
+from train.__main__ import run as train
 from train.run.reporting.json_lines import read_json_lines
 
 TIMED = {"started", "seconds", "attempts", "sha256", "input", "token", "tar"}
@@ -37,33 +41,27 @@ def contents(root: Path | str) -> dict[str, object]:
     return files
 
 
-def test_tars_and_latents_on_s3(s3: str, latents: Path, models: Path, tars: Path, tmp_path: Path) -> None:
+def test_tars_and_latents_on_s3(
+    s3: str, latents: Path, models: Path, tars: Path, tmp_path: Path, without_ray: None
+) -> None:
     fsspec.filesystem("s3").put(f"{tars}/", f"{s3}/tars/", recursive=True)
     fields = precompute_config(models, tars, f"{s3}/latents").model_dump(mode="json") | {"input": f"{s3}/tars"}
     (config := tmp_path / "precompute.yaml").write_text(yaml.safe_dump(fields))
 
-    first = run_module("precompute", "--config", str(config))
-    assert first.returncode == 0, first.stderr[-3000:]
+    precompute(["--config", str(config)])
     assert contents(f"{s3}/latents") == contents(latents)
     receipt = json.loads(open_store(f"{s3}/latents").read("commits/64x64/00000.json"))
     assert receipt["input"]["address"] == f"{s3}/tars/00000.tar"
-
-    again = run_module("precompute", "--config", str(config))  # nothing is left to do
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert json.loads(open_store(f"{s3}/latents").read("commits/64x64/00000.json")) == receipt
-    checked = run_module("shards", "verify", f"{s3}/latents")
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-
-    sheet = run_module("precompute.preview", f"{s3}/latents", "--output", str(tmp_path / "sheet.png"))
-    assert sheet.returncode == 0 and (tmp_path / "sheet.png").stat().st_size > 10_000, sheet.stderr
+    shards(["verify", f"{s3}/latents"])
+    preview([f"{s3}/latents", "--output", str(tmp_path / "sheet.png")])
+    assert (tmp_path / "sheet.png").stat().st_size > 10_000
 
     curves = []
     for name, root, data in (("near", latents, {}), ("far", f"{s3}/latents", {"cache": str(tmp_path / "cache")})):
         streams = {"streams": [{"root": str(root), "bucket": "64x64"}]}
         validation = {"root": str(root), "bucket": "64x64", "samples": 8, "every": 3}
         run = write_config(tmp_path, train_fields(latents, tmp_path / name, data=streams | data, validation=validation))
-        trained = run_module("train", "--config", str(run))
-        assert trained.returncode == 0, trained.stderr[-3000:]
+        train(["--config", str(run)])
         val_losses: list[Any] = [row.get("val_loss") for row in read_json_lines(tmp_path / name / "metrics.jsonl")]
         curves.append((*curve(tmp_path / name), val_losses))
     assert curves[0] == curves[1] and curves[0][-1][2] > 0

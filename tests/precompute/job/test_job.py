@@ -2,16 +2,12 @@
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cluster.fleet import Done
 from precompute.__main__ import run as command
-from precompute.encode.worker import _kept_networks
 from precompute.input.tars import InputTar, choose_tars
 from precompute.job.ledger import Ledger
 from precompute.job.run import announce
@@ -47,27 +43,6 @@ def test_choosing(wanted: str, numbers: list[int]) -> None:
 def test_wrong_choices(wanted: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         choose_tars(wanted, AVAILABLE)
-
-
-class InlineFleet:
-    """Replacement for the fleet that runs every unit in this process, without Ray."""
-
-    def __init__(self, config: object, function: Callable[..., Any], units: Iterable[tuple[str, Any]], at_once: int):
-        self.function, self.units = function, units
-
-    def __iter__(self) -> Iterator[Done[Any]]:
-        for key, work in self.units:
-            yield Done(key, None, self.function(work, 1, lambda done: None))
-
-
-@pytest.fixture
-def without_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("precompute.__main__.start_ray", lambda workers: None)
-    monkeypatch.setattr("precompute.job.run.Fleet", InlineFleet)
-    for name in ("prepare_process", "scratch_of_process"):
-        monkeypatch.setattr(f"precompute.encode.worker.{name}", lambda *_: None)
-    yield
-    _kept_networks.cache_clear()
 
 
 def test_a_job_continues_where_an_earlier_one_stopped(
