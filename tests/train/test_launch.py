@@ -465,35 +465,3 @@ def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path) -> None:
 def test_the_launcher_returns_the_exit_code_of_a_single_process(tmp_path: Path, code: int) -> None:
     (tmp_path / "exit.py").write_text(f"import sys; sys.exit({code})")
     assert ranks.wait([start_launcher(tmp_path, 1, str(tmp_path / "exit.py"))], 120) == [code]
-
-
-@pytest.mark.parametrize(
-    "arguments", [["train.launch", "x.py"], ["train", "--config", "CONFIG"]], ids=lambda arguments: arguments[0]
-)
-def test_ctrl_c_during_the_imports_prints_one_line(latents: Path, tmp_path: Path, arguments: list[str]) -> None:
-    """Importing torch or accelerate waits for the signal."""
-    config = write_config(tmp_path, train_fields(latents, tmp_path / "run"))
-    arguments = [str(config) if word == "CONFIG" else word for word in arguments]
-    program = f"""
-import runpy, sys, time
-from importlib import abc
-
-class Slow(abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name in ("accelerate", "torch"):
-            print("importing", flush=True)
-            time.sleep(600)
-
-sys.meta_path.insert(0, Slow())
-sys.argv = {arguments!r}
-runpy.run_module({arguments[0]!r}, run_name="__main__", alter_sys=True)
-"""
-    process = subprocess.Popen(
-        [*PYTHON, "-c", program], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "importing\n"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "Traceback" not in errors and errors.count("error: ") == 1, errors
