@@ -175,30 +175,32 @@ def total(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {"runs": len(parts)} | counts | {"largest_difference": max(part["largest_difference"] for part in parts)}
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_at_random_moments(kills: int, latents: Path, tmp_path: Path, seed: int) -> None:
+@pytest.mark.slow
+def test_killed_fifty_times_at_random_moments(latents: Path, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     parts: list[dict[str, Any]] = []
-    undisturbed = reference(latents, tmp_path, max_steps=16 if kills < 50 else 40)
-    while sum(part["kills"] for part in parts) < kills and len(parts) < kills:
+    undisturbed = reference(latents, tmp_path, max_steps=40)
+    while sum(part["kills"] for part in parts) < 50 and len(parts) < 50:
         parts.append(kill_at_random(latents, tmp_path, f"run-{len(parts)}", undisturbed, rng))
     figures = total(parts)
-    assert figures["kills"] >= kills
-    if kills >= 50:
-        report("random_moments", figures)
+    assert figures["kills"] >= 50
+    report("random_moments", figures)
 
 
+def test_killed_at_some_stages_of_writing_a_checkpoint(latents: Path, tmp_path: Path) -> None:
+    """The checkpoints are written in the background; `make test-faults` tests all stages of both ways."""
+    undisturbed = reference(latents, tmp_path, max_steps=6 + 4 * len(SHORT_STAGES))
+    assert kill_at_stages(latents, tmp_path, SHORT_STAGES, True, undisturbed)["resumes"] == len(SHORT_STAGES)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-@pytest.mark.parametrize("stages", ["some", pytest.param("all", marks=pytest.mark.slow)])
-def test_killed_while_writing_a_checkpoint(stages: str, asynchronous: bool, latents: Path, tmp_path: Path) -> None:
-    if stages == "some" and not asynchronous:
-        pytest.skip("the short form writes in the background; `make test-faults` does both")
-    chosen = SHORT_STAGES if stages == "some" else [f"{name}-{call}-{moment}" for name, call, moment in STAGES]
-    undisturbed = reference(latents, tmp_path, max_steps=6 + 4 * len(chosen))
-    figures = kill_at_stages(latents, tmp_path, chosen, asynchronous, undisturbed)
-    assert figures["resumes"] == len(chosen)
-    if stages == "all":
-        report("stages_of_writing_" + ("asynchronously" if asynchronous else "synchronously"), figures)
+def test_killed_at_every_stage_of_writing_a_checkpoint(asynchronous: bool, latents: Path, tmp_path: Path) -> None:
+    stages = [f"{name}-{call}-{moment}" for name, call, moment in STAGES]
+    undisturbed = reference(latents, tmp_path, max_steps=6 + 4 * len(stages))
+    figures = kill_at_stages(latents, tmp_path, stages, asynchronous, undisturbed)
+    assert figures["resumes"] == len(stages)
+    report("stages_of_writing_" + ("asynchronously" if asynchronous else "synchronously"), figures)
 
 
 @pytest.mark.slow
