@@ -252,15 +252,11 @@ def test_receipts_record_the_seconds_of_each_tower(root: Path) -> None:
         assert receipt.seconds["device"] == pytest.approx(sum(of.values()), abs=0.003)  # of values in milliseconds
 
 
-@pytest.mark.parametrize(("storage", "trim"), [("float16", False), ("float8", True)])
-def test_several_captions_and_several_towers(
-    models: Path, tars: Path, tmp_path: Path, towers: Path, storage: str, trim: bool
-) -> None:
-    text = {"storage": storage, "trim": trim}
+def test_several_captions_and_several_towers(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+    text = {"storage": "float8", "trim": True}
     config = config_of(models, tars, tmp_path / "root", towers, captions=["txt", "json:url"], text=text)
     encode_all(config, models)
     encoding = EncodingRecord.load(open_store(config.output))
-    rtol = {"float16": 2e-3, "float8": 0.07}[storage]
     for sample in samples_of(folder_of(config))[:3]:
         found = captions(sample, encoding)
         assert len(found) == 2 and found[1].startswith("http://")
@@ -269,10 +265,9 @@ def test_several_captions_and_several_towers(
                 "clip": (clip_reference(towers, models, caption)[0], min(len(caption) + 2, 16)),
                 "t5": t5_reference(towers, caption),
             }.items():
-                kept = states[:num_tokens] if trim else states
+                kept = states[:num_tokens]
                 assert latents[name].shape == kept.shape
-                error = (torch.tensor(latents[name]) - kept).norm() / kept.norm()
-                assert error < rtol
+                assert (torch.tensor(latents[name]) - kept).norm() / kept.norm() < 0.07
         assert sample["pooled.clip"].shape == (2, 10)
     assert list(verify_root(open_store(config.output))) == []
 
@@ -330,18 +325,6 @@ def test_an_autoencoder_without_a_posterior(models: Path, tars: Path, tmp_path: 
     close(towers_of(config).image(list(pixels), 4), expected.latent)
     with pytest.raises(RequestError, match="AutoencoderDC has no posterior"):
         describe_encoding(config_of(models, tars, tmp_path / "root", towers, vae=vae, posterior="moments"))
-
-
-def test_a_towers_neighbours_and_its_batch_size_do_not_matter_beyond_rounding(
-    models: Path, tars: Path, tmp_path: Path, towers: Path, root: Path
-) -> None:
-    of_t5 = {"batch_size": 3}
-    config = config_of(models, tars, tmp_path / "root", towers, texts=texts(towers, models, **of_t5))
-    encode_all(config, models)
-    for one, other in zip(samples_of(folder_of(config)), samples_of(root), strict=True):
-        assert one["key"] == other["key"]
-        for name in ("text_latents.t5", "text_latents.clip", "pooled.clip", "features.dino"):
-            close(one[name], torch.tensor(other[name]))
 
 
 def test_an_overflow_in_any_result_of_a_tower_is_encoded_again(
