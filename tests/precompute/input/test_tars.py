@@ -1,7 +1,6 @@
 """Reading tars: grouping of members, and detection of every kind of damage."""
 
 import io
-import json
 import tarfile
 from pathlib import Path
 
@@ -38,9 +37,6 @@ def test_counts_come_from_both_side_files(tar: Path) -> None:
     counted = counted_samples(shard)
     assert counted.counts == {"00007_stats.json": 6, "00007.parquet": 6}
     Tar(tar, LIMIT).check(shard, counted)
-    del (opened := Tar(tar, LIMIT)).members["000070003"]
-    with pytest.raises(DamagedInput, match=r"contains 5 samples, but 00007_stats\.json lists 6"):
-        opened.check(shard, counted)
 
 
 def test_a_flipped_bit_in_any_header_is_found(tar: Path) -> None:
@@ -62,17 +58,6 @@ def test_truncation_at_any_block_is_found(tar: Path) -> None:
         tar.write_bytes(data[:length])
         with pytest.raises(DamagedInput, match=r"truncated|damaged|must be uncompressed"):
             read(tar)
-
-
-def test_an_oversized_member_is_not_read(tar: Path) -> None:
-    samples = list(Tar(tar, max_member_bytes=350).samples())
-    assert all(sample.image is None and ".jpg has " in sample.oversized for sample in samples)
-
-
-def test_invalid_json_costs_only_the_metadata(tmp_path: Path) -> None:
-    members = {"jpg": b"x", "txt": b"y", "json": b"{"}
-    path = make_tar(tmp_path, "00000", [("a", members), ("b", members | {"json": json.dumps([1]).encode()})])
-    assert [sample.metadata for sample in Tar(path, LIMIT).samples()] == [{}, {}]
 
 
 def test_listing(tar: Path) -> None:
@@ -135,13 +120,6 @@ def test_members_without_a_key_and_folders_are_skipped(tmp_path: Path) -> None:
     assert (sample.key, sample.image, sample.caption) == ("BZh4x", b"", b"")
 
 
-def test_a_huge_json_costs_only_the_metadata(tmp_path: Path) -> None:
-    data = b'{"url": "u", "a": [' + b"[]," * (1 << 19) + b"1]}"
-    path = write_tar(tmp_path / "00000.tar", {"000.jpg": b"x", "000.txt": b"y", "000.json": data})
-    (sample,) = Tar(path, 64 << 20).samples()
-    assert sample.metadata == {} and not sample.oversized and sample.caption == b"y"
-
-
 def test_a_bit_of_a_side_file_is_damage_or_nothing(tar: Path) -> None:
     """It never raises an error that would be mistaken for a storage failure or a bug."""
     shard, random, refused = InputTar("00007", str(tar)), np.random.default_rng(0), 0
@@ -200,14 +178,23 @@ def test_keys_with_dots(names: list[str], samples: dict[str, tuple[bytes | None,
     assert found == samples
 
 
-def test_two_pictures_of_a_key_with_dots_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DamagedInput, match=r"the key a\.b occurs twice"):
-        Tar(write_tar(tmp_path / "a.tar", of_names("a.b.jpg", "a.b.png", "a.b.txt")), LIMIT)
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.b.jpg", "a.b.png", "a.b.txt"], r"the key a\.b occurs twice"),
+        (["a.jpg", "b.jpg", "a.txt", "b.txt"], r"is not in order: the members of the key a.* tar --sort=name"),
+    ],
+)
+def test_ambiguous_members_are_refused(names: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DamagedInput, match=message):
+        Tar(write_tar(tmp_path / "a.tar", of_names(*names)), LIMIT)
 
 
-def test_the_remedy_for_members_out_of_order_is_to_sort_them(tmp_path: Path) -> None:
-    with pytest.raises(DamagedInput, match=r"is not in order: the members of the key a.* tar --sort=name"):
-        Tar(write_tar(tmp_path / "a.tar", of_names("a.jpg", "b.jpg", "a.txt", "b.txt")), LIMIT)
+@pytest.mark.parametrize("data", [b"{", b"[1]", b'{"url": "u", "a": [' + b"[]," * (1 << 19) + b"1]}"], ids=range(3))
+def test_invalid_or_huge_json_costs_only_the_metadata(data: bytes, tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "00000.tar", {"000.jpg": b"x", "000.txt": b"y", "000.json": data})
+    (sample,) = Tar(path, 64 << 20).samples()
+    assert sample.metadata == {} and not sample.oversized and sample.caption == b"y"
 
 
 def test_folders_without_tars_say_what_they_hold(tmp_path: Path) -> None:
