@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from cluster.failure_log import FailureLog
 from cluster.fleet import Failed
@@ -127,17 +126,6 @@ def test_what_a_run_does_by_itself_names_fields_that_there_are() -> None:
     named = re.findall(r"`(?:--)?([a-z_]+(?:\.[a-z_]+)*)(?:[: ][^`]*)?`", rows)
     fields = (ROOT / "docs" / "reference" / "config.md").read_text() + (ROOT / "Makefile").read_text()
     assert len(set(named)) >= 4 and not [name for name in named if name not in fields and name not in TEXTS]
-
-
-def test_alerts_are_those_of_the_rules() -> None:
-    rules = [rule for path in ROOT.glob("deploy/prometheus/alerts.yml") for rule in alerts(path)]
-    named = set(re.findall(r"^\| (Latentmill\w+) \|", PAGE, re.MULTILINE))
-    assert named and (not rules or named == set(rules))
-
-
-def alerts(path: Path) -> list[str]:
-    """Return the names of a rules file's alerts."""
-    return [rule["alert"] for group in yaml.safe_load(path.read_text())["groups"] for rule in group["rules"]]
 
 
 FIRST_LOOK = [line.split("  #")[0] for line in PAGE.split("```")[1].splitlines()]

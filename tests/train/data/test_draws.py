@@ -3,7 +3,6 @@
 import math
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from torch._inductor import metrics
@@ -114,16 +113,3 @@ def test_any_number_of_machines_partitions_the_slots_by_canonical_node(canonical
         else:
             assert max(map(len, seen)) <= -(-canonical_nodes // nodes) + 1
             assert all(found == set(range(min(found), max(found) + 1)) for found in seen)
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 4])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_partition_the_slots_and_machines_the_canonical_nodes(nodes: int, ranks: int) -> None:
-    canonical_nodes, local = 4, 24 // (nodes * ranks)
-    slots = [global_slots(local, rank, nodes * ranks, ranks).numpy() for rank in range(nodes * ranks)]
-    assert sorted(np.concatenate(slots)) == list(range(24))
-    seen = [
-        {int(slot) % canonical_nodes for rank in range(ranks) for slot in slots[node * ranks + rank]}
-        for node in range(nodes)
-    ]
-    assert sum(map(len, seen)) == canonical_nodes and set().union(*seen) == set(range(canonical_nodes))
