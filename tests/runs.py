@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,14 @@ def rank_processes(pid: int) -> list[psutil.Process]:
         return [child for child in psutil.Process(pid).children() if "train" in child.cmdline()]
     except psutil.NoSuchProcess:
         return []
+
+
+def wait_until(true: Callable[[], object], seconds: float = 240) -> None:
+    """Poll until the condition holds."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
 
 
 def acquire(run_dir: Path, ttl: float = 1.0) -> Lease:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
@@ -68,6 +68,20 @@ def make_models(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def stable_diffusion(models: Path, unet: UNet2DConditionModel, scheduler: Any) -> StableDiffusionPipeline:
+    """Build a pipeline of a U-Net and the models of `make_models`."""
+    return StableDiffusionPipeline(
+        vae=AutoencoderKL.from_pretrained(models / "vae"),
+        text_encoder=CLIPTextModel.from_pretrained(models / "text_encoder"),
+        tokenizer=CLIPTokenizer.from_pretrained(models / "tokenizer"),
+        unet=unet,
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
 def saved(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
     """Encode the picture as file bytes."""
     file = io.BytesIO()
@@ -95,6 +109,18 @@ def make_tar(folder: Path, name: str, samples: Sequence[tuple[str, dict[str, byt
         table = pa.table({"key": [key for key, _ in samples], "status": ["success"] * len(samples)})
         pq.write_table(table, folder / f"{name}.parquet")
     return folder / f"{name}.tar"
+
+
+def read_tar(path: Path) -> dict[str, dict[str, bytes]]:
+    """Read a tar as key → suffix → bytes."""
+    members: dict[str, dict[str, bytes]] = {}
+    with tarfile.open(path) as tar:
+        for member in tar:
+            key, _, suffix = member.name.partition(".")
+            file = tar.extractfile(member)
+            assert file is not None
+            members.setdefault(key, {})[suffix] = file.read()
+    return members
 
 
 def make_samples(shard: int, count: int, sizes: Sequence[tuple[int, int]]) -> list[tuple[str, dict[str, bytes]]]:

@@ -1,6 +1,5 @@
 """Authentication and `ray job submit`, on a real head node that is started as docs/how-to/cluster.md says."""
 
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ import pytest
 
 from shards.open import open_store
 from shards.root.committed import load_tars
+from tests.ranks import free_port
 from tests.roots import precompute_arguments
 from tests.runs import PYTHON, environment, run_module
 
@@ -19,12 +19,6 @@ pytestmark = pytest.mark.slow
 
 RAY = str(Path(sys.executable).with_name("ray"))
 REPOSITORY = Path(__file__).parents[3]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class Head:

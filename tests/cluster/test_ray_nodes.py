@@ -4,9 +4,8 @@ import json
 import re
 import tempfile
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from shards.root.index import write_indexes
 from shards.root.shared import create_root
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES, folder_of, precompute_config
+from tests.runs import wait_until
 from tests.tiny import make_samples, make_tar
 
 pytestmark = pytest.mark.slow
@@ -47,14 +47,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         ray.shutdown()
         with patch("ray._common.utils.reset_ray_address"):
             cluster.shutdown()
-
-
-def wait_until(true: Callable[[], object], seconds: float = 240) -> None:
-    """Poll until the condition holds."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def scrape() -> dict[str, float]:

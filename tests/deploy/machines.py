@@ -7,12 +7,13 @@ process kills all of its processes, like a power cut. Root is required.
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 import psutil
+
+from tests.runs import wait_until
 
 NETWORK = "10.213.77"
 START = """
@@ -142,11 +143,3 @@ class Machines:
 def sh(*command: str) -> None:
     """Run a command that must succeed."""
     subprocess.run(command, check=True, capture_output=True, timeout=60)
-
-
-def wait_until(true: Callable[[], object], seconds: float) -> None:
-    """Poll until the condition holds."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)

@@ -5,7 +5,8 @@ import re
 import time
 from pathlib import Path
 
-from tests.deploy.machines import Machines, wait_until
+from tests.deploy.machines import Machines
+from tests.runs import wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 NODES = ("node1", "node2")

@@ -13,9 +13,9 @@ import yaml
 
 from shards.open import open_store
 from shards.root.committed import load_receipts
-from tests.deploy.machines import Machine, Machines, missing, wait_until
+from tests.deploy.machines import Machine, Machines, missing
 from tests.faults.world import World
-from tests.runs import PYTHON, environment
+from tests.runs import PYTHON, environment, wait_until
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from transformers import CLIPTextModel, CLIPTokenizer
+from diffusers import DDIMScheduler, UNet2DConditionModel
 
 from tests.conftest import as_in_a_fresh_process
 from tests.runs import UNET, train_fields, write_config
-from tests.tiny import make_samples, make_tar
+from tests.tiny import make_samples, make_tar, stable_diffusion
 from train.__main__ import run as train
 
 
@@ -21,16 +20,8 @@ def pipeline(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
     folder = tmp_path_factory.mktemp("pipeline")
-    StableDiffusionPipeline(
-        vae=AutoencoderKL.from_pretrained(models / "vae"),
-        text_encoder=CLIPTextModel.from_pretrained(models / "text_encoder"),
-        tokenizer=CLIPTokenizer.from_pretrained(models / "tokenizer"),
-        unet=unet,
-        scheduler=DDIMScheduler(clip_sample=False, set_alpha_to_one=False, steps_offset=1),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    ).save_pretrained(folder)
+    scheduler = DDIMScheduler(clip_sample=False, set_alpha_to_one=False, steps_offset=1)
+    stable_diffusion(models, unet, scheduler).save_pretrained(folder)
     return folder
 
 

@@ -6,7 +6,6 @@ pipeline. The loop shares only the keyed draws and the decoded pixels with the p
 
 import io
 import math
-import tarfile
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from shards.format.buckets import Bucket
 from tests.families.small import TEMPLATE, TOKENS, Small
+from tests.tiny import read_tar
 from train.config import TrainConfig
 from train.data.draws import Draws, Purpose
 from train.objective.config import ShiftConfig
@@ -34,13 +34,7 @@ class Online:
     def __init__(self, small: Small, network: Any, config: TrainConfig):
         self.name, self.config, self.network = small.family.name, config, network
         self.pipeline = small.pipeline(network, DDPMScheduler())
-        self.members: dict[str, dict[str, bytes]] = {}
-        with tarfile.open(small.tar) as tar:
-            for member in tar:
-                key, _, suffix = member.name.partition(".")
-                file = tar.extractfile(member)
-                assert file is not None
-                self.members.setdefault(key, {})[suffix] = file.read()
+        self.members = read_tar(small.tar)
 
     def train(self, keys: list[list[str]], lr: float, weight_decay: float) -> list[float]:
         """Return the loss of each step on the samples `keys`."""

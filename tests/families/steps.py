@@ -4,7 +4,6 @@ The pipeline runs a few steps from noise, on prompts that are the captions of th
 output of each step are recorded, and the trainer makes the same prediction from the latents root alone.
 """
 
-import tarfile
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from tests.families.calls import TOLD, arguments
 from tests.families.small import Small, stir
+from tests.tiny import read_tar
 from train.config import TrainConfig
 from train.data.draws import Draws
 from train.data.loader import Loader
@@ -109,14 +109,7 @@ def make_case(made: Small) -> Case:
 
 def captions_of(small: Small) -> dict[str, str]:
     """Return key → caption from the tar."""
-    found = {}
-    with tarfile.open(small.tar) as tar:
-        for member in tar:
-            key, _, suffix = member.name.partition(".")
-            file = tar.extractfile(member)
-            if suffix == "txt" and file is not None:
-                found[key] = file.read().decode()
-    return found
+    return {key: members["txt"].decode() for key, members in read_tar(small.tar).items()}
 
 
 def halves(case: Case, step: Taken) -> tuple[Tensor, Tensor]:

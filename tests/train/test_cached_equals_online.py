@@ -5,7 +5,6 @@ keyed draws and the image decoding with the product. `pytest -s -m slow` prints 
 """
 
 import json
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from shards.format.buckets import Bucket
 from tests.conftest import encode_all, precompute_config
 from tests.runs import UNET, train_fields
-from tests.tiny import make_samples, make_tar
+from tests.tiny import make_samples, make_tar, read_tar
 from train.config import TrainConfig
 from train.data.draws import Draws, Purpose
 from train.prepare import prepare
@@ -107,7 +106,7 @@ class Online:
         self.vae = AutoencoderKL.from_pretrained(models / "vae").eval()
         self.text_encoder = CLIPTextModel.from_pretrained(models / "text_encoder").eval()
         self.tokenizer = CLIPTokenizer.from_pretrained(models / "tokenizer")
-        self.members: dict[str, dict[str, bytes]] = read_tar(tars / "00000.tar")
+        self.members = read_tar(tars / "00000.tar")
 
     def train(self, keys: list[list[str]], trim: bool, fields: list[str]) -> list[float]:
         """Return the loss of each step on the samples `keys`."""
@@ -160,18 +159,6 @@ class Online:
         found = {"txt": members["txt"].decode()}
         found |= {f"json:{name}": value for name, value in json.loads(members["json"]).items()}
         return [found[field] for field in fields if field in found]
-
-
-def read_tar(path: Path) -> dict[str, dict[str, bytes]]:
-    """Read a tar as key → suffix → bytes."""
-    members: dict[str, dict[str, bytes]] = {}
-    with tarfile.open(path) as tar:
-        for member in tar:
-            key, _, suffix = member.name.partition(".")
-            file = tar.extractfile(member)
-            assert file is not None
-            members.setdefault(key, {})[suffix] = file.read()
-    return members
 
 
 @pytest.mark.parametrize(

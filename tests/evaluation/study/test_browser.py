@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -21,7 +20,7 @@ from evaluation.study.schedule import make_schedule
 from evaluation.study.votes import Vote, open_votes
 from tests.evaluation.study.browser import Browser, Page, browsing, chromium
 from tests.evaluation.study.studies import make_study
-from tests.runs import environment
+from tests.ranks import environment, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 READY = "!document.getElementById('ballot').hidden && !document.querySelector('.waiting')"
@@ -39,10 +38,7 @@ class Serving:
     """The server's command in a process."""
 
     def __init__(self, study: Study, *options: str):
-        self.study, self.options = study, options
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.study, self.options, self.port = study, options, free_port()
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:

@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import (
-    AutoencoderKL,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
-from transformers import CLIPTextModel, CLIPTokenizer
 
+from tests.tiny import stable_diffusion
 from tests.train.specs import make_batch, spec
 from train.data.draws import Draws
 from train.export.pipeline import sampler
@@ -52,16 +51,7 @@ def error(samples: torch.Tensor) -> float:
 def test_the_exported_pipeline_gives_back_what_was_learned(
     trained: UNet2DConditionModel, models: Path, tmp_path: Path
 ) -> None:
-    StableDiffusionPipeline(
-        vae=AutoencoderKL.from_pretrained(models / "vae"),
-        text_encoder=CLIPTextModel.from_pretrained(models / "text_encoder"),
-        tokenizer=CLIPTokenizer.from_pretrained(models / "tokenizer"),
-        unet=trained,
-        scheduler=sampler(OBJECTIVE),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    ).save_pretrained(tmp_path)
+    stable_diffusion(models, trained, sampler(OBJECTIVE)).save_pretrained(tmp_path)
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path, safety_checker=None)
     assert isinstance(pipeline.scheduler, DPMSolverMultistepScheduler)
     pipeline.set_progress_bar_config(disable=True)

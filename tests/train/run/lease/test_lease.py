@@ -7,15 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shards.base.store import LocalStore
 from tests import ranks
-from tests.runs import acquire, curve, environment, train_fields, write_config
+from tests.runs import acquire, curve, environment, train_fields, wait_until, write_config
 from train.run.checkpoints.checkpoint import list_checkpoints, verify_checkpoint
 from train.run.lease.backend import Backend, Seen
 from train.run.lease.folder import FolderBackend, publish, remove
@@ -52,14 +50,6 @@ def holders(run_dir: Path, count: int) -> list[subprocess.Popen[str]]:
     return [subprocess.Popen(command, env=environment(), text=True, stderr=subprocess.PIPE) for _ in range(count)]
 
 
-def wait_for(condition: Callable[[], Any]) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.fixture(params=["folder", "store"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     """Each kind of storage, for a run without checkpoints."""
@@ -76,7 +66,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_of_several_launches_proceeds_and_the_others_say_which(tmp_path: Path) -> None:
     several = holders(tmp_path, 4)
-    wait_for(lambda: sum(process.poll() is None for process in several) == 1)
+    wait_until(lambda: sum(process.poll() is None for process in several) == 1)
     (alive,) = [process for process in several if process.returncode is None]
     for process in several:
         if process is not alive:
@@ -94,7 +84,7 @@ def test_one_of_several_launches_proceeds_and_the_others_say_which(tmp_path: Pat
 
 def test_a_suspended_launch_changes_nothing_once_it_is_superseded(tmp_path: Path) -> None:
     (sleeper,) = holders(tmp_path, 1)
-    wait_for(lambda: (tmp_path / "published").is_dir())
+    wait_until(lambda: (tmp_path / "published").is_dir())
     sleeper.send_signal(signal.SIGSTOP)
     with acquire(tmp_path, ttl=1.5) as lease:
         (lease.folder / "own").mkdir()
@@ -185,12 +175,12 @@ def test_a_suspended_trainer_leaves_its_successors_run_unchanged(latents: Path, 
     ranks.run(tmp_path / "whole.log", ["--config", str(write_config(tmp_path, fields))])
     command = ["--config", str(write_config(tmp_path, fields | {"run_dir": str(tmp_path / "run")}))]
     (sleeper,) = ranks.start(tmp_path / "sleeper.log", command)
-    wait_for(lambda: len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) >= 5)
+    wait_until(lambda: len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) >= 5)
     assert sleeper.pid is not None
     os.kill(sleeper.pid, signal.SIGSTOP)
     try:
         (successor,) = ranks.start(tmp_path / "log", command)
-        wait_for(lambda: (tmp_path / "log").exists() and "resuming" in (tmp_path / "log").read_text())
+        wait_until(lambda: (tmp_path / "log").exists() and "resuming" in (tmp_path / "log").read_text())
     finally:
         os.kill(sleeper.pid, signal.SIGCONT)
         codes = ranks.wait([sleeper, successor], 120)
