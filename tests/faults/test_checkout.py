@@ -1,4 +1,4 @@
-"""A node that runs a different checkout from the driver's."""
+"""A real node that runs a different checkout from the driver's; tests/precompute/job has a call of its worker."""
 
 import os
 import shutil
@@ -20,6 +20,7 @@ from tests.runs import environment
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_node_with_an_altered_checkout_is_refused_by_name(
     models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

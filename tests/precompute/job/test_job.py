@@ -1,17 +1,21 @@
 """The command and its job, without Ray."""
 
+import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from precompute.__main__ import run as command
+from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar, choose_tars
 from precompute.job.ledger import Ledger
 from precompute.job.run import announce
-from shards.base.errors import RequestError, WorkError, exit_code_of
+from shards.base.errors import RequestError, UnfitNode, WorkError, exit_code_of
+from shards.root.provenance import source_sha256
 from tests.roots import precompute_arguments, tree
 
 AVAILABLE = [InputTar(f"{i:05d}", f"/tars/{i:05d}.tar") for i in range(12)]
@@ -127,6 +131,15 @@ def test_a_worker_that_fits_no_machine_is_refused(
     assert not (tmp_path / "root").exists()
 
 
+def test_a_worker_with_a_different_checkout_encodes_nothing(tmp_path: Path) -> None:
+    """tests/faults/test_checkout.py has such a node of a cluster."""
+    unused: Any = None
+    found = f"{os.uname().nodename} is running a different version of latentmill than the driver: the SHA-256 of its"
+    with pytest.raises(UnfitNode, match=rf"{found} source is {source_sha256()}, and the driver's is f00d\. Nothing "):
+        encode_on_worker(unused, 1, unused, unused, tmp_path / "root", "cpu", 1, "f00d")
+    assert not (tmp_path / "root").exists()
+
+
 def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(
     without_ray: None, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,7 +158,7 @@ def test_a_second_caption_field_that_no_sample_has_is_warned_of(
     without_ray: None, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for fields, warned in (('["txt", "json:kaption"]', 1), ('["txt"]', 0)):
-        command(precompute_arguments(models, tars, tmp_path / fields, "--captions", fields))
+        command(precompute_arguments(models, tars, tmp_path / fields, "--captions", fields, "--shards", "00000"))
         said = capsys.readouterr().err.replace("\n", " ")
         assert said.count("warning: `captions` lists 2 fields (txt, json:kaption), but the ") == warned
         assert said.count("so one of the fields may not exist") == warned
