@@ -31,12 +31,6 @@ QUICK = tuple(name for name in PARTS if name not in COMPILING)
 """Parts that do not compile the U-Net. `make gpu-check ARGS="--device cpu --small"` runs all parts."""
 ASLEEP = 71931
 """A duration that no other process sleeps for, in seconds."""
-WHAT_IT_IS_GIVEN = """
-import sys
-for name in ("streaming", "ray"):
-    sys.modules[name] = None
-import bench.gpu_check.__main__
-"""
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +257,3 @@ def test_flops_of_stable_diffusion_2_by_class() -> None:
     assert sum(found.values()) == pytest.approx(32 * 3 * 0.8043, rel=0.01)
     assert found["convolution"] == pytest.approx(40.2, rel=0.03)
     assert found["attention"] < found["product"] < found["convolution"]
-
-
-def test_it_is_imported_without_streaming_and_ray() -> None:
-    subprocess.run([sys.executable, "-c", WHAT_IT_IS_GIVEN], check=True, timeout=300)
