@@ -22,7 +22,7 @@ HOSTS = (("gpu-1", "H100", "GPU-a"), ("gpu-1", "H100", "GPU-b"), ("gpu-2", "A100
 REASONS = (TOO_SMALL, "corrupt", "non_finite")
 
 
-def random_root(root: Path, seed: int, num_tars: int = 6) -> Path:
+def random_root(root: Path, seed: int) -> Path:
     """Make a valid root in which any bucket may store or reject any sample, each for its own reason.
 
     Each tar is committed by one or two attempts, which have different buckets, machines and settings.
@@ -31,7 +31,7 @@ def random_root(root: Path, seed: int, num_tars: int = 6) -> Path:
     create_root(store, encoding)
     empty = {name: random_text(np.random.default_rng(0), tower, 2) for name, tower in encoding.texts.items()}
     write_uncond(store, empty)
-    for tar in rng.sample(["a", "a-b", "a.b", "00000", "00001", "x" * 30, "zz", "a0"], num_tars):
+    for tar in rng.sample(["a", "a-b", "a.b", "00000", "00001", "x" * 30, "zz", "a0"], 6):
         keys = [f"{tar}/{number:02d}" for number in range(rng.randint(1, 12))]
         changes = {key: frozenset(rng.sample(CAPTION_CHANGES, rng.randint(0, 3))) for key in keys}
         buckets = rng.sample(BUCKETS, rng.randint(1, len(BUCKETS)))

@@ -56,9 +56,9 @@ def tiff_of(width: int, height: int, num_bytes: int, next_directory: int = 0) ->
     return tiff(*entries, next_directory=next_directory, data=b"\x80" * num_bytes)
 
 
-def gif(width: int, height: int, frames: bytes = b"") -> bytes:
-    """Make a GIF with a screen of this size and arbitrary frames."""
-    return b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + bytes(6) + frames + b";"
+def gif(width: int, height: int) -> bytes:
+    """Make a GIF with a screen of this size and no frames."""
+    return b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + bytes(6) + b";"
 
 
 def with_exif(exif: bytes) -> bytes:

@@ -23,7 +23,6 @@ HERE = Path(__file__).parent
 RESUMED = "epsilon"
 """Case whose checkpoint after `CHECKPOINT_STEP` steps is kept."""
 CHECKPOINT_STEP, STEPS = 4, 10
-STREAM = {"bucket": "64x64"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # name: root, changes to the config of `tests.runs`
     "epsilon": ("float16", {"checkpoint": {"every": CHECKPOINT_STEP, "keep": 9}}),

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bench.kit.roots import encoding_record
 from shards.format.text import TextLatents
-from shards.format.towers import ONLY_TEXT, TextStorage
+from shards.format.towers import ONLY_TEXT
 from train.data.batch import Batch
 from train.data.spec import DataSpec
 
@@ -25,12 +25,11 @@ def spec(
     uncond: Tensor | None = None,
     uncond_tokens: int = 2,
     trim: bool = False,
-    storage: TextStorage = "float16",
     **image: object,
 ) -> DataSpec:
     """Return a data spec with one text tower. `image` overrides fields of the image tower."""
     uncond = torch.randn(TOKENS, WIDTH).half() if uncond is None else uncond
-    encoding = encoding_record(*uncond.shape, trim=trim, storage=storage)
+    encoding = encoding_record(*uncond.shape, trim=trim)
     scale = image.pop("scaling_factor", 0.7)
     return DataSpec(
         image=encoding.image.model_copy(update={"channels": CHANNELS, "scale": (scale,) * CHANNELS} | image),

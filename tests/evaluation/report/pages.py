@@ -53,7 +53,7 @@ def make_run(folder: Path, steps: int = 40, **config: Any) -> Path:
     return folder
 
 
-def add_evaluation(run: Path, step: int, number: str, value: float, with_pictures: bool = True) -> None:
+def add_evaluation(run: Path, step: int, number: str, value: float) -> None:
     """Add a sample set with one metric to a run."""
     place = run / "evaluations" / f"step-{step:08d}-auto" / "g8-s1-own"
     row = {"metric": "kid", "value": value, "low": value - 1, "high": value + 1, "estimand": "distance", "n": 3}
@@ -62,15 +62,14 @@ def add_evaluation(run: Path, step: int, number: str, value: float, with_picture
     store.create(f"metrics/kid-{number}.json", sealed_json(row | {"setting": {}}))
     drawing = {"images_per_prompt": 1, "codec": "png"}
     store.create("sampling.json", sealed_json({"drawing": drawing, "part_size": 2, "prompts": PROMPTS}))
-    if with_pictures:
-        for part, numbers in (("00000", (0, 1)), ("00001", (2,))):
+    for part, numbers in (("00000", (0, 1)), ("00001", (2,))):
 
-            def make(folder: Path, numbers: tuple[int, ...] = numbers) -> dict[str, Any]:
-                for i in numbers:
-                    Image.new("RGB", (64, 32), (step % 256, 40 * i, 7)).save(folder / f"{i:07d}.png")
-                return {"samples": [[f"p{i}", 0] for i in numbers]}
+        def make(folder: Path, numbers: tuple[int, ...] = numbers) -> dict[str, Any]:
+            for i in numbers:
+                Image.new("RGB", (64, 32), (step % 256, 40 * i, 7)).save(folder / f"{i:07d}.png")
+            return {"samples": [[f"p{i}", 0] for i in numbers]}
 
-            commit_part(store, "pictures", part, make)
+        commit_part(store, "pictures", part, make)
 
 
 def report(*words: Any) -> Page:

@@ -51,24 +51,19 @@ def simulate(model: VoteModel, design: Design, count: int, rng: np.random.Genera
 
 
 def share_of(
-    test: Callable[[np.ndarray], np.ndarray],
-    model: VoteModel,
-    design: Design,
-    draws: int,
-    seed: int,
-    batch: int = 500,
+    test: Callable[[np.ndarray], np.ndarray], model: VoteModel, design: Design, draws: int, seed: int
 ) -> float:
     """Return the share of simulated studies for which `test` ((count, N) scores → (count,)) is true."""
     rng = np.random.default_rng(seed)
-    counts = [min(batch, draws - start) for start in range(0, draws, batch)]
+    counts = [min(500, draws - start) for start in range(0, draws, 500)]
     return float(sum(test(simulate(model, design, count, rng)).sum() for count in counts) / draws)
 
 
-def random_votes(seed: int, count: int = 60) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def random_votes(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return scores, prompts and raters of an unbalanced study with arbitrary ids. Some vote twice on a prompt."""
     rng = np.random.default_rng(seed)
-    prompts, raters = rng.integers(0, 9, count), rng.integers(0, 5, count)
-    return rng.choice([0.0, 0.5, 1.0], count), np.array([f"p{i}" for i in prompts]), raters * 7 + 3
+    prompts, raters = rng.integers(0, 9, 60), rng.integers(0, 5, 60)
+    return rng.choice([0.0, 0.5, 1.0], 60), np.array([f"p{i}" for i in prompts]), raters * 7 + 3
 
 
 # --- the preference ---
