@@ -31,6 +31,7 @@ from shards.format.text import TextLatents
 from shards.format.towers import ONLY_TEXT
 from train.data.batch import Batch
 from train.data.spec import DataSpec
+from train.metrics import peak_memory
 from train.model.config import AdamWConfig, EmaConfig, OptimizerConfig, ScheduleConfig
 from train.model.ema import make_averages
 from train.model.fit import on_meta
@@ -39,7 +40,6 @@ from train.model.network import build_network, compile_network
 from train.model.optimizer import Optimizer, build_optimizer
 from train.objective.config import ObjectiveConfig
 from train.objective.loss import DiffusionLoss
-from train.run.health.meter import peak_memory
 from train.start import ACCELERATE_PRECISION
 from train.step import StepResult, TrainStep, place_network
 

@@ -1,20 +1,23 @@
 """The fields of a line in metrics.jsonl, accumulated over the steps since the previous line."""
 
 import math
+import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shards.base.device import device_module, is_accelerator
 from shards.base.errors import WorkError
 from shards.base.table import counted
 from train.data.batch import Batch
 from train.model.ema import ema_decay
 from train.objective.sums import LossSums
 from train.run.alarm import AlarmConfig, update_alarm
-from train.run.health.meter import Meter, peak_memory
 from train.run.processes import print_once
 from train.run.state import TrainState
 from train.step import StepResult, TrainStep
@@ -26,7 +29,8 @@ class Metrics:
 
     train_step: TrainStep
     state: TrainState
-    meter: Meter
+    flops_per_image: dict[tuple[int, int], int]
+    """Latent shape (h, w) → training FLOPs per image; empty: FLOPs are not counted."""
     global_batch_size: int
     max_skipped_steps: int
     alarm: AlarmConfig
@@ -38,6 +42,9 @@ class Metrics:
     results: list[StepResult] = field(default_factory=list, init=False)
     """Results of the steps since the last `collect`."""
 
+    def __post_init__(self) -> None:
+        self._begin_interval()
+
     def add(self, batch: Batch, result: StepResult) -> None:
         """Add the result of a step, without waiting for the device.
 
@@ -45,7 +52,16 @@ class Metrics:
             batch: this rank's share of the global batch.
         """
         self.results.append(result)
-        self.meter.count(batch)
+        self.num_steps += 1
+        height, width = batch.columns["image_latents"].shape[2:]
+        self.flops += len(batch) * self.flops_per_image.get((height, width), 0)
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Count the time spent in this context as time spent waiting for data."""
+        start = time.perf_counter()
+        yield
+        self.data_seconds += time.perf_counter() - start
 
     def collect(self) -> None:
         """Sum the results of the steps since the last call over all ranks, and add them to the state.
@@ -107,7 +123,15 @@ class Metrics:
     def begin_line(self) -> None:
         """Start accumulating values for the next line."""
         self.state.begin_line()
-        self.meter.restart()
+        self._begin_interval()
+
+    def _begin_interval(self) -> None:
+        """Begin the interval to which the throughput in the next line applies."""
+        self.num_steps, self.start = 0, time.perf_counter()
+        self.flops = 0
+        """Model FLOPs for this rank's samples; 0 if FLOPs are not counted."""
+        self.data_seconds = 0.0
+        """Seconds of the interval spent waiting for batches."""
 
     def _alignment_fields(self) -> dict[str, float | None]:
         """Return the mean alignment loss (REPA) and its last coefficient, or no fields if no layer is aligned."""
@@ -120,16 +144,16 @@ class Metrics:
         }
 
     def _speed_fields(self) -> dict[str, float | None]:
-        accelerator, meter, seconds = self.train_step.accelerator, self.meter, time.perf_counter() - self.meter.start
-        rate = meter.steps * self.global_batch_size / seconds
+        accelerator, seconds = self.train_step.accelerator, time.perf_counter() - self.start
+        rate = self.num_steps * self.global_batch_size / seconds
         # the model FLOPs utilization of Chowdhery et al. (2022)
-        mfu = meter.flops / seconds / (self.peak_tflops * 1e12) if self.peak_tflops else None
+        mfu = self.flops / seconds / (self.peak_tflops * 1e12) if self.peak_tflops else None
         return {
             "images_per_second": round(rate, 3),
             "images_per_second_per_gpu": round(rate / accelerator.num_processes, 3),
             "mfu": None if mfu is None else round(mfu, 4),
             "memory_gb": round(peak_memory(accelerator.device) / 2**30, 3),
-            "data_wait": round(meter.data_seconds / seconds, 4),
+            "data_wait": round(self.data_seconds / seconds, 4),
         }
 
     def _ema_fields(self) -> dict[str, bool | float | None]:
@@ -137,6 +161,13 @@ class Metrics:
         if ema is None or ema.average is None:
             return {"ema": False, "ema_decay": None}
         return {"ema": True, "ema_decay": ema_decay(ema.config, self.state.step)}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak number of bytes allocated on the device, or this process's peak RSS if the device is the CPU."""
+    if is_accelerator(device):
+        return int(device_module().max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def mean(values: list[float]) -> float | None:

@@ -26,7 +26,6 @@ from train.run.checkpoints.remote import RemoteRun
 from train.run.checkpoints.retention import CheckpointConfig
 from train.run.checkpoints.writer import CheckpointWriter, WriterGroup, warn_if_slow_to_stop
 from train.run.health.heartbeat import HeartbeatReporter
-from train.run.health.meter import Meter
 from train.run.health.output import outdated
 from train.run.lease.folder import publish
 from train.run.lease.lease import Lease
@@ -118,7 +117,7 @@ def build_trainer(
     metrics = Metrics(
         train_step,
         state,
-        make_meter(prepared, train_step.network) if peak else Meter({}),
+        flops_per_image(prepared, train_step.network) if peak else {},
         config.global_batch_size,
         config.optimizer.max_skipped_steps,
         config.alarm,
@@ -231,14 +230,13 @@ def make_writers(
     return writer(lease.run_dir, config.checkpoint, each), writer(lease.run_dir / SNAPSHOTS, every, single)
 
 
-def make_meter(prepared: Prepared, network: Any) -> Meter:
-    """Build a throughput meter that knows the FLOPs per sample for each latent shape in the data."""
-    shapes = {stream.latent_hw for stream in prepared.spec.streams}
+def flops_per_image(prepared: Prepared, network: Any) -> dict[tuple[int, int], int]:
+    """Return a dict from each latent shape (h, w) in the data to the training FLOPs per image."""
     flops = {}
-    for shape in shapes:
+    for shape in {stream.latent_hw for stream in prepared.spec.streams}:
         _, call = on_meta(network, prepared.backbone, prepared.spec, shape)
         flops[shape] = training_flops(call)
-    return Meter(flops)
+    return flops
 
 
 def device_peak(config: TrainConfig, device: torch.device) -> float | None:

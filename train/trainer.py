@@ -107,7 +107,7 @@ class Trainer:
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
         self.heartbeat.enter(self.state.step, LOADING)
-        with self.metrics.meter.waiting_for_data():
+        with self.metrics.waiting_for_data():
             return next(batches)
 
     def _train(self, batch: Batch) -> None:

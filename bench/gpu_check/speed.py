@@ -25,11 +25,11 @@ from bench.kit.roots import encoding_record, make_root
 from bench.loader import BATCH, SD2_TEXT, Reading
 from bench.roofline.kernels import kind_of
 from bench.train_step import TEXT_LENGTH, StepSetting, latent_hw, measure
+from train.metrics import peak_memory
 from train.model.backbone import BackboneConfig
 from train.model.fit import on_meta
 from train.model.flops import TRAIN_OVER_FORWARD
 from train.model.network import build_network
-from train.run.health.meter import peak_memory
 
 PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate", "numpy")
 

@@ -22,8 +22,8 @@ from shards.base.device import (
     worker_device,
 )
 from shards.root.provenance import Stopwatch
+from train.metrics import peak_memory
 from train.model.tensors import HostCopies
-from train.run.health.meter import peak_memory
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("shards", "precompute", "train", "evaluation", "plan")

@@ -1,1 +1,1 @@
-"""Monitoring of a run: heartbeats of the ranks, metrics for Prometheus, copies of the ranks' output, and throughput."""
+"""Monitoring of a run: heartbeats of the ranks, metrics for Prometheus and copies of the ranks' output."""
