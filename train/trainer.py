@@ -132,7 +132,7 @@ class Trainer:
     def _validate(self) -> dict[str, Any]:
         """Validate if it is due, and return the fields to log."""
         validation, step = self.validation, self.train_step
-        if validation is None or self.state.step % validation.every:
+        if validation is None or self.state.step % validation.config.every:
             return {}
         size = step.microbatch_size if step.compiled else None
         with validation.averaged(step.averages["ema"], step.network):

@@ -37,7 +37,7 @@ from train.model.inputs import Conditioning
 from train.model.network import build_network, compile_network
 from train.model.optimizer import Optimizer, build_optimizer
 from train.model.tensors import bytes_of
-from train.objective.config import ObjectiveConfig
+from train.objective.config import ObjectiveConfig, ValidationConfig
 from train.objective.latents import StoredLatents
 from train.objective.loss import DiffusionLoss
 from train.objective.validation import Validation
@@ -226,7 +226,7 @@ def test_few_kernel_launches_and_no_wait_for_the_device(
     assert sum(watch.launches.values()) <= MOST_LAUNCHES * MICROBATCHES
     assert watch.launches["bitwise_xor"] == 0 and not watch.waits
     with pytest.raises(ReduceError):
-        Validation([batch], 0, 1, 0.5, False)(network, loss, FakeAccelerator(), SIZE)
+        Validation([batch], 0, ValidationConfig())(network, loss, FakeAccelerator(), SIZE)
 
 
 def test_captions_are_decoded_one_microbatch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +350,7 @@ def test_each_latent_shape_compiles_one_graph(
     for number, shape in enumerate([(8, 8), (16, 4)], 1):
         train_step(make_share(width, tokens, size=3, shape=shape), STEP)
         held_out = [make_share(width, tokens, size=size, shape=shape) for size in (4, 1)]
-        fields = Validation(held_out, 0, 1, 0.5, dealt=True)(unet, loss, accelerator, SIZE)
+        fields = Validation(held_out, 0, ValidationConfig(dealt=True))(unet, loss, accelerator, SIZE)
         assert len(fields["val_loss_by_timestep"]) == 8
         assert len(graphs) == number and not counters["graph_break"]
 

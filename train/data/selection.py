@@ -23,7 +23,6 @@ NUM_READERS = 16
 """Number of tables that are read concurrently, because latency dominates on a remote root."""
 MISSING = "missing"
 EXCLUDED = "excluded"
-FILES_AT_ONCE = 1024
 PARTS_AT_ONCE = 1024
 
 
@@ -160,14 +159,9 @@ def count_by_file(passing: NDArray[np.bool_], samples: NDArray[np.int64]) -> NDA
         passing: whether each sample passes, in the order of the files.
         samples: (files,) total number of samples in each file.
     """
-    holding, ends = np.flatnonzero(samples), samples.cumsum()
-    starts, counts = ends - samples, np.zeros_like(samples)
-    # in blocks, because NumPy expands each sample to 8 bytes for the sum
-    for first in range(0, len(holding), FILES_AT_ONCE):
-        files = holding[first : first + FILES_AT_ONCE]
-        begin, end = starts[files[0]], ends[files[-1]]
-        counts[files] = np.add.reduceat(passing[begin:end], starts[files] - begin, dtype=np.int64)
-    return counts
+    # (files,) number of passing samples before the end of each file
+    totals = np.searchsorted(np.flatnonzero(passing), samples.cumsum())
+    return np.diff(totals, prepend=0)
 
 
 def select_part(

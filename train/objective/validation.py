@@ -48,21 +48,14 @@ class Validation:
     """Batches of this rank. Every rank has the same number, because all ranks must call a sharded network equally
     often."""
     seed: int
-    every: int
-    """Steps between validations."""
-    place: float
-    """Position of each timestep within its eighth of the time axis; see PLACES."""
-    dealt: bool
-    """Whether each sample is evaluated at only one timestep instead of all eight."""
-    weights: str = "raw"
-    """Weights to validate, `raw` or `ema`."""
+    config: ValidationConfig
     filler: bool = False
     """Whether the last batch only keeps this rank in step with the others. Its samples are counted by another rank."""
 
     @contextmanager
     def averaged(self, ema: Ema, network: nn.Module) -> Iterator[None]:
-        """Swap in the moving average while the context is open, if `weights` is `ema`."""
-        if self.weights == "raw":
+        """Swap in the moving average while the context is open, if `validation.weights` is `ema`."""
+        if self.config.weights == "raw":
             yield
             return
         ema.swap(network.named_parameters())
@@ -80,15 +73,15 @@ class Validation:
         Args:
             microbatch_size: microbatch size of training, to reuse the graph compiled for it; None: run whole batches.
         """
-        timesteps = loss.path.fixed_timesteps(NUM_TIMESTEPS, self.place)
+        timesteps = loss.path.fixed_timesteps(NUM_TIMESTEPS, PLACES[self.config.timesteps])
         times = torch.tensor(timesteps, device=accelerator.device)
         sums, counts = torch.zeros(2, NUM_TIMESTEPS, device=accelerator.device)
         for number, batch in enumerate(self.batches, 1):
             moved = batch.to(accelerator.device)
             no_captions_dropped = torch.zeros_like(moved.slots, dtype=torch.bool)
-            for k in range(1 if self.dealt else NUM_TIMESTEPS):
+            for k in range(1 if self.config.dealt else NUM_TIMESTEPS):
                 random = loss.draw(moved, Draws(self.seed, FIRST_STEP + k, moved.slots))
-                parts = moved.slots % NUM_TIMESTEPS if self.dealt else torch.full_like(moved.slots, k)
+                parts = moved.slots % NUM_TIMESTEPS if self.config.dealt else torch.full_like(moved.slots, k)
                 noisy = loss.add_noise_at(moved, times[parts], no_captions_dropped, random)
                 errors = self.squared_error(network, loss, noisy, microbatch_size)
                 if number < len(self.batches) or not self.filler:
@@ -192,22 +185,21 @@ def open_validation(
     config: ValidationConfig,
     training: EncodingRecord,
     seed: int,
-    found: FoundValidation | None = None,
-    rank: int = 0,
-    ranks: int = 1,
+    found: FoundValidation,
+    rank: int,
+    ranks: int,
 ) -> Validation:
     """Read this rank's batches of held-out samples into memory. Each sample has only its first caption.
 
     Args:
         training: the encoding of the training data, reduced to the towers that the run reads.
-        found: the samples that the main process chose; None: this process chooses them.
+        found: the samples that the main process chose.
 
     Raises:
-        RequestError: the root is encoded differently from the training data, or `find_validation` raised an error.
+        RequestError: the root is encoded differently from the training data.
         DamagedFile: a file is missing or damaged.
     """
     assert config.root is not None
-    found = found or find_validation(config)
     encoding = found.stream.encoding
     training = training.model_copy(update={"features": {}})  # validation computes no alignment loss
     read = [f"texts.{name}" for name in training.texts]
@@ -228,7 +220,7 @@ def open_validation(
         batch = Collate(slots, lengths)(reader.read(rows))
         batches.append(batch.with_captions(torch.zeros_like(slots)))
     filler = places[-1] >= total
-    return Validation(batches, seed, config.every, PLACES[config.timesteps], config.dealt, config.weights, filler)
+    return Validation(batches, seed, config, filler)
 
 
 class Reader:

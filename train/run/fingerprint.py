@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 from shards.base.errors import RequestError
 from train.data import order
-from train.data.spec import DataConfig, DataSpec, OpenStream
+from train.data.spec import DataConfig, DataSpec
 from train.model.backbone import BackboneConfig
 from train.model.network import class_name
 from train.objective.config import ObjectiveConfig
@@ -58,7 +58,7 @@ def make_fingerprint(
                 "selection_sha256": stream.selection.sha256 if stream.selection is not None else None,
                 "index_sha256": stream.index_sha256,
                 "encoding_id": stream.encoding_id,
-                "filter": _filter(stream, data),
+                "filter": bounds.model_dump(mode="json") if (bounds := stream.config.filter or data.filter) else None,
                 "latents": {"scale": list(spec.image.scale), "shift": list(spec.image.shift)},
                 "exclusions": list(stream.exclusions),
             }
@@ -72,11 +72,6 @@ def make_fingerprint(
         **({"optimizer": optimizer} if optimizer != "adamw" else {}),
         **({"train_only": train_only} if train_only is not None else {}),
     }
-
-
-def _filter(stream: OpenStream, data: DataConfig) -> dict[str, Any] | None:
-    config = stream.config.filter or data.filter
-    return config.model_dump(mode="json") if config else None
 
 
 def check_resume(folder: Path, saved: dict[str, Any], current: dict[str, Any], allow_newer_index: bool = False) -> None:
@@ -99,7 +94,10 @@ def check_resume(folder: Path, saved: dict[str, Any], current: dict[str, Any], a
     # network fields that the checkpoint lacks were added by a later version of diffusers and have default values
     current["unet"] = {name: value for name, value in current["unet"].items() if name in saved["unet"]}
     if allow_newer_index:
-        saved, current = ({**fields, "streams": _without_index(fields["streams"])} for fields in (saved, current))
+        for fields in (saved, current):
+            fields["streams"] = [
+                {key: value for key, value in stream.items() if key not in INDEX_FIELDS} for stream in fields["streams"]
+            ]
     differences = [line for key in current | saved for line in _differences(key, saved.get(key), current.get(key))]
     if differences:
         raise RequestError(
@@ -117,10 +115,6 @@ def _differences(name: str, left: Any, right: Any) -> list[str]:
         pairs = enumerate(zip(left, right, strict=True), 1)
         return [line for i, (a, b) in pairs for line in _differences(f"{name}[{i}]" if len(left) > 1 else name, a, b)]
     return [] if left == right else [f"{name}: {left} ≠ {right}"]
-
-
-def _without_index(streams: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in stream.items() if key not in INDEX_FIELDS} for stream in streams]
 
 
 def check_same_everywhere(accelerator: Accelerator | None, fingerprint: dict[str, Any], problem: str | None) -> None:

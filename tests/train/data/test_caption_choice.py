@@ -20,7 +20,7 @@ from train.data.loader import Loader
 from train.data.spec import DataConfig, StreamConfig, column_lengths
 from train.data.streams import open_data
 from train.objective.config import ValidationConfig
-from train.objective.validation import open_validation
+from train.objective.validation import find_validation, open_validation
 
 FIELDS = ["txt", "json:blip", "json:human"]
 
@@ -129,7 +129,7 @@ def test_validation_uses_the_first_caption(several: dict[str, Path]) -> None:
     for name in ("float16", "one"):
         config = ValidationConfig(root=several[name], bucket="64x64", samples=24, batch_size=16)
         encoding = EncodingRecord.load(open_store(several["float16"]))
-        found.append(open_validation(config, encoding, seed=0).batches)
+        found.append(open_validation(config, encoding, 0, find_validation(config), 0, 1).batches)
     for batch, of_one in zip(*found, strict=True):
         assert batch.num_captions is None and batch.keys == of_one.keys
         torch.testing.assert_close(

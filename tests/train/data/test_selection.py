@@ -126,8 +126,7 @@ def test_a_streams_filter_replaces_the_common_one(root: Path) -> None:
     assert spec.streams[0].num_samples == len(rows(root))
 
 
-def test_counts_by_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.data.selection.FILES_AT_ONCE", 3)
+def test_counts_by_file() -> None:
     rng = np.random.default_rng(0)
     samples = rng.integers(0, 4, 50)
     samples[[0, 7, 8, 49]] = 0  # empty files

@@ -19,7 +19,7 @@ from train.data.draws import Draws
 from train.objective.config import ObjectiveConfig, ValidationConfig
 from train.objective.loss import NoisyBatch
 from train.objective.paths import noise_path
-from train.objective.validation import PLACES, Validation, find_validation, open_validation
+from train.objective.validation import Validation, find_validation, open_validation
 
 SAMPLES = 21
 
@@ -51,7 +51,7 @@ def test_each_sample_at_all_timesteps_or_at_one_in_turn(dealt: bool, places: str
         slots = torch.arange(start, min(start + 4, SAMPLES))
         latents, text = torch.randn(len(slots), CHANNELS, 8, 8).half(), torch.randn(len(slots), TOKENS, WIDTH).half()
         batches.append(make_batch([""] * len(slots), slots, latents, text))
-    validation = Validation(batches, seed=0, every=1, place=PLACES[places], dealt=dealt)
+    validation = Validation(batches, 0, ValidationConfig(timesteps=places, dealt=dealt))
     found = validation(torch.nn.Identity(), TracingLoss(), Accelerator(cpu=True), microbatch_size)  # type: ignore[arg-type]
 
     sums, counts = [0.0] * 8, [0] * 8
@@ -87,7 +87,8 @@ def test_each_rank_reads_its_own_batches_alone(tmp_path: Path) -> None:
     assert keys_of(root, 11, 1, 2) == [batches[1], batches[0]]  # the last batch only keeps the ranks in step
     config = ValidationConfig(root=root, bucket="64x64", samples=11, batch_size=4)
     encoding = EncodingRecord.load(open_store(root))
-    fillers = [open_validation(config, encoding, 0, None, rank, 2).filler for rank in (0, 1)]
+    found = find_validation(config)
+    fillers = [open_validation(config, encoding, 0, found, rank, 2).filler for rank in (0, 1)]
     assert fillers == [False, True]
 
 

@@ -35,15 +35,10 @@ def start_tracker(config: LogConfig, accelerator: Accelerator, settings: dict[st
             writer = accelerator.get_tracker("tensorboard", unwrap=True)
             writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
         return
-    options: dict[str, dict[str, Any]] = {
+    init_kwargs: dict[str, dict[str, Any]] = {
         "wandb": {"name": name, "id": ids.get("id"), "resume": "allow", "tags": config.tags, "dir": str(run_dir)},
-        "mlflow": {
-            "run_name": name,
-            "run_id": ids.get("mlflow"),
-            "tags": dict.fromkeys(config.tags, "true"),
-        },
+        "mlflow": {"run_name": name, "run_id": ids.get("mlflow"), "tags": dict.fromkeys(config.tags, "true")},
     }
-    init_kwargs = {key: value for key, value in options.items() if key == config.tracker}
     resumes_mlflow = config.tracker == "mlflow" and "mlflow" in ids  # mlflow does not allow settings to change
     accelerator.init_trackers(config.project, config=None if resumes_mlflow else settings, init_kwargs=init_kwargs)
     if is_main and config.tracker == "mlflow" and not resumes_mlflow:
