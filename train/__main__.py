@@ -18,14 +18,12 @@ import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shards.base.config import load_from_args
 from shards.base.errors import console
+from train import early
+from train.config import TrainConfig
 from train.run.preflight import World
-
-if TYPE_CHECKING:
-    from train.config import TrainConfig
 
 # Modules that import torch are imported inside functions, after the checks that do not need torch.
 
@@ -35,25 +33,17 @@ def run(arguments: list[str]) -> None:
     if arguments[:1] and arguments[0] in COMMANDS:
         COMMANDS[arguments[0]](arguments[1:])
         return
-    config = read_config(arguments, "train", __doc__)
+    config = load_from_args(TrainConfig, arguments, "train", __doc__)
     world = World.launched()
     if (message := check_without_torch(config, arguments, world)) is not None:
         print(message)
         return
-    from train.early import config_file
     from train.start import train_here
 
-    train_here(config, config_file(arguments))
+    train_here(config, early.config_file(arguments))
 
 
-def read_config(arguments: list[str], prog: str, about: str | None) -> "TrainConfig":
-    """Load the training config from the command-line arguments."""
-    from train.config import TrainConfig
-
-    return load_from_args(TrainConfig, arguments, prog, about)
-
-
-def check_without_torch(config: "TrainConfig", arguments: list[str], world: World) -> str | None:
+def check_without_torch(config: TrainConfig, arguments: list[str], world: World) -> str | None:
     """Run the checks that do not need torch, and return the final message if the run has already finished.
 
     With several processes, only their number is checked here, because all of them must get the same result. The
@@ -62,8 +52,6 @@ def check_without_torch(config: "TrainConfig", arguments: list[str], world: Worl
     Raises:
         RequestError: the number of processes is wrong, or an input of the run is missing.
     """
-    from train import early
-
     world.check(config.num_processes, config.global_batch_size)
     is_alone = World.launched().size == 1
     return early.check_without_torch(config, early.config_file(arguments)) if is_alone else None
@@ -78,12 +66,11 @@ def check(arguments: list[str]) -> None:
       python -m train check --config configs/phase1.yaml
       python -m train check --config configs/phase1.yaml --data.root s3://bucket/latents --num_processes 8
     """
-    config = read_config(arguments, "train check", check.__doc__)
+    config = load_from_args(TrainConfig, arguments, "train check", check.__doc__)
     world = World.planned(config.num_processes)
     if (message := check_without_torch(config, arguments, world)) is not None:
         print(message.splitlines()[0])  # after this check, `make train` starts the trainer, which prints the rest
         return
-    from train.early import nothing_to_do
     from train.prepare import prepare
 
     with ExitStack() as downloads:
@@ -92,7 +79,7 @@ def check(arguments: list[str]) -> None:
     if own is None:
         print(f"{config.run_dir} would start from {prepared.start or config.init_unet or 'random weights'}.")
     elif own.state.step >= config.max_steps:
-        print(nothing_to_do(config))
+        print(early.nothing_to_do(config))
     else:
         print(f"{config.run_dir} would resume after step {own.state.step} ({own.tag}, {own.folder.name}).")
 

@@ -91,8 +91,6 @@ class Losses:
 
     per_sample: Tensor
     """(N,) float32 mean squared error over each sample's latents, weighted as configured."""
-    timesteps: Tensor
-    """(N,) timesteps of the samples."""
     aligned: Tensor | None = None
     """(N,) alignment losses (REPA): −mean cosine between the aligned layer and the features. None: no layer is
     aligned."""
@@ -194,7 +192,7 @@ class DiffusionLoss:
         """Run the network and return the losses of the samples that count."""
         errors, real = self.squared_error(network, noisy), slice(noisy.num_real)
         weighted = errors if noisy.weight is None else noisy.weight[real] * errors
-        losses = Losses(weighted, noisy.timesteps[real])
+        losses = Losses(weighted)
         if self.aligned is None:
             return losses
         aligned = self.aligned.loss(noisy.batch)[real]

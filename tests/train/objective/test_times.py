@@ -147,7 +147,8 @@ def test_a_loss_at_shifted_times(shift: dict[str, object]) -> None:
         return Answer((0.5 * noisy,))
 
     draws = Draws(3, 11, slots)
-    result = loss(half, loss.add_noise(data, draws))  # type: ignore[arg-type]
+    noised = loss.add_noise(data, draws)
+    result = loss(half, noised)  # type: ignore[arg-type]
     words = draws.words(Purpose.TIMESTEP, 1)[:, 0].double()
     noise = draws.normal(Purpose.NOISE, (CHANNELS, 8, 12)).double()
     mu = calculate_shift(24, base_seq_len=16)
@@ -155,7 +156,7 @@ def test_a_loss_at_shifted_times(shift: dict[str, object]) -> None:
         drawn = float((words[i] + 0.5) / 2**32)
         alpha = 3.0 if "factor" in shift else math.exp(mu)
         t = alpha * drawn / (1 + (alpha - 1) * drawn)
-        assert float(seen[0][i]) == pytest.approx(1000 * t, rel=1e-5) == pytest.approx(float(result.timesteps[i]))
+        assert float(seen[0][i]) == pytest.approx(1000 * t, rel=1e-5) == pytest.approx(float(noised.timesteps[i]))
         latents = stored[i].double() * 0.7
         error = ((0.5 * ((1 - t) * latents + t * noise[i]) - (noise[i] - latents)) ** 2).mean()
         weight = 2 / (math.pi * (1 - 2 * t + 2 * t * t))
