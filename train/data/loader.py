@@ -20,7 +20,7 @@ from train.data.batch import Batch, Collate
 from train.data.cache import Cache
 from train.data.files import SampleReader, StreamFiles
 from train.data.order import Order, StreamOrder
-from train.data.spec import DataConfig, DataSpec
+from train.data.spec import DataConfig, DataSpec, column_lengths
 from train.data.streams import diagnose_storage, resolve_root
 from train.data.watchdog import Watchdog, diagnose, end_process
 from train.data.workers import LoaderWorkers, LoadFailure
@@ -130,7 +130,7 @@ class Loader:
         self.num_first = max(1, self.num_workers)
         """Number of batches to which `first_timeout` applies: each worker's first batch."""
         order, files = make_order(config, spec, global_batch_size, seed), make_files(config, spec)
-        collate = Collate(slots, spec.lengths, shared=self.num_workers > 0)
+        collate = Collate(slots, column_lengths(spec), shared=self.num_workers > 0)
         self.batches = GlobalBatches(order, files, slots, collate, stride=self.num_first)
         self.config, self.spec, self.step = config, spec, step
         self.pin_memory = has_accelerator()

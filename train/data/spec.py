@@ -143,11 +143,6 @@ class DataSpec:
             types += image.feature_columns(name, feature_tower, size).values()
         return sum(array_bytes(kind) for kind in [*types, SIZE_TYPE])
 
-    @property
-    def lengths(self) -> dict[str, int | None]:
-        """Number of tokens in an untrimmed caption, or None if there is no token axis, for each column of a batch."""
-        return column_lengths(self.image, self.texts, self.features)
-
 
 def array_bytes(kind: str) -> int:
     """Return the size in bytes of an array of MDS type `kind`, such as `ndarray:float16:77,1024`."""
@@ -155,18 +150,17 @@ def array_bytes(kind: str) -> int:
     return np.dtype(dtype).itemsize * math.prod(map(int, shape.split(",")))
 
 
-def column_lengths(
-    image: ImageTower, texts: dict[str, TextTower], features: dict[str, FeatureTower]
-) -> dict[str, int | None]:
-    """Compute `DataSpec.lengths` for these towers."""
+def column_lengths(towers: DataSpec | EncodingRecord) -> dict[str, int | None]:
+    """Return the number of tokens in an untrimmed caption, or None if there is no token axis, for each column of a
+    batch that these towers fill."""
     lengths: dict[str, int | None] = {"image_latents": None, "size": None}
-    lengths |= {"image_scales": None} if image.storage == "int8" else {}
-    for name, tower in texts.items():
+    lengths |= {"image_scales": None} if towers.image.storage == "int8" else {}
+    for name, tower in towers.texts.items():
         if tower.states:
             lengths |= {f"text_latents.{name}": tower.length, f"num_tokens.{name}": None}
             lengths |= {f"text_scales.{name}": tower.length} if tower.storage == "float8" else {}
         lengths |= {f"pooled.{name}": None} if tower.pooled else {}
-    for name, feature_tower in features.items():
+    for name, feature_tower in towers.features.items():
         lengths[f"features.{name}"] = None
         lengths |= {f"feature_scales.{name}": None} if feature_tower.storage == "float8" else {}
     return lengths

@@ -2,13 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from shards.base.errors import RequestError
-from shards.format.towers import ImageTower, TextTower
+from shards.format.encoding import EncodingRecord
 from train.data.spec import DataSpec
 from train.model.backbone import BackboneConfig
 from train.model.inputs import Pooled, example
@@ -24,15 +24,6 @@ EXTRA_INPUTS: dict[str, tuple[str | None, ...]] = {
 provide these inputs."""
 STANDARD_ARGUMENTS = ("timestep", "return_dict")
 """Arguments with which every network is called, in addition to the latents."""
-
-
-class Encoding(Protocol):
-    """The towers whose latents a network receives. Both encoding records and DataSpecs have these attributes."""
-
-    @property
-    def image(self) -> ImageTower: ...
-    @property
-    def texts(self) -> dict[str, TextTower]: ...
 
 
 def check_fit(network: Any, spec: DataSpec, backbone: BackboneConfig | None = None) -> None:
@@ -76,7 +67,7 @@ def check_precision(network: Any, precision: str) -> None:
 
 
 def on_meta(
-    network: Any, backbone: BackboneConfig, data: Encoding, latent_hw: tuple[int, int]
+    network: Any, backbone: BackboneConfig, data: DataSpec | EncodingRecord, latent_hw: tuple[int, int]
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     """Return a copy of the network without weights, and a function that calls it on one sample.
 

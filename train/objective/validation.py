@@ -209,7 +209,7 @@ def open_validation(
             f"The validation root {config.root} is encoded differently from the training data: "
             f"{'; '.join(differences)}. Encode both with the same models and settings."
         )
-    lengths = column_lengths(training.image, training.texts, training.features)
+    lengths = column_lengths(training)
     total = -(-len(found.rows) // config.batch_size)
     places = [first + rank for first in range(0, total, ranks)]
     reader, batches = Reader(open_store(config.root), found), []

@@ -62,6 +62,7 @@ from train.__main__ import run as train
 from train.config import TrainConfig
 from train.data.draws import global_slots
 from train.data.loader import Loader
+from train.data.spec import column_lengths
 from train.data.streams import open_data
 from train.model.network import build_network
 from train.objective.config import ObjectiveConfig
@@ -432,7 +433,7 @@ def test_the_trainer_reads_every_tower_into_its_batches(root: Path, tmp_path: Pa
     fields = train_fields(root, tmp_path / "run")
     data = TrainConfig.model_validate(fields).data
     spec = open_data(data, 8)
-    assert spec.lengths == {
+    assert column_lengths(spec) == {
         "image_latents": None,
         "size": None,
         "text_latents.clip": 16,
@@ -445,7 +446,7 @@ def test_the_trainer_reads_every_tower_into_its_batches(root: Path, tmp_path: Pa
     stored = {s["key"]: s for part in sorted((root / BUCKET).glob("0000*")) for s in read_part(part)}
     batch = next(iter(Loader(data, spec, 8, 0, 0, global_slots(8, 0, 1, 1))))
     for i, key in enumerate(batch.keys):
-        for name in spec.lengths.keys() - {"num_tokens.clip"}:
+        for name in column_lengths(spec).keys() - {"num_tokens.clip"}:
             np.testing.assert_array_equal(np.atleast_1d(batch.columns[name][i].numpy()), stored[key][name])
         assert int(batch.columns["num_tokens.clip"][i]) == 16
     assert batch.columns["text_latents.t5"].shape == (8, T5_LENGTH, T5_WIDTH)
@@ -494,7 +495,7 @@ def test_a_run_reads_only_the_towers_that_it_uses(root: Path, tmp_path: Path) ->
         )
         prepared = prepare(config)
         of_text = {"text_latents.t5", "num_tokens.t5"}
-        assert prepared.spec.lengths.keys() == {"image_latents", "size"} | of_text | of_features
+        assert column_lengths(prepared.spec).keys() == {"image_latents", "size"} | of_text | of_features
         assert prepared.validation is not None
         assert prepared.validation.batches[0].columns.keys() == {"image_latents", "size"} | of_text
 

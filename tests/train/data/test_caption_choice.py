@@ -57,7 +57,7 @@ def samples_of(root: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("storage", ["float16", "float8+trim"])
 def test_the_chosen_rows_are_the_stored_captions(several: dict[str, Path], storage: str) -> None:
     samples, encoding = samples_of(several[storage]), EncodingRecord.load(open_store(several[storage]))
-    lengths = column_lengths(encoding.image, encoding.texts, {})
+    lengths = column_lengths(encoding)
     batch = Collate(torch.arange(24), lengths)(samples)
     assert batch.num_captions is not None and batch.num_captions.tolist() == [1, 2, 3] * 8
     draws = Draws(7, 3, batch.slots)
