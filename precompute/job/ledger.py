@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter, deque
-from types import TracebackType
 
 from cluster.failure_log import FailureLog
 from cluster.fleet import Done, Event, Failed, News, UnderWay
@@ -37,23 +36,6 @@ class RecentRate:
         return max(0.0, count - before) / (now - began) if now > began else 0.0
 
 
-def eta(total: int, finished: int, mean: float, under_way: float, rate: float) -> float | None:
-    """Estimate the seconds until all tars are finished. Return None if there is nothing to estimate from yet.
-
-    Args:
-        total: number of tars.
-        finished: number of finished tars.
-        mean: mean number of samples per tar.
-        under_way: number of samples already processed in unfinished tars.
-        rate: samples processed per second.
-    """
-    if finished == total:
-        return 0.0
-    if not mean or not rate:
-        return None
-    return max(0.0, (total - finished) * mean - under_way) / rate
-
-
 class Ledger:
     """Running totals of the results of a job's tars, which are shown while the job runs."""
 
@@ -71,13 +53,6 @@ class Ledger:
         self.rate = RecentRate()
         self.metrics = JobMetrics()
         self.progress = Progress("precompute", "tars", total)
-
-    def __enter__(self) -> "Ledger":
-        self.progress.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.progress.__exit__(kind, error, tb)
 
     @property
     def where_failures(self) -> str:
@@ -114,8 +89,7 @@ class Ledger:
             case UnderWay():
                 self.under_way = event
                 self.rate.add(self.samples_in + event.reported)
-                self.metrics.under_way_now(event)
-                self.metrics.speed(self.rate.per_second, self._eta)
+                self.metrics.now(event, self.rate.per_second, self._eta)
                 if self.has_news or self.progress.is_due:
                     self._show()
 
@@ -123,7 +97,7 @@ class Ledger:
         self.has_news = False
         figures = self.figures()
         text = "{images_per_second} img/s  {accepted} accepted  {rejected} rejected".format(**figures)
-        self.progress.show(self.done + len(self.failed), text, figures)
+        self.progress.show(self.total - self.left, text, figures)
 
     def figures(self) -> dict[str, int | float | None]:
         """Return the figures to show in a progress line."""
@@ -142,7 +116,11 @@ class Ledger:
 
     @property
     def _eta(self) -> float | None:
-        """Estimated seconds left, assuming that unfinished tars have as many samples as the average finished tar."""
-        mean = self.samples_in / self.done if self.done else 0.0
-        finished = self.done + len(self.failed)
-        return eta(self.total, finished, mean, self.under_way.reported, self.rate.per_second)
+        """Estimated seconds left, assuming that unfinished tars have as many samples as the average encoded tar. None
+        if there is nothing to estimate from yet."""
+        if not self.left:
+            return 0.0
+        if not self.samples_in or not self.rate.per_second:
+            return None
+        samples_left = self.left * self.samples_in / self.done - self.under_way.reported
+        return max(0.0, samples_left) / self.rate.per_second

@@ -48,14 +48,11 @@ class JobMetrics:
         if not failed.again:
             _add(self.tars, 1, {"outcome": "failed"})
 
-    def under_way_now(self, event: UnderWay) -> None:
-        """Set the gauges for work in flight."""
+    def now(self, event: UnderWay, rate: float, eta: float | None) -> None:
+        """Set the gauges for work in flight, speed and remaining time."""
         self.running.set(event.attempts)
         self.under_way.set(event.reported)
         self.paused.set(int(event.paused))
-
-    def speed(self, rate: float, eta: float | None) -> None:
-        """Set the gauges for speed and remaining time."""
         self.rate.set(rate)
         self.eta.set(-1 if eta is None else eta)
 

@@ -44,15 +44,17 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
         num_cpus=workers.num_cpus,
         source=source_sha256(),
     )
-    with FailureLog(output) as failures, Ledger(len(tars), failures) as ledger:
-        has_warned = False
-        for event in Fleet(workers, work, ((tar.name, tar) for tar in tars), recipe.worker.tars_at_once):
-            ledger.record(event)
-            if isinstance(event, Done) and not has_warned:
-                warning = caption_warning(open_store(output), event.result, recipe.encoding.captions)
-                if warning is not None:
-                    has_warned = True
-                    ledger.progress.say(warning)
+    has_warned = False
+    with FailureLog(output) as failures:
+        ledger = Ledger(len(tars), failures)
+        with ledger.progress:
+            for event in Fleet(workers, work, ((tar.name, tar) for tar in tars), recipe.worker.tars_at_once):
+                ledger.record(event)
+                if isinstance(event, Done) and not has_warned:
+                    warning = caption_warning(open_store(output), event.result, recipe.encoding.captions)
+                    if warning is not None:
+                        has_warned = True
+                        ledger.progress.say(warning)
     return ledger
 
 

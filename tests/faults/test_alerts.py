@@ -118,10 +118,9 @@ def test_a_job_with_faults_under_prometheus(
 
 def stand_still(metrics: JobMetrics, prometheus: Prometheus) -> None:
     """Set the job's figures to those of workers that have tars but make no progress."""
-    metrics.under_way_now(UnderWay(3, 0))
-    metrics.speed(0.0, None)
+    metrics.now(UnderWay(3, 0), 0.0, None)
     prometheus.await_alert("LatentmillStalled")
-    metrics.speed(500.0, 60.0)
+    metrics.now(UnderWay(3, 0), 500.0, 60.0)
     prometheus.await_silence("LatentmillStalled")
 
 

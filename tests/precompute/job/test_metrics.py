@@ -59,8 +59,7 @@ def test_a_pause_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     gauges: dict[str, float] = {}
     monkeypatch.setattr("ray.util.metrics.Gauge.set", lambda self, value: gauges.update({self.info["name"]: value}))
     metrics = JobMetrics()
-    metrics.under_way_now(UnderWay(3, 70, paused=True))
-    metrics.speed(0.0, None)
+    metrics.now(UnderWay(3, 70, paused=True), 0.0, None)
     assert gauges == {
         "latentmill_shards_in_flight": 3,
         "latentmill_images_under_way": 70,

@@ -28,7 +28,8 @@ from shards.open import open_store
 
 first, second = load_tars(open_store(sys.argv[1]))
 failure = Failure(is_lost=False, is_final=False, line="[no markup]", text="[no markup]")
-with Ledger(3) as ledger:
+ledger = Ledger(3)
+with ledger.progress:
     ledger.record(UnderWay(2, 7))
     ledger.record(Done("00000", None, first))
     ledger.record(Failed("00001", None, "attempt 1 of 3 failed", failure, again=True))
@@ -86,7 +87,8 @@ def test_what_has_ended_is_not_in_flight(
         parts={"64x64": SimpleNamespace(started="", seconds=seconds, token="")},
     )
     pool = PlayedPool(play)
-    with Ledger(4) as ledger:
+    ledger = Ledger(4)
+    with ledger.progress:
         for event in make_fleet(monkeypatch, pool, "pqrs", max_in_flight=2, attempts=1):
             ledger.record(Done(event.key, event.node, books) if isinstance(event, Done) else event)
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]

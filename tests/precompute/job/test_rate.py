@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.fleet import Done, UnderWay
-from precompute.job.ledger import WINDOW_SECONDS, Ledger, RecentRate, eta
+from precompute.job.ledger import WINDOW_SECONDS, Ledger, RecentRate
 from tests.cluster.played import Clock
 
 SPEED, SIZE = 500.0, 9000
@@ -84,7 +84,13 @@ def test_a_rate_looks_back_so_far_and_no_further(monkeypatch: pytest.MonkeyPatch
     assert rate.per_second == 0
 
 
-def test_nothing_is_said_of_the_time_left_where_nothing_says() -> None:
-    assert eta(10, 2, 100, 50, 5) == (8 * 100 - 50) / 5
-    assert eta(10, 0, 0, 50, 5) is None and eta(10, 2, 100, 50, 0) is None
-    assert eta(10, 10, 100, 0, 0) == 0 and eta(10, 9, 100, 500, 5) == 0
+def test_nothing_is_said_of_the_time_left_where_nothing_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eta(done: int, mean: int, under_way: int, rate: float) -> Any:
+        ledger = Ledger(10)
+        ledger.done, ledger.samples_in, ledger.under_way = done, done * mean, UnderWay(1, under_way)
+        monkeypatch.setattr(RecentRate, "per_second", rate)
+        return ledger.figures()["eta_seconds"]
+
+    assert eta(2, 100, 50, 5) == (8 * 100 - 50) / 5
+    assert eta(0, 0, 50, 5) is None and eta(2, 100, 50, 0) is None
+    assert eta(10, 100, 0, 0) == 0 and eta(9, 100, 500, 5) == 0
