@@ -5,7 +5,7 @@ The probability that any two of n distinct URLs have the same hash is about n² 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -35,13 +35,6 @@ def count_partitions(num_rows: int, partition_rows: int) -> int:
     """Return the smallest power of two for which partitions have at most `partition_rows` rows on average, capped at
     4096."""
     return min(2 ** math.ceil(math.log2(max(num_rows / partition_rows, 1))), 4096)
-
-
-def write_hashes(folder: Path, hashes: Iterable[np.ndarray], partitions: int) -> None:
-    """Write batches of (n, 2) hashes into `folder` with a `HashWriter`."""
-    with HashWriter(folder, partitions) as writer:
-        for batch in hashes:
-            writer.add(batch)
 
 
 class HashWriter:

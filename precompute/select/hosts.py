@@ -4,14 +4,14 @@ import re
 import socket
 import unicodedata
 import urllib.parse
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from ipaddress import ip_address
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shards.base.opt_outs import PLAIN_HOST, matching_hosts
+from shards.base.opt_outs import PLAIN_HOST
 from shards.base.urls import host_of
 
 # Suffixes reserved for private use (RFC 6761, 6762, 8375, and ICANN's .internal).
@@ -67,9 +67,3 @@ def _mask_by_host(urls: pa.Array, pattern: str, accepts: Callable[[str | None], 
     for index in np.flatnonzero(~mask):
         mask[index] = accepts(host_of(urls[int(index)].as_py()))
     return mask
-
-
-def is_listed(urls: pa.Array, hosts: Collection[str]) -> np.ndarray:
-    """Return a mask of the `urls` (no nulls, valid UTF-8) whose host is one of `hosts` or a subdomain of one of them.
-    `hosts` must be in the canonical form that `comparable_host` returns."""
-    return np.asarray(matching_hosts(urls, hosts).is_valid())

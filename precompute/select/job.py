@@ -161,8 +161,9 @@ def _plan_drops(config: SelectConfig, run: Path, filtered: list[Path], partition
     opt_out = None
     if config.urls.opt_out:
         opt_out = run / "opt_out"
-        opt_out.mkdir(exist_ok=True)
-        duplicates.write_hashes(opt_out, map(duplicates.hash_urls, read_urls(config.urls.opt_out)), partitions)
+        with duplicates.HashWriter(opt_out, partitions) as hashes:
+            for urls in read_urls(config.urls.opt_out):
+                hashes.add(duplicates.hash_urls(urls))
     elif not config.urls.drop_duplicates:
         return []
     names = [f"drops-{index:05d}-of-{partitions:05d}" for index in range(partitions)]

@@ -21,6 +21,8 @@ MAX_LISTED = 5
 def read_opt_outs(path: Path) -> Iterator[OptOuts]:
     """Yield the entries of an opt-out list in batches. Raises RequestError if the file cannot be read or, after the
     last batch, if it has invalid entries; the message lists the first few of them."""
+    if not path.exists():
+        raise RequestError(f"The opt-out file {path} does not exist. Set urls.opt_out to an existing file.")
     invalid: list[str] = []
     num_invalid = 0
     is_parquet = path.suffix == ".parquet"
@@ -80,28 +82,19 @@ def _parquet_entries(path: Path) -> Iterator[tuple[np.ndarray, pa.Array]]:
                 present = np.asarray(pc.fill_null(pc.not_equal(entries, ""), False))
                 yield start + np.flatnonzero(present), entries.filter(pa.array(present))
                 start += len(batch)
-    except FileNotFoundError:
-        raise RequestError(f"The opt-out file {path} does not exist. Set urls.opt_out to an existing file.") from None
     except (pa.ArrowException, OSError) as error:
         raise RequestError(f"The opt-out file {path} cannot be read as parquet: {error}. Replace the file.") from None
 
 
 def _text_entries(path: Path) -> Iterator[tuple[np.ndarray, pa.Array]]:
     """Yield batches of line numbers (from 1) and entries, skipping blank lines and comments."""
-    lines = _lines(path)
-    while batch := list(islice(lines, BATCH_ROWS)):
-        numbers, entries = zip(*batch, strict=True)
-        yield np.array(numbers), pa.array(entries, pa.string())
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with path.open(encoding="utf-8-sig") as file:  # Windows editors add a byte order mark
-            for number, line in enumerate(file, 1):
-                if entry := re.sub(r"(?:^|\s)#.*", "", line.rstrip("\n")).strip():
-                    yield number, entry
-    except FileNotFoundError:
-        raise RequestError(f"The opt-out file {path} does not exist. Set urls.opt_out to an existing file.") from None
+            stripped = (re.sub(r"(?:^|\s)#.*", "", line.rstrip("\n")).strip() for line in file)
+            numbered = ((number, entry) for number, entry in enumerate(stripped, 1) if entry)
+            while batch := list(islice(numbered, BATCH_ROWS)):
+                numbers, entries = zip(*batch, strict=True)
+                yield np.array(numbers), pa.array(entries, pa.string())
     except UnicodeDecodeError as error:
         raise RequestError(
             f"The opt-out file {path} is not UTF-8 text: {error}. Convert it to UTF-8, or use parquet."

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.select.config import FiltersConfig, UrlsConfig
-from precompute.select.hosts import are_http, are_private, is_listed
+from precompute.select.hosts import are_http, are_private
+from shards.base.opt_outs import matching_hosts
 from shards.format.buckets import Bucket
 
 TEXTS = {"LANGUAGE", "TEXT", "URL"}
@@ -114,7 +115,7 @@ def _text_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[st
         rules.append(Rule("url_host", "a host that is not private", ("URL",), option, predicate))
     if opt_out_hosts:
         hosts = frozenset(opt_out_hosts)
-        predicate = _text_predicate(lambda texts: ~is_listed(texts, hosts))
+        predicate = _text_predicate(lambda texts: np.asarray(matching_hosts(texts, hosts).is_null()))
         rules.append(Rule("opt_out_host", "host not in the opt-out file", ("URL",), "urls.opt_out", predicate))
     return rules
 

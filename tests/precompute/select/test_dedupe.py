@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from precompute.select.duplicates import (
     COMPARABLE_NAME,
+    HashWriter,
     count_partitions,
     find_drops,
     hash_urls,
     partition_of,
     read_partition,
     rows_to_drop,
-    write_hashes,
 )
 from tests.precompute.select import laion
 
@@ -27,8 +27,9 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(folder: Path, segments: list[np.ndarray], partitions: int) -> Path:
-    folder.mkdir()
-    write_hashes(folder, segments, partitions)
+    with HashWriter(folder, partitions) as writer:
+        for segment in segments:
+            writer.add(segment)
     return folder
 
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from precompute.select.hosts import is_listed
 from precompute.select.job import select
 from shards.base.errors import RequestError
-from shards.base.opt_outs import OptOuts, parse_entry
+from shards.base.opt_outs import OptOuts, matching_hosts, parse_entry
 from shards.base.urls import comparable_host, comparable_url, comparable_urls
 from tests.precompute.select import laion
 
@@ -24,7 +23,7 @@ def is_dropped(entry: str, url: str) -> bool:
     found = OptOuts()
     parse_entry(entry, found)
     return bool(
-        is_listed(pa.array([url]), found.hosts)[0]
+        matching_hosts(pa.array([url]), found.hosts)[0].is_valid
         or (comparable_url(url) in found.urls and comparable_urls(pa.array([url]))[0].as_py() in found.urls)
     )
 
