@@ -69,7 +69,7 @@ class PrecomputeConfig(Config):
     posterior: Literal["moments", "mean"] | None = None
     """`moments`, the default, stores the mean and log-variance, so that training can draw a new latent in every epoch;
     `mean` stores only the mean, in half the space. Omit `posterior` for an autoencoder that has none."""
-    captions: list[str] = Field(["txt"], min_length=1)
+    captions: Annotated[list[str], AfterValidator(check_caption_fields)] = Field(["txt"], min_length=1)
     """Caption fields of a sample: `txt` for its text member, or `json:FIELD` for a field of its JSON. With several
     fields, all captions are stored, and training draws one of them each time it uses the sample."""
     precision: PrecisionOption = "float16"
@@ -91,12 +91,6 @@ class PrecomputeConfig(Config):
         if len(buckets) != len(names):
             raise ValueError("a bucket is listed twice")
         return [str(bucket) for bucket in buckets]
-
-    @field_validator("captions")
-    @classmethod
-    def _parse_captions(cls, fields: list[str]) -> list[str]:
-        check_caption_fields(fields)
-        return fields
 
     @model_validator(mode="after")
     def _check_towers(self) -> "PrecomputeConfig":

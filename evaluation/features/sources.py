@@ -140,7 +140,7 @@ class ReferenceUnit:
     def _encoded(self, record: InputRecord) -> Generator[bytes | None, None, None]:
         """Yield the content of each image file, or None for a sample without an image."""
         if isinstance(self.source, InputTar):
-            with local_copy(self.source.address, ".tar") as path:
+            with local_copy(self.source.address) as path:
                 tar = Tar(path, self.config.limits.max_bytes)
                 tar.check(self.source, counted_samples(self.source))
                 record.input = tar.sha256

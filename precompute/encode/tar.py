@@ -128,7 +128,7 @@ def opened(tar: InputTar, recipe: Recipe, stopwatch: Stopwatch) -> Iterator[tupl
     """
     with ExitStack() as stack:
         with stopwatch("fetch"):
-            path = stack.enter_context(local_copy(tar.address, ".tar"))
+            path = stack.enter_context(local_copy(tar.address))
         members = Tar(path, recipe.limits.max_bytes, recipe.tars.policy)
         members.check(tar, counted_samples(tar))
         hasher = stack.enter_context(threads(1))

@@ -30,13 +30,14 @@ class CleanCaption:
     text towers and is added after encoding."""
 
 
-def check_caption_fields(fields: Sequence[str]) -> None:
-    """Raise ValueError unless each of `fields` is `txt` or `json:NAME`, and none is listed twice."""
+def check_caption_fields(fields: list[str]) -> list[str]:
+    """Return `fields`. Raises ValueError unless each of them is `txt` or `json:NAME`, and none is listed twice."""
     for field in fields:
         if field != "txt" and not (field.startswith(JSON_PREFIX) and len(field) > len(JSON_PREFIX)):
             raise ValueError(f"{field!r} is not a caption field; use txt or json:FIELD, such as json:blip_caption")
     if len(set(fields)) != len(fields):
         raise ValueError(f"a caption field is listed twice in {', '.join(fields)}; list each field once")
+    return fields
 
 
 def read_captions(raw: RawSample, fields: Sequence[str], max_characters: int) -> list[CleanCaption | None]:

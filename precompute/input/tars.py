@@ -166,15 +166,15 @@ def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
 
 
 @contextmanager
-def local_copy(address: str, suffix: str = "") -> Iterator[Path]:
-    """Provide the file at `address` as a local path: the file itself if it is local, or else a temporary copy. Raises
+def local_copy(address: str) -> Iterator[Path]:
+    """Provide the tar at `address` as a local path: the file itself if it is local, or else a temporary copy. Raises
     Outage if it cannot be downloaded, and FileNotFoundError if it does not exist."""
     file_system, path = fsspec.core.url_to_fs(address)
     if "file" in file_system.protocol:
         yield Path(path)
         return
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
-        target = Path(folder) / f"copy{suffix}"
+        target = Path(folder) / "copy.tar"
         with store_errors(address, FileNotFoundError):
             file_system.get_file(path, str(target))
             size = file_system.size(path)
