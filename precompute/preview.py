@@ -151,19 +151,13 @@ def _filled(words: list[str], width: float, lettering: Lettering) -> Iterator[st
     be broken at any character."""
     line = ""
     for word in words:
-        together = f"{line} {word}" if line else word
-        if lettering.length(together) <= width:
-            line = together
-        elif line and lettering.length(word) <= width:
-            yield line
-            line = word
-        else:
-            line = f"{line} " if line else ""
-            for char in word:
-                if line and lettering.length(line + char) > width:
-                    yield line.rstrip()
-                    line = ""
-                line += char
+        separator = " "
+        for piece in [word] if lettering.length(word) <= width else word:
+            if line and lettering.length(f"{line}{separator}{piece}") > width:
+                yield line
+                line = ""
+            line = f"{line}{separator}{piece}" if line else piece
+            separator = ""
     if line:
         yield line
 

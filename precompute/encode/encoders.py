@@ -23,7 +23,24 @@ MAX_FUSED_HEAD = 256
 """Maximum number of channels per head that flash attention and cuDNN support."""
 
 
-class ImageEncoder(Network):
+class PictureNetwork(Network):
+    """A network that turns each image into one tensor."""
+
+    def stack(self, pictures: list[np.ndarray], batch_size: int) -> Tensor:
+        """Stack images (H, W, 3) uint8 into a full batch (batch_size, H, W, 3) in host memory."""
+        pixels = self.copies.buffer((batch_size, *pictures[0].shape), torch.uint8)
+        batch: list[np.ndarray] = pad(pictures, batch_size)
+        np.stack(batch, out=pixels.numpy())
+        return pixels
+
+    def start_batch(self, pixels: Tensor, count: int) -> Callable[[], Tensor]:
+        """Start encoding a full batch, (N, H, W, 3) uint8 in host memory; images after the first `count` are padding.
+        The returned function waits for the results, (count, …) float16 on the CPU."""
+        wait = self.start((pixels,), count)
+        return lambda: wait()[0]
+
+
+class ImageEncoder(PictureNetwork):
     """A diffusers autoencoder, which turns pixels into the latents to store."""
 
     def __init__(self, folder: Path, tower: ImageTower, settings: DeviceSettings):
@@ -44,12 +61,6 @@ class ImageEncoder(Network):
             return (encoded.latent,)
         moments = encoded.latent_dist.parameters
         return (moments if self.tower.posterior == "moments" else moments.chunk(2, dim=1)[0],)
-
-    def start_batch(self, pixels: Tensor, count: int) -> Callable[[], Tensor]:
-        """Start encoding a full batch, (N, H, W, 3) uint8 in host memory; images after the first `count` are padding.
-        The returned function waits for the latents, (count, planes, h, w) float16 on the CPU."""
-        wait = self.start((pixels,), count)
-        return lambda: wait()[0]
 
     def __call__(self, pictures: list[np.ndarray], batch_size: int) -> Tensor:
         """Encode N images (H, W, 3) uint8 into (N, planes, h, w) float16 on the CPU."""
@@ -143,7 +154,7 @@ class TextEncoder(Network):
         return TextLatents(states, num_tokens, results.pop(0) if self.tower.pooled else None)
 
 
-class FeatureEncoder(Network):
+class FeatureEncoder(PictureNetwork):
     """A transformers vision model, which turns pixels into the last hidden states of its patches."""
 
     def __init__(self, folder: Path, tower: FeatureTower, settings: DeviceSettings):
@@ -163,9 +174,3 @@ class FeatureEncoder(Network):
         )
         states = model((scaled - mean) / std, **self.options).last_hidden_state
         return (states[:, -height * width :],)
-
-    def start_batch(self, pixels: Tensor, count: int) -> Callable[[], Tensor]:
-        """Start encoding a full batch, (N, H, W, 3) uint8 in host memory; images after the first `count` are padding.
-        The returned function waits for the features, (count, tokens, width) float16 on the CPU."""
-        wait = self.start((pixels,), count)
-        return lambda: wait()[0]

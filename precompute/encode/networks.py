@@ -17,7 +17,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -240,13 +239,6 @@ class Network:
         self.copies = DeviceCopies(self.device)
         self.warm: set[Bucket | None] = set()
         """Buckets for which the network has been warmed up; None stands for captions."""
-
-    def stack(self, pictures: list[np.ndarray], batch_size: int) -> Tensor:
-        """Stack images (H, W, 3) uint8 into a full batch (batch_size, H, W, 3) in host memory."""
-        pixels = self.copies.buffer((batch_size, *pictures[0].shape), torch.uint8)
-        batch: list[np.ndarray] = pad(pictures, batch_size)
-        np.stack(batch, out=pixels.numpy())
-        return pixels
 
     @torch.inference_mode()
     def start(self, inputs: tuple[Tensor, ...], count: int) -> Callable[[], tuple[Tensor, ...]]:

@@ -4,6 +4,9 @@ sample."""
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
+from torch import Tensor
+
 from precompute.encode.overlap import threads
 from precompute.encode.samples import DecodedSample, Rejected
 from precompute.input.reject import Reject
@@ -47,13 +50,16 @@ class Parts:
         else:
             self._refuse(bucket, info.key, info.url, Reject(TOO_SMALL, f"{info.width}x{info.height}"))
 
-    def add(self, bucket: Bucket, samples: list[tuple[Sample, bool]]) -> None:
+    def add(self, bucket: Bucket, samples: list[Sample]) -> None:
         """Append samples to a part. Samples with latents that are not finite, even after the float32 retry, are refused
         as `non_finite`."""
-        for sample, is_finite in samples:
-            if not is_finite:
+        finite = []
+        for sample in samples:
+            if all(map(all_finite, latents_of(sample))):
+                finite.append(sample)
+            else:
                 self._refuse(bucket, sample.key, sample.url, NON_FINITE)
-        self.writers[bucket].write(*(sample for sample, is_finite in samples if is_finite))
+        self.writers[bucket].write(*finite)
 
     def finish(self) -> dict[str, WrittenPart]:
         """Close the files, and return the contents of each bucket's part."""
@@ -63,3 +69,18 @@ class Parts:
 
     def _refuse(self, bucket: Bucket, key: str, url: str, reject: Reject) -> None:
         self.writers[bucket].refuse(key, url, reject.reason, str(reject))
+
+
+def latents_of(sample: Sample) -> Iterator[Tensor]:
+    """Yield all latents and features of a sample."""
+    yield sample.image_latents
+    yield from sample.features.values()
+    for caption in sample.present:
+        for latents in caption.latents.values():
+            yield from latents.tensors
+
+
+def all_finite(latents: Tensor) -> bool:
+    """Return whether float16 latents contain no infinities or NaNs, whose exponent bits are all ones."""
+    magnitudes = latents.numpy().view(np.uint16) & 0x7FFF
+    return bool(magnitudes.max() < 0x7C00)

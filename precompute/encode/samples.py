@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
 from precompute.encode.towers import CaptionLatents, PictureLatents, WaitForCaptions
 from precompute.input.captions import CleanCaption
@@ -63,15 +62,15 @@ class CaptionTask:
     wait: Callable[[], None] | None = None
     """Function that waits for all captions of the same batch; None if the encoders have not received the caption, or
     have already finished it."""
-    encoded: tuple[Caption, bool] | None = None
-    """The caption as it is stored, and whether all of its latents are finite in float16."""
+    encoded: Caption | None = None
+    """The caption as it is stored."""
 
     @property
     def is_started(self) -> bool:
         """Whether the encoders have received or finished the caption."""
         return self.wait is not None or self.encoded is not None  # order matters: `finish` runs in another thread
 
-    def result(self) -> tuple[Caption, bool]:
+    def result(self) -> Caption:
         """Return `encoded`, after waiting for it if necessary."""
         if self.wait is not None:
             self.wait()
@@ -84,8 +83,7 @@ class CaptionTask:
         by_tower, truncated = encoded
         latents = {name: of_tower.clone() for name, of_tower in by_tower.items()}
         changes = self.caption.changes | ({"truncated"} if truncated else set())
-        finite = all(all_finite(tensor) for of_tower in latents.values() for tensor in of_tower.tensors)
-        self.encoded, self.wait = (Caption(self.caption.text, latents, changes), finite), None
+        self.encoded, self.wait = Caption(self.caption.text, latents, changes), None
 
 
 def set_started(tasks: list[CaptionTask], wait: WaitForCaptions) -> None:
@@ -109,17 +107,14 @@ class CroppedSample:
     corner: tuple[int, int]
     """(top, left) of the crop in pixels of the original image."""
 
-    def encoded(self, latents: PictureLatents) -> tuple[Sample, bool]:
-        """Wait for the captions. Return the sample as it is stored, and whether all its latents are finite in
-        float16."""
+    def encoded(self, latents: PictureLatents) -> Sample:
+        """Wait for the captions, and return the sample as it is stored."""
         info = self.info
-        captions = [(None, True) if task is None else task.result() for task in self.captions]
-        finite = all(finite for _, finite in captions)
-        finite = finite and all(map(all_finite, (latents.image, *latents.features.values())))
+        captions = [None if task is None else task.result() for task in self.captions]
         size = (info.width, info.height, *self.corner)
-        stored = [caption for caption, _ in captions]
-        origin = {"url": info.url, "sha256": info.sha256}
-        return Sample(info.key, stored, latents.image, size, info.scores, latents.features, **origin), finite
+        return Sample(
+            info.key, captions, latents.image, size, info.scores, latents.features, url=info.url, sha256=info.sha256
+        )
 
 
 @dataclass
@@ -151,12 +146,6 @@ class StartedBatch:
         latents = list(self.latents())
         self.latents = lambda: iter(latents)
 
-    def encoded(self) -> list[tuple[Sample, bool]]:
-        """Wait for the batch, and return the result of `CroppedSample.encoded` for each sample."""
+    def encoded(self) -> list[Sample]:
+        """Wait for the batch, and return its samples as they are stored."""
         return [sample.encoded(latents) for sample, latents in zip(self.samples, self.latents(), strict=True)]
-
-
-def all_finite(latents: Tensor) -> bool:
-    """Return whether float16 latents contain no infinities or NaNs, whose exponent bits are all ones."""
-    magnitudes = latents.numpy().view(np.uint16) & 0x7FFF
-    return bool(magnitudes.max() < 0x7C00)

@@ -79,7 +79,7 @@ def make_towers(text: FakeText, batch_size: int, one_by_one: bool = False) -> To
 
 
 def texts_of(started: StartedBatch) -> list[list[str | None]]:
-    return [[caption.text if caption else None for caption in stored.captions] for stored, _ in started.encoded()]
+    return [[caption.text if caption else None for caption in stored.captions] for stored in started.encoded()]
 
 
 def test_captions_are_encoded_once_for_all_buckets_and_hold_no_batch() -> None:
@@ -93,7 +93,7 @@ def test_captions_are_encoded_once_for_all_buckets_and_hold_no_batch() -> None:
     del first, second
     gc.collect()  # all were waited for: samples keep copies of their captions, and not the batches
     assert all(of_batch() is None for of_batch in text.batches)
-    assert all(task.result()[1] for each in (a, b, c) for task in each.captions if task)
+    assert all(task.result().latents for each in (a, b, c) for task in each.captions if task)
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -116,9 +116,9 @@ def test_the_captions_of_all_buckets_go_in_full_batches(one_by_one: bool) -> Non
 
     seen: dict[Bucket, list[str]] = {SMALL: [], LARGE: []}
     for started in start_batches(batches(), towers, CLOCK, Turns()):
-        for stored, is_finite in started.encoded():
+        for stored in started.encoded():
             (caption,) = stored.present
-            assert caption.text == f"caption {int(stored.key)}" and is_finite
+            assert caption.text == f"caption {int(stored.key)}"
             seen[started.bucket].append(stored.key)
     assert list(map(len, text.calls)) == [4] * 12 + [2]
     assert sorted(caption for call in text.calls for caption in call) == sorted(
