@@ -251,7 +251,7 @@ def describe_text(name: str, config: TextTowerConfig, default: TextConfig) -> Te
             requested output cannot be stored.
     """
     folder, tokenizer_folder = model_folder(config.model), model_folder(config.tokenizer)
-    class_name = _transformers_class(folder, read_model_config(folder), config.class_name)
+    class_name = _transformers_class(folder, config.class_name)
     model_config: Any = transformers.AutoConfig.from_pretrained(folder)
     text_config = getattr(model_config, "encoder", None) or model_config.get_text_config()
     num_positions = getattr(text_config, "max_position_embeddings", None)
@@ -363,10 +363,11 @@ def _pooled_width(name: str, class_name: str, text_config: Any) -> int:
     return int(text_config.projection_dim if class_name.endswith("WithProjection") else text_config.hidden_size)
 
 
-def _transformers_class(folder: Path, config: dict[str, Any], class_name: str | None) -> str:
+def _transformers_class(folder: Path, class_name: str | None) -> str:
     """Return `class_name` or, if it is None, the first entry of `architectures` in a model's config. Raises
     RequestError if the class does not exist."""
-    class_name = class_name or str((config.get("architectures") or ["-"])[0])
+    architectures = read_model_config(folder).get("architectures") or ["-"]
+    class_name = class_name or str(architectures[0])
     try:
         model_class(class_name)
     except (AttributeError, ImportError):
@@ -433,7 +434,7 @@ def describe_features(name: str, config: FeatureTowerConfig, buckets: Sequence[B
         RequestError: The model is missing, is not a vision model with one token per patch, or does not fit a bucket.
     """
     folder = model_folder(config.model)
-    class_name = _transformers_class(folder, read_model_config(folder), config.class_name)
+    class_name = _transformers_class(folder, config.class_name)
     model_config: Any = transformers.AutoConfig.from_pretrained(folder)
     vision_config = getattr(model_config, "vision_config", model_config)
     patch, width = getattr(vision_config, "patch_size", None), getattr(vision_config, "hidden_size", None)

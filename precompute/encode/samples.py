@@ -28,31 +28,6 @@ class Rejected:
     reject: Reject
 
 
-@dataclass(frozen=True)
-class SampleInfo:
-    """A sample without its pixels."""
-
-    key: str
-    url: str
-    scores: np.ndarray
-    """(scores,) float32."""
-    captions: list[CleanCaption | None]
-    """One entry per caption field of the encoding; None for a caption that the sample lacks."""
-    width: int
-    height: int
-    """Size of the original image in pixels."""
-    sha256: str
-    """Hash of the image file."""
-
-
-@dataclass(frozen=True)
-class DecodedSample:
-    """A sample with its image decoded, cropped and resized for each of its buckets."""
-
-    info: SampleInfo
-    picture: Picture
-
-
 @dataclass(eq=False)
 class CaptionTask:
     """A caption that is encoded once, for all buckets of its sample."""
@@ -98,19 +73,43 @@ def set_started(tasks: list[CaptionTask], wait: WaitForCaptions) -> None:
 
 
 @dataclass(frozen=True)
+class SampleInfo:
+    """A sample without its pixels."""
+
+    key: str
+    url: str
+    scores: np.ndarray
+    """(scores,) float32."""
+    captions: list[CaptionTask | None]
+    """One entry per caption field of the encoding, shared by the sample's buckets; None for a caption that the sample
+    lacks."""
+    width: int
+    height: int
+    """Size of the original image in pixels."""
+    sha256: str
+    """Hash of the image file."""
+
+
+@dataclass(frozen=True)
+class DecodedSample:
+    """A sample with its image decoded, cropped and resized for each of its buckets."""
+
+    info: SampleInfo
+    picture: Picture
+
+
+@dataclass(frozen=True)
 class CroppedSample:
     """A sample in one bucket's batch, without its pixels."""
 
     info: SampleInfo
-    captions: list[CaptionTask | None]
-    """One entry per caption field, shared by the sample's buckets; None for a caption that the sample lacks."""
     corner: tuple[int, int]
     """(top, left) of the crop in pixels of the original image."""
 
     def encoded(self, latents: PictureLatents) -> Sample:
         """Wait for the captions, and return the sample as it is stored."""
         info = self.info
-        captions = [None if task is None else task.result() for task in self.captions]
+        captions = [None if task is None else task.result() for task in info.captions]
         size = (info.width, info.height, *self.corner)
         return Sample(
             info.key, captions, latents.image, size, info.scores, latents.features, url=info.url, sha256=info.sha256
@@ -139,7 +138,7 @@ class StartedBatch:
     @property
     def is_ready(self) -> bool:
         """Whether all captions of the batch have been started."""
-        return all(task is None or task.is_started for sample in self.samples for task in sample.captions)
+        return all(task is None or task.is_started for sample in self.samples for task in sample.info.captions)
 
     def finish_pictures(self) -> None:
         """Wait for the images' latents, and release their pixels."""

@@ -66,7 +66,7 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
             raise Reject(LOST, raw.lost)
         if raw.oversized:
             raise Reject("too_many_bytes", raw.oversized)
-        captions = read_captions(raw, encoding.captions, encoding.max_characters)
+        clean = read_captions(raw, encoding.captions, encoding.max_characters)
         if raw.image is None:
             raise Reject("no_image", f"the tar has no image for the key {raw.key}")
         sha256 = hashlib.sha256(raw.image).hexdigest()
@@ -83,6 +83,7 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
         # the detail may quote many member names, which may contain arbitrary bytes
         return Rejected(raw.key, url, Reject(reject.reason, valid_text(str(reject)[:MAX_DETAIL])))
     scores = read_scores(raw.metadata, encoding.scores)
+    captions = [None if caption is None else CaptionTask(caption) for caption in clean]
     return DecodedSample(SampleInfo(raw.key, url, scores, captions, picture.width, picture.height, sha256), picture)
 
 
@@ -94,13 +95,12 @@ def batched_by_bucket(
     waiting = {bucket: PixelBatch(bucket) for bucket in parts.writers}
     for sample in samples:
         pixels, corners = sample.picture.pixels, sample.picture.corners
-        captions = [None if caption is None else CaptionTask(caption) for caption in sample.info.captions]
         for bucket in parts.writers:
             if bucket not in pixels:
                 parts.leave_out(sample, bucket)
                 continue
             batch = waiting[bucket]
-            batch.samples.append(CroppedSample(sample.info, captions, corners[bucket]))
+            batch.samples.append(CroppedSample(sample.info, corners[bucket]))
             batch.pixels.append(pixels[bucket])
             if len(batch.samples) == batch_size_of(bucket, batch_size):
                 waiting[bucket] = PixelBatch(bucket)
@@ -151,7 +151,7 @@ def ready(held: deque[StartedBatch]) -> Iterator[StartedBatch]:
 def take_captions(samples: Iterable[CroppedSample]) -> Iterator[CaptionTask]:
     """Yield the captions of `samples` that were not yet queued for another bucket, and mark them as queued."""
     for sample in samples:
-        for task in sample.captions:
+        for task in sample.info.captions:
             if task is not None and not task.is_queued:
                 task.is_queued = True
                 yield task

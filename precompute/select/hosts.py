@@ -52,18 +52,18 @@ def _is_public(literal: str) -> bool:
 
 def are_http(urls: pa.Array) -> np.ndarray:
     """Return a mask of the `urls` (no nulls, valid UTF-8) that are http or https and have a host."""
-    return _mask_by_host(urls, PLAIN_HOST, lambda host: host is not None)
+    return _mask_by_host(urls, lambda host: host is not None)
 
 
 def are_private(urls: pa.Array) -> np.ndarray:
     """Return a mask of the `urls` (no nulls, valid UTF-8) that are http or https and have a private host."""
-    public = _mask_by_host(urls, PLAIN_HOST, lambda host: host is None or not is_private_host(host))
+    public = _mask_by_host(urls, lambda host: host is None or not is_private_host(host))
     return ~public | np.asarray(pc.match_substring_regex(urls, PRIVATE_NAME))
 
 
-def _mask_by_host(urls: pa.Array, pattern: str, accepts: Callable[[str | None], bool]) -> np.ndarray:
-    """Return a mask of the `urls` that match `pattern` (the fast path) or whose host passes `accepts`."""
-    mask = np.array(pc.match_substring_regex(urls, pattern))
+def _mask_by_host(urls: pa.Array, accepts: Callable[[str | None], bool]) -> np.ndarray:
+    """Return a mask of the `urls` that match `PLAIN_HOST` (the fast path) or whose host passes `accepts`."""
+    mask = np.array(pc.match_substring_regex(urls, PLAIN_HOST))
     for index in np.flatnonzero(~mask):
         mask[index] = accepts(host_of(urls[int(index)].as_py()))
     return mask

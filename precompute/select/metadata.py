@@ -77,7 +77,7 @@ def inspect(address: str, rules: list[Rule]) -> MetadataFile:
     for rule in rules:
         for column in rule.columns:
             if column not in found:
-                off = f", or disable the filter with --{rule.option} null" if rule.option.startswith("filters") else ""
+                off = f", or disable the filter with --{rule.option} null" if rule.option else ""
                 raise RequestError(
                     f"{address} has no column for {column}, which the rule `{rule.name}` needs ({rule.condition}). "
                     f"Its columns are {', '.join(footer.schema.names)}. Use metadata with that column{off}."

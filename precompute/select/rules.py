@@ -29,11 +29,11 @@ class Rule:
     """Human-readable condition, including its threshold."""
     columns: tuple[str, ...]
     """Canonical names of the columns that the rule reads."""
-    option: str
-    """Config field that enables or disables the rule; empty if it is always on."""
     predicate: Callable[..., pa.BooleanArray]
     """Function that takes these columns and returns a mask of the rows that pass, with null for rows without a
     value."""
+    option: str = ""
+    """Config field that disables the rule if it is null; empty if there is none."""
 
     @property
     def counters(self) -> tuple[str, str]:
@@ -79,17 +79,17 @@ def build_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[st
             option = f"filters.{'min' if sign == '≥' else 'max'}_{name}"
             # numpy compares in the column's own precision: a float32 0.7 is not below a bound of 0.7
             passes = partial(operator.le if sign == "≥" else operator.gt, bound)
-            rules.append(Rule(name, f"{column} {sign} {bound:g}", (column,), option, _numeric_predicate(passes)))
+            rules.append(Rule(name, f"{column} {sign} {bound:g}", (column,), _numeric_predicate(passes), option))
     sides = ("WIDTH", "HEIGHT")
     if (side := filters.min_side) is not None:
         predicate = _numeric_predicate(lambda w, h: np.minimum(w, h) >= side)
-        rules.append(Rule("min_side", f"shorter side ≥ {side} px", sides, "filters.min_side", predicate))
+        rules.append(Rule("min_side", f"shorter side ≥ {side} px", sides, predicate, "filters.min_side"))
     if (ratio := filters.max_aspect_ratio) is not None:
         condition = f"longer ÷ shorter side ≤ {ratio:g}"
         predicate = _numeric_predicate(
             lambda w, h: (np.minimum(w, h) > 0) & (np.maximum(w, h) <= ratio * np.minimum(w, h))
         )
-        rules.append(Rule("aspect_ratio", condition, sides, "filters.max_aspect_ratio", predicate))
+        rules.append(Rule("aspect_ratio", condition, sides, predicate, "filters.max_aspect_ratio"))
     return rules + _text_rules(filters, urls, opt_out_hosts)
 
 
@@ -99,7 +99,7 @@ def _text_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[st
         listed = pa.array(languages, pa.string())
         predicate = _text_predicate(lambda texts: np.asarray(pc.is_in(texts, listed)))
         rules.append(
-            Rule("language", f"LANGUAGE in {', '.join(languages)}", ("LANGUAGE",), "filters.languages", predicate)
+            Rule("language", f"LANGUAGE in {', '.join(languages)}", ("LANGUAGE",), predicate, "filters.languages")
         )
     low, high = filters.min_caption, filters.max_caption
     if low is not None or high is not None:
@@ -107,16 +107,15 @@ def _text_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[st
         condition = f"caption of {bounds[0]}{f' to {high}' if high is not None else ' or more'} characters"
         option = "filters.min_caption and filters.max_caption"
         predicate = _text_predicate(lambda texts: _length(texts, *bounds))
-        rules.append(Rule("caption", condition, ("TEXT",), option, predicate))
-    rules.append(Rule("url_scheme", "an http or https URL", ("URL",), "", _text_predicate(are_http)))
+        rules.append(Rule("caption", condition, ("TEXT",), predicate, option))
+    rules.append(Rule("url_scheme", "an http or https URL", ("URL",), _text_predicate(are_http)))
     if not urls.allow_private_hosts:
-        option = "urls.allow_private_hosts"
         predicate = _text_predicate(lambda texts: ~are_private(texts))
-        rules.append(Rule("url_host", "a host that is not private", ("URL",), option, predicate))
+        rules.append(Rule("url_host", "a host that is not private", ("URL",), predicate))
     if opt_out_hosts:
         hosts = frozenset(opt_out_hosts)
         predicate = _text_predicate(lambda texts: np.asarray(matching_hosts(texts, hosts).is_null()))
-        rules.append(Rule("opt_out_host", "host not in the opt-out file", ("URL",), "urls.opt_out", predicate))
+        rules.append(Rule("opt_out_host", "host not in the opt-out file", ("URL",), predicate))
     return rules
 
 

@@ -65,9 +65,8 @@ class FakeImages:
 
 
 def sample(key: str, *captions: str | None) -> CroppedSample:
-    clean = [None if text is None else CleanCaption(text, frozenset()) for text in captions]
-    tasks = [None if caption is None else CaptionTask(caption) for caption in clean]
-    return CroppedSample(SampleInfo(key, "", np.zeros(4, np.float32), clean, 64, 64, ""), tasks, (0, 0))
+    tasks = [None if text is None else CaptionTask(CleanCaption(text, frozenset())) for text in captions]
+    return CroppedSample(SampleInfo(key, "", np.zeros(4, np.float32), tasks, 64, 64, ""), (0, 0))
 
 
 def batch(bucket: Bucket, *samples: CroppedSample) -> PixelBatch:
@@ -93,7 +92,7 @@ def test_captions_are_encoded_once_for_all_buckets_and_hold_no_batch() -> None:
     del first, second
     gc.collect()  # all were waited for: samples keep copies of their captions, and not the batches
     assert all(of_batch() is None for of_batch in text.batches)
-    assert all(task.result().latents for each in (a, b, c) for task in each.captions if task)
+    assert all(task.result().latents for each in (a, b, c) for task in each.info.captions if task)
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
