@@ -8,7 +8,7 @@ from typing import Any
 
 from precompute.download.fetch import RECEIPT
 from precompute.download.rows import PlannedTar
-from precompute.download.verify import SUCCESS
+from precompute.input.tars import SUCCESS
 from shards.base.durable import canonical_json, write_atomically
 
 REPORT_NAME = "download_report.json"

@@ -10,11 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from precompute.download.config import DownloadConfig
-from precompute.input.tars import RawSample, Tar
+from precompute.input.tars import InputTar, RawSample, Tar, counted_samples
 from shards.base.errors import WorkError
-from shards.base.table import counted
-
-SUCCESS = "success"
 
 # Image format → pattern of its magic bytes. The first match wins.
 FORMATS = {
@@ -38,44 +35,30 @@ def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) ->
         `tar_bytes` and `tar_sha256`, the size and hash of the tar, and `formats`, the number of images per format.
     """
     stats = json.loads((folder / f"{name}_stats.json").read_text())
-    rows = pq.read_table(folder / f"{name}.parquet", columns=["key", "status", "sha256"]).to_pylist()
-    _check_counts(stats, rows, num_rows)
-    missing = {row["key"]: row["sha256"] for row in rows if row["status"] == SUCCESS}
+    rows = pq.read_table(folder / f"{name}.parquet", columns=["key", "sha256"]).to_pylist()
+    hashes = {row["key"]: row["sha256"] for row in rows}
+    _check_counts(stats, len(rows), num_rows)
+    if len(hashes) != len(rows):
+        raise WorkError("the parquet file lists a key twice")
+    path = folder / f"{name}.tar"
+    listed, tar = InputTar(name, str(path)), Tar(path, config.requests.max_bytes)
+    tar.check(listed, counted_samples(listed))
     formats: Counter[str] = Counter()
-    tar = Tar(folder / f"{name}.tar", config.requests.max_bytes)
     for sample in tar.samples():
-        if sample.key not in missing:
-            raise WorkError(
-                f"{name}.tar contains the sample {sample.key}, which the parquet file does not list as successful"
-            )
-        _check_sample(sample, missing.pop(sample.key), config.images.mode == "original")
+        _check_sample(sample, hashes[sample.key], config.images.mode == "original")
         formats[format_of(sample.image or b"")] += 1
-    if missing:
-        raise WorkError(
-            f"{name}.tar lacks {counted(len(missing), 'sample')} that the parquet file "
-            f"lists, starting with {min(missing)}"
-        )
     return {"tar_bytes": tar.bytes, "tar_sha256": tar.sha256, "formats": dict(sorted(formats.items()))}
 
 
-def _check_counts(stats: dict[str, Any], rows: list[dict[str, Any]], num_rows: int) -> None:
-    failed = stats["failed_to_download"] + stats["failed_to_resize"]
-    in_parquet = Counter(row["status"] for row in rows)
-    if len({row["key"] for row in rows}) != len(rows):
-        raise WorkError("the parquet file lists a key twice")
+def _check_counts(stats: dict[str, Any], num_in_parquet: int, num_rows: int) -> None:
     counts = {
         "requested": num_rows,
         "stats": stats["count"],
-        "sum of stats": stats["successes"] + failed,
-        "parquet": len(rows),
+        "sum of stats": stats["successes"] + stats["failed_to_download"] + stats["failed_to_resize"],
+        "parquet": num_in_parquet,
     }
     if len(set(counts.values())) > 1:
         raise WorkError(f"the row counts differ: {', '.join(f'{place} {count}' for place, count in counts.items())}")
-    if in_parquet[SUCCESS] != stats["successes"]:
-        raise WorkError(
-            f"the number of successes is {in_parquet[SUCCESS]} in the parquet file, but {stats['successes']} in the "
-            f"stats"
-        )
 
 
 def _check_sample(sample: RawSample, sha256: str, original_bytes: bool) -> None:

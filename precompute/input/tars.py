@@ -30,6 +30,8 @@ from shards.base.remote import store_errors
 from shards.base.table import counted
 
 TarPolicy = Literal["reject", "salvage"]
+SUCCESS = "success"
+"""Status of downloaded images in img2dataset's files."""
 MAX_LISTED = 5
 """Maximum number of damage descriptions listed in a receipt."""
 MAX_JSON_BYTES = 1 << 20
@@ -248,8 +250,8 @@ class Tar:
             )
         if wrong and self.policy == "reject":
             raise DamagedInput(
-                f"{tar.address} {wrong[0]}. The tar has been replaced or damaged since it was downloaded. Download it "
-                f"again."
+                f"{tar.address} {wrong[0]}. One of these files has been replaced or damaged since img2dataset wrote "
+                f"them. Download the tar again."
             )
         self.damage += wrong
         self.members = {key: members for key, members in self.members.items() if key in listed}
@@ -345,4 +347,4 @@ def successes(data: bytes) -> list[dict[str, Any]]:
     if table.metadata.num_rows > MAX_ROWS:
         raise ValueError(f"it has {table.metadata.num_rows} rows, more than the limit of {MAX_ROWS}")
     columns = [column for column in ("key", "url", "status") if column in table.schema_arrow.names]
-    return [row for row in table.read(columns).to_pylist() if row["status"] == "success"]
+    return [row for row in table.read(columns).to_pylist() if row["status"] == SUCCESS]

@@ -79,7 +79,10 @@ def rename(table: pa.Table, old: str, new: str) -> pa.Table:
 
 
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
-    (lambda folder: write_tar(folder, jpg=None, txt=None, json=None), "lacks 1 sample that .* starting with 0000001"),
+    (
+        lambda folder: write_tar(folder, jpg=None, txt=None, json=None),
+        "contains 2 samples, but .* lists 3",
+    ),
     (lambda folder: write_tar(folder, jpg=None), "sample 0000001 has no image"),
     (lambda folder: write_tar(folder, txt=None), "sample 0000001 has no caption"),
     (lambda folder: write_tar(folder, json=None), "the JSON of sample 0000001 is missing or has no key"),
@@ -99,14 +102,17 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (lambda folder: change_stats(folder, successes=2), "sum of stats 3"),
     (
         lambda folder: change_stats(folder, successes=2, failed_to_resize=1),
-        "number of successes is 3 in the parquet file, but 2 in the stats",
+        "contains 3 samples, but 00000_stats.json lists 2",
     ),
     (lambda folder: change_parquet(folder, lambda table: table.slice(1)), "parquet 3"),
     (
         lambda folder: change_parquet(folder, lambda t: rename(t, "0000002", "0000001")),
         "parquet file lists a key twice",
     ),
-    (lambda folder: change_parquet(folder, lambda t: rename(t, "0000001", "0000009")), "does not list as successful"),
+    (
+        lambda folder: change_parquet(folder, lambda t: rename(t, "0000001", "0000009")),
+        "does not list, starting with 0000001",
+    ),
 ]
 
 
