@@ -23,7 +23,7 @@ from evaluation.sampling.job import SampleSet
 from precompute.encode.overlap import Stuck, threads
 from precompute.input.layout import IMAGE_SUFFIXES
 from precompute.input.reject import Reject
-from precompute.input.tars import InputTar, Tar, counted_samples, list_tars, local_copy
+from precompute.input.tars import InputTar, Tar, list_tars, local_copy
 from precompute.pixels.decode import LimitsConfig, Picture, PixelsConfig, decode
 from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, Isolated
 from shards.base.config import Config
@@ -142,7 +142,7 @@ class ReferenceUnit:
         if isinstance(self.source, InputTar):
             with local_copy(self.source.address) as path:
                 tar = Tar(path, self.config.limits.max_bytes)
-                tar.check(self.source, counted_samples(self.source))
+                tar.check(self.source)
                 record.input = tar.sha256
                 for sample in tar.samples():
                     yield sample.image

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from precompute.download.config import DownloadConfig
-from precompute.input.tars import InputTar, RawSample, Tar, counted_samples
+from precompute.input.tars import InputTar, RawSample, Tar
 from shards.base.errors import WorkError
 
 # Image format → pattern of its magic bytes. The first match wins.
@@ -41,8 +41,8 @@ def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) ->
     if len(hashes) != len(rows):
         raise WorkError("the parquet file lists a key twice")
     path = folder / f"{name}.tar"
-    listed, tar = InputTar(name, str(path)), Tar(path, config.requests.max_bytes)
-    tar.check(listed, counted_samples(listed))
+    tar = Tar(path, config.requests.max_bytes)
+    tar.check(InputTar(name, str(path)))
     formats: Counter[str] = Counter()
     for sample in tar.samples():
         _check_sample(sample, hashes[sample.key], config.images.mode == "original")

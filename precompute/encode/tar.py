@@ -13,7 +13,7 @@ from precompute.encode.recipe import Recipe
 from precompute.encode.samples import PixelBatch
 from precompute.encode.stages import batched_by_bucket, decoding, start_batches
 from precompute.encode.towers import DeviceClock, Towers
-from precompute.input.tars import InputTar, Tar, TarRecord, counted_samples, local_copy
+from precompute.input.tars import InputTar, Tar, TarRecord, local_copy
 from shards.base.device import is_accelerator
 from shards.base.scratch import attempt_folder
 from shards.base.store import Store
@@ -130,7 +130,7 @@ def opened(tar: InputTar, recipe: Recipe, stopwatch: Stopwatch) -> Iterator[tupl
         with stopwatch("fetch"):
             path = stack.enter_context(local_copy(tar.address))
         members = Tar(path, recipe.limits.max_bytes, recipe.tars.policy)
-        members.check(tar, counted_samples(tar))
+        members.check(tar)
         hasher = stack.enter_context(threads(1))
         yield members, hasher.submit(members.record, tar.address)
 

@@ -93,10 +93,8 @@ def check_source(expected: str) -> None:
         )
 
 
-@functools.cache
-def scratch_of_process(scratch: Path | None) -> None:
-    """Set the scratch folder of this process. Call this before anything is written; repeated calls do nothing."""
-    use_scratch(scratch)
+scratch_of_process = functools.cache(use_scratch)
+"""Set the scratch folder of this process. Call this before anything is written; repeated calls do nothing."""
 
 
 def check_shared_root(store: Store, encoding: EncodingRecord) -> None:

@@ -227,13 +227,16 @@ class Tar:
         """SHA-256 of the whole file."""
         return sha256_file(self.path)
 
-    def check(self, tar: InputTar, expected: Counted) -> None:
-        """Check the samples against img2dataset's sidecar files. Under `salvage`, record the missing ones as lost.
+    def check(self, tar: InputTar) -> None:
+        """Check the samples against img2dataset's sidecar files at the tar's address, if there are any. Under
+        `salvage`, record the missing ones as lost.
 
         Raises:
-            DamagedInput: Under `reject`, the samples differ from those listed, so the tar lost or gained samples after
-                it was written. Under `salvage`, the tar is damaged and has no intact samples left.
+            DamagedInput: A sidecar file cannot be parsed. Under `reject`, the samples differ from those listed, so the
+                tar lost or gained samples after it was written. Under `salvage`, the tar is damaged and has no intact
+                samples left.
         """
+        expected = counted_samples(tar)
         listed = expected.urls if expected.urls is not None else dict.fromkeys(self.members | self.lost, "")
         missing = listed.keys() - self.members.keys()
         foreign = self.members.keys() - listed.keys()
