@@ -24,7 +24,8 @@ class Slow(abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name in {slow}:
             print("importing", flush=True)
-            time.sleep(600)
+            for _ in range(6000):  # a signal that arrives just before a sleep would not end it
+                time.sleep(0.1)
 
 sys.meta_path.insert(0, Slow())
 sys.argv = {words}
