@@ -23,7 +23,7 @@ COVERAGE = 0.95
 MIN_SHARE = 0.6
 """Lower bound on the corrected variance, as a fraction of the plain jackknife's variance. In theory, one half would
 suffice, because the plain variance counts the second-order part twice. With only 12 groups, however, both parts are
-noisy. `python -m bench.outputs.intervals` measures the effect of this bound."""
+noisy. `python -m bench.intervals` measures the effect of this bound."""
 MIN_DEVIATIONS = 4.0
 """Lower bound on the distance that determines an interval's width, in standard deviations (`Jackknife.interval`)."""
 

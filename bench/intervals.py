@@ -1,4 +1,4 @@
-"""Measure the coverage of the metrics' 95 % intervals in simulations: `python -m bench.outputs.intervals`.
+"""Measure the coverage of the metrics' 95 % intervals in simulations: `python -m bench.intervals`.
 
 Features are drawn from known distributions that are far apart, close or equal, and intervals are computed as in
 `python -m evaluation score`. The true value is obtained independently: in closed form, from kernels over independent
@@ -142,7 +142,7 @@ def value(seed: int, name: str, model: SimulatedModel, of: SimulatedSet) -> floa
 
 def main() -> None:
     """Simulate all metrics and print a table."""
-    parser = argparse.ArgumentParser(prog="bench.outputs.intervals", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.intervals", description=__doc__)
     parser.add_argument("names", nargs="*", default=list(SIMULATIONS))
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=2)

@@ -1,1 +1,0 @@
-"""Benchmarks of results: how well intervals hold, and what mixed precision costs."""
