@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -25,9 +24,9 @@ from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel
 
-from bench.kit.common import command, matmul_tflops, section, table
+from bench.kit.common import bench_file, device_name, matmul_tflops, section, table, write_bench_file
 from examples.shapes.models import MODELS
-from plan.measured import BenchFile, Measurement
+from plan.measured import Measurement
 from precompute.describe import TextConfig, TextTowerConfig, describe_image, describe_text
 from precompute.encode.encoders import ImageEncoder, TextEncoder
 from precompute.encode.networks import DeviceSettings
@@ -174,15 +173,14 @@ def measure(options: argparse.Namespace, sizes: EncoderSizes, device: torch.devi
     }
 
 
-def bench_file(rates: dict[str, tuple[float, float]], device: str, typed: str) -> BenchFile:
-    """Make the planner's benchmark file, with a rate per bucket and for captions."""
-    measurements = [
+def measurements(rates: dict[str, tuple[float, float]]) -> list[Measurement]:
+    """Return the planner's measurements: a rate per bucket, and one for captions."""
+    found = [
         Measurement(stage="encode", bucket=name, images_per_second_per_gpu=items)
         for name, (items, _) in rates.items()
         if name not in ("mixed", "text", "ids")
     ]
-    measurements.append(Measurement(stage="text", images_per_second_per_gpu=rates["text"][0]))
-    return BenchFile(device=device, gpus=1, date=str(date.today()), command=typed, measurements=measurements)
+    return [*found, Measurement(stage="text", images_per_second_per_gpu=rates["text"][0])]
 
 
 def main() -> None:
@@ -215,11 +213,7 @@ def main() -> None:
     body += f"\n\n{networks}, {how}. A large bf16 matrix product in the same run: {matrix:,.3g} TFLOP/s."
     print(section("The encoders", "bench.encode", body))
     if options.json:
-        name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(
-            bench_file(rates, name, command("bench.encode")).model_dump_json(indent=2, exclude_none=True) + "\n"
-        )
+        write_bench_file(options.json, bench_file("bench.encode", device_name(device), measurements(rates)))
 
 
 if __name__ == "__main__":

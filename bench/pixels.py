@@ -10,13 +10,12 @@ import argparse
 import io
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from bench.kit.common import Pair, section, table, timed_in_turn, write_json
+from bench.kit.common import Pair, section, table, timed_in_turn
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from precompute.pixels.resample import place
 from shards.format.buckets import Bucket
@@ -138,7 +137,6 @@ def main() -> None:
     parser.add_argument("--large", type=int, default=24, help="images of 1600 to 4000 px, for scaled decoding")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(1)
     config = PixelsConfig()
@@ -169,10 +167,6 @@ def main() -> None:
     bits = 8 * sum(map(len, corpus)) / sum(np.prod(size_of(data)) for data in corpus)
     body += f"\n\nThe corpus has {len(corpus)} JPEGs with {bits:.2f} bits per pixel."
     print(section("Pixel path", "bench.pixels", body))
-    if options.json:
-        ratios = {name: pair.ratio for name, pair in pairs.items()}
-        lowest = {str(bucket): float(values.min()) for bucket, values in quality.items()}
-        write_json(options.json, {"ratios": ratios, "lowest_psnr": lowest})
 
 
 def rates(pair: Pair, num_pictures: int) -> tuple[str, str]:

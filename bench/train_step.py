@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
 from itertools import count
 from pathlib import Path
 
@@ -22,9 +21,19 @@ from accelerate import Accelerator
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch import Tensor
 
-from bench.kit.common import Pair, command, matmul_tflops, section, synchronize, table, timed_in_turn
+from bench.kit.common import (
+    Pair,
+    bench_file,
+    device_name,
+    matmul_tflops,
+    section,
+    synchronize,
+    table,
+    timed_in_turn,
+    write_bench_file,
+)
 from bench.kit.roots import encoding_record
-from plan.measured import BenchFile, Measurement
+from plan.measured import Measurement
 from shards.base.pool import configure_malloc
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
@@ -351,24 +360,17 @@ def write_plan_file(path: Path, results: list[Result], device: torch.device, bat
         known = best.get(result.setting.bucket)
         if result.images_per_second and (known is None or result.images_per_second > (known.images_per_second or 0)):
             best[result.setting.bucket] = result
-    content = BenchFile(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        gpus=1,
-        date=str(date.today()),
-        command=command("bench.train_step"),
-        measurements=[
-            Measurement(
-                stage="train",
-                bucket=bucket,
-                images_per_second_per_gpu=round(result.images_per_second or 0, 3),
-                global_batch_size=batch,
-                microbatch_size=result.setting.microbatch_size,
-            )
-            for bucket, result in best.items()
-        ],
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content.model_dump_json(indent=2, exclude_none=True) + "\n")
+    measurements = [
+        Measurement(
+            stage="train",
+            bucket=bucket,
+            images_per_second_per_gpu=round(result.images_per_second or 0, 3),
+            global_batch_size=batch,
+            microbatch_size=result.setting.microbatch_size,
+        )
+        for bucket, result in best.items()
+    ]
+    write_bench_file(path, bench_file("bench.train_step", device_name(device), measurements))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from pydantic import ValidationError
 from bench.gpu_check.page import page
 from bench.gpu_check.parts import PARTS
 from bench.gpu_check.prediction import with_prediction
-from bench.kit.common import command
+from bench.kit.common import bench_file, write_bench_file
 from plan.measured import BenchFile, Measurement
+from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, WorkError, exit_code_of
 
 TAIL = 15
@@ -106,16 +106,10 @@ def kept(output: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 def write(run: CheckRun, parts: dict[str, dict[str, Any]], predicted: list[str]) -> str:
     """Write the findings so far to gpu-check.json and gpu-check.md, and return the report."""
-    bench = bench_file(with_prediction({name: parts[name] for name in PARTS if name in parts}))
+    bench = planner_file(with_prediction({name: parts[name] for name in PARTS if name in parts}))
     text = page(bench, predicted, time.monotonic() - run.begun)
-    run.output.mkdir(parents=True, exist_ok=True)
-    for name, content in {
-        "gpu-check.json": bench.model_dump_json(indent=2, exclude_none=True) + "\n",
-        "gpu-check.md": text,
-    }.items():
-        new = run.output / f"{name}.new"
-        new.write_text(content)
-        os.replace(new, run.output / name)
+    write_bench_file(run.output / "gpu-check.json", bench)
+    write_atomically(run.output / "gpu-check.md", text.encode())
     return text
 
 
@@ -184,7 +178,7 @@ def right(part: dict[str, Any]) -> bool:
     return all(line["right"] for line in part["checks"])
 
 
-def bench_file(parts: dict[str, dict[str, Any]]) -> BenchFile:
+def planner_file(parts: dict[str, dict[str, Any]]) -> BenchFile:
     """Make the planner's benchmark file: the best rate of each stage and bucket, and all findings as details."""
     best: dict[tuple[str, str | None], Measurement] = {}
     for measurement in measurements(parts):
@@ -192,15 +186,8 @@ def bench_file(parts: dict[str, dict[str, Any]]) -> BenchFile:
         known = best.get(key)
         if known is None or measurement.images_per_second_per_gpu > known.images_per_second_per_gpu:
             best[key] = measurement
-    figures = parts.get("machine", {}).get("figures", {})
-    return BenchFile(
-        device=figures.get("device", "unknown"),
-        gpus=1,
-        date=str(date.today()),
-        command=command("bench.gpu_check"),
-        measurements=list(best.values()),
-        details=parts,
-    )
+    device = parts.get("machine", {}).get("figures", {}).get("device", "unknown")
+    return bench_file("bench.gpu_check", device, list(best.values()), details=parts)
 
 
 def measurements(parts: dict[str, dict[str, Any]]) -> Iterator[Measurement]:

@@ -1,13 +1,14 @@
 """The findings of a part of the check, saved after every entry so that a crash loses only unfinished work."""
 
 import json
-import os
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from shards.base.durable import write_atomically
 
 Row = dict[str, str | int | float | bool | None]
 Parts = dict[str, dict[str, Any]]
@@ -71,7 +72,4 @@ class Findings:
     def save(self) -> None:
         """Write the findings atomically."""
         content = {"checks": self.checks, "tables": self.tables, "figures": self.figures}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(new, self.path)
+        write_atomically(self.path, (json.dumps(content, indent=1) + "\n").encode())

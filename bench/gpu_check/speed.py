@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.gpu_check.findings import COPY_RATE, Findings
 from bench.gpu_check.setup import Setup
-from bench.kit.common import matmul_tflops, synchronize
+from bench.kit.common import device_name, matmul_tflops, synchronize
 from bench.kit.roots import encoding_record, make_root
 from bench.loader import BATCH, SD2_TEXT, Reading
 from bench.roofline.kernels import kind_of
@@ -37,7 +37,7 @@ PACKAGES = ("torch", "triton", "transformers", "diffusers", "accelerate", "numpy
 def machine(setup: Setup, found: Findings) -> None:
     """Measure a large matrix product and a copy, and record the versions of packages."""
     device = setup.device
-    found.figure("device", torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU")
+    found.figure("device", device_name(device))
     found.figure("versions", {name: installed(name) for name in PACKAGES} | {"python": platform.python_version()})
     for name in ("bfloat16", "float16", "float32"):
         found.figure(f"{name} TFLOP/s", matmul_tflops(device, getattr(torch, name), 256 if setup.small else None))

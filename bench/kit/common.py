@@ -1,6 +1,5 @@
 """Helpers of all benchmarks: a description of the machine, timings in turn, and Markdown output."""
 
-import json
 import os
 import platform
 import shlex
@@ -14,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from plan.measured import BenchFile, Measurement
+from shards.base.durable import write_atomically
+
+ROUNDS = 7
+"""Number of timings in `matmul_tflops`."""
 
 
 def machine() -> str:
@@ -73,10 +78,8 @@ def timed_in_turn(
     return Pair(*seconds)
 
 
-def matmul_tflops(
-    device: torch.device, dtype: torch.dtype = torch.bfloat16, side: int | None = None, rounds: int = 7
-) -> float:
-    """Measure the throughput of a large square matrix product, in TFLOP/s: 2·side³ over the median time of `rounds`.
+def matmul_tflops(device: torch.device, dtype: torch.dtype = torch.bfloat16, side: int | None = None) -> float:
+    """Measure the throughput of a large square matrix product, in TFLOP/s: 2·side³ over the median of ROUNDS timings.
 
     Benchmarks report their own throughput as a share of this rate. Measure it in the same run and on the warm device,
     because it depends on clocks, power limits and, on a CPU, the number of threads as much as on the chip.
@@ -98,7 +101,7 @@ def matmul_tflops(
 
     multiply()
     seconds = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         start = time.perf_counter()
         multiply()
         seconds.append(time.perf_counter() - start)
@@ -135,7 +138,18 @@ def section(title: str, module: str, body: str) -> str:
     return f"## {title}\n\n`{command(module)}` on {machine()}:\n\n{body}\n"
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` and a description of the machine as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), **content}, indent=2) + "\n")
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or `CPU`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def bench_file(module: str, device: str, measurements: list[Measurement], **fields: Any) -> BenchFile:
+    """Make a benchmark file for `make plan` from what `module` measured today on one device. `fields` are further
+    fields of the file."""
+    today = str(date.today())
+    return BenchFile(device=device, gpus=1, date=today, command=command(module), measurements=measurements, **fields)
+
+
+def write_bench_file(path: Path, bench: BenchFile) -> None:
+    """Write a benchmark file as JSON."""
+    write_atomically(path, (bench.model_dump_json(indent=2, exclude_none=True) + "\n").encode())

@@ -7,14 +7,13 @@ rate that a network reaches cannot be traced, so it is calibrated on a published
 import argparse
 import sys
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
-from bench.kit.common import command, section, table
+from bench.kit.common import bench_file, section, table, write_bench_file
 from bench.roofline.kernels import ASSUMED_EFFICIENCY, DeviceRates, DeviceWork, KernelClass
 from bench.roofline.networks import TrainingStep, encoder_work, training_work
 from plan.config import Networks
-from plan.measured import BenchFile, Measurement
+from plan.measured import Measurement
 
 RATES = {
     "H200": DeviceRates(790.0, 1.0, 4.3),
@@ -189,16 +188,8 @@ def write_plan_file(
         )
         for name, work in encoders.items()
     ]
-    content = BenchFile(
-        device=f"NVIDIA {options.gpu}",
-        gpus=1,
-        date=str(date.today()),
-        command=command("bench.roofline"),
-        modelled=True,
-        measurements=trained + encoded,
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content.model_dump_json(indent=2, exclude_none=True) + "\n")
+    device = f"NVIDIA {options.gpu}"
+    write_bench_file(path, bench_file("bench.roofline", device, trained + encoded, modelled=True))
 
 
 if __name__ == "__main__":

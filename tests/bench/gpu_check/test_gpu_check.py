@@ -57,7 +57,7 @@ def test_all_checks_hold_on_the_cpu(rehearsed: Parts) -> None:
 
 
 def test_the_planner_reads_the_file_and_the_report_breaks_down_the_time(rehearsed: Parts, tmp_path: Path) -> None:
-    file = gpu_check.bench_file(with_prediction(rehearsed))
+    file = gpu_check.planner_file(with_prediction(rehearsed))
     (tmp_path / "gpu-check.json").write_text(file.model_dump_json(exclude_none=True))
     read = read_rates([str(tmp_path / "gpu-check.json")], "CPU")
     assert read.of("encode", "128x128")[0].images_per_second_per_gpu > 0 and read.of("text", None)
@@ -89,7 +89,7 @@ def test_failed_checks_come_first_and_fail_the_command(tmp_path: Path) -> None:
     found.check("another", 0.05, 0.1)
     part = {**json.loads((tmp_path / "part.json").read_text()), "outcome": "done", "seconds": 1.0}
     assert not gpu_check.right(part)
-    text = page(gpu_check.bench_file({"curves": part}), [], 1.0)
+    text = page(gpu_check.planner_file({"curves": part}), [], 1.0)
     assert "**1 of 2 checks hold" in text and "## Failed checks\n\n" in text and "| curves | a curve | nan |" in text
 
 
@@ -162,7 +162,7 @@ def test_a_failed_compilation_is_recorded_and_the_rest_runs(tmp_path: Path, monk
     eager, compiled = found.tables["steps"]
     assert eager["per_second"] == 10.0 and "per_second" not in compiled
     assert compiled["note"] == "failed: RuntimeError: no working C compiler was found" == f"failed: {found.failed[0]}"
-    assert page(gpu_check.bench_file({"training-large": as_part(found)}), [], 1.0).count("no working C compiler") == 1
+    assert page(gpu_check.planner_file({"training-large": as_part(found)}), [], 1.0).count("no working C compiler") == 1
 
     steps = []
 
