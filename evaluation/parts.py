@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shards.base.durable import canonical_json, parse_sealed_json, sealed_json
+from shards.base.durable import parse_sealed_json, sealed_json
 from shards.base.errors import DamagedInput
 from shards.base.scratch import attempt_folder
 from shards.base.store import Store
@@ -107,18 +107,3 @@ def read_sealed(store: Store, name: str) -> dict[str, Any] | None:
         return parse_sealed_json(store.read(name), store.where(name))
     except FileNotFoundError:
         return None
-
-
-def write_once(
-    store: Store, name: str, content: dict[str, Any], refusal: Callable[[dict[str, Any]], Exception]
-) -> None:
-    """Create a sealed JSON file, or check that the existing one has the same content.
-
-    Raises:
-        Exception: the existing content differs. `refusal` builds the exception from the existing content.
-        DamagedFile: the existing file is damaged.
-    """
-    store.create(name, sealed_json(content))
-    found = parse_sealed_json(store.read(name), store.where(name))
-    if canonical_json(found) != canonical_json(content):
-        raise refusal(found)

@@ -26,7 +26,7 @@ from evaluation.features.extractors import (
 from evaluation.features.sources import InputRecord, ReferenceConfig, SampleUnit, Unit, reference_units
 from evaluation.metrics.frechet import Moments
 from evaluation.metrics.table import ExtractorName
-from evaluation.parts import PartReceipt, commit_part, read_part, read_receipts, read_sealed, write_once
+from evaluation.parts import PartReceipt, commit_part, create_once, read_part, read_receipts, read_sealed
 from evaluation.units import run_units
 from shards.base.device import worker_device
 from shards.base.durable import canonical_json
@@ -187,7 +187,9 @@ def reference_features(
         units = reference_units(config)
         names = [unit.name for unit in units]
         content = record | {"units": names, "pictures": config.pictures}
-        write_once(store, RECORD, content, lambda found: _different_reference(store, found, content))
+        found = create_once(store, RECORD, lambda: content)
+        if canonical_json(found) != canonical_json(content):
+            raise _different_reference(store, found, content)
         features = extract(units, kind, extractors, config.place, workers)
     else:
         content = read_sealed(store, RECORD) or {}

@@ -14,7 +14,7 @@ from PIL import Image
 
 from cluster.fleet import FleetConfig
 from cluster.start import precision_on_worker
-from evaluation.parts import PartReceipt, commit_part, read_receipts, read_sealed, write_once
+from evaluation.parts import PartReceipt, commit_part, create_once, read_receipts, read_sealed
 from evaluation.sampling.model import Model, open_pipeline
 from evaluation.sampling.pipeline import (
     PlannedImage,
@@ -31,6 +31,7 @@ from evaluation.sampling.settings import Codec, Drawing, SamplingConfig, Setting
 from evaluation.units import run_units
 from shards.base.config import flatten
 from shards.base.device import Precision, worker_device
+from shards.base.durable import canonical_json
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Store
 from shards.open import open_store
@@ -141,7 +142,9 @@ def begin_set(
         "part_size": config.part_size,
         "prompts": [asdict(prompt) for prompt in prompts],
     }
-    write_once(store, RECORD, content, lambda found: _different_settings(store, found, content))
+    found = create_once(store, RECORD, lambda: content)
+    if canonical_json(found) != canonical_json(content):
+        raise _different_settings(store, found, content)
     chunks = split(list_samples(prompts, config.images_per_prompt), config.part_size)
     parts = [SamplePart(name, place, drawing, tuple(chunk)) for name, chunk in chunks]
     committed = read_receipts(store, PICTURES, [part.name for part in parts])
