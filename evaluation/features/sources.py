@@ -8,8 +8,8 @@ import hashlib
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +20,7 @@ from pydantic import field_validator, model_validator
 
 from evaluation.parts import PartReceipt, read_part
 from evaluation.sampling.job import SampleSet
-from precompute.encode.overlap import Stuck, threads
+from precompute.encode.overlap import map_in_order, threads
 from precompute.input.layout import IMAGE_SUFFIXES
 from precompute.input.reject import Reject
 from precompute.input.tars import InputTar, Tar, list_tars, local_copy
@@ -128,14 +128,26 @@ class ReferenceUnit:
             Stuck: a decoding thread hangs, so the process must be ended.
         """
         bucket, config = Bucket.parse(self.config.size), self.config
-        with closing(self._encoded(record)) as images, _decoder(self.decode, config.limits, isolate) as decode:
-            for data in images:
-                try:
-                    if data is None:
-                        raise Reject("no_image", "the sample has no image")
-                    yield decode(data, [bucket], config.pixels, config.limits).pixels[bucket]
-                except Reject as reject:
-                    record.rejected[reject.reason] += 1
+        longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * config.limits.decode_seconds
+
+        def decode_one(data: bytes | None) -> np.ndarray | Reject:
+            try:
+                if data is None:
+                    raise Reject("no_image", "the sample has no image")
+                return decode(data, [bucket], config.pixels, config.limits).pixels[bucket]
+            except Reject as reject:
+                return reject
+
+        with (
+            closing(self._encoded(record)) as images,
+            Isolated(self.decode, config.limits) if isolate else nullcontext(self.decode) as decode,
+            threads(1, longest) as pool,
+        ):
+            for found in map_in_order(pool, decode_one, images, 1, longest):
+                if isinstance(found, Reject):
+                    record.rejected[found.reason] += 1
+                else:
+                    yield found
 
     def _encoded(self, record: InputRecord) -> Generator[bytes | None, None, None]:
         """Yield the content of each image file, or None for a sample without an image."""
@@ -185,24 +197,3 @@ def reference_units(config: ReferenceConfig) -> list[ReferenceUnit]:
         )
     groups = [tuple(paths[start : start + FILES_PER_UNIT]) for start in range(0, len(paths), FILES_PER_UNIT)]
     return [ReferenceUnit(f"{number:05d}", group, config) for number, group in enumerate(groups)]
-
-
-@contextmanager
-def _decoder(decode: Decode, limits: LimitsConfig, isolate: bool) -> Iterator[Decode]:
-    """Yield a version of `decode` with a time limit. It runs in a child process if `isolate`, otherwise in a thread."""
-    if isolate:
-        with Isolated(decode, limits) as isolated:
-            yield isolated
-        return
-    seconds = CLOCK_PER_PROCESSOR_SECOND * limits.decode_seconds
-    with threads(1, seconds) as pool:
-
-        def decode_in_time(*args: Any) -> Picture:
-            future = pool.submit(decode, *args)
-            try:
-                future.exception(seconds)
-            except TimeoutError:
-                raise Stuck(f"decoding an image took more than {seconds} s") from None
-            return future.result()
-
-        yield decode_in_time
