@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 from scipy.stats import t
@@ -106,7 +105,7 @@ def jackknife(statistic: Statistic) -> Jackknife:
     return Jackknife(whole, count * whole - (count - 1) * without.mean(), variance, max(0.0, first - 2 * second))
 
 
-def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
+def groups_of(clusters: np.ndarray) -> np.ndarray:
     """Assign whole clusters, such as prompts, to groups at random and evenly: (N,) cluster ids → (N,) groups.
 
     Round-robin assignment would not work if different kinds of prompts alternate in the prompt file: each kind would
@@ -115,7 +114,7 @@ def groups_of(clusters: np.ndarray, num_groups: int = GROUPS) -> np.ndarray:
     """
     _, first, inverse = np.unique(clusters, return_index=True, return_inverse=True)
     rank = np.argsort(np.argsort(first))  # position of each cluster by first appearance
-    group_of_rank = np.random.default_rng(len(first)).permutation(len(first)) % num_groups
+    group_of_rank = np.random.default_rng(len(first)).permutation(len(first)) % GROUPS
     groups: np.ndarray = group_of_rank[rank[inverse]]
     return groups
 
@@ -155,18 +154,18 @@ def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Est
     share = float(hits.mean())
     plain = mean_interval(hits.astype(np.float64), clusters, estimand)
     count = len(np.unique(clusters))
-    quantile = t.ppf((1 + COVERAGE) / 2, count - 1)
+    quantile = float(t.ppf((1 + COVERAGE) / 2, count - 1))
     variance = ((plain.high - plain.low) / 2 / quantile) ** 2
     effective = min(len(hits), share * (1 - share) / variance) if variance else count
     low, high = wilson(share, effective, quantile)
-    return Estimate(share, float(low), float(high), estimand)
+    return Estimate(share, low, high, estimand)
 
 
-def wilson(share: Any, count: Any, quantile: Any) -> tuple[Any, Any]:
+def wilson(share: float, count: float, quantile: float) -> tuple[float, float]:
     """Return the Wilson interval (1927), which is within [0, 1], for a share p of n independent samples at quantile q.
 
     (p + q²/2n ± q·√(p(1 − p)/n + q²/4n²)) / (1 + q²/n)
     """
     q2 = quantile**2 / count
-    middle, half = share + q2 / 2, np.sqrt(q2 * (share * (1 - share) + q2 / 4))
+    middle, half = share + q2 / 2, math.sqrt(q2 * (share * (1 - share) + q2 / 4))
     return (middle - half) / (1 + q2), (middle + half) / (1 + q2)

@@ -123,17 +123,17 @@ def _preference(
     scores, prompts, raters = _columns(answers)
     found = preference(scores, prompts, raters)
     low, high = found.interval()
-    equivalent = bool(found.is_within(protocol.margin))
+    equivalent = found.is_within(protocol.margin)
     a, b = protocol.letters[first], protocol.letters[second]
     verdict = f"{a} is preferred" if low > 0.5 else f"{b} is preferred" if high < 0.5 else "no difference shown"
     return {
         "question": question,
         "models": [a, b],
         "category": category,
-        "preference": float(found.value),
-        "low": float(low),
-        "high": float(high),
-        "degrees_of_freedom": float(found.degrees),
+        "preference": found.value,
+        "low": low,
+        "high": high,
+        "degrees_of_freedom": found.degrees,
         "votes": len(scores),
         "prompts": len(np.unique(prompts)),
         "raters": len(np.unique(raters)),

@@ -5,8 +5,8 @@ crossed clusters (Cameron, Gelbach and Miller, "Robust inference with multiway c
 Economic Statistics 29, 2011, section 2.2). docs/evidence/intervals.md lists the measured coverage.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.stats import t
@@ -14,32 +14,31 @@ from scipy.stats import t
 from evaluation.metrics.intervals import COVERAGE, wilson
 
 TINY = 1e-12
-Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
 class Preference:
-    """A preference and its uncertainty. If several studies were given, the fields are arrays of shape (…,)."""
+    """A preference and its uncertainty."""
 
-    value: Array
+    value: float
     """Share of votes for the first model, ties counting as halves."""
-    variance: Array
-    degrees: Array
+    variance: float
+    degrees: float
     """Degrees of freedom of the variance, at least 1."""
-    effective: Array
+    effective: float
     """Number of independent votes that would give the same variance."""
 
-    def interval(self, coverage: float = COVERAGE) -> tuple[Array, Array]:
+    def interval(self, coverage: float = COVERAGE) -> tuple[float, float]:
         """Return the Wilson interval at the effective number of votes, with a quantile of Student's t distribution."""
-        return wilson(self.value, self.effective, t.ppf((1 + coverage) / 2, self.degrees))
+        return wilson(self.value, self.effective, float(t.ppf((1 + coverage) / 2, self.degrees)))
 
-    def is_within(self, margin: float) -> np.ndarray:
+    def is_within(self, margin: float) -> bool:
         """Test whether the preference is within `margin` of one half, by two one-sided tests (Schuirmann, 1987).
 
         Both tests reject at level 1 − COVERAGE if the interval of coverage 2·COVERAGE − 1 lies within the margin.
         """
         low, high = self.interval(2 * COVERAGE - 1)
-        return np.asarray((low > 0.5 - margin) & (high < 0.5 + margin))
+        return low > 0.5 - margin and high < 0.5 + margin
 
 
 def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> Preference:
@@ -58,8 +57,7 @@ def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> P
     degrees of freedom are G(prompt and rater) − 1.
 
     Args:
-        scores: (…, N) scores of one study, or of several studies with the same design: 1 for the first model, 0 for the
-            second, 0.5 for a tie.
+        scores: (N,) scores: 1 for the first model, 0 for the second, 0.5 for a tie.
         prompts: (N,) prompt ids of any type.
         raters: (N,) rater ids of any type.
 
@@ -67,44 +65,36 @@ def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> P
         The preference. If no two votes differ in both prompt and rater, the effective number of votes is practically 0
         and every interval is [0, 1].
     """
-    count = scores.shape[-1]
-    value = scores.mean(-1)
+    count, value = len(scores), float(scores.mean())
     _, prompt_of = np.unique(prompts, return_inverse=True)
     _, rater_of = np.unique(raters, return_inverse=True)
     both = prompt_of * (rater_of.max() + 1) + rater_of
-    e = scores - value[..., None]
+    e = scores - value
     squares, sizes = zip(*(_cluster_squares(e, labels) for labels in (prompt_of, rater_of, both)), strict=True)
     unrelated_pairs = count**2 - sizes[0] - sizes[1] + sizes[2]
     if not unrelated_pairs:  # one rater or one prompt says nothing about how others would have voted
-        zero = np.zeros_like(value)
-        return Preference(value, zero + np.inf, zero + 1, zero + TINY)
+        return Preference(value, math.inf, 1.0, TINY)
     m = (squares[2] - squares[0] - squares[1]) / unrelated_pairs
     parts = [(square - size * m) / count**2 for square, size in zip(squares, sizes, strict=True)]
     groups = [count**2 / size for size in sizes]
     variance, lower_bound = parts[0] + parts[1] - parts[2], parts[2]
-    at_bound = variance <= lower_bound
-    variance = np.where(at_bound, lower_bound, variance)
-    unanimous = variance <= 0
-    variance = np.where(unanimous, np.nan, variance)
-    spread = sum(part**2 / (group - 1) for part, group in zip(parts[:2], groups[:2], strict=True))
-    spread = np.where(at_bound, lower_bound**2 / (groups[2] - 1), spread - 2 * lower_bound**2 / groups[2])
-    fewest = min(groups[:2])
-    return Preference(
-        value,
-        np.where(unanimous, 0.0, variance),
-        np.where(unanimous, fewest - 1, np.maximum(1.0, variance**2 / np.where(unanimous, 1.0, spread))),
-        np.where(unanimous, fewest, np.maximum(value * (1 - value), TINY) / variance),
-    )
+    if variance <= lower_bound:
+        variance, spread = lower_bound, lower_bound**2 / (groups[2] - 1)
+    else:
+        spread = sum(part**2 / (group - 1) for part, group in zip(parts[:2], groups[:2], strict=True))
+        spread -= 2 * lower_bound**2 / groups[2]
+    if variance <= 0:  # the votes are unanimous
+        fewest = min(groups[:2])
+        return Preference(value, 0.0, fewest - 1, fewest)
+    degrees, effective = max(1.0, variance**2 / spread), max(value * (1 - value), TINY) / variance
+    return Preference(value, float(variance), float(degrees), float(effective))
 
 
-def _cluster_squares(e: np.ndarray, labels: np.ndarray) -> tuple[Any, float]:
-    """Sum `e`, (…, N), within each of the clusters given by (N,) `labels`, and square the sums.
+def _cluster_squares(e: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """Sum `e`, (N,), within each of the clusters given by (N,) `labels`, and square the sums.
 
     Returns:
-        The sum of the squares, (…,), and the sum of the squared cluster sizes.
+        The sum of the squares, and the sum of the squared cluster sizes.
     """
-    order = np.argsort(labels, kind="stable")
-    starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
-    sums = np.add.reduceat(e[..., order], starts, axis=-1)
-    sizes = np.diff(np.append(starts, len(labels))).astype(float)
-    return (sums**2).sum(-1), float((sizes**2).sum())
+    sums, sizes = np.bincount(labels, weights=e), np.bincount(labels).astype(float)
+    return (sums**2).sum(), float((sizes**2).sum())

@@ -272,14 +272,14 @@ def test_jackknife_variance_of_a_second_order_statistic_is_not_doubled() -> None
 
 
 def test_groups_keep_prompts_together() -> None:
-    clusters = np.repeat(np.random.default_rng(0).permutation(100), 3)
-    groups = groups_of(clusters, 20)
-    assert all(len(set(groups[clusters == cluster])) == 1 for cluster in range(100))
-    assert np.bincount(groups).tolist() == [15] * 20
-    assert np.array_equal(groups, groups_of(clusters + 7, 20))  # they depend on the clusters' order, not on their ids
+    clusters = np.repeat(np.random.default_rng(0).permutation(96), 3)
+    groups = groups_of(clusters)
+    assert all(len(set(groups[clusters == cluster])) == 1 for cluster in range(96))
+    assert np.bincount(groups).tolist() == [24] * GROUPS
+    assert np.array_equal(groups, groups_of(clusters + 7))  # they depend on the clusters' order, not on their ids
     # alternating kinds of prompts are in every group
-    kinds = np.arange(1000) % 20
-    shares = [np.bincount(kinds[groups_of(np.arange(1000), 20) == group], minlength=20).max() for group in range(20)]
+    kinds = np.arange(600) % GROUPS
+    shares = [np.bincount(kinds[groups_of(np.arange(600)) == group]).max() for group in range(GROUPS)]
     assert max(shares) < 15  # of 50; round-robin assignment would give 50
 
 

@@ -21,7 +21,7 @@ from evaluation.study.statistics.power import (
     power_table,
     variance_components,
 )
-from evaluation.study.statistics.preference import preference
+from evaluation.study.statistics.preference import Preference, preference
 from evaluation.study.statistics.strengths import PRIOR, bradley_terry, shares, strengths
 
 seeds = st.integers(0, 2**32 - 1)
@@ -50,13 +50,10 @@ def simulate(model: VoteModel, design: Design, count: int, rng: np.random.Genera
     return np.where(np.abs(d) < model.threshold, 0.5, (d > 0).astype(float))
 
 
-def share_of(
-    test: Callable[[np.ndarray], np.ndarray], model: VoteModel, design: Design, draws: int, seed: int
-) -> float:
-    """Return the share of simulated studies for which `test` ((count, N) scores → (count,)) is true."""
-    rng = np.random.default_rng(seed)
-    counts = [min(500, draws - start) for start in range(0, draws, 500)]
-    return float(sum(test(simulate(model, design, count, rng)).sum() for count in counts) / draws)
+def share_of(test: Callable[[Preference], bool], model: VoteModel, design: Design, draws: int, seed: int) -> float:
+    """Return the share of simulated studies whose preference passes `test`."""
+    studies = simulate(model, design, draws, np.random.default_rng(seed))
+    return sum(test(preference(scores, design.prompts, design.raters)) for scores in studies) / draws
 
 
 def random_votes(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -102,8 +99,6 @@ def test_properties_of_a_preference(seed: int) -> None:
     order = np.random.default_rng(seed).permutation(len(scores))
     again = preference(scores[order], prompts[order], raters[order])
     assert again.interval() == pytest.approx((low, high))
-    both = preference(np.stack([scores, 1 - scores]), prompts, raters)  # several studies at once
-    assert both.interval()[0] == pytest.approx([low, 1 - high])
     narrow = found.interval(0.9)
     assert low < narrow[0] and narrow[1] < high
 
@@ -150,9 +145,9 @@ def test_coverage_in_simulated_studies(model: VoteModel, least: float, most: flo
     design = Design.make(200, 15, 5)
     truth = model.preference
 
-    def holds(scores: np.ndarray) -> np.ndarray:
-        low, high = preference(scores, design.prompts, design.raters).interval()
-        return np.asarray((low <= truth) & (truth <= high))
+    def holds(found: Preference) -> bool:
+        low, high = found.interval()
+        return low <= truth <= high
 
     assert least < share_of(holds, model, design, 1500, seed=5) < most
 
@@ -193,12 +188,12 @@ def test_power_matches_simulated_studies(raters: int, prompts: int) -> None:
     design = Design.make(prompts, raters, 5)
     found = compute_power(model, raters, prompts, 5, margin)
 
-    def is_seen(scores: np.ndarray) -> np.ndarray:
-        low, high = preference(scores, design.prompts, design.raters).interval()
-        return np.asarray((low > 0.5) | (high < 0.5))
+    def is_seen(found: Preference) -> bool:
+        low, high = found.interval()
+        return low > 0.5 or high < 0.5
 
-    def is_equal(scores: np.ndarray) -> np.ndarray:
-        return preference(scores, design.prompts, design.raters).is_within(margin)
+    def is_equal(found: Preference) -> bool:
+        return found.is_within(margin)
 
     assert share_of(is_seen, model.with_preference(0.5 + margin), design, 600, 1) == pytest.approx(
         found.difference, abs=0.06
