@@ -75,29 +75,26 @@ def mmd(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray, kerne
         clusters: (N,) prompt ids of the samples.
         reference: (M, D) features of the reference.
     """
-    reference_clusters = np.arange(len(reference))
-    groups, reference_groups = groups_of(clusters), groups_of(reference_clusters)
-    within_samples = kernel_sums(features, groups, clusters, features, groups, clusters, kernel)
-    within_reference = kernel_sums(
-        reference, reference_groups, reference_clusters, reference, reference_groups, reference_clusters, kernel
-    )
-    between = kernel_sums(features, groups, None, reference, reference_groups, None, kernel)
+    images = np.arange(len(reference))
+    groups, reference_groups = groups_of(clusters), groups_of(images)
+    within_samples = kernel_sums(kernel, features, groups, features, groups, clusters)
+    within_reference = kernel_sums(kernel, reference, reference_groups, reference, reference_groups, images)
+    between = kernel_sums(kernel, features, groups, reference, reference_groups)
     terms = ((within_samples, 1), (within_reference, 1), (between, -2))
     return jackknife(lambda left_out: sum(weight * sums.mean_without(left_out) for sums, weight in terms))
 
 
 def kernel_sums(
+    kernel: Kernel,
     x: np.ndarray,
     x_groups: np.ndarray,
-    x_clusters: np.ndarray | None,
     y: np.ndarray,
     y_groups: np.ndarray,
-    y_clusters: np.ndarray | None,
-    kernel: Kernel,
+    clusters: np.ndarray | None = None,
 ) -> KernelSums:
     """Sum a kernel over all pairs of rows from `x`, (N, D), and `y`, (M, D), separately for each pair of groups.
 
-    If clusters are given, pairs within the same cluster are excluded.
+    If `y` is `x`, pass the rows' `clusters`, (N,), to exclude pairs within the same cluster.
     """
     device = best_device()
     one_hot = torch.nn.functional.one_hot
@@ -108,8 +105,8 @@ def kernel_sums(
         chosen = slice(start, start + BLOCK_ROWS)
         block = kernel(torch.from_numpy(x[chosen].astype(np.float64)).to(device), columns)
         counted = torch.ones_like(block)
-        if x_clusters is not None and y_clusters is not None:
-            counted = torch.from_numpy(x_clusters[chosen, None] != y_clusters[None]).to(block)
+        if clusters is not None:
+            counted = torch.from_numpy(clusters[chosen, None] != clusters[None]).to(block)
         row_groups = one_hot(torch.from_numpy(x_groups[chosen]).long(), GROUPS).double().to(device)
         values += row_groups.T @ (block * counted) @ column_groups
         pairs += row_groups.T @ counted @ column_groups
