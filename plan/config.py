@@ -3,7 +3,7 @@
 Every numeric input is a `Fact`, with a unit and a source. An input without a source is marked as `assumed`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -45,21 +45,8 @@ def fact(unit: str, default: float | None = None, source: str = ASSUMED, **limit
     return Field(start, json_schema_extra=extra, **limits)
 
 
-def list_facts(plan: BaseModel, sources: Mapping[str, tuple[float, str]]) -> list[Fact]:
-    """Return every numeric input of `plan` with the source of its current value.
-
-    `sources` maps fields to (value, source), in addition to the default values and their sources. A field whose value
-    matches neither is marked as assumed.
-    """
-    facts = []
-    for field, value, extra in _fact_fields(plan):
-        candidates = (sources.get(field, (None, ASSUMED)), (extra["sourced_value"], extra["source"]))
-        source = next((source for sourced, source in candidates if sourced == value), ASSUMED)
-        facts.append(Fact(field, value, extra["unit"], source))
-    return facts
-
-
 def _fact_fields(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, float, dict[str, Any]]]:
+    """Yield the field, the value and the properties given to `fact` of each numeric input in a section."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
@@ -335,10 +322,18 @@ class Plan(Config):
         return [gpus for gpus in requested if all(phase.global_batch_size % gpus == 0 for phase in self.phases)]
 
     def facts(self) -> list[Fact]:
-        """Return the plan's numeric inputs with their sources. Inputs without a source are marked as assumed."""
-        kind_defaults = {f"gpu.{name}": entry for name, entry in GPU_KINDS.get(self.gpu.kind, {}).items()}
-        own_sources = {name: (entry.value, entry.source) for name, entry in self.sources.items()}
-        return list_facts(self, kind_defaults | own_sources)
+        """Return the plan's numeric inputs with their sources.
+
+        A source applies only to the value that it was given for. Inputs without a source are marked as assumed.
+        """
+        sourced = {f"gpu.{name}": entry for name, entry in GPU_KINDS.get(self.gpu.kind, {}).items()}
+        sourced |= {name: (entry.value, entry.source) for name, entry in self.sources.items()}
+        facts = []
+        for field, value, extra in _fact_fields(self):
+            candidates = (sourced.get(field, (None, ASSUMED)), (extra["sourced_value"], extra["source"]))
+            source = next((source for of, source in candidates if of == value), ASSUMED)
+            facts.append(Fact(field, value, extra["unit"], source))
+        return facts
 
     def check(self) -> None:
         """Check that the sections are consistent.
