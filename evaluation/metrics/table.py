@@ -130,21 +130,3 @@ def metric_id(name: str, extractor: dict[str, Any], drawing: dict[str, Any], ref
     kept = {key: value for key, value in drawing.items() if key not in NOT_IN_ID}
     content = {"metric": name, "extractor": extractor, "drawing": kept, "reference": reference}
     return hashlib.sha256(canonical_json(content)).hexdigest()[:16]
-
-
-def check_comparable(rows: list[dict[str, Any]]) -> None:
-    """Check that all values of a metric, from any runs, have the same metric id.
-
-    Raises:
-        RequestError: two values of the same metric have different ids.
-    """
-    first: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        before = first.setdefault(row["metric"], row)
-        if row["id"] != before["id"]:
-            raise RequestError(
-                f"{row['metric']} {row['id']} ({row['model']}) and {before['metric']} {before['id']} "
-                f"({before['model']}) are different metrics: they differ in the extractor, the number of images, the "
-                f"prompts, the reference or the sampler, so their values cannot be compared. Evaluate both models with "
-                f"the same config."
-            )

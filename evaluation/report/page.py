@@ -8,7 +8,6 @@ from markupsafe import Markup
 from PIL.Image import Image
 from pydantic import Field
 
-from evaluation.metrics.table import check_comparable
 from evaluation.report.charts import Series, line_chart
 from evaluation.report.markup import Section, macros, render_page, section
 from evaluation.report.pictures import first_pictures, spread
@@ -107,7 +106,6 @@ def metrics(runs: Sequence[LoggedRun]) -> list[Markup]:
     names = list(dict.fromkeys([*(run.name for run in runs), *(name for named in by_id.values() for name in named)]))
     charts = []
     for number, named in by_id.items():
-        check_comparable([row for rows in named.values() for row in rows])
         lines = []
         for name, rows in named.items():
             points = [(float(row["step"] or 0), row["value"]) for row in rows]

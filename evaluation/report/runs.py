@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from evaluation.metrics.table import METRICS, check_comparable
+from evaluation.metrics.table import METRICS
 from evaluation.parts import seconds_of_parts
 from evaluation.sampling.job import below
 from evaluation.scoring import RECORDS, Row
@@ -217,22 +217,29 @@ def compare(first: LoggedRun, second: LoggedRun) -> str:
     Raises:
         RequestError: a metric has different ids in the two runs, or the runs have no metric in common.
     """
-    # metric id → its row from the latest step that has the metric
-    ours, theirs = ({row["id"]: row for each in run.evaluations for row in each.rows} for run in (first, second))
+    # for each run: metric → id → row from the latest step that has this id
+    found: tuple[dict[str, dict[str, Row]], ...] = ({}, {})
+    for run, rows in zip((first, second), found, strict=True):
+        for row in (row for each in run.evaluations for row in each.rows):
+            rows.setdefault(row["metric"], {})[row["id"]] = row
+    ours, theirs = found
     lines = []
-    for name in dict.fromkeys(row["metric"] for row in ours.values()):
-        shared = [number for number, row in ours.items() if row["metric"] == name and number in theirs]
-        others = [row for row in theirs.values() if row["metric"] == name]
-        if others and not shared:
-            check_comparable([next(row for row in ours.values() if row["metric"] == name), others[0]])
+    for name in (name for name in ours if name in theirs):
+        shared = [number for number in ours[name] if number in theirs[name]]
+        if not shared:
+            one, other = (next(iter(rows[name].values())) for rows in found)
+            raise RequestError(
+                f"{name} {one['id']} ({one['model']}) and {name} {other['id']} ({other['model']}) are different "
+                f"metrics: they differ in the extractor, the number of images, the prompts, the reference or the "
+                f"sampler, so their values cannot be compared. Evaluate both models with the same config."
+            )
         for number in shared:
-            lines.append(f"{name} {number} ({ours[number]['better']} is better), N {ours[number]['n']}")
-            for run, rows in ((first, ours), (second, theirs)):
-                lines.append(
-                    "  {:<20} step {step:>8}  {value:10.4f}  [{low:.4f}, {high:.4f}]".format(run.name, **rows[number])
-                )
+            lines.append(f"{name} {number} ({ours[name][number]['better']} is better), N {ours[name][number]['n']}")
+            for run, rows in zip((first, second), found, strict=True):
+                row = rows[name][number]
+                lines.append("  {:<20} step {step:>8}  {value:10.4f}  [{low:.4f}, {high:.4f}]".format(run.name, **row))
     if not lines:
-        without = [run.name for run, rows in ((first, ours), (second, theirs)) if not rows]
+        without = [run.name for run, rows in zip((first, second), found, strict=True) if not rows]
         reason = f": {' and '.join(without)} {'has' if len(without) == 1 else 'have'} none" if without else ""
         raise RequestError(
             f"{first.name} and {second.name} have no metric in common{reason}. "

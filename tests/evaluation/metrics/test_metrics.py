@@ -25,7 +25,7 @@ from evaluation.metrics.intervals import (
 )
 from evaluation.metrics.kernels import cmmd, kid
 from evaluation.metrics.manifold import precision, recall
-from evaluation.metrics.table import METRICS, MetricInputs, check_comparable, clip_score, metric_id
+from evaluation.metrics.table import METRICS, MetricInputs, clip_score, metric_id
 from shards.base.errors import RequestError
 
 seeds = st.integers(0, 2**32 - 1)
@@ -299,10 +299,3 @@ def test_metric_id_covers_everything_except_the_seed() -> None:
         *(metric_id(*parts[:2], drawing | {key: "other"}, "r") for key in drawing if key != "seed"),
     ]
     assert len({first, *others}) == 1 + len(others)
-
-
-def test_values_with_different_ids_are_not_compared() -> None:
-    rows = [{"metric": "fid", "id": "a", "model": "x"}, {"metric": "kid", "id": "b", "model": "x"}]
-    check_comparable([*rows, {"metric": "fid", "id": "a", "model": "y"}])
-    with pytest.raises(RequestError, match=r"fid c \(y\) and fid a \(x\) are different metrics"):
-        check_comparable([*rows, {"metric": "fid", "id": "c", "model": "y"}])

@@ -131,7 +131,9 @@ def test_metrics_with_different_ids_are_not_compared(tmp_path: Path, capsys: pyt
         add_evaluation(first, step, "id1", step)
     add_evaluation(second, 10, "id2", 7)
     assert exit_code_of(lambda: command(["compare", str(first), str(second)])) == 2
-    assert "are different metrics: they differ in the extractor" in capsys.readouterr().err.replace("\n", " ")
+    refused = capsys.readouterr().err.replace("\n", " ")
+    assert "kid id1 (" in refused and "kid id2 (" in refused
+    assert "are different metrics: they differ in the extractor" in refused
     add_evaluation(second, 20, "id1", 4)
     assert exit_code_of(lambda: command(["compare", str(first), str(second)])) == 0
     shown = capsys.readouterr().out.splitlines()
