@@ -55,7 +55,7 @@ def test_streaming_cannot_be_imported_there(without_streaming: dict[str, str]) -
 def test_neither_the_modules_nor_stage_1_import_it(
     models: Path, tars: Path, tmp_path: Path, without_streaming: dict[str, str]
 ) -> None:
-    """tests/train/test_run.py has stage 2."""
+    """Import all modules and run stage 1; tests/train/test_run.py does the same for stage 2."""
     ours = [name for name in modules() if name.split(".")[0] in ("cluster", "plan", "precompute", "shards", "train")]
     ours.remove("shards.dataset")  # a subclass of streaming's dataset, if streaming is installed
     assert len(ours) > 100

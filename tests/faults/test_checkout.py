@@ -1,4 +1,4 @@
-"""A real node that runs a different checkout from the driver's; tests/precompute/job has a call of its worker."""
+"""A real node whose checkout differs from the driver's; tests/precompute/job calls its worker directly."""
 
 import os
 import shutil

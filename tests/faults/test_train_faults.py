@@ -188,7 +188,7 @@ def test_killed_fifty_times_at_random_moments(latents: Path, tmp_path: Path, see
 
 
 def test_killed_at_some_stages_of_writing_a_checkpoint(latents: Path, tmp_path: Path) -> None:
-    """The checkpoints are written in the background; `make test-faults` tests all stages of both ways."""
+    """Write the checkpoints in the background; `make test-faults` tests all stages, also without the background."""
     undisturbed = reference(latents, tmp_path, max_steps=6 + 4 * len(SHORT_STAGES))
     assert kill_at_stages(latents, tmp_path, SHORT_STAGES, True, undisturbed)["resumes"] == len(SHORT_STAGES)
 

@@ -151,8 +151,8 @@ def array_bytes(kind: str) -> int:
 
 
 def column_lengths(towers: DataSpec | EncodingRecord) -> dict[str, int | None]:
-    """Return the number of tokens in an untrimmed caption, or None if there is no token axis, for each column of a
-    batch that these towers fill."""
+    """Return a dict from each column that these towers fill in a batch to its number of tokens per untrimmed caption,
+    or to None if the column has no token axis."""
     lengths: dict[str, int | None] = {"image_latents": None, "size": None}
     lengths |= {"image_scales": None} if towers.image.storage == "int8" else {}
     for name, tower in towers.texts.items():

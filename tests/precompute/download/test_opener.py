@@ -50,7 +50,7 @@ def test_pictures_come(server: BadServer, path: str) -> None:
     ],
 )
 def test_failures_are_reported_in_time(server: BadServer, path: str, kind: str, text: str) -> None:
-    """test_download.py has the other kinds, by their rows and in the report."""
+    """The other kinds of failure are tested in test_download.py, by their rows and in the report."""
     with pytest.raises(Exception, match=text) as caught:
         fetch(f"{server.address}/{path}")
     assert kind_of(str(caught.value)) == kind

@@ -67,7 +67,7 @@ def roots(models: Path, captioned: Path, tmp_path_factory: pytest.TempPathFactor
 def test_each_caption_is_stored_as_if_it_were_alone(
     models: Path, captioned: Path, tmp_path: Path, roots: dict[bool, Path]
 ) -> None:
-    """tests/shards/format/test_text.py has every way of storing."""
+    """Text is stored as trimmed float8 here; tests/shards/format/test_text.py tests every kind of storage."""
     both = roots[True]
     alone = {f: encoded(models, captioned, tmp_path / f, [f], storage="float8", trim=True) for f in FIELDS}
     for bucket in BUCKETS:

@@ -132,7 +132,7 @@ def test_a_worker_that_fits_no_machine_is_refused(
 
 
 def test_a_worker_with_a_different_checkout_encodes_nothing(tmp_path: Path) -> None:
-    """tests/faults/test_checkout.py has such a node of a cluster."""
+    """Call the worker directly; tests/faults/test_checkout.py starts a real node."""
     unused: Any = None
     found = f"{os.uname().nodename} is running a different version of latentmill than the driver: the SHA-256 of its"
     with pytest.raises(UnfitNode, match=rf"{found} source is {source_sha256()}, and the driver's is f00d\. Nothing "):

@@ -199,10 +199,19 @@ def test_a_tar_whose_name_is_a_generation_is_refused(models: Path, tmp_path: Pat
         encode_all(precompute_config(models, tmp_path / "tars", tmp_path / "root"), models)
 
 
-def test_a_store_that_ignores_the_condition_is_refused(latents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_a_store_that_ignores_the_condition_is_refused(
+    latents: Path, monkeypatch: pytest.MonkeyPatch, overwrites: bool
+) -> None:
+    """The store reports success for the second create request, whether or not it overwrites the object."""
     store = RemoteStore("memory://ignorant/root")
     pipe = type(store.fs).pipe_file
-    monkeypatch.setattr(type(store.fs), "pipe_file", lambda fs, path, data, mode="": pipe(fs, path, data))
+
+    def pipe_unconditionally(fs: Any, path: str, data: bytes, mode: str = "") -> None:
+        if overwrites or not fs.exists(path):
+            pipe(fs, path, data)
+
+    monkeypatch.setattr(type(store.fs), "pipe_file", pipe_unconditionally)
     with pytest.raises(RequestError, match="ignores conditional writes"):
         create_root(store, EncodingRecord.load(open_store(latents)))
     assert store.files() == []

@@ -39,7 +39,7 @@ def test_counting_by_hand() -> None:
 
 
 def test_sd2_is_counted_as_the_plan_counts_it() -> None:
-    """The number is that of tests/plan/conftest.py."""
+    """Compare with the number of FLOPs that tests/plan/conftest.py gives the planner."""
     found = training_flops(call(unet_of(CONFIGS / "sd2-base.json"), (32, 32), 77, 1024))
     assert found == TRAIN_OVER_FORWARD * 181_090_467_840
 
@@ -77,5 +77,5 @@ def test_peaks_by_name(name: str, expected: float | None) -> None:
 
 
 def test_the_small_unet_has_its_parameters() -> None:
-    """Those of the families are in tests/families/test_configs.py."""
+    """tests/families/test_configs.py counts the parameters of the families."""
     assert sum(parameter.numel() for parameter in unet_of(CONFIGS / "small.json").parameters()) == 46_895_364

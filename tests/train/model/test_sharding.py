@@ -149,7 +149,7 @@ def test_a_step_that_is_not_finite_on_one_process_is_skipped_by_both(latents: Pa
 def test_fsdp_from_the_launcher_is_refused_without_a_gpu(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The environment is what accelerate's launcher sets for the config, except for the number of processes."""
+    """Use the environment that accelerate's launcher sets for the config, except for the number of processes."""
     words = ["--config_file", "configs/accelerate/fsdp2_full_shard.yaml", "--num_processes", "2", "x.py"]
     variables = prepare_multi_gpu_env(_validate_launch_command(launch_command_parser().parse_args(words))[0])
     for name, value in variables.items():
