@@ -137,11 +137,11 @@ QUICK = tests/shards tests/plan tests/precompute/select tests/precompute/input t
 quick: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not (slow or faults or heavy)" $(QUICK) $(ARGS)
 
-# One thread per process. Three processes keep two cores busy, because most tests start commands and wait for them.
+# One thread per process. Four processes keep two cores busy, because many tests start commands and wait for them.
 # A test that hangs is killed after ten minutes with a stack trace of all its threads, and the other tests continue.
 ## make test                      | run the tests
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
 	  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max-worker-restart 1 $(ARGS)
 
 # docs/evidence/reliability.md publishes the figures
