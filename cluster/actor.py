@@ -63,15 +63,20 @@ class WorkerActor(Generic[Work, Result]):
     """Ray actor for one worker process. It runs each attempt in a thread, and keeps loaded models between attempts."""
 
     def __init__(self, function: Function[Work, Result], board: ray.actor.ActorHandle):
+        """Prepare the worker.
+
+        Args:
+            function: only loaded here, so that a process without the necessary modules counts as one that cannot start.
+        """
         forget_ranks()
-        self.function, self.board = function, board
+        self.board = board
         self.stopping = threading.Event()
 
     def node(self) -> str:
         """Return the id of the node on which this worker runs."""
         return str(ray.get_runtime_context().get_node_id())
 
-    def attempt(self, key: str, work: Work, number: int) -> Result:
+    def attempt(self, function: Function[Work, Result], key: str, work: Work, number: int) -> Result:
         """Run an attempt and return its result. Each log line starts with the unit's key and the attempt's number,
         because all attempts on a worker share its log."""
         node, path, written = self.node(), worker_log(), time.monotonic()
@@ -96,7 +101,7 @@ class WorkerActor(Generic[Work, Result]):
         try:
             if ray.get_gpu_ids():
                 choose_device()  # raises an error if torch cannot use this node's GPU
-            result = self.function(work, number, report)
+            result = function(work, number, report)
         except BaseException as error:
             log(f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
             raise

@@ -128,10 +128,12 @@ class Fleet(Generic[Work, Result]):
 
         Args:
             at_once: number of units that each worker runs at a time, one per thread.
-            pool: worker pool to use instead of one with Ray workers.
+            pool: workers of an earlier job to use, and to keep for the next one; None: start workers for this job.
         """
         self.config, self.at_once = config, at_once
-        self.pool = pool or WorkerPool(config, function, at_once)
+        self.keeps_workers = pool is not None
+        self.pool = pool or WorkerPool(config, at_once)
+        self.pool.use(function)
         self.queue = UnitQueue(units)
         self.watch, self.health, self.breaker = NodeWatch(config), NodeHealth(config.node_failures), Breaker(config)
 
@@ -151,7 +153,10 @@ class Fleet(Generic[Work, Result]):
                 if self.pool.is_idle:
                     is_waiting = self.breaker.is_open or num_waiting > 0
                     time.sleep(POLL_SECONDS if is_waiting else min(POLL_SECONDS, self.queue.seconds_until_due()))
-            yield from self._drain()
+            if stop.received or not self.keeps_workers:
+                yield from self._drain()
+            else:
+                yield UnderWay(0, 0)
 
     def _start_attempts(self) -> int:
         """Adjust the number of workers, and give units to workers with a free slot. Return the number of units that

@@ -64,16 +64,17 @@ class StartFailure:
 
 
 class WorkerPool(Generic[Work, Result]):
-    """The workers of one job on the cluster that `start_ray` joined or started.
+    """Workers on the cluster that `start_ray` joined or started, for one job or for several in turn.
 
     The pool makes no decisions. The fleet determines the number of workers, which unit goes where, and what is retried.
     """
 
-    def __init__(self, config: ResourcesConfig, function: Function[Work, Result], at_once: int = 1):
+    def __init__(self, config: ResourcesConfig, at_once: int = 1):
         """Prepare the pool without workers. Each worker will run up to `at_once` attempts, one per thread."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self.board = ray.remote(ProgressBoard).options(num_cpus=0, scheduling_strategy=here).remote()
-        self.function = ray.put(function)
+        self.function: Any = None
+        """Object reference to the function that the workers run."""
         self.actor_class = ray.remote(
             num_gpus=config.num_gpus,
             num_cpus=config.num_cpus,
@@ -100,6 +101,10 @@ class WorkerPool(Generic[Work, Result]):
                 self.dismiss(worker)
         return alive
 
+    def use(self, function: Function[Work, Result]) -> None:
+        """Set the function for the attempts that start from now on."""
+        self.function = ray.put(function)
+
     def add(self, avoid: frozenset[str]) -> None:
         """Request a worker on a node outside `avoid`. Ray starts it once a node has room."""
         where = {"label_selector": {NODE_ID: f"!in({','.join(sorted(avoid))})"}} if avoid else {}
@@ -114,7 +119,7 @@ class WorkerPool(Generic[Work, Result]):
 
     def start(self, unit: Unit[Work], worker: Worker) -> None:
         """Start an attempt at a unit on the worker that it was assigned to."""
-        result = worker.actor.attempt.remote(unit.key, unit.work, unit.attempt)
+        result = worker.actor.attempt.remote(self.function, unit.key, unit.work, unit.attempt)
         self.running.append(RunningAttempt(unit, unit.attempt, worker, result, time.monotonic()))
 
     def wait(self, seconds: float) -> list[RunningAttempt[Work] | StartFailure]:

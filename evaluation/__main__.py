@@ -31,6 +31,7 @@ from evaluation.sampling.model import choose_step, is_run, prepare_model
 from evaluation.sampling.prompts import prompts_sha256, read_prompts
 from evaluation.scoring import check_measurable, choose_metrics, format_metrics, score
 from evaluation.study.__main__ import run as study
+from evaluation.units import workers_kept
 from evaluation.watch.follow import Follower, read_schedule
 from evaluation.watch.tracker import log_remaining_results, open_tracker
 from shards.base.config import load_config, load_from_args, parse_subcommand
@@ -131,9 +132,10 @@ def compare_runs(arguments: list[str]) -> None:
 def draw_and_score(config: EvaluateConfig, names: list[MetricName], step: int | None, output: Path | str) -> None:
     """Draw the images of every setting from one checkpoint, compute their metrics and print them."""
     check_measurable(names, len(read_prompts(config.prompts)), config.sampling.size, config.reference)
-    for place in draw(config, step, output):
-        rows = score(read_set(place), names, config.extractors, config.reference, config.workers)
-        print(f"{place}\n{format_metrics(rows)}", flush=True)
+    with workers_kept():
+        for place in draw(config, step, output):
+            rows = score(read_set(place), names, config.extractors, config.reference, config.workers)
+            print(f"{place}\n{format_metrics(rows)}", flush=True)
 
 
 def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[Path | str]:

@@ -3,8 +3,10 @@
 import os
 import random
 import traceback
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +14,7 @@ import torch
 from cluster.actor import Function
 from cluster.failure_log import summarize
 from cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
+from cluster.pool import WorkerPool
 from cluster.start import start_ray
 from precompute.encode.overlap import Stuck
 from shards.base.device import is_accelerator, is_device_error, worker_device
@@ -19,6 +22,37 @@ from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress
 
 Work = TypeVar("Work")
+Model = TypeVar("Model")
+
+_kept_workers: ContextVar[dict[str, WorkerPool[Any, Any]] | None] = ContextVar("kept workers", default=None)
+_caches: list[Any] = []
+"""The caches that `keep_last` has created in this process."""
+_last_kind: object = None
+"""The function of the units that this worker ran last."""
+
+
+@contextmanager
+def workers_kept() -> Iterator[None]:
+    """Let all jobs in this context share their workers. Otherwise, each job would start its own, which takes seconds
+    because every worker imports torch."""
+    if _kept_workers.get() is not None:
+        yield
+        return
+    pools: dict[str, WorkerPool[Any, Any]] = {}
+    token = _kept_workers.set(pools)
+    try:
+        yield
+    finally:
+        _kept_workers.reset(token)
+        for pool in pools.values():
+            pool.drain()
+
+
+def keep_last(load: Callable[..., Model]) -> Callable[..., Model]:
+    """Let a worker keep the last model that `load` returned until it runs units of a different kind."""
+    cached = lru_cache(maxsize=1)(load)
+    _caches.append(cached)
+    return cached
 
 
 def run_units(
@@ -33,12 +67,15 @@ def run_units(
     if not units:
         return
     start_ray(workers)
+    pool = None
+    if (pools := _kept_workers.get()) is not None:
+        pool = pools.setdefault(workers.model_dump_json(), WorkerPool(workers))
     failed: dict[str, str] = {}
     done, total = 0, len(units)
     # random order, so that two jobs that run at once on the same parts duplicate only the units in flight
     order = random.sample(units, total)
     with Progress(what, "parts", total) as progress:
-        for event in Fleet(workers, partial(run_on_worker, function, workers), iter(order)):
+        for event in Fleet(workers, partial(run_on_worker, function, workers), iter(order), pool=pool):
             match event:
                 case Done():
                     done += 1
@@ -74,7 +111,12 @@ def run_on_worker(
     After a device error, the process cannot use its GPU again. After `Stuck`, it has a thread that never ends. In both
     cases, the fleet starts a new worker.
     """
+    global _last_kind
     torch.set_num_threads(1 if is_accelerator(worker_device(config.num_gpus)) else max(1, int(config.num_cpus)))
+    if (kind := getattr(function, "func", function)) is not _last_kind:
+        _last_kind = kind
+        for cache in _caches:
+            cache.cache_clear()  # free the memory of the previous job's models
     try:
         return function(work, attempt, report)
     except RuntimeError as error:

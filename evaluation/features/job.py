@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from evaluation.features.sources import InputRecord, ReferenceConfig, SampleUnit
 from evaluation.metrics.frechet import Moments
 from evaluation.metrics.table import ExtractorName
 from evaluation.parts import PartReceipt, commit_part, create_once, read_part, read_receipts, read_sealed
-from evaluation.units import run_units
+from evaluation.units import keep_last, run_units
 from shards.base.device import worker_device
 from shards.base.durable import canonical_json
 from shards.base.errors import RequestError, WorkError
@@ -42,7 +42,7 @@ NO_REFERENCE = (
 ISOLATE_FROM = 2
 """First attempt that decodes images in a child process, because an image may have crashed the previous attempt."""
 FEATURES, TEXTS, MOMENTS = "features.npy", "texts.npy", "moments.npz"
-cached_extractor, cached_text_encoder = lru_cache(maxsize=1)(load_extractor), lru_cache(maxsize=1)(load_text_features)
+cached_extractor, cached_text_encoder = keep_last(load_extractor), keep_last(load_text_features)
 """Cached loaders, so that a worker loads each network once for all its units."""
 
 

@@ -28,7 +28,7 @@ from evaluation.sampling.pipeline import (
 )
 from evaluation.sampling.prompts import Prompt, prompts_sha256
 from evaluation.sampling.settings import Codec, Drawing, SamplingConfig, Setting
-from evaluation.units import run_units
+from evaluation.units import keep_last, run_units
 from shards.base.config import flatten
 from shards.base.device import Precision, worker_device
 from shards.base.durable import canonical_json
@@ -219,11 +219,11 @@ def draw_on_worker(
     return commit_part(open_store(part.output), PICTURES, part.name, write)
 
 
-@functools.lru_cache(maxsize=1)
+@keep_last
 def cached_pipeline(
     model: Model, output: Path | str, device: str, precision: Any, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """Load the pipeline, and return it together with its own scheduler. Both are cached for the worker's next part."""
+    """Load the pipeline, and return it together with its own scheduler. Both are kept for the worker's next part."""
     with open_pipeline(model, open_store(output)) as folder:
         pipeline = load_pipeline(folder, device, precision, trust_remote_code)
     return pipeline, pipeline.scheduler

@@ -52,7 +52,6 @@ class DeviceClock:
         for stage, begin, end in self.begun:
             end.synchronize()
             seconds[stage] += begin.elapsed_time(end) / 1000
-        self.begun.clear()
         seconds["device"] = sum(spent for stage, spent in seconds.items() if stage.startswith("device."))
 
 

@@ -43,6 +43,9 @@ class PlayedPool(WorkerPool[str, str]):
                 self.dismiss(worker)
         return dict(self.nodes)
 
+    def use(self, function: object) -> None:
+        """Ignore the function, because attempts are scripted."""
+
     def add(self, avoid: frozenset[str]) -> None:
         self.workers.append(Worker(avoid, None, time.monotonic()))
 

@@ -43,9 +43,13 @@ def test_an_attempt_on_such_a_node_of_a_cluster_fails(monkeypatch: pytest.Monkey
     monkeypatch.setattr("ray.wait", lambda *_, **__: None)
     monkeypatch.setattr(WorkerActor, "node", lambda self: "node")  # it would start Ray
     board: Any = SimpleNamespace(write=SimpleNamespace(remote=lambda *_: None))
-    worker = WorkerActor[str, str](lambda *_: pytest.fail("the attempt began"), board)
+
+    def begun(*_: object) -> str:
+        pytest.fail("the attempt began")
+
+    worker = WorkerActor[str, str](begun, board)
     with pytest.raises(RequestError, match=MESSAGE):
-        worker.attempt("00000", "work", 1)
+        worker.attempt(begun, "00000", "work", 1)
 
 
 @pytest.mark.usefixtures("unusable")

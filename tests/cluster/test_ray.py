@@ -18,6 +18,7 @@ import ray
 from cluster.actor import Function
 from cluster.fleet import Done, Failed, Fleet, FleetConfig, UnderWay
 from cluster.nodes import ResourcesConfig
+from cluster.pool import WorkerPool
 from cluster.start import precision_on_worker, start_ray
 from precompute.__main__ import run as precompute
 from shards.base import device
@@ -66,6 +67,25 @@ def session() -> Iterator[str]:
 
 def fleet(function: Function[str, Any], keys: str) -> Fleet[str, Any]:
     return Fleet(CONFIG, function, ((key, key) for key in keys), AT_ONCE)
+
+
+def test_a_pool_keeps_its_workers_for_the_next_job(session: str) -> None:
+    def first(key: str, number: int, report: object) -> tuple[str, int]:
+        return key, os.getpid()
+
+    def second(key: str, number: int, report: object) -> tuple[str, int]:
+        return key.upper(), os.getpid()
+
+    pool = WorkerPool[str, Any](CONFIG)
+    results = [
+        [event.result for event in Fleet(CONFIG, function, [("a", "a")], pool=pool) if isinstance(event, Done)]
+        for function in (first, second)
+    ]
+    pool.drain()
+    ((one, pid),), ((two, same),) = results
+    assert (one, two, pid) == ("a", "A", same) and not pool.workers
+    (other,) = (event.result[1] for event in Fleet(CONFIG, first, [("a", "a")]) if isinstance(event, Done))
+    assert other != pid
 
 
 def test_a_worker_runs_several_units_and_loses_them_together(session: str) -> None:
