@@ -44,11 +44,7 @@ setup: $(STAMP)
 
 # .venv is built from the lock alone, and only if the lock or pyproject.toml has changed.
 $(STAMP): requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"error: latentmill needs Python 3.11, 3.12 or 3.13, but $(PYTHON) is {v[0]}.{v[1]}. Try: make PYTHON=python3.13 $(MAKECMDGOALS)")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip sync --quiet --compile-bytecode --python $(BIN)/python requirements.lock
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@$(PYTHON) deploy/setup.py $(MAKECMDGOALS)
 	@touch $@
 
 ## make demo                      | run everything on a generated dataset, without a GPU (13 to 28 minutes on 2 cores)

@@ -100,6 +100,7 @@ def demo_section(metrics: dict[str, Any]) -> Section:
         ),
         macros.headline(figures),
         macros.table("Images that follow their prompt, judged by geometry", header, scores),
+        macros.table("Images rejected in stage 1", ["reason", "images"], list(metrics["rejected_by_reason"].items())),
         macros.table("Duration", ["step", "duration", "images/s"], steps),
     )
 
@@ -124,26 +125,10 @@ def draw_samples(folder: Path) -> None:
 
 
 def print_summary(folder: Path, metrics: dict[str, Any]) -> None:
-    """Print the most important results, and where to find the rest."""
-    adherence, held_out = metrics["adherence"], metrics["adherence"]["held_out"]
-    reasons = [f"{reason} {count:,}" for reason, count in metrics["rejected_by_reason"].items()]
-    stored = [
-        f"{bucket}: {size['samples']:,} ({size['bytes_per_sample']:,} B each)"
-        for bucket, size in metrics["buckets"].items()
-    ]
-    speeds = [f"{phase} {speed} images/s" for phase, speed in metrics["train_images_per_second"].items()]
-    toys = ["{metric} {value:.3f} [{low:.3f}, {high:.3f}]".format(**row) for row in metrics["toy_metrics"][PHASES[-1]]]
-    rows = [
-        ("images", "{images_in:,} in, {accepted:,} accepted, {rejected:,} rejected".format(**metrics)),
-        ("rejected because", ", ".join(reasons)),
-        ("samples stored", ", ".join(stored)),
-        ("stage 1", f"{metrics['precompute_images_per_second']} images/s"),
-        ("stage 2", ", ".join(speeds)),
-        ("colour correct", f"{adherence['colour']:.1%} ({held_out['colour']:.1%} for held-out combinations)"),
-        ("shape correct", f"{adherence['shape']:.1%} ({held_out['shape']:.1%} for held-out combinations)"),
-        ("toy metrics, 95 %", ", ".join(toys)),
-        ("total time", f"{metrics['seconds']['total'] / 60:.1f} min"),
-    ]
-    width = max(len(name) for name, _ in rows)
-    print("\n" + "\n".join(f"  {name:<{width}}  {value}" for name, value in rows))
-    print(f"\n  Open {folder}/report.html in a browser. Samples are in {folder}/samples.png.")
+    """Print the three most important results, and where to find the rest."""
+    held_out = metrics["adherence"]["held_out"]
+    print(
+        f"\nDone in {metrics['seconds']['total'] / 60:.1f} min. Of {held_out['samples']} images for combinations of "
+        f"colour and shape that are in no training image, {held_out['colour']:.1%} have the right colour and "
+        f"{held_out['shape']:.1%} the right shape.\n  images: {folder}/samples.png\n  report: {folder}/report.html"
+    )

@@ -18,6 +18,8 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 
 class _Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 256  # downloaders open many connections at once; a rejected one is tried again after seconds
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect in the middle of an image, which happens after a timeout."""
         if not isinstance(sys.exception(), ConnectionError):

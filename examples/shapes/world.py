@@ -1,15 +1,12 @@
 """The demo's substitute for the web: a folder of captioned images, some of them broken, and a LAION-like table."""
 
 import io
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from PIL import Image
-from rich.console import Console
-from rich.progress import track
 
 from examples.shapes.captions import write_caption
 from examples.shapes.scenes import BACKGROUNDS, Scene, draw_scene, sample_scene
@@ -131,8 +128,7 @@ def _save(image: Image.Image, format: str, **options: object) -> bytes:
 def write_world(folder: Path, num_pictures: int, seed: int) -> list[PlannedPicture]:
     """Draw all images, write all but the `missing` ones to `folder`, and return the plan for all images."""
     pictures = plan_world(num_pictures, seed)
-    console, is_log = Console(stderr=True), not sys.stderr.isatty()
-    for index, picture in enumerate(track(pictures, "draw", console=console, transient=True, disable=is_log)):
+    for index, picture in enumerate(pictures):
         if picture.kind != "missing":
             path = folder / picture.path
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -110,11 +110,16 @@ def choose_device(requested: DeviceOption = "auto", devices: Path = Path("/dev")
         return "cpu"
     if has_accelerator():
         return ACCELERATOR
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
-    has_gpu = any(devices.glob("nvidia[0-9]*")) and not hidden
+    has_gpu = has_nvidia_gpu(devices)
     if requested != "auto" or has_gpu:
         raise RequestError(unusable_gpu(has_gpu))
     return "cpu"
+
+
+def has_nvidia_gpu(devices: Path = Path("/dev")) -> bool:
+    """Return whether this process sees an NVIDIA GPU, without importing torch, which might be unable to use it."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    return any(devices.glob("nvidia[0-9]*")) and not hidden
 
 
 def unusable_gpu(has_gpu: bool, driver: Path = Path("/sys/module/nvidia/version")) -> str:

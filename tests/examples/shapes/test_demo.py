@@ -1,12 +1,19 @@
-"""The demo's number of processes and its estimate of the total time."""
+"""The demo's number of processes, its progress and estimate, and what it does after a failure."""
 
-import json
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from examples.shapes.demo import Demo, seconds_left, training_processes
+from examples.shapes.demo import Demo, training_processes
+from examples.shapes.progress import Progress, Step, describe, seconds_left
+
+STEPS = [
+    Step("encode", "encode", 60, "data", lambda: None),
+    Step("first", "first phase", 100, "training", lambda: None),
+    Step("second", "second phase", 200, "training", lambda: None),
+]
 
 
 @pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (96, 8)])
@@ -14,19 +21,49 @@ def test_processes_share_the_batch_evenly(cores: int, processes: int) -> None:
     assert training_processes(cores) == processes
 
 
-def test_the_total_time_is_estimated_once_from_the_first_logged_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    demo, metrics = Demo(tmp_path / "demo", 100), tmp_path / "metrics.jsonl"
-    demo.seconds = {"world": 60.0}
-    lines = [json.dumps({"step": step, "images_per_second": 139.0}) for step in (10, 20)]
-    with demo.estimate(metrics):
-        metrics.write_text("\n".join(lines))
-        time.sleep(1.5)
-    printed = capsys.readouterr().out
-    minutes = round((60 + seconds_left(139.0)) / 60)
-    assert printed.count("The demo will take about") == 1 and f"about {minutes} min in total (1 min so far)" in printed
+def test_the_estimate_follows_the_speed_of_steps_of_the_same_kind() -> None:
+    assert seconds_left(STEPS, {}, {}) == pytest.approx(360)
+    # twice as slow as expected in all that is known
+    slow = seconds_left(STEPS, {"encode": 120.0}, {"encode": 1.0})
+    assert slow == pytest.approx(300 * (120 + 20) / (60 + 20))
+    # encoding was slow, but training is fast
+    halfway = seconds_left(STEPS, {"encode": 120.0, "first": 25.0}, {"encode": 1.0, "first": 0.5})
+    assert 100 < halfway < 250
+    names = [step.name for step in STEPS]
+    assert seconds_left(STEPS, dict.fromkeys(names, 9.0), dict.fromkeys(names, 1.0)) == 0
 
 
-def test_a_slower_machine_needs_proportionally_longer() -> None:
-    assert seconds_left(10.0) == pytest.approx(10 * seconds_left(100.0))
+def test_a_process_that_has_only_started_does_not_disturb_the_estimate() -> None:
+    before = seconds_left(STEPS, {"encode": 60.0}, {"encode": 1.0})
+    started = seconds_left(STEPS, {"encode": 60.0, "first": 12.0}, {"encode": 1.0, "first": 0.02})
+    assert before == pytest.approx(300) and started < 1.6 * before
+
+
+def test_the_finish_is_described_in_minutes() -> None:
+    noon = datetime(2026, 11, 26, 12)
+    assert describe(250, noon) == "about 4 min left, until 12:04"
+    assert describe(20, noon) == "about half a minute left, until 12:00"
+
+
+def test_plain_lines_tell_the_step_and_the_finish(capsys: pytest.CaptureFixture[str]) -> None:
+    spent: dict[str, float] = {}
+    progress = Progress(STEPS, spent, [])
+    with progress.running(STEPS[0]):
+        time.sleep(0.2)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("[1/3] encode (about 6 min left, until ") and second == "[1/3] encode: 0 s"
+    assert 0.1 < spent["encode"] < 5
+
+
+def test_a_failed_step_shows_its_error_and_is_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo = Demo(tmp_path / "demo", 100)
+    demo.steps = (
+        Step("fine", "fine", 1, "data", lambda: None),
+        Step("bad", "bad", 1, "data", lambda: demo.call("shards", "stats", str(tmp_path / "nothing"))),
+    )
+    with pytest.raises(SystemExit, match=r"nothing(.|\n)*error: `python -m shards stats \S+ …` failed with exit code"):
+        demo.run()
+    again = Demo(tmp_path / "demo", 100)
+    assert again.finished == ["fine"] and again.seconds.keys() == {"fine", "bad"}
+    with pytest.raises(SystemExit, match="other settings"):
+        Demo(tmp_path / "demo", 100, seed=1)
