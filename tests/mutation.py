@@ -3,8 +3,8 @@
 A mutant is the product with one expression or statement changed: a comparison or an operator swapped, a condition
 negated, a number increased, a call dropped. Each is tested in a private copy of the tree, first with the tests of its
 package, where those that mirror its module come first, then with the tests of `make quick`, and then with those of the
-model families. It survives if all of them pass. Survivors are printed as diffs; read them, because some change nothing
-(a cache's size, an error's wording).
+training step and the model families. It survives if all of them pass. Survivors are printed as diffs; read them,
+because some change nothing (a cache's size, an error's wording).
 
 Tests run in forks of this process, which has imported the libraries but no module of the product.
 
@@ -185,7 +185,7 @@ def stages_for(module: str, quick: list[str]) -> Iterator[list[str]]:
     if (TREE / package).exists():
         yield ["-m", GATE, package]
     yield ["-m", QUICK, *quick, f"--ignore={package}"]
-    yield ["-m", GATE, "tests/families"]
+    yield ["-m", GATE, "tests/train/test_step.py", "tests/families"]
 
 
 def examine(mutant: Mutant, copy: Path, quick: list[str]) -> str | None:

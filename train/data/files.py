@@ -194,17 +194,6 @@ class SampleReader:
         # in shared memory, so that only one of the rank's loader workers verifies each file
         self.ready = torch.zeros(sum(counts), dtype=torch.uint8).share_memory_()
         self.locks = [multiprocessing.Lock() for _ in range(NUM_LOCKS)]
-        self._init_process()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._init_process()
-
-    def _init_process(self) -> None:
-        """Create the attributes that are private to each process."""
         self._is_ready: NDArray[np.uint8] = self.ready.numpy()
         self._pool: ThreadPoolExecutor | None = None
         self._pending: dict[int, Future[None]] = {}

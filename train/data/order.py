@@ -111,14 +111,10 @@ class Order:
         self.shuffle = shuffle
         self.num_batches = [sum(stream.chosen for stream in group) // global_batch_size for group in groups]
         self.steps_per_epoch = sum(self.num_batches)
-        self._init_caches()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._init_caches()
+        # two entries each, because a prefetching loader may already be in the next epoch or block
+        self._batches = lru_cache(2)(self._plan_batches)
+        self._layout = lru_cache(2 * len(self.groups))(self._make_layout)
+        self._blocks: dict[tuple[int, int], dict[tuple[int, int], Block]] = {}
 
     def samples(self, step: int, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Look up the samples in some slots of the global batch for `step`.
@@ -141,12 +137,6 @@ class Order:
             files[here] = block_files[places[here] - start]
             rows[here] = block_rows[places[here] - start]
         return files, rows
-
-    def _init_caches(self) -> None:
-        # two entries each, because a prefetching loader may already be in the next epoch or block
-        self._batches = lru_cache(2)(self._plan_batches)
-        self._layout = lru_cache(2 * len(self.groups))(self._make_layout)
-        self._blocks: dict[tuple[int, int], dict[tuple[int, int], Block]] = {}
 
     def _words(self, count: int, *key: int) -> NDArray[np.uint64]:
         """Return (count,) random words, which depend only on the seed and `key`."""

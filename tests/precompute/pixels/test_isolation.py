@@ -46,6 +46,8 @@ def test_a_child_returns_what_a_thread_does_and_raises_what_it_raises(
     with Isolated(killed_once, LIMITS) as isolated:
         there = isolated(b"%s/seen\n%s" % (bytes(tmp_path), SOUND), SMALL, PixelsConfig(), LIMITS)
         assert len(isolated.children) == 2
+        scores = [Path(f"/proc/{child.process.pid}/oom_score_adj") for child in isolated.children if child.ready]
+        assert [score.read_text().strip() for score in scores if score.exists()] == ["1000"]
         assert there.pixels[SMALL[0]].tobytes() == here.pixels[SMALL[0]].tobytes()
         assert (there.width, there.height, there.corners) == (here.width, here.height, here.corners)
         with pytest.raises(Reject, match="cannot identify") as caught:

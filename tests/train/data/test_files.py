@@ -73,6 +73,10 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
 
 
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
 def copies(cache: Path) -> list[Path]:
     return sorted(cache.rglob("*.mds"), key=lambda path: path.parts[-2:])
 
@@ -191,9 +195,10 @@ def test_downloads_are_retried(root: Path, tmp_path: Path, failures: int) -> Non
     [
         (flip_a_bit, r"64x64/00001\.\w+/shard\.00000\.mds is damaged: its xxh3_64 does not match its index"),
         (cut_short, r"64x64/00001\.\w+/shard\.00000\.mds is \d+ bytes long, but its index lists \d+ bytes"),
+        (empty, r"64x64/00001\.\w+/shard\.00000\.mds is 0 bytes long, but its index lists \d+ bytes"),
         (Path.unlink, r"64x64/00001\.\w+/shard\.00000\.mds is missing, but its index lists \d+ bytes"),
     ],
-    ids=["flipped-bit", "cut-short", "missing"],
+    ids=["flipped-bit", "cut-short", "empty", "missing"],
 )
 @pytest.mark.parametrize(
     ("num_workers", "cached"), [(0, False), (2, False), (0, True)], ids=["in-place", "in-place-workers", "cached"]
