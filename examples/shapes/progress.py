@@ -31,8 +31,8 @@ class Step:
     kind: Literal["data", "training"]
     """Steps of the same kind are about equally fast or slow on a machine."""
     work: Callable[[], object]
-    done: Callable[[], float] = lambda: 0.0
-    """Return the finished share of the step, between 0 and 1."""
+    done: Callable[[], float] | None = None
+    """Function that returns the finished share of the step, between 0 and 1; None: it is estimated from the time."""
 
 
 def seconds_left(steps: Sequence[Step], spent: Mapping[str, float], shares: Mapping[str, float]) -> float:
@@ -89,7 +89,8 @@ class Progress:
 
         def update() -> float:
             self.spent[step.name] = round(before + time.monotonic() - began, 1)
-            self.shares[step.name] = min(step.done(), 0.99)
+            share = self.spent[step.name] / step.seconds if step.done is None else step.done()
+            self.shares[step.name] = min(share, 0.95)
             return seconds_left(self.steps, self.spent, self.shares)
 
         show = self._show_bar if self.console.is_terminal else self._show_lines
