@@ -32,7 +32,7 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_root(tmp_path_factory.mktemp("roots") / "root", {"64x64": [20], "64x96": [20]})
+    return make_root(tmp_path_factory.mktemp("roots") / "root", {"64x64": [20], "64x96": [20], "72x72": [20]})
 
 
 def another(root: Path, copy: Path, section: str, **fields: Any) -> Path:
@@ -105,6 +105,14 @@ def test_a_unet_that_does_not_fit_the_latents(
     backbone, data = {"config": str(unet)}, {"streams": [{"root": str(root), "bucket": "64x96"}]}
     message = refusal(tmp_path, train_fields(root, tmp_path / "run", backbone=backbone, data=data), capsys)
     assert words in message and "Set `backbone.config` to a network that fits them, or train on a different" in message
+
+
+def test_odd_sides_fit_a_unet_that_halves_nothing(root: Path, tmp_path: Path) -> None:
+    one_level = {"block_out_channels": [8], "down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
+    (unet := tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | one_level))
+    backbone, data = {"config": str(unet)}, {"streams": [{"root": str(root), "bucket": "72x72"}]}
+    fields = train_fields(root, tmp_path / "run", backbone=backbone, data=data)
+    run(["check", "--config", str(write_config(tmp_path, fields))])
 
 
 def test_a_unet_config_that_is_no_object(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

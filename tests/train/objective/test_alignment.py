@@ -335,6 +335,7 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
         ),
         ({"layer": "time_embedding"}, None, r"has shape \(1, 64\) for latents of 8x8\. Alignment needs"),
         ({"layer": LAYER, "output": 1}, None, r"returned Tensor, tuple\. Alignment needs .* output 1 is a tensor"),
+        ({"layer": LAYER, "output": 2}, None, r"returned Tensor, tuple\. Alignment needs .* output 2 is a tensor"),
         (
             {"layer": LAYER, "tower": "dion"},
             None,

@@ -123,6 +123,7 @@ def test_a_launch_stops_if_the_checkpoints_changed_since_it_looked(store: LocalS
     with pytest.raises(WorkError, match="changed while this launch was starting: the previous launch was still run"):
         acquire(store, tmp_path / "second", Seen(None, seen))
     assert list(find_checkpoints(store)) == ["step-00000001"]
+    assert "ended" in json.loads(store.read("launches/0002.sign"))  # so that the next launch need not wait
     assert acquire(store, tmp_path / "third").lease.number == 3
 
 
