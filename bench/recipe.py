@@ -1,0 +1,262 @@
+"""Compare training recipes for the demo: `python -m bench.recipe`.
+
+Each trial trains both phases of the demo from scratch with one change to the recipe, at an equal number of FLOPs, and
+judges images of combinations that are in no training image. A choice and the recipe are compared seed by seed. The
+results are kept in a file, so the same command continues an interrupted sweep.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+CONFIGS = Path("examples/shapes/configs")
+UNET = Path("examples/shapes/unet.json")
+PICTURES = {"held_out": 192, "seen": 96}
+"""Number of images judged for each list of combinations."""
+TEXT_LENGTH = 24
+SIDES = {1: 8, 2: 16}
+"""Phase → side length of its latents."""
+
+Recipe = Mapping[str, Any]
+"""Name → value. `unet.NAME` is a field of the network's config, `phase1.NAME` and `phase2.NAME` are fields of that
+phase's config, and other names with a dot are fields of both. `share` is phase 1's share of the FLOPs, `warmup` and
+`ema_start` are fractions of a phase's steps, and `guidance` and `steps` are settings of the sampler."""
+
+BASE: Recipe = {
+    "unet.block_out_channels": [32, 64, 96],
+    "share": 0.35,
+    "warmup": 0.05,
+    "ema_start": 0.5,
+    "guidance": 4.0,
+    "steps": 10,
+}
+CHOICES: dict[str, Recipe] = {
+    "batches of 32 and 16": {"phase1.global_batch_size": 32, "phase2.global_batch_size": 16},
+    "captions pooled into the timestep embedding": {
+        "unet.addition_embed_type": "text",
+        "unet.addition_embed_type_num_heads": 4,
+    },
+    "scale and shift from the timestep": {"unet.resnet_time_scale_shift": "scale_shift"},
+    "flow matching": {"objective.prediction": "flow_matching", "objective.timestep_sampling": "logit_normal"},
+    "half of the FLOPs in phase 1": {"share": 0.5},
+    "attention at full resolution": {
+        "unet.down_block_types": ["CrossAttnDownBlock2D"] * 3,
+        "unet.up_block_types": ["CrossAttnUpBlock2D"] * 3,
+    },
+    "min-SNR 5": {"objective.min_snr_gamma": 5.0},
+    "twice the learning rate": {"phase1.optimizer.lr": 4e-3, "phase2.optimizer.lr": 2e-3},
+    "half the learning rate": {"phase1.optimizer.lr": 1e-3, "phase2.optimizer.lr": 5e-4},
+}
+
+
+def network_of(recipe: Recipe) -> dict[str, Any]:
+    """Return the network's config for a recipe."""
+    changes = {name.removeprefix("unet."): value for name, value in recipe.items() if name.startswith("unet.")}
+    return json.loads(UNET.read_text()) | changes
+
+
+def training_flops(network: Mapping[str, Any], side: int) -> int:
+    """Return the FLOPs per image of a training step on latents of `side` x `side`."""
+    import torch
+    from diffusers import UNet2DConditionModel
+
+    from train.model import flops
+
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(network)
+        inputs = (
+            torch.empty(1, 4, side, side),
+            torch.empty(1),
+            torch.empty(1, TEXT_LENGTH, unet.config.cross_attention_dim),
+        )
+        return flops.training_flops(lambda: unet(*inputs))
+
+
+def phase_settings(recipe: Recipe, phase: int, seed: int, tflop: float) -> dict[str, Any]:
+    """Return the fields of a phase's config that differ from the file's, with as many steps as its FLOPs allow."""
+    from shards.base.config import load_config
+    from train.config import TrainConfig
+
+    own = f"phase{phase}."
+    fields = {name: value for name, value in recipe.items() if "." in name and not name.startswith(("unet.", "phase"))}
+    fields |= {name.removeprefix(own): value for name, value in recipe.items() if name.startswith(own)}
+    config = load_config(TrainConfig, CONFIGS / f"phase{phase}.yaml", [], "bench.recipe")
+    batch = fields.get("global_batch_size", config.global_batch_size)
+    share = recipe["share"] if phase == 1 else 1 - recipe["share"]
+    steps = round(tflop * 1e12 * share / training_flops(network_of(recipe), SIDES[phase]) / batch)
+    return fields | {
+        "max_steps": steps,
+        "seed": 2 * seed + phase - 1,
+        "schedule.warmup_steps": round(recipe["warmup"] * steps),
+        "ema.start_step": round(recipe["ema_start"] * steps),
+        "checkpoint.every": steps,
+        "checkpoint.keep_every": None,
+        "evaluate.every": None,
+    }
+
+
+def run_trial(recipe: Recipe, seed: int, tflop: float, root: Path, folder: Path) -> dict[str, Any]:
+    """Train both phases in `folder`, sample, and return the shares of images that follow their prompt."""
+    network = folder / "unet.json"
+    network.write_text(json.dumps(network_of(recipe)))
+    seconds, steps, rates = {}, {}, {}
+    for phase in SIDES:
+        run = folder / f"phase{phase}"
+        settings = phase_settings(recipe, phase, seed, tflop)
+        command = [sys.executable, "-m", "train", "--config", str(CONFIGS / f"phase{phase}.yaml")]
+        settings |= {"run_dir": run, "data.root": root, "backbone.config": network}
+        if phase == 2:
+            settings["init_from"] = folder / "phase1"
+        for name, value in settings.items():
+            command += [f"--{name}", value if isinstance(value, str) else json.dumps(value, default=str).strip('"')]
+        started = time.monotonic()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        seconds[f"phase{phase}"], steps[f"phase{phase}"] = round(time.monotonic() - started, 1), settings["max_steps"]
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rates[f"phase{phase}"] = float(np.median([line["images_per_second"] for line in lines]))
+    started = time.monotonic()
+    shares = judge_run(folder / "phase2", recipe)
+    seconds["samples"] = round(time.monotonic() - started, 1)
+    return {"steps": steps, "seconds": seconds, "images_per_second": rates} | shares
+
+
+def judge_run(run: Path, recipe: Recipe) -> dict[str, dict[str, float]]:
+    """Sample captions of both lists of combinations, and return the shares with the right colour, shape and both."""
+    import torch
+
+    from evaluation.sampling.pipeline import load_pipeline, sampler_of
+    from examples.shapes.captions import write_caption
+    from examples.shapes.judge import judge
+    from examples.shapes.scenes import HELD_OUT, SEEN, sample_scene
+    from train.export.pipeline import ExportConfig, write_pipeline
+
+    pipeline = load_pipeline(write_pipeline(run, ExportConfig()), "cpu", "float32")
+    is_flow = pipeline.scheduler.config.get("prediction_type") == "flow_prediction"
+    pipeline.scheduler = sampler_of(pipeline.scheduler, "own" if is_flow else "dpm_solver")
+    found = {}
+    for stream, (name, combinations) in enumerate({"held_out": sorted(HELD_OUT), "seen": SEEN}.items()):
+        rng = np.random.default_rng([11, stream])
+        scenes = [sample_scene(rng, (combinations[i % len(combinations)],)) for i in range(PICTURES[name])]
+        captions = [write_caption(scene, rng) for scene in scenes]
+        verdicts = []
+        for start in range(0, len(captions), 32):
+            generators = [torch.Generator().manual_seed(i) for i in range(start, min(start + 32, len(captions)))]
+            images = pipeline(
+                captions[start : start + 32],
+                height=128,
+                width=128,
+                num_inference_steps=recipe["steps"],
+                guidance_scale=recipe["guidance"],
+                generator=generators,
+                output_type="np",
+            ).images
+            verdicts += [judge((image * 255).round().astype(np.uint8)) for image in images]
+        colour = np.array([v.colour == s.colour for v, s in zip(verdicts, scenes, strict=True)])
+        shape = np.array([v.shape == s.shape for v, s in zip(verdicts, scenes, strict=True)])
+        found[name] = {"colour": colour.mean(), "shape": shape.mean(), "both": (colour & shape).mean()}
+    return found
+
+
+def interval(differences: list[float]) -> str:
+    """Describe the mean of paired differences with its 95 % t-interval."""
+    mean = float(np.mean(differences))
+    if len(differences) < 2:
+        return f"{mean:+.1%}"
+    half = stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences)
+    return f"{mean:+.1%} [{mean - half:+.1%}, {mean + half:+.1%}]"
+
+
+def table(rows: list[dict[str, Any]], choices: Mapping[str, Recipe], tflop: float) -> str:
+    """Return a Markdown table of all choices that have results."""
+    by = {(json.dumps(row["recipe"], sort_keys=True), row["seed"]): row for row in rows if row["tflop"] == tflop}
+
+    def of(recipe: Recipe) -> dict[int, dict[str, Any]]:
+        key = json.dumps(dict(recipe), sort_keys=True)
+        return {seed: row for (its, seed), row in by.items() if its == key}
+
+    base = of(BASE)
+    lines = ["| choice | seeds | colour | shape | both | both, against the recipe | seconds |", "| --- " * 7 + "|"]
+    for name, changes in {"the recipe": {}, **choices}.items():
+        trials = of({**BASE, **changes})
+        if trials:
+            means = [
+                f"{np.mean([row['held_out'][k] for row in trials.values()]):.1%}" for k in ("colour", "shape", "both")
+            ]
+            differences = [
+                row["held_out"]["both"] - base[seed]["held_out"]["both"] for seed, row in trials.items() if seed in base
+            ]
+            gained = interval(differences) if changes and differences else ""
+            seconds = np.mean([row["seconds"]["phase1"] + row["seconds"]["phase2"] for row in trials.values()])
+            lines.append(f"| {name} | {len(trials)} | {' | '.join(means)} | {gained} | {seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run all trials that have no result yet, and print the table."""
+    parser = argparse.ArgumentParser(prog="bench.recipe", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="CHOICE", help="default: all choices")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--tflop", type=float, default=10.0, help="training FLOPs of a trial, in units of 10^12")
+    parser.add_argument("--processes", type=int, default=2, help="trials at once, each on one core")
+    parser.add_argument("--root", type=Path, default=Path("runs/demo/latents"), help="latents root of a `make demo`")
+    parser.add_argument("--folder", type=Path, default=Path("runs/recipe"), help="for results and running trials")
+    parser.add_argument("--trial", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.trial:
+        request = json.loads(options.trial)
+        folder = Path(request.pop("folder"))
+        (folder / "result.json").write_text(json.dumps(run_trial(folder=folder, **request)))
+        return
+    options.folder.mkdir(parents=True, exist_ok=True)
+    results = options.folder / "trials.jsonl"
+    results.touch()
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    chosen = {name: CHOICES[name] for name in options.names} if options.names else CHOICES
+    known = {(json.dumps(row["recipe"], sort_keys=True), row["seed"], row["tflop"]) for row in rows}
+
+    def trial(name: str, recipe: Recipe, seed: int) -> None:
+        folder = options.folder / f"{name.replace(' ', '-')}.{seed}.{os.getpid()}"
+        folder.mkdir()
+        request = {
+            "recipe": recipe,
+            "seed": seed,
+            "tflop": options.tflop,
+            "root": str(options.root.absolute()),
+            "folder": str(folder),
+        }
+        command = [sys.executable, "-m", "bench.recipe", "--trial", json.dumps(request)]
+        with (folder / "errors").open("w") as errors:
+            code = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=errors).returncode
+        if code:
+            print(f"{name}, seed {seed}, failed: see {folder}/errors", flush=True)
+            return
+        row = {"choice": name, "recipe": recipe, "seed": seed, "tflop": options.tflop}
+        row |= json.loads((folder / "result.json").read_text())
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        rows.append(row)
+        shutil.rmtree(folder)
+        print(f"{name}, seed {seed}: {row['held_out']} {row['seconds']}", flush=True)
+
+    with ThreadPoolExecutor(options.processes) as pool:
+        for seed in options.seeds:
+            for name, changes in {"the recipe": {}, **chosen}.items():
+                recipe = {**BASE, **changes}
+                if (json.dumps(recipe, sort_keys=True), seed, options.tflop) not in known:
+                    pool.submit(trial, name, recipe, seed)
+    print(table(rows, CHOICES, options.tflop))
+
+
+if __name__ == "__main__":
+    main()
