@@ -260,6 +260,23 @@ def test_jackknife_of_the_mean_and_the_squared_mean(seed: int) -> None:
     assert square.unbiased == pytest.approx(x.mean() ** 2 - x.var(ddof=1) / GROUPS)
 
 
+def test_jackknife_variance_by_efron_and_stein() -> None:
+    """The terms of the docstring of `jackknife`, in loops, for a statistic that is mostly linear."""
+    x = np.random.default_rng(3).normal(1.0, size=GROUPS)
+    n, whole = GROUPS, x.mean() ** 2
+    one = [np.delete(x, i).mean() ** 2 for i in range(n)]
+    first = (n - 1) / n * sum((value - np.mean(one)) ** 2 for value in one)
+    pairs = [
+        n * whole - (n - 1) * (one[i] + one[j]) + (n - 2) * np.delete(x, [i, j]).mean() ** 2
+        for i in range(n)
+        for j in range(i)
+    ]
+    second = sum((value - np.mean(pairs)) ** 2 for value in pairs) / (n * (n - 1))
+    found = jackknife(lambda left_out: float(np.delete(x, left_out).mean() ** 2))
+    assert 0 < second < 0.2 * first
+    assert (found.variance, found.linear) == (pytest.approx(first - second), pytest.approx(first - 2 * second))
+
+
 def test_jackknife_variance_of_a_second_order_statistic_is_not_doubled() -> None:
     """Var(|x̄|²) = 2d/n² for the mean of d white dimensions with mean 0. The plain jackknife gives about twice that."""
     d, draws = 20, 300

@@ -20,6 +20,7 @@ from shards.format.mds import Column, Decoder, parse_offsets, shape_header
 from shards.format.mds_writer import PartMDSWriter
 from shards.open import open_store
 from shards.root.reading import read_part
+from shards.root.writing import PartWriter
 
 pytestmark = pytest.mark.heavy
 
@@ -152,3 +153,10 @@ def test_a_header_that_lists_another_number_of_samples_is_damaged(data: np.ndarr
     assert parse_offsets(np.array([2, 16, 20, 30], "<u4").tobytes(), 2, "file").tolist() == [16, 20, 30]
     with pytest.raises(DamagedFile, match="file is damaged: its header does not match its index"):
         parse_offsets(data.tobytes(), 2, "file")
+
+
+def test_a_part_without_samples_has_no_captions(tmp_path: Path, latents: Path) -> None:
+    part = PartWriter(tmp_path / "part", record(latents), Bucket(64, 64))
+    part.refuse("000000001", "", "undecodable", "cannot be decoded")
+    written = part.finish()
+    assert written.stored == [] and set(written.captions.values()) == {0}
