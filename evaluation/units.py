@@ -69,7 +69,10 @@ def run_units(
     start_ray(workers)
     pool = None
     if (pools := _kept_workers.get()) is not None:
-        pool = pools.setdefault(workers.model_dump_json(), WorkerPool(workers))
+        key = workers.model_dump_json()
+        if key not in pools:
+            pools[key] = WorkerPool(workers)
+        pool = pools[key]
     failed: dict[str, str] = {}
     done, total = 0, len(units)
     # random order, so that two jobs that run at once on the same parts duplicate only the units in flight
