@@ -24,7 +24,10 @@ CONFIGS = Path("examples/shapes/configs")
 UNET = Path("examples/shapes/unet.json")
 PICTURES = {"held_out": 192, "seen": 96}
 """Number of images judged for each list of combinations."""
+PROMPT_SEED, SAMPLING_BATCH = 11, 32
+"""Seed of the prompts, which differ from the demo's, and number of images sampled at once."""
 TEXT_LENGTH = 24
+"""Tokens of a caption."""
 SIDES = {1: 8, 2: 16}
 """Phase → side length of its latents."""
 
@@ -136,35 +139,28 @@ def judge_run(run: Path, recipe: Recipe) -> dict[str, dict[str, float]]:
     import torch
 
     from evaluation.sampling.pipeline import load_pipeline, sampler_of
-    from examples.shapes.captions import write_caption
-    from examples.shapes.judge import judge
-    from examples.shapes.scenes import HELD_OUT, SEEN, sample_scene
+    from examples.shapes.adherence import draw_prompts, score
     from train.export.pipeline import ExportConfig, write_pipeline
 
     pipeline = load_pipeline(write_pipeline(run, ExportConfig()), "cpu", "float32")
     is_flow = pipeline.scheduler.config.get("prediction_type") == "flow_prediction"
     pipeline.scheduler = sampler_of(pipeline.scheduler, "own" if is_flow else "dpm_solver")
     found = {}
-    for stream, (name, combinations) in enumerate({"held_out": sorted(HELD_OUT), "seen": SEEN}.items()):
-        rng = np.random.default_rng([11, stream])
-        scenes = [sample_scene(rng, (combinations[i % len(combinations)],)) for i in range(PICTURES[name])]
-        captions = [write_caption(scene, rng) for scene in scenes]
-        verdicts = []
-        for start in range(0, len(captions), 32):
-            generators = [torch.Generator().manual_seed(i) for i in range(start, min(start + 32, len(captions)))]
+    for name, prompts in draw_prompts(PICTURES, PROMPT_SEED).items():
+        pictures: list[np.ndarray] = []
+        for start in range(0, len(prompts), SAMPLING_BATCH):
+            texts = [prompt.text for prompt in prompts[start : start + SAMPLING_BATCH]]
             images = pipeline(
-                captions[start : start + 32],
+                texts,
                 height=128,
                 width=128,
                 num_inference_steps=recipe["steps"],
                 guidance_scale=recipe["guidance"],
-                generator=generators,
+                generator=[torch.Generator().manual_seed(start + i) for i in range(len(texts))],
                 output_type="np",
             ).images
-            verdicts += [judge((image * 255).round().astype(np.uint8)) for image in images]
-        colour = np.array([v.colour == s.colour for v, s in zip(verdicts, scenes, strict=True)])
-        shape = np.array([v.shape == s.shape for v, s in zip(verdicts, scenes, strict=True)])
-        found[name] = {"colour": colour.mean(), "shape": shape.mean(), "both": (colour & shape).mean()}
+            pictures += list((images * 255).round().astype(np.uint8))
+        found[name] = score(np.stack(pictures), prompts)
     return found
 
 

@@ -33,11 +33,25 @@ def prompt_lists() -> dict[str, list[ScenePrompt]]:
 
     The pairs in `seen` occur in the training data. The pairs in `held_out` occur in no training image or caption.
     """
-    return {"seen": _prompts(SEEN, 78, stream=0), "held_out": _prompts(tuple(sorted(HELD_OUT)), 48, stream=1)}
+    return draw_prompts({"seen": 78, "held_out": 48}, PROMPT_SEED)
 
 
-def _prompts(combinations: tuple[tuple[str, str], ...], num_prompts: int, stream: int) -> list[ScenePrompt]:
-    rng = np.random.default_rng([PROMPT_SEED, stream])
+def draw_prompts(counts: dict[str, int], seed: int) -> dict[str, list[ScenePrompt]]:
+    """Draw lists of prompts.
+
+    Args:
+        counts: name of each list, `seen` or `held_out` → number of its prompts.
+    """
+    combinations = {"seen": SEEN, "held_out": tuple(sorted(HELD_OUT))}
+    return {
+        name: _prompts(combinations[name], count, np.random.default_rng([seed, list(combinations).index(name)]))
+        for name, count in counts.items()
+    }
+
+
+def _prompts(
+    combinations: tuple[tuple[str, str], ...], num_prompts: int, rng: np.random.Generator
+) -> list[ScenePrompt]:
     scenes = [sample_scene(rng, (combinations[i % len(combinations)],)) for i in range(num_prompts)]
     return [ScenePrompt(write_caption(scene, rng), scene) for scene in scenes]
 
@@ -105,12 +119,13 @@ def check_adherence(folder: Path) -> None:
 
 
 def score(pictures: np.ndarray, prompts: list[ScenePrompt]) -> dict[str, float | int]:
-    """Compute the share of images that have the requested colour, and the share that have the requested shape."""
+    """Compute the shares of images that have the requested colour, the requested shape, and both."""
     seen = [judge(picture) for picture in pictures]
     colour = [found.colour == prompt.scene.colour for found, prompt in zip(seen, prompts, strict=True)]
     shape = [found.shape == prompt.scene.shape for found, prompt in zip(seen, prompts, strict=True)]
     return {
         "colour": round(float(np.mean(colour)), 4),
         "shape": round(float(np.mean(shape)), 4),
+        "both": round(float(np.mean(np.logical_and(colour, shape))), 4),
         "samples": len(prompts),
     }

@@ -14,10 +14,10 @@ from rich.progress import Progress as Bar
 
 POLL_SECONDS = 0.5
 PLAIN_SECONDS = 30.0
-"""Seconds between the lines about a step under way, where there is no terminal."""
+"""Interval in seconds between progress lines if the output is not a terminal."""
 DOUBT_SECONDS = 20.0
-"""Seconds of expected work for which an estimate trusts the speed of earlier steps more than that of the current one,
-because processes that have just started have not done any work yet."""
+"""Weight of the earlier steps' speed in an estimate, in seconds of expected work. It keeps the estimate steady while a
+step's processes start."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def describe(seconds: float, now: datetime | None = None) -> str:
 
 
 class Progress:
-    """Shows the step under way and the estimated finish, on one line of a terminal or on plain lines."""
+    """Display of the current step and the estimated finish, on one line of a terminal or on plain lines."""
 
     def __init__(self, steps: Sequence[Step], spent: dict[str, float], finished: Sequence[str]):
-        """Show the progress of `steps`.
+        """Prepare the display.
 
         Args:
             spent: name of each step that has begun → seconds spent on it; updated while a step runs.
