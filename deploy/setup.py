@@ -1,6 +1,6 @@
 """Install the packages of requirements.lock into .venv (`make setup`).
 
-This runs before any package is installed, and with any Python from 3.6 on, so that an unsupported one is named.
+This runs before any package is installed. It must run with any Python from 3.6 on, to report an unsupported one.
 """
 
 import shutil
@@ -15,7 +15,9 @@ VERSIONS = [(3, 11), (3, 12), (3, 13)]
 GIGABYTES = 8
 """Disk space that .venv takes."""
 CAUSES = {
-    ("no space left",): "the disk is full: .venv needs {gb} GB here, and uv's cache as much if it is on another disk",
+    ("no space left",): (
+        f"the disk is full: .venv needs {GIGABYTES} GB here, and uv's cache as much if it is on another disk"
+    ),
     ("error sending request", "failed to fetch", "dns error", "no matching distribution", "failed to establish"): (
         "the package registry cannot be reached: check the network, or set PIP_INDEX_URL and UV_DEFAULT_INDEX"
     ),
@@ -58,7 +60,7 @@ def run(*command: str) -> None:
         said = LOG.read_text()
         causes = (cause for texts, cause in CAUSES.items() if any(text in said.lower() for text in texts))
         lines = [line for line in said.splitlines() if "error" in line.lower()] or said.splitlines() or [""]
-        cause = next(causes, f"{command[0]} failed with the message: {lines[0].strip()}").format(gb=GIGABYTES)
+        cause = next(causes, f"{command[0]} failed with the message: {lines[0].strip()}")
         fail(f"The packages could not be installed, because {cause}. The full output is in {LOG.absolute()}.")
 
 

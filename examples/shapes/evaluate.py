@@ -1,4 +1,4 @@
-"""Evaluate both phases of the demo in one process, so that the libraries are imported only once."""
+"""Evaluate both phases of the demo in one process, so that libraries are imported only once."""
 
 from pathlib import Path
 

@@ -13,7 +13,7 @@ CONFIG = FleetConfig(num_gpus=0, num_cpus=1)
 
 
 def test_jobs_share_a_pool_that_is_drained_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools: list[Pool] = []
+    pools: list[Any] = []
     used: list[Any] = []
 
     class Pool:
