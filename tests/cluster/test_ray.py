@@ -45,7 +45,14 @@ def publish():
     start_ray(FleetConfig(num_gpus=0, num_cpus=1))
     same = signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGUSR1)
     store = RemoteStore("memory://latents")
-    store.fs.cat_file = lambda *_, **__: [print("publishing", same, flush=True), time.sleep(600)]
+
+    def wait(*_, **__):
+        # as fsspec does: the signal may arrive just before a sleep, which it then does not interrupt
+        print("publishing", same, flush=True)
+        while True:
+            time.sleep(0.1)
+
+    store.fs.cat_file = wait
     store.read("x")
 
 raise SystemExit(exit_code_of(publish))
@@ -231,7 +238,10 @@ def test_a_stop_signal_before_or_after_the_fleet_handles_it(session: str) -> Non
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "publishing True\n"
         process.terminate()
-        said = process.communicate(timeout=60)[1]
+        try:
+            said = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
     assert process.returncode == 75
     assert "error: Stopped by a signal. Committed work is kept. Run the same command again to continue." in said
 
