@@ -32,7 +32,7 @@ from train.data.spec import DataConfig, DataSpec
 from train.data.streams import open_data
 from train.run.reporting.json_lines import read_json_lines
 
-UNET = Path("examples/shapes/unet.json")
+UNET = Path("bench/kit/unet.json")
 DEMO_BUCKET, DEMO_TEXT = "64x64", (16, 64)
 SD2_BUCKET, SD2_TEXT = "256x256", (77, 1024)
 BATCH = 64
@@ -90,7 +90,7 @@ class Reading:
 
 
 def unet_rate() -> float:
-    """Measure training steps of the demo's U-Net on all cores, in images per second."""
+    """Measure training steps of a small U-Net on all cores, in images per second."""
     torch.manual_seed(0)
     torch.backends.cuda.enable_flash_sdp(False)
     unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
@@ -109,7 +109,7 @@ def unet_rate() -> float:
 
 
 def against_the_unet(root: Path, cores: int) -> str:
-    """Compare the loader's rate with that of the demo's U-Net on the same cores."""
+    """Compare the loader's rate with that of a small U-Net on the same cores."""
     rate = unet_rate()
     rows = []
     for num_workers in (0, 1, cores):
@@ -119,7 +119,7 @@ def against_the_unet(root: Path, cores: int) -> str:
         reading.batches.close()
         rows.append([num_workers, f"{images:,.0f}", f"{images / rate:.0f} ×"])
     return (
-        f"**Compared with the demo's U-Net** ({UNET}, batches of {BATCH}, bfloat16, {cores} threads), which trains at "
+        f"**Compared with a small U-Net** ({UNET}, batches of {BATCH}, bfloat16, {cores} threads), which trains at "
         f"{rate:,.0f} images/s.\n\n"
         + table(["loader processes", "loader alone, images/s", "relative to the U-Net"], rows)
     )
@@ -230,14 +230,19 @@ def table_reading(root: Path) -> str:
 
 
 def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
-    """Measure the share of time that a real run of the demo's U-Net waits for data."""
+    """Measure the share of time that a real run of a small U-Net waits for data."""
     config = yaml.safe_load(Path("examples/shapes/configs/phase1.yaml").read_text())
     config["data"] = {
         "streams": [{"root": str(root), "bucket": DEMO_BUCKET}],
         "num_workers": 1,
         "num_canonical_nodes": 8,
     }
-    config |= {"run_dir": str(run_dir), "max_steps": 100, "log": {"every": 10, "tracker": "none"}}
+    config |= {
+        "run_dir": str(run_dir),
+        "backbone": {"config": str(UNET)},
+        "max_steps": 100,
+        "log": {"every": 10, "tracker": "none"},
+    }
     path = run_dir.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config))
     subprocess.run([sys.executable, "-m", "train", "--config", str(path)], check=True, stdout=sys.stderr)
@@ -246,7 +251,7 @@ def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
     waits = [line["data_wait"] for line in lines]
     rate = np.median([line["images_per_second"] for line in lines])
     return (
-        f"**Data wait** of a run (the demo's U-Net at {rate:,.0f} images/s on {cores} cores, 1 loader process): "
+        f"**Data wait** of a run ({UNET} at {rate:,.0f} images/s on {cores} cores, 1 loader process): "
         f"{np.mean(waits):.2%} of the time from step 10 on, and at most {max(waits):.2%} over 10 steps."
     )
 

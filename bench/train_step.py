@@ -110,7 +110,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the options, whose defaults depend on the device."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="bench.train_step", description=__doc__)
-    unet = "configs/unet/sd2-base.json" if cuda else "examples/shapes/unet.json"
+    unet = "configs/unet/sd2-base.json" if cuda else "bench/kit/unet.json"
     parser.add_argument("--unet", type=Path, default=Path(unet))
     parser.add_argument("--buckets", nargs="*", default=["256x256", "512x512"] if cuda else ["64x64", "128x128"])
     parser.add_argument("--microbatches", nargs="*", type=int, default=[16, 32, 64, 128, 256] if cuda else [8, 16, 32])

@@ -39,7 +39,7 @@ class Setup:
     @property
     def curve_unet(self) -> Path:
         """Config of the U-Net whose losses are compared."""
-        return REHEARSED if self.small else Path("examples/shapes/unet.json")
+        return REHEARSED if self.small else Path("bench/kit/unet.json")
 
     @property
     def buckets(self) -> tuple[str, str]:
