@@ -58,6 +58,14 @@ CHOICES: dict[str, Recipe] = {
         "unet.up_block_types": ["CrossAttnUpBlock2D"] * 3,
     },
     "min-SNR 5": {"objective.min_snr_gamma": 5.0},
+    "two levels": {
+        "unet.block_out_channels": [48, 96],
+        "unet.down_block_types": ["CrossAttnDownBlock2D"] * 2,
+        "unet.up_block_types": ["CrossAttnUpBlock2D"] * 2,
+    },
+    "two layers per block": {"unet.layers_per_block": 2},
+    "half the caption dropout": {"objective.caption_dropout": 0.05},
+    "guidance 6": {"guidance": 6.0},
     "twice the learning rate": {"phase1.optimizer.lr": 4e-3, "phase2.optimizer.lr": 2e-3},
     "half the learning rate": {"phase1.optimizer.lr": 1e-3, "phase2.optimizer.lr": 5e-4},
 }

@@ -193,7 +193,10 @@ def test_a_hub_pipeline_gives_the_same_pictures_as_its_folder(pipeline: Path, tm
 
 @pytest.mark.slow
 def test_killed_at_random_times_with_one_two_and_four_workers(pipeline: Path, tmp_path: Path) -> None:
-    """Jobs are killed while they start, or after they have committed one more of the ten parts."""
+    """Jobs are killed while they start, or after they have committed one more of the ten parts.
+
+    Each worker has one thread. With two, sums are rounded differently, and a few pixels differ by one level.
+    """
     expected = pictures(draw_here(pipeline, tmp_path / "here", sampling(part_size=2, guidance=[1.0])))
     out = tmp_path / "out"
     words = arguments(pipeline, out, "--sampling.guidance", "1,4")
@@ -202,7 +205,7 @@ def test_killed_at_random_times_with_one_two_and_four_workers(pipeline: Path, tm
         return len(list(out.glob("*/receipts/pictures/*.json")))
 
     rng, kills = random.Random(0), 0
-    for num, num_cpus in enumerate(("0.5", "1", "2") * 2):  # 4, 2 and 1 workers at once on two cores
+    for num, num_cpus in enumerate(("0.5", "1", "1.5") * 2):  # 4, 2 and 1 workers at once on two cores
         flags, before = [*words, "--workers.num_cpus", num_cpus], count_parts()
         (job,) = ranks.start(tmp_path / "log", flags, program="evaluation.__main__:run")
         if num % 2:
