@@ -144,7 +144,8 @@ test: setup
 # docs/evidence/reliability.md publishes the figures
 ## make test-faults               | run the long suites: kills, full disks, flipped bits, hostile images
 test-faults: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "(slow or faults) and not (browser or container or prometheus or quantised or slurm)" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -n 3 --dist loadfile --no-loadscope-reorder \
+	  -m "(slow or faults) and not (browser or container or prometheus or quantised or slurm)" $(ARGS)
 
 ## make test-alerts               | test the alert rules, and a live job under Prometheus (needs prometheus)
 test-alerts: setup

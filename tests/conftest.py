@@ -38,12 +38,12 @@ os.environ["RAY_agent_register_timeout_ms"] = "300000"  # noqa: SIM112
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 
 LONGEST_FIRST = (
+    "test_steps.py",
     "test_run.py",
     "test_remote_run.py",
     "test_watch.py",
     "test_sampling.py",
     "test_training.py",
-    "test_steps.py",
     "test_processes.py",
     "test_end_to_end.py",
     "test_sharding.py",
