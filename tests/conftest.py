@@ -189,7 +189,13 @@ def make_towers(config: PrecomputeConfig, encoding: EncodingRecord | None = None
     return Towers(*networks, config.workers.batch_size, make_recipe(config, encoding).batch_sizes, one_by_one)
 
 
-def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode: Decode = decode_picture) -> None:
+def encode_all(
+    config: PrecomputeConfig,
+    models: Path,
+    attempt: int = 1,
+    decode: Decode = decode_picture,
+    report: Callable[[int], None] = lambda samples_in: None,
+) -> None:
     """Run stage 1 in this process, without Ray."""
     as_in_a_fresh_process()
     store = open_store(config.output)
@@ -199,7 +205,7 @@ def encode_all(config: PrecomputeConfig, models: Path, attempt: int = 1, decode:
     recipe = replace(make_recipe(config, encoding), decode=decode)
     towers = make_towers(config, encoding)
     for tar in list_tars(config.input):
-        encode_tar(tar, recipe, store, towers, attempt)
+        encode_tar(tar, recipe, store, towers, attempt, report)
     write_indexes(store)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import sqrtm
+from scipy.optimize import brentq
 from scipy.spatial.distance import cdist
 from scipy.stats import binomtest
 from scipy.stats import t as student
@@ -235,6 +236,18 @@ def test_share_interval_matches_wilsons(hits: int) -> None:
     values = np.arange(2000) < hits
     found, expected = share_interval(values, np.arange(2000), ""), binomtest(hits, 2000).proportion_ci(method="wilson")
     assert (found.low, found.high) == (pytest.approx(expected.low, abs=1e-4), pytest.approx(expected.high, abs=1e-4))
+
+
+def test_share_interval_of_equal_images_is_wilsons_at_the_number_of_prompts() -> None:
+    """Of 50 prompts with four equal images, 40 are hits: the bounds solve (p - share)² = q² p (1 - p) / 49."""
+    hits = np.repeat(np.arange(50) < 40, 4)
+    found = share_interval(hits, np.repeat(np.arange(50), 4), "")
+    quantile = student.ppf(0.975, 49)
+
+    def distance(p: float) -> float:
+        return (p - 0.8) ** 2 - quantile**2 * p * (1 - p) / 49
+
+    assert (found.low, found.high) == pytest.approx((brentq(distance, 0, 0.8), brentq(distance, 0.8, 1)))
 
 
 @pytest.mark.parametrize(
