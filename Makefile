@@ -125,26 +125,29 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Each process takes whole files, in the order of tests/conftest.py. If a process dies, the run ends: xdist gives a process
+# that it starts later no work and waits for it forever.
+BY_FILE = --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
 # only packages whose tests need no other process, and of those only tests that take a few seconds at most
 QUICK = tests/shards tests/plan tests/precompute/select tests/precompute/input tests/precompute/pixels tests/cluster \
   tests/train/data tests/train/model tests/train/objective tests/train/run/lease tests/train/test_config.py \
   tests/evaluation/metrics tests/test_rooms.py
 ## make quick                     | run ruff, mypy and the quick tests (90 s on two cores)
 quick: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not (slow or faults or heavy)" $(QUICK) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "not (slow or faults or heavy)" $(QUICK) $(ARGS)
 
 # One thread per process. Four processes keep two cores busy, because many tests start commands and wait for them.
-# A test that hangs ends the run after ten minutes, with a stack trace of all its threads. With restarted workers, xdist
-# would wait forever if that test was the last one.
+# A test that hangs ends the run after ten minutes, with a stack trace of all its threads.
 ## make test                      | run the tests
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
-	  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max-worker-restart 0 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 $(BY_FILE) -o faulthandler_timeout=600 \
+	  -o faulthandler_exit_on_timeout=true $(ARGS)
 
 # docs/evidence/reliability.md publishes the figures
 ## make test-faults               | run the long suites: kills, full disks, flipped bits, hostile images
 test-faults: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -n 3 --dist loadfile --no-loadscope-reorder \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -n 3 $(BY_FILE) \
 	  -m "(slow or faults) and not (browser or container or prometheus or quantised or slurm)" $(ARGS)
 
 ## make test-alerts               | test the alert rules, and a live job under Prometheus (needs prometheus)

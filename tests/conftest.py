@@ -56,7 +56,8 @@ LONGEST_FIRST = (
     "test_train_faults.py",
     "test_files.py",
 )
-"""Test files that take half a minute or more. They start first, because each process runs whole files."""
+"""Test files that take half a minute or more, or over an hour in `make test-faults` (test_steps.py). They start first,
+because each process runs whole files."""
 
 
 class NamesFailuresAtOnce:

@@ -47,7 +47,7 @@ def publish():
     store = RemoteStore("memory://latents")
 
     def wait(*_, **__):
-        # as fsspec does: the signal may arrive just before a sleep, which it then does not interrupt
+        # In short steps, as in fsspec, because a signal that arrives just before a sleep does not interrupt it.
         print("publishing", same, flush=True)
         while True:
             time.sleep(0.1)
@@ -236,9 +236,9 @@ def test_a_stop_signal_before_or_after_the_fleet_handles_it(session: str) -> Non
     with subprocess.Popen(
         [sys.executable, "-c", SLEEPER], env=joins, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "publishing True\n"
-        process.terminate()
         try:
+            assert process.stdout is not None and process.stdout.readline() == "publishing True\n"
+            process.terminate()
             said = process.communicate(timeout=60)[1]
         finally:
             process.kill()

@@ -238,8 +238,11 @@ def test_share_interval_matches_wilsons(hits: int) -> None:
     assert (found.low, found.high) == (pytest.approx(expected.low, abs=1e-4), pytest.approx(expected.high, abs=1e-4))
 
 
-def test_share_interval_of_equal_images_is_wilsons_at_the_number_of_prompts() -> None:
-    """Of 50 prompts with four equal images, 40 are hits: the bounds solve (p - share)² = q² p (1 - p) / 49."""
+def test_share_interval_counts_equal_images_of_a_prompt_once() -> None:
+    """Four equal images for each of 50 prompts are worth 49 samples, since the variance is estimated from 50.
+
+    Wilson's bounds are the roots p of (p - share)² = q² p (1 - p) / n.
+    """
     hits = np.repeat(np.arange(50) < 40, 4)
     found = share_interval(hits, np.repeat(np.arange(50), 4), "")
     quantile = student.ppf(0.975, 49)

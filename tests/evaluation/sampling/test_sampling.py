@@ -195,7 +195,7 @@ def test_a_hub_pipeline_gives_the_same_pictures_as_its_folder(pipeline: Path, tm
 def test_killed_at_random_times_with_one_two_and_four_workers(pipeline: Path, tmp_path: Path) -> None:
     """Jobs are killed while they start, or after they have committed one more of the ten parts.
 
-    Each worker has one thread. With two, sums are rounded differently, and a few pixels differ by one level.
+    Each worker has one thread. With two, sums are rounded differently, so a few pixels may differ by one level.
     """
     expected = pictures(draw_here(pipeline, tmp_path / "here", sampling(part_size=2, guidance=[1.0])))
     out = tmp_path / "out"
