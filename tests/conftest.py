@@ -114,8 +114,8 @@ def _no_traces_of_streaming(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     name.
 
     streaming releases it only when the process exits, and each new dataset opens the memory of all others: a process
-        with a hundred datasets had 16,000 open files. If two processes find the same name free, both take it, and one
-        fails.
+    with a hundred datasets had 16,000 open files. If two processes find the same name free, both take it, and one
+    fails.
     """
     if "streaming" not in sys.modules:  # it may not exist
         yield

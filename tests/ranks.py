@@ -48,7 +48,7 @@ def environment(**variables: str) -> dict[str, str]:
     """Return this process's environment without a launcher's or a cluster's variables.
 
     `ray.init` sets RAY_AUTH_MODE=token. A Ray that was imported before that, as in the server, would start a cluster
-        that requires a token, but not send one.
+    that requires a token, but not send one.
     """
     kept = {key: value for key, value in os.environ.items() if key not in (*LAUNCHER, "RAY_ADDRESS", "RAY_AUTH_MODE")}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables

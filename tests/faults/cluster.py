@@ -119,7 +119,7 @@ def wait_for_a_moment(
     rng: random.Random, attempts: Callable[[], list[Path]], driver: subprocess.Popen[bytes], longest: float, work: float
 ) -> bool:
     """Wait for a random time, in half of the calls after first waiting for an attempt to start; return False if the
-        driver ended first.
+    driver ended first.
 
     Args:
         attempts: returns the folders of running attempts.
