@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -188,6 +189,26 @@ def test_downloads_are_retried(root: Path, tmp_path: Path, failures: int) -> Non
         bucket.make_ready(1)
         assert copies(tmp_path / "cache")[0].read_bytes() == (one_of(root)).read_bytes()
     assert len(asked) == 3
+
+
+def test_several_files_are_downloaded_at_once(root: Path, tmp_path: Path) -> None:
+    """Each of the first two downloads waits until the other has started."""
+    config = data_config(root, cache=str(tmp_path / "cache"))
+    loader = Loader(config, open_data(config, 8), 8, 3, 0, torch.arange(8))
+    (bucket,) = loader.batches.files.buckets
+    get, both, asked = bucket.store.get, threading.Barrier(2, timeout=60), []
+
+    def wait_for_the_other(name: str, target: Path) -> None:
+        asked.append(name)
+        if len(asked) <= 2:
+            both.wait()
+        get(name, target)
+
+    bucket.store.get = wait_for_the_other  # type: ignore[method-assign]
+    batches = iter(loader)
+    next(batches)
+    batches.close()
+    assert len(set(asked)) == len(asked) >= 2
 
 
 @pytest.mark.parametrize(
