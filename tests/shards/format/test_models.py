@@ -1,11 +1,13 @@
 """Models on the hub and on object stores: downloads, comparison with their record, and errors."""
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from safetensors.torch import save
 
 from precompute.config import describe_encoding
 from shards.base.errors import RequestError
@@ -105,6 +107,17 @@ def test_half_a_model_is_fetched_whole_by_the_same_command(models: Path, monkeyp
         folder = model_folder("half/repo/vae")
     for path in (models / "vae").iterdir():
         assert (folder / path.name).read_bytes() == path.read_bytes()
+
+
+def test_missing_parts_of_sharded_weights_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors", "c": "part-1.safetensors"}}
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "part-1.safetensors").write_bytes(save({}))
+    with pytest.raises(RequestError, match=r"index\.json refers to missing files: part-2\.safetensors\. Download"):
+        hash_weights("sharded", tmp_path)
+    (tmp_path / "part-2.safetensors").write_bytes(save({}))
+    assert len(hash_weights("sharded", tmp_path).sha256) == 64
 
 
 def test_a_full_disk_is_no_fault_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,10 +273,24 @@ def test_wrong_caches_are_refused(root: Path, tmp_path: Path) -> None:
         open_data(data_config(root, cache=str(tmp_path / "photos")), 8)
     with pytest.raises(RequestError, match=r"data\.cache_limit 1000 is too small for two files"):
         open_data(data_config(root, cache=str(tmp_path / "cache"), cache_limit=1000), 8)
+    with pytest.raises(RequestError, match=r"data\.cache \S+cat\.jpg is a file"):
+        open_data(data_config(root, cache=str(tmp_path / "photos" / "cat.jpg")), 8)
     assert not copies(tmp_path / "cache")
     # an existing cache is refused as well
     with pytest.raises(RequestError, match=r"is too small for two files"):
         open_data(data_config(root, cache=str(tmp_path / "cache"), cache_limit=1000), 8)
+
+
+def test_a_damaged_database_and_a_file_above_the_limit_are_reported(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache", 10)
+    cache.add("a", 10, lambda target: target.write_bytes(bytes(10)))
+    with pytest.raises(WorkError, match=r"b is 11 bytes, which exceeds data\.cache_limit \(10\)"):
+        cache.add("b", 11, lambda target: pytest.fail(str(target)))
+    assert cache.usage() == 10
+    (database,) = (path for path in cache.folder.iterdir() if path.name != "a" and path.is_file())
+    database.write_bytes(b"not a database" * 100)
+    with pytest.raises(WorkError, match=r"cannot be used: file is not a database\. Remove the folder .*cache"):
+        cache.usage()
 
 
 def test_leftovers_of_a_killed_process_count_until_they_are_evicted(root: Path, tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from bench.kit.roots import make_root
+from shards.base.errors import RequestError
 from shards.base.store import LocalStore
 from shards.root.exclusions import add_exclusion, make_exclusion
 from tests.forks import OK, fork, wait_for
-from train.data.node import KEPT_SECONDS, once_per_node
+from train.data.node import KEPT_SECONDS, node_folder, once_per_node
 from train.data.spec import DataConfig
 from train.data.streams import find_data, open_data
 
@@ -115,6 +116,16 @@ def test_a_failure_leaves_nothing_behind_and_the_next_process_retries(tmp_path: 
         once_per_node(tmp_path, "key", lambda folder: 1 / 0)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
     once_per_node(tmp_path, "key", lambda folder: None)
+
+
+def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert node_folder(None).parent == tmp_path / f"latentmill-{os.getuid()}"
+    other = os.getuid() + 1
+    monkeypatch.setattr("os.getuid", lambda: other)
+    with pytest.raises(RequestError, match=rf"latentmill-{other} belongs to another user"):
+        node_folder(None)
+    assert node_folder(tmp_path / "cache").parent == tmp_path / "cache"
 
 
 def test_only_one_of_several_concurrent_callers_makes_an_entry(tmp_path: Path) -> None:
