@@ -283,9 +283,13 @@ def test_wrong_caches_are_refused(root: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_database_and_a_file_above_the_limit_are_reported(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache", 10)
-    cache.add("a", 10, lambda target: target.write_bytes(bytes(10)))
+
+    def download(target: Path) -> None:
+        target.write_bytes(bytes(10))
+
+    cache.add("a", 10, download)
     with pytest.raises(WorkError, match=r"b is 11 bytes, which exceeds data\.cache_limit \(10\)"):
-        cache.add("b", 11, lambda target: pytest.fail(str(target)))
+        cache.add("b", 11, download)
     assert cache.usage() == 10
     (database,) = (path for path in cache.folder.iterdir() if path.name != "a" and path.is_file())
     database.write_bytes(b"not a database" * 100)

@@ -15,7 +15,7 @@ from shards.base.errors import WorkError
 from train.data.batch import Batch
 from train.data.workers import LoaderWorkers, LoadFailure
 
-STUCK, LOST = 1000, 1001
+STUCK, LOST, EXITS = 1000, 1001, 1002
 
 
 class Fake:
@@ -26,6 +26,8 @@ class Fake:
             time.sleep(3600)
         if step == LOST:
             return LoadFailure("the file is gone")
+        if step == EXITS:
+            os._exit(7)
         return Batch([str(step)], torch.zeros(1), {"size": torch.tensor([step, os.getpid()]).share_memory_()})
 
     def reconnect(self) -> None:
@@ -61,6 +63,12 @@ def wait_until_ended(pids: set[int]) -> bool:
         time.sleep(0.02)
         multiprocessing.active_children()  # reaps them
     return ended
+
+
+def test_a_workers_exit_code_is_reported() -> None:
+    message = r"A loader worker exited unexpectedly with code 7\."
+    with workers(1, 1, first=EXITS) as started, pytest.raises(WorkError, match=message):
+        read(started, EXITS)
 
 
 @pytest.mark.parametrize("num", [1, 3])

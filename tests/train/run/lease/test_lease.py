@@ -1,5 +1,6 @@
 """Leases between real processes and threads: who gets a run, who waits, and what a superseded launch can still do."""
 
+import errno
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -57,6 +59,10 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     if request.param == "folder":
         return FolderBackend(tmp_path / "run")
     return StoreBackend(LocalStore(tmp_path / "run"), tmp_path / "copies", dict)
+
+
+def fail(error: Exception) -> NoReturn:
+    raise error
 
 
 @pytest.fixture
@@ -134,6 +140,37 @@ def test_a_launch_passes_its_pace_to_the_next_and_says_when_it_ended(backend: Ba
     with Lease.acquire(backend, 1000) as lease:
         assert lease.number == 2 and lease.pace == Pace(3.0, 0.5)
     assert Lease.acquire(backend, 1000).pace == Pace(3.0, 0.5)  # although launch 2 wrote no checkpoint
+
+
+def test_a_failed_heartbeat_is_reported_and_the_next_one_succeeds(
+    backend: Backend, far: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(type(backend), "interval", 0.01)
+    beat = backend.beat
+    failures: list[int] = []
+
+    def fail_twice(number: int, notes: dict[str, Any]) -> None:
+        if len(failures) < 2:
+            failures.append(number)
+            raise OSError(errno.EIO, "Input/output error")
+        beat(number, notes)
+
+    with Lease.acquire(backend, 60) as lease:
+        lease.note(Pace(save=3.0, step=0.5))
+        monkeypatch.setattr(backend, "beat", fail_twice)
+        wait_until(lambda: "save" in str(backend.read(1)))
+        assert not lease.superseded
+    assert capsys.readouterr().out.count("the heartbeat of launch 1 failed: [Errno 5] Input/output error") == 2
+
+
+def test_a_launch_that_cannot_record_its_end_says_so(
+    backend: Backend, far: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Lease.acquire(backend, 0.1) as lease:
+        monkeypatch.setattr(backend, "beat", lambda *_: fail(OSError(errno.EIO, "Input/output error")))
+    assert "Input/output error" in capsys.readouterr().err and not lease.superseded
+    monkeypatch.undo()
+    assert "ended" not in backend.read(1)
 
 
 def test_a_silent_launch_is_superseded_and_a_live_one_is_not(backend: Backend, far: None) -> None:
