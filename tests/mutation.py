@@ -2,9 +2,9 @@
 
 A mutant is the product with one expression or statement changed: a comparison or an operator swapped, a condition
 negated, a number increased, a call dropped. Each is tested in a private copy of the tree, first with the tests of its
-package, where those that mirror its module come first, then with the tests of `make quick`, and then with those of the
-training step and the model families. It survives if all of them pass. Survivors are printed as diffs; read them,
-because some change nothing (a cache's size, an error's wording).
+package, where those that mirror its module come first, then with those tests of `make quick` whose package may import
+it, and then with those of the training step and the model families. It survives if all of them pass. Survivors are
+printed as diffs; read them, because some change nothing (a cache's size, an error's wording).
 
 Tests run in forks of this process, which has imported the libraries but no module of the product.
 
@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
+
+from tests.rooms import MAY_IMPORT
 
 TREE = Path(__file__).parents[1]
 CORE = (
@@ -184,8 +186,11 @@ def stages_for(module: str, quick: list[str]) -> Iterator[list[str]]:
     package = f"tests/{os.path.dirname(module)}"
     if (TREE / package).exists():
         yield ["-m", GATE, package]
-    yield ["-m", QUICK, *quick, f"--ignore={package}"]
-    yield ["-m", GATE, "tests/train/test_step.py", "tests/families"]
+    changed = module.partition("/")[0]
+    reached = [path for path in quick if changed in (top := path.split("/")[1], *MAY_IMPORT.get(top, ()))]
+    yield ["-m", QUICK, *reached, f"--ignore={package}"]
+    if changed != "evaluation":
+        yield ["-m", GATE, "tests/train/test_step.py", "tests/families"]
 
 
 def examine(mutant: Mutant, copy: Path, quick: list[str]) -> str | None:
