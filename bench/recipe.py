@@ -129,7 +129,7 @@ def phase_settings(recipe: Recipe, phase: int, seed: int, tflop: float) -> dict[
         "checkpoint.every": steps,
         "checkpoint.keep_every": None,
         "evaluate.every": None,
-        "precision": "float32",  # as fast as bfloat16 at this width, and the same on every CPU
+        "precision": "float32",  # at this width no slower than bfloat16, and every CPU has it
     }
 
 
@@ -214,7 +214,9 @@ def table(rows: list[dict[str, Any]], choices: Mapping[str, Recipe], tflop: floa
             continue
         pairs = [(row, base[seed]) for seed, row in trials.items() if seed in base] if changes else []
         judged = [row["held_out"]["both"] - its["held_out"]["both"] for row, its in pairs]
-        same = not any(name.startswith("objective.") for name in changes)  # otherwise the losses mean different things
+        same = not any(
+            field.startswith("objective.") for field in changes
+        )  # otherwise the losses mean different things
         losses = [row["loss"]["phase2"] - its["loss"]["phase2"] for row, its in pairs if same]
         cells = [
             *(f"{np.mean([row['held_out'][what] for row in trials.values()]):.1%}" for what in ("colour", "shape")),

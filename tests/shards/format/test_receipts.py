@@ -11,7 +11,7 @@ from shards.format.receipts import pack_bits, parse_receipt, unpack_bits
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 9])
-def test_bits(count: int) -> None:
+def test_bits_are_restored_and_a_wrong_number_is_refused(count: int) -> None:
     values = np.random.default_rng(count).random(count) < 0.5
     assert unpack_bits(pack_bits(values), count).tolist() == values.tolist()
     with pytest.raises(ValueError, match=r"a bitmap of \d bytes? does not match \d+ samples"):
@@ -19,7 +19,7 @@ def test_bits(count: int) -> None:
 
 
 def test_a_sealed_receipt_that_contradicts_itself_is_damaged(latents: Path) -> None:
-    path = next(iter(sorted(latents.glob("commits/64x64/*.json"))))
+    path = min(latents.glob("commits/64x64/*.json"))
     fields = {name: value for name, value in json.loads(path.read_text()).items() if name != "sha256"}
     assert parse_receipt(sealed_json(fields), "here").part == fields["part"]
     for name, value in (("samples", fields["samples"] + 1), ("part", None)):

@@ -21,7 +21,7 @@ from tests.forks import fork, wait_for
 from tests.roots import part_of
 from tests.train.global_batches import keys_per_step
 from train.config import DataConfig
-from train.data.cache import Cache
+from train.data.cache import DATABASE, Cache
 from train.data.files import SampleReader
 from train.data.loader import Loader, make_files
 from train.data.streams import open_data
@@ -291,8 +291,7 @@ def test_a_damaged_database_and_a_file_above_the_limit_are_reported(tmp_path: Pa
     with pytest.raises(WorkError, match=r"b is 11 bytes, which exceeds data\.cache_limit \(10\)"):
         cache.add("b", 11, download)
     assert cache.usage() == 10
-    (database,) = (path for path in cache.folder.iterdir() if path.name != "a" and path.is_file())
-    database.write_bytes(b"not a database" * 100)
+    (cache.folder / DATABASE).write_bytes(b"not a database" * 100)
     with pytest.raises(WorkError, match=r"cannot be used: file is not a database\. Remove the folder .*cache"):
         cache.usage()
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -59,10 +59,6 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     if request.param == "folder":
         return FolderBackend(tmp_path / "run")
     return StoreBackend(LocalStore(tmp_path / "run"), tmp_path / "copies", dict)
-
-
-def fail(error: Exception) -> NoReturn:
-    raise error
 
 
 @pytest.fixture
@@ -156,8 +152,8 @@ def test_a_failed_heartbeat_is_reported_and_the_next_one_succeeds(
         beat(number, notes)
 
     with Lease.acquire(backend, 60) as lease:
-        lease.note(Pace(save=3.0, step=0.5))
         monkeypatch.setattr(backend, "beat", fail_twice)
+        lease.note(Pace(save=3.0, step=0.5))  # written by the first heartbeat that succeeds
         wait_until(lambda: "save" in str(backend.read(1)))
         assert not lease.superseded
     assert capsys.readouterr().out.count("the heartbeat of launch 1 failed: [Errno 5] Input/output error") == 2
@@ -166,8 +162,11 @@ def test_a_failed_heartbeat_is_reported_and_the_next_one_succeeds(
 def test_a_launch_that_cannot_record_its_end_says_so(
     backend: Backend, far: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def fail(number: int, notes: dict[str, Any]) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
     with Lease.acquire(backend, 0.1) as lease:
-        monkeypatch.setattr(backend, "beat", lambda *_: fail(OSError(errno.EIO, "Input/output error")))
+        monkeypatch.setattr(backend, "beat", fail)
     assert "Input/output error" in capsys.readouterr().err and not lease.superseded
     monkeypatch.undo()
     assert "ended" not in backend.read(1)
