@@ -127,8 +127,11 @@ def _changes(tree: ast.Module) -> Iterator[tuple[Any, str]]:
 
 
 def _without_texts(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk over a statement, except for annotations, nested functions, f-strings and `raise`, which make messages."""
+    """Walk over a statement, except for annotations, nested functions, f-strings and `raise`, which make messages, and
+    `strict=` of `zip`, which makes no difference between lists of equal length."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Raise | ast.JoinedStr):
+        return
+    if isinstance(node, ast.keyword) and node.arg == "strict":
         return
     yield node
     for name, value in ast.iter_fields(node):
