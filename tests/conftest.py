@@ -1,10 +1,12 @@
 """Shared fixtures: small models, tars, and a latents root made from them once per session."""
 
+import gc
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import fsspec
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from botocore.loaders import JSONFileLoader
 from moto.server import ThreadedMotoServer
 
 from cluster.fleet import Done
@@ -84,6 +87,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move the long files to the front, and keep the order of the others."""
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all imported modules from garbage collection, which would go through them again and again, and prepare
+    the processes that tests start."""
+    gc.freeze()
+    if ranks := sys.modules.get("tests.ranks"):
+        ranks.fork_server()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter free everything at its exit; otherwise libraries report leaks."""
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _botocore_reads_each_file_once() -> Iterator[None]:
+    """Share what botocore reads between the clients of S3, each of which would parse megabytes of JSON."""
+    read = cache(JSONFileLoader().load_file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JSONFileLoader, "load_file", lambda loader, path: read(path))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

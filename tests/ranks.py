@@ -1,5 +1,5 @@
 """Commands forked from a server that has imported everything, so a start takes only a second; several are a run's
-ranks.
+ranks. The server is itself a fork of pytest's process.
 
 Each is a separate process with its own environment, session, log and resource tracker, like a process started by
 `python -m train`; only the imports are shared. Nodes are simulated: each has a private /dev/shm and temporary
@@ -8,10 +8,12 @@ folder, so that nothing but the network is shared.
 
 import atexit
 import ctypes
+import gc
 import math
 import os
 import random
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -20,10 +22,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing import get_context, resource_tracker, set_start_method
+from importlib import import_module
+from multiprocessing import forkserver, get_context, resource_tracker, set_start_method, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from shards.base.errors import exit_code_of
 
@@ -38,10 +42,37 @@ IMPORTED_LATER = (
     "tests.evaluation.watch.watching",
 )
 """Modules that the commands import only when they need them, which is in almost every test."""
-SERVER.set_forkserver_preload(["tests.ranks", *COMMANDS, *LAUNCHERS, *IMPORTED_LATER])
+IMPORTED = ("tests.ranks", *COMMANDS, *LAUNCHERS, *IMPORTED_LATER)
+SERVER.set_forkserver_preload(list(IMPORTED))
 
-CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
+CLONE_NEWNS, MS_REC, MS_PRIVATE, PR_SET_PDEATHSIG = 0x00020000, 0x4000, 1 << 18, 1
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def fork_server() -> None:
+    """Fork the server from this process, in place of a new interpreter that would import everything again.
+
+    Call this after the tests have been imported, but before the first one runs. Commands also do at their exit what
+    this process has registered until then, so no test module may create a temporary folder when it is imported.
+    """
+
+    def fork(path: str, arguments: list[str], passed: list[int]) -> int:
+        if pid := os.fork():
+            return pid
+        try:
+            listener, alive = passed
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a fork holds both ends of the pipe `alive`
+            select.select([listener], [], [])  # import the rest only if a test asks for a process
+            for name in IMPORTED:
+                import_module(name)
+            gc.freeze()
+            forkserver.main(listener, alive, [])
+        finally:
+            os._exit(1)
+
+    resource_tracker.ensure_running()
+    with patch.object(util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -160,7 +160,11 @@ def _parse_overrides(
 ) -> dict[str, Any]:
     # The model is not validated here, because required fields may still come from the file.
     overrides, entries = _split_entries(model, overrides)
-    settings: Any = create_model(model.__name__, __base__=(BaseSettings, model), __doc__=model.__doc__)
+    # The fields inherit their descriptions. Without this setting, pydantic would search all modules for their source.
+    inherits = {"use_attribute_docstrings": False}
+    settings: Any = create_model(
+        model.__name__, __base__=(BaseSettings, model), __doc__=model.__doc__, __cls_kwargs__=inherits
+    )
     try:
         source = CliSettingsSource[Any](
             settings,  # type: ignore[arg-type]

@@ -65,11 +65,12 @@ else:  # one field per declared score, so that scores appear on the command line
     ScoreBounds = create_model(
         "ScoreBounds",
         __base__=SizeBounds,
+        __cls_kwargs__={"use_attribute_docstrings": False},  # pydantic would search all modules for its source
         **{score.name: (Range | None, Field(None, description=f"{score.description}.")) for score in SCORES},
     )
 
 
-class FilterConfig(ScoreBounds):
+class FilterConfig(ScoreBounds, use_attribute_docstrings=True):
     """Bounds on the stored sizes and scores. The run trains only on samples within all bounds."""
 
     missing: Literal["drop", "keep"] = Field("drop")

@@ -4,7 +4,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,29 +28,32 @@ AGE = 100.0
 FILES = ("data", "index.json")
 
 
-class Scratch:
-    """Local folders with the two contents."""
+@cache
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder with two contents, `a` and `b`. It is made when a test needs it, because a process forked before
+    that would delete it at its exit."""
+    folder = tempfile.TemporaryDirectory()
+    for content in "ab":
+        (Path(folder.name) / content).mkdir()
+        for name in FILES:
+            (Path(folder.name) / content / name).write_text(f"{content}:{name}")
+    return folder
 
-    def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        self.top = Path(self.folder.name)
-        for content in "ab":
-            (self.top / content).mkdir()
-            for name in FILES:
-                (self.top / content / name).write_text(f"{content}:{name}")
+
+def content_folder(content: str) -> Path:
+    """Return the folder with that content."""
+    return Path(scratch().name) / content
 
 
 class Product(InterleavingMachine):
     """The product's own code on an object store: at most three attempts at one part, of two contents, at a time; one
     recall, one cleaner; runs that are pinned."""
 
-    scratch = Scratch()
-
     moves = False
 
     def attempt(self, content: str, token: str) -> Program:
         """Run an attempt; return the token of the receipt that it considers active."""
-        source = self.scratch.top / content
+        source = content_folder(content)
         files = commit.record_files(source, {})
         receipt = make_receipt(token, f"{TAR}.{commit.content_hash(files)}", files)
 
@@ -75,7 +78,7 @@ class Product(InterleavingMachine):
     def right(self, folder: str) -> dict[str, bytes]:
         """Return the content that a part of that name must have."""
         for content in "ab":
-            if folder == f"{BUCKET}/{TAR}.{commit.content_hash(commit.record_files(self.scratch.top / content, {}))}":
+            if folder == f"{BUCKET}/{TAR}.{commit.content_hash(commit.record_files(content_folder(content), {}))}":
                 return {name: f"{content}:{name}".encode() for name in FILES}
         raise AssertionError(f"{folder} is named by no content")
 
@@ -315,7 +318,7 @@ def receipt_first(patch: Patch) -> None:
 
     def create_receipt(store: Store, receipt: Receipt) -> Receipt:
         found = CREATE_RECEIPT(store, receipt)
-        STORE_PART(store, Product.scratch.top / "a", receipt.folder, receipt.files)
+        STORE_PART(store, content_folder("a"), receipt.folder, receipt.files)
         return found
 
     patch.setattr(commit, "store_part", lambda *_: None)

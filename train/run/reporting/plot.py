@@ -23,8 +23,9 @@ def plot_run(run_dir: Path) -> Path:
             f"{run_dir}/metrics.jsonl is missing or empty, so there is nothing to plot. Check the path of the run, or "
             f"wait until the run has written its first line, after log.every steps."
         )
-    figure = Figure(figsize=(8, 9), dpi=120, layout="tight")
+    figure = Figure(figsize=(8, 9), dpi=120)
     loss_axes, quarter_axes, lr_axes = figure.subplots(3, 1, sharex=True, height_ratios=[4, 3, 1.5])
+    figure.subplots_adjust(left=0.11, right=0.97, bottom=0.06, top=0.96, hspace=0.08)
 
     finite = [row for row in rows if row["loss"] is not None]
     steps, losses = [row["step"] for row in finite], [row["loss"] for row in finite]
@@ -47,6 +48,7 @@ def plot_run(run_dir: Path) -> Path:
 
     lr_axes.plot([row["step"] for row in rows], [row["lr"] for row in rows], color="#555555", linewidth=1.2)
     lr_axes.set(ylabel="learning rate", xlabel="optimizer step")
+    lr_axes.ticklabel_format(axis="y", scilimits=(-2, 2))
 
     for axes in (loss_axes, quarter_axes, lr_axes):
         axes.grid(alpha=0.3)
