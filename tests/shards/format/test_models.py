@@ -120,6 +120,24 @@ def test_missing_parts_of_sharded_weights_are_named(tmp_path: Path) -> None:
     assert len(hash_weights("sharded", tmp_path).sha256) == 64
 
 
+@pytest.mark.parametrize(
+    ("fields", "same"),
+    [
+        ({"torch_dtype": "float16", "_name_or_path": "elsewhere", "transformers_version": "5.0"}, True),
+        ({"scaling_factor": 0.13025, "shift_factor": 0.1}, True),  # the trainer applies both
+        ({"shift_factor": None}, False),
+        ({"latent_channels": 16}, False),
+    ],
+)
+def test_only_what_changes_the_output_is_hashed(tmp_path: Path, fields: dict[str, object], same: bool) -> None:
+    (tmp_path / "diffusion_pytorch_model.safetensors").write_bytes(save({}))
+    hashes = []
+    for content in ({"latent_channels": 4}, {"latent_channels": 4} | fields):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        hashes.append(hash_weights("vae", tmp_path).sha256)
+    assert (hashes[0] == hashes[1]) == same
+
+
 def test_a_full_disk_is_no_fault_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

@@ -144,6 +144,18 @@ def test_a_filter_that_leaves_too_few_samples_is_refused_with_counts(root: Path)
     assert "loosen the filter" in str(caught.value)
 
 
+def test_parts_are_read_in_blocks_that_may_end_within_a_byte(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = open_data(data_config(root, filter=FILTERS[0]), 8).streams[0].selection
+    monkeypatch.setattr("train.data.selection.PARTS_AT_ONCE", 2)  # 42, 40 and 19 samples
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # a machine that has not read the tables yet
+    in_blocks = open_data(data_config(root, filter=FILTERS[0]), 8).streams[0].selection
+    assert at_once is not None and in_blocks is not None
+    assert in_blocks.sha256 == at_once.sha256
+    assert in_blocks.counts.tolist() == at_once.counts.tolist()
+
+
 def test_the_selection_is_part_of_the_fingerprint(root: Path) -> None:
     selections = [open_data(data_config(root, filter=config), 8).streams[0].selection for config in FILTERS]
     assert all(selections) and len({each.sha256 for each in selections if each}) == 3
