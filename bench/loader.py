@@ -241,6 +241,8 @@ def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
         "run_dir": str(run_dir),
         "backbone": {"config": str(UNET)},
         "max_steps": 100,
+        "global_batch_size": BATCH,
+        "microbatch_size": 32,
         "log": {"every": 10, "tracker": "none"},
     }
     path = run_dir.with_suffix(".yaml")

@@ -1,9 +1,9 @@
 """Compare training recipes for the demo: `python -m bench.recipe`.
 
-Each trial trains both phases of the demo from scratch with one change to the recipe, at an equal number of FLOPs, and
-judges images of combinations that are in no training image. A choice and the recipe are compared seed by seed. Early
-in training the shapes follow the prompt hardly better than by chance, so the loss in the last quarter of phase 2 is
-compared, too. The results are kept in a file, so the same command continues an interrupted sweep.
+Each trial trains both phases of the demo from scratch with one change to the demo's configs, at an equal number of
+FLOPs, and judges images of combinations that are in no training image. A choice and the demo's recipe are compared seed
+by seed. Early in training the shapes follow the prompt hardly better than by chance, so the loss in the last quarter of
+phase 2 is compared, too. The results are kept in a file, so the same command continues an interrupted sweep.
 """
 
 import argparse
@@ -35,16 +35,10 @@ SIDES = {1: 8, 2: 16}
 Recipe = Mapping[str, Any]
 """Name → value. `unet.NAME` is a field of the network's config, `phase1.NAME` and `phase2.NAME` are fields of that
 phase's config, and other names with a dot are fields of both. `share` is phase 1's share of the FLOPs, `warmup` and
-`ema_start` are fractions of a phase's steps, and `guidance` and `steps` are settings of the sampler."""
+`ema_start` are fractions of a phase's steps, and `guidance` and `steps` are settings of the sampler. All other settings
+are the demo's."""
 
 BASE: Recipe = {
-    "unet.block_out_channels": [32, 64, 96],
-    "unet.down_block_types": ["CrossAttnDownBlock2D"] * 3,
-    "unet.up_block_types": ["CrossAttnUpBlock2D"] * 3,
-    "objective.prediction": "flow_matching",
-    "objective.timestep_sampling": "logit_normal",
-    "phase1.global_batch_size": 16,
-    "phase2.global_batch_size": 8,
     "share": 0.35,
     "warmup": 0.05,
     "ema_start": 0.5,

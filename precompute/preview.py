@@ -52,8 +52,10 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
             f"The VAE in {folder} did not produce these latents; according to encoding.json, "
             f"{encoding.image.weights.name} did. Pass the folder of that VAE with --vae."
         )
-    vae: Any = getattr(diffusers, encoding.image.class_name).from_pretrained(folder, use_safetensors=True)
-    return vae.eval().to(best_device(), torch.float32)
+    vae: Any = getattr(diffusers, encoding.image.class_name).from_pretrained(
+        folder, use_safetensors=True, torch_dtype=torch.float32
+    )
+    return vae.eval().to(best_device())
 
 
 def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, list[dict[str, Any]]]:

@@ -30,8 +30,8 @@ from train.run.reporting.json_lines import read_json_lines
 CONFIGS = Path(__file__).parent / "configs"
 ROWS_PER_TAR = 500
 WORLD_SEED = 0
-MAX_PROCESSES = 8
-"""Maximum number of training processes, so that each process gets at least four images per batch in phase 2."""
+MAX_PROCESSES = 4
+"""Maximum number of training processes, so that each process gets at least two images per batch in phase 2."""
 LAST_LINES = 15
 """Number of lines of a failed command's output to print."""
 

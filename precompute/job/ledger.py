@@ -17,14 +17,16 @@ class RecentRate:
     """Speed at which a count has grown over the last WINDOW_SECONDS."""
 
     def __init__(self) -> None:
-        self.points: deque[tuple[float, float]] = deque([(time.monotonic(), 0.0)])
-        """(time, count) pairs, at most one per STEP_SECONDS."""
+        self.latest = time.monotonic(), 0.0
+        self.points: deque[tuple[float, float]] = deque([self.latest])
+        """Earlier (time, count) pairs, at most one per STEP_SECONDS."""
 
     def add(self, count: float) -> None:
-        """Record the current count. Calls in quick succession are ignored."""
+        """Record the current count."""
         now = time.monotonic()
+        self.latest = now, count
         if now - self.points[-1][0] >= STEP_SECONDS:
-            self.points.append((now, count))
+            self.points.append(self.latest)
         while len(self.points) > 2 and now - self.points[1][0] >= WINDOW_SECONDS:
             self.points.popleft()
 
@@ -32,7 +34,7 @@ class RecentRate:
     def per_second(self) -> float:
         """Growth per second, or 0 if the count has fallen. It falls when an attempt is lost, because the attempt's
         progress no longer counts."""
-        (began, before), (now, count) = self.points[0], self.points[-1]
+        (began, before), (now, count) = self.points[0], self.latest
         return max(0.0, count - before) / (now - began) if now > began else 0.0
 
 

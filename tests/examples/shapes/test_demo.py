@@ -16,7 +16,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (96, 8)])
+@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (96, 4)])
 def test_processes_share_the_batch_evenly(cores: int, processes: int) -> None:
     assert training_processes(cores) == processes
 

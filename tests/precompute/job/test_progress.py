@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from cluster.fleet import Done
+from cluster.fleet import Done, UnderWay
 from precompute.job.ledger import Ledger
+from shards.open import open_store
+from shards.root.committed import load_tars
 from tests.cluster.played import Outcome, PlayedPool, error, make_fleet
 from tests.runs import environment
 
@@ -96,3 +98,12 @@ def test_what_has_ended_is_not_in_flight(
     assert [line["shards_done"] + line["shards_failed"] for line in lines] == [1, 2, 3, 4]
     assert [line["shards_in_flight"] for line in lines] == [1, 1, 1, 0]
     assert [line["under_way"] for line in lines] == [10, 10, 10, 0]  # samples: `PlayedPool` reports 10 per attempt
+
+
+def test_a_job_that_ends_within_a_second_has_a_rate(latents: Path) -> None:
+    ledger = Ledger(2)
+    ledger.record(UnderWay(2, 0))
+    for receipts in load_tars(open_store(latents)):
+        ledger.record(Done(receipts.tar, None, receipts))
+    ledger.record(UnderWay(0, 0))
+    assert ledger.figures()["images_per_second"]
