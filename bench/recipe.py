@@ -46,8 +46,14 @@ BASE: Recipe = {
     "steps": 10,
 }
 CHOICES: dict[str, Recipe] = {
-    "v-prediction": {"objective.prediction": "v_prediction", "objective.timestep_sampling": "uniform"},
+    "v-prediction": {
+        "objective.prediction": "v_prediction",
+        "objective.timestep_sampling": "uniform",
+        "objective.shift.factor": 1.0,
+    },
     "uniform timesteps": {"objective.timestep_sampling": "uniform"},
+    "timesteps not shifted": {"objective.shift.factor": 1.0},
+    "timesteps shifted by 4": {"objective.shift.factor": 4.0},
     "batches of 64 and 32": {"phase1.global_batch_size": 64, "phase2.global_batch_size": 32},
     "batches of 32 and 16": {"phase1.global_batch_size": 32, "phase2.global_batch_size": 16},
     "a fifth of the FLOPs in phase 1": {"share": 0.2},
