@@ -60,17 +60,18 @@ CHOICES: dict[str, Recipe] = {
     "half of the FLOPs in phase 1": {"share": 0.5},
     "no attention at full resolution": {
         "unet.down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-        "unet.up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
     },
+    "attention at full resolution on the way up, too": {"unet.up_block_types": ["CrossAttnUpBlock2D"] * 3},
+    "four heads": {"unet.attention_head_dim": 4},
     "two levels": {
         "unet.block_out_channels": [48, 96],
         "unet.down_block_types": ["CrossAttnDownBlock2D"] * 2,
-        "unet.up_block_types": ["CrossAttnUpBlock2D"] * 2,
+        "unet.up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
     },
     "four levels": {
         "unet.block_out_channels": [32, 64, 96, 128],
         "unet.down_block_types": ["CrossAttnDownBlock2D"] * 4,
-        "unet.up_block_types": ["CrossAttnUpBlock2D"] * 4,
+        "unet.up_block_types": ["CrossAttnUpBlock2D"] * 3 + ["UpBlock2D"],
     },
     "half the width": {"unet.block_out_channels": [16, 32, 48]},
     "twice the width": {"unet.block_out_channels": [64, 128, 192]},

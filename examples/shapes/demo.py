@@ -30,8 +30,8 @@ from train.run.reporting.json_lines import read_json_lines
 CONFIGS = Path(__file__).parent / "configs"
 ROWS_PER_TAR = 500
 WORLD_SEED = 0
-MAX_PROCESSES = 4
-"""Maximum number of training processes, so that each process gets at least two images per batch in phase 2."""
+MAX_THREADS = 4
+"""Maximum number of threads for training. The network is too small to keep more of them busy."""
 LAST_LINES = 15
 """Number of lines of a failed command's output to print."""
 
@@ -63,11 +63,11 @@ class Demo:
         self.finished: list[str] = found.get("finished", [])
         self.steps: tuple[Step, ...] = (
             Step("world", f"draw {num_pictures:,} captioned images", 9, "data", self.draw),
-            Step("download", "download them over HTTP", 29, "data", self.download, lambda: self.share("tars/*.tar")),
+            Step("download", "download them over HTTP", 15, "data", self.download, lambda: self.share("tars/*.tar")),
             Step(
                 "precompute",
                 "stage 1: encode images and captions into latents",
-                53,
+                45,
                 "data",
                 self.precompute,
                 lambda: self.share("latents/commits/64x64/*.json"),
@@ -75,7 +75,7 @@ class Demo:
             Step(
                 "phase1",
                 "stage 2, phase 1: train at 64 px",
-                150,
+                220,
                 "training",
                 lambda: self.train(1),
                 lambda: self.share_of_phase(1),
@@ -83,12 +83,12 @@ class Demo:
             Step(
                 "phase2",
                 "stage 2, phase 2: train at 128 px",
-                230,
+                260,
                 "training",
                 lambda: self.train(2),
                 lambda: self.share_of_phase(2),
             ),
-            Step("evaluate", "sample and judge images of both phases", 60, "training", self.evaluate),
+            Step("evaluate", "sample and judge images of both phases", 45, "training", self.evaluate),
         )
 
     def run(self) -> None:
@@ -143,18 +143,12 @@ class Demo:
         self.call("precompute", *files, "--output", self.latents, *worker_options(min(2, available_cores())))
 
     def train(self, phase: int) -> None:
-        """Train one phase of stage 2, launched like `make train`."""
+        """Train one phase of stage 2, like `make train`."""
         start = ["--init_from", str(self.folder / "phase1")] if phase == 2 else []
-        cores = available_cores()
-        processes = 1 if has_nvidia_gpu() else training_processes(cores)  # the loss curve depends on neither
-        launcher = ["train.launch", "--num_machines", "1", "--num_processes", str(processes), "--multi_gpu"]
-        launcher += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no", "--quiet", "-m"]
         self.call(
-            *(launcher if processes > 1 else []),
             *("train", "--config", str(CONFIGS / f"phase{phase}.yaml"), "--data.root", self.latents),
             *("--run_dir", str(self.folder / f"phase{phase}"), "--seed", str(2 * self.seed + phase - 1), *start),
-            *("--num_processes", str(processes)),
-            OMP_NUM_THREADS=str(cores // processes),
+            OMP_NUM_THREADS=str(min(available_cores(), MAX_THREADS)),
         )
 
     def evaluate(self) -> None:
@@ -192,12 +186,6 @@ def worker_options(num_cpus: int) -> tuple[str, ...]:
     """Return the options for Ray workers: one GPU each if this machine has any, and otherwise `num_cpus` cores."""
     num_gpus = "1" if has_nvidia_gpu() else "0"
     return "--workers.num_gpus", num_gpus, "--workers.num_cpus", str(num_cpus)
-
-
-def training_processes(cores: int) -> int:
-    """Return the largest number of processes for `cores` CPU cores that divides phase 2's batch evenly."""
-    batch = load_config(TrainConfig, CONFIGS / "phase2.yaml", [], "demo").global_batch_size
-    return max(n for n in range(1, min(cores, MAX_PROCESSES) + 1) if batch % n == 0)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The demo's number of processes, its progress and estimate, and what it does after a failure."""
+"""The demo's progress and estimate, and what it does after a failure."""
 
 import time
 from datetime import datetime
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.shapes.demo import Demo, training_processes
+from examples.shapes.demo import Demo
 from examples.shapes.progress import Progress, Step, describe, seconds_left
 
 STEPS = [
@@ -14,11 +14,6 @@ STEPS = [
     Step("first", "first phase", 100, "training", lambda: None),
     Step("second", "second phase", 200, "training", lambda: None),
 ]
-
-
-@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (96, 4)])
-def test_processes_share_the_batch_evenly(cores: int, processes: int) -> None:
-    assert training_processes(cores) == processes
 
 
 def test_the_estimate_follows_the_speed_of_steps_of_the_same_kind() -> None:
