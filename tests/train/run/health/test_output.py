@@ -39,7 +39,7 @@ def run(folder: Path, rank: int, end: str, one_stream: bool = False) -> tuple[in
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT if one_stream else subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=environment(PYTHONUNBUFFERED=""),  # if it is set, print writes the end of a line separately
         start_new_session=True,
         timeout=60,
     )
