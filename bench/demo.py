@@ -41,8 +41,8 @@ def main() -> None:
         )
     header = ["seed", "held-out colour", "held-out shape", "seen colour", "seen shape"]
     print(table([*header, *STEPS, "evaluation", "total, minutes"], rows))
-    for name, values in shares.items():
-        half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else float("nan")
+    for name, values in shares.items() if len(rows) > 1 else ():
+        half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
         print(f"\nHeld-out {name}: mean {np.mean(values):.1%} ± {half:.1%} (95 % t-interval over the seeds)")
 
 
