@@ -4,10 +4,10 @@ import argparse
 import json
 from pathlib import Path
 
-import numpy as np
 from scipy import stats
 
-from bench.kit.common import table
+from bench.kit.common import mean_and_interval, table
+from evaluation.metrics.intervals import wilson
 
 STEPS = {"data": ("world", "download"), "stage 1": ("precompute",), "training": ("phase1", "phase2")}
 """Column → steps whose durations it adds up."""
@@ -15,7 +15,7 @@ STEPS = {"data": ("world", "download"), "stage 1": ("precompute",), "training": 
 
 def share(right: float, samples: int) -> str:
     """Describe a share of images with its 95 % Wilson interval."""
-    low, high = stats.binomtest(round(right * samples), samples).proportion_ci(method="wilson")
+    low, high = wilson(right, samples, stats.norm.ppf(0.975))
     return f"{right:.1%} ({low:.0%} to {high:.0%})"
 
 
@@ -41,9 +41,8 @@ def main() -> None:
         )
     header = ["seed", "held-out colour", "held-out shape", "seen colour", "seen shape"]
     print(table([*header, *STEPS, "evaluation", "total, minutes"], rows))
-    for name, values in shares.items() if len(rows) > 1 else ():
-        half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-        print(f"\nHeld-out {name}: mean {np.mean(values):.1%} ± {half:.1%} (95 % t-interval over the seeds)")
+    for name, values in shares.items():
+        print(f"\nHeld-out {name}, mean over the seeds with its 95 % t-interval: {mean_and_interval(values, '.1%')}")
 
 
 if __name__ == "__main__":

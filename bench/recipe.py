@@ -7,6 +7,7 @@ phase 2 is compared, too. The results are kept in a file, so the same command co
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
+
+from bench.kit.common import mean_and_interval, table
 
 CONFIGS = Path("examples/shapes/configs")
 UNET = Path("examples/shapes/unet.json")
@@ -130,7 +132,6 @@ def phase_settings(recipe: Recipe, phase: int, seed: int, tflop: float) -> dict[
         "checkpoint.every": steps,
         "checkpoint.keep_every": None,
         "evaluate.every": None,
-        "precision": "float32",  # at this width no slower than bfloat16, and every CPU has it
     }
 
 
@@ -190,43 +191,41 @@ def judge_run(run: Path, recipe: Recipe) -> dict[str, dict[str, float]]:
     return found
 
 
-def interval(differences: list[float], form: str) -> str:
-    """Describe the mean of paired differences with its 95 % t-interval, each number formatted like `form`."""
-    mean = float(np.mean(differences))
-    if len(differences) < 2:
-        return f"{mean:{form}}"
-    half = stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences)
-    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
+def demo_id() -> str:
+    """Return a hash of the demo's files, on which all trials depend."""
+    files = [UNET, *(CONFIGS / f"phase{phase}.yaml" for phase in SIDES)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
-def table(rows: list[dict[str, Any]], choices: Mapping[str, Recipe], tflop: float) -> str:
-    """Return a Markdown table of all choices that have results."""
-    by = {(json.dumps(row["recipe"], sort_keys=True), row["seed"]): row for row in rows if row["tflop"] == tflop}
-
-    def of(recipe: Recipe) -> dict[int, dict[str, Any]]:
-        key = json.dumps(dict(recipe), sort_keys=True)
-        return {seed: row for (its, seed), row in by.items() if its == key}
-
-    base = of(BASE)
-    heads = ["choice", "seeds", "colour", "shape", "both, against the recipe", "loss, against the recipe", "seconds"]
-    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
-    for name, changes in {"the recipe": {}, **choices}.items():
-        if not (trials := of({**BASE, **changes})):
+def results_table(rows: list[dict[str, Any]], tflop: float) -> str:
+    """Return a Markdown table of all choices that have results with the demo's present files."""
+    by = {_key(row["recipe"], row["seed"]): row for row in rows if (row["tflop"], row["demo"]) == (tflop, demo_id())}
+    seeds = sorted({row["seed"] for row in by.values()})
+    lines = []
+    for name, changes in {"the demo": {}, **CHOICES}.items():
+        trials = {seed: by[key] for seed in seeds if (key := _key({**BASE, **changes}, seed)) in by}
+        if not trials:
             continue
-        pairs = [(row, base[seed]) for seed, row in trials.items() if seed in base] if changes else []
-        judged = [row["held_out"]["both"] - its["held_out"]["both"] for row, its in pairs]
-        same = not any(
-            field.startswith("objective.") for field in changes
-        )  # otherwise the losses mean different things
-        losses = [row["loss"]["phase2"] - its["loss"]["phase2"] for row, its in pairs if same]
-        cells = [
-            *(f"{np.mean([row['held_out'][what] for row in trials.values()]):.1%}" for what in ("colour", "shape")),
-            interval(judged, "+.1%") if judged else "",
-            interval(losses, "+.4f") if losses else "",
-            f"{np.mean([row['seconds']['phase1'] + row['seconds']['phase2'] for row in trials.values()]):.0f}",
-        ]
-        lines.append(f"| {name} | {len(trials)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        base = {seed: by[key] for seed in trials if changes and (key := _key(BASE, seed)) in by}
+        judged = [trials[seed]["held_out"]["both"] - row["held_out"]["both"] for seed, row in base.items()]
+        # with another objective, a loss means something else
+        comparable = not any(field.startswith("objective.") for field in changes)
+        losses = [trials[seed]["loss"]["phase2"] - row["loss"]["phase2"] for seed, row in base.items() if comparable]
+        shares = (np.mean([row["held_out"][what] for row in trials.values()]) for what in ("colour", "shape"))
+        seconds = np.mean([row["seconds"]["phase1"] + row["seconds"]["phase2"] for row in trials.values()])
+        lines.append(
+            [
+                *(name, len(trials), *(f"{share:.1%}" for share in shares)),
+                mean_and_interval(judged, "+.1%") if judged else "",
+                mean_and_interval(losses, "+.4f") if losses else "",
+                f"{seconds:.0f}",
+            ]
+        )
+    return table(["choice", "seeds", "colour", "shape", "both, compared", "loss, compared", "seconds"], lines)
+
+
+def _key(recipe: Recipe, seed: int) -> tuple[str, int]:
+    return json.dumps(dict(recipe), sort_keys=True), seed
 
 
 def main() -> None:
@@ -250,7 +249,8 @@ def main() -> None:
     results.touch()
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     chosen = {name: CHOICES[name] for name in options.names} if options.names else CHOICES
-    known = {(json.dumps(row["recipe"], sort_keys=True), row["seed"], row["tflop"]) for row in rows}
+    done = [row for row in rows if (row["tflop"], row["demo"]) == (options.tflop, demo_id())]
+    known = {_key(row["recipe"], row["seed"]) for row in done}
 
     def trial(name: str, recipe: Recipe, seed: int) -> None:
         folder = options.folder / f"{name.replace(' ', '-')}.{seed}.{os.getpid()}"
@@ -268,7 +268,7 @@ def main() -> None:
         if code:
             print(f"{name}, seed {seed}, failed: see {folder}/errors", flush=True)
             return
-        row = {"choice": name, "recipe": recipe, "seed": seed, "tflop": options.tflop}
+        row = {"choice": name, "recipe": recipe, "seed": seed, "tflop": options.tflop, "demo": demo_id()}
         row |= json.loads((folder / "result.json").read_text())
         with results.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -278,11 +278,11 @@ def main() -> None:
 
     with ThreadPoolExecutor(options.processes) as pool:
         for seed in options.seeds:
-            for name, changes in {"the recipe": {}, **chosen}.items():
+            for name, changes in {"the demo": {}, **chosen}.items():
                 recipe = {**BASE, **changes}
-                if (json.dumps(recipe, sort_keys=True), seed, options.tflop) not in known:
+                if _key(recipe, seed) not in known:
                     pool.submit(trial, name, recipe, seed)
-    print(table(rows, CHOICES, options.tflop))
+    print(results_table(rows, options.tflop))
 
 
 if __name__ == "__main__":

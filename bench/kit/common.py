@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy import stats
 
 from plan.measured import BenchFile, Measurement
 from shards.base.durable import write_atomically
@@ -126,6 +127,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Format a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def mean_and_interval(values: Sequence[float], form: str) -> str:
+    """Describe the mean of values with its 95 % t-interval (none for a single value), each number formatted like
+    `form`."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return f"{mean:{form}}"
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
 
 
 def command(module: str) -> str:

@@ -113,8 +113,9 @@ def check_adherence(folder: Path) -> None:
     ]
     if short:
         raise SystemExit(
-            f"error: too few of phase 2's images show what their prompts ask for: {', '.join(short)}. The demo gives "
-            f"the same result on every machine up to rounding, so this is a bug. See {folder}/report.html."
+            f"error: too few of phase 2's images show what their prompts ask for: {', '.join(short)}. Results "
+            f"vary between runs, but these limits leave room for that, so this is probably a bug. See "
+            f"{folder}/report.html."
         )
 
 

@@ -31,7 +31,7 @@ CONFIGS = Path(__file__).parent / "configs"
 ROWS_PER_TAR = 500
 WORLD_SEED = 0
 MAX_THREADS = 4
-"""Maximum number of threads for training. The network is too small to keep more of them busy."""
+"""Maximum number of threads for training, because the network is small."""
 LAST_LINES = 15
 """Number of lines of a failed command's output to print."""
 
@@ -62,12 +62,12 @@ class Demo:
         self.seconds: dict[str, float] = found.get("seconds", {})
         self.finished: list[str] = found.get("finished", [])
         self.steps: tuple[Step, ...] = (
-            Step("world", f"draw {num_pictures:,} captioned images", 9, "data", self.draw),
-            Step("download", "download them over HTTP", 15, "data", self.download, lambda: self.share("tars/*.tar")),
+            Step("world", f"draw {num_pictures:,} captioned images", 7, "data", self.draw),
+            Step("download", "download them over HTTP", 7, "data", self.download, lambda: self.share("tars/*.tar")),
             Step(
                 "precompute",
                 "stage 1: encode images and captions into latents",
-                45,
+                35,
                 "data",
                 self.precompute,
                 lambda: self.share("latents/commits/64x64/*.json"),
@@ -83,12 +83,12 @@ class Demo:
             Step(
                 "phase2",
                 "stage 2, phase 2: train at 128 px",
-                260,
+                264,
                 "training",
                 lambda: self.train(2),
                 lambda: self.share_of_phase(2),
             ),
-            Step("evaluate", "sample and judge images of both phases", 45, "training", self.evaluate),
+            Step("evaluate", "sample and judge images of both phases", 47, "training", self.evaluate),
         )
 
     def run(self) -> None:

@@ -25,7 +25,7 @@ def plot_run(run_dir: Path) -> Path:
         )
     figure = Figure(figsize=(8, 9), dpi=120)
     loss_axes, quarter_axes, lr_axes = figure.subplots(3, 1, sharex=True, height_ratios=[4, 3, 1.5])
-    figure.subplots_adjust(left=0.11, right=0.97, bottom=0.06, top=0.96, hspace=0.08)
+    figure.subplots_adjust(left=0.12, right=0.97, bottom=0.06, top=0.96, hspace=0.08)
 
     finite = [row for row in rows if row["loss"] is not None]
     steps, losses = [row["step"] for row in finite], [row["loss"] for row in finite]
