@@ -135,6 +135,7 @@ class Demo:
                 *("precompute.download", "--config", "configs/download.yaml"),
                 *("--input", str(self.folder / "metadata.parquet"), "--output", str(self.folder / "tars")),
                 *("--requests.allow_private_hosts", "true", "--rows_per_shard", str(ROWS_PER_TAR)),
+                *("--threads", "1"),  # more would store the images in the order of arrival
             )
 
     def precompute(self) -> None:

@@ -1,4 +1,4 @@
-"""Serve a folder over HTTP on the loopback interface, on a free port."""
+"""Serve a folder over HTTP on the loopback interface."""
 
 import functools
 import http.server
@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+PORT = 8350
+"""The port to use if it is free, so that URLs, and the latents' records with them, are the same in every run."""
 
 
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
@@ -30,7 +33,11 @@ class _Server(http.server.ThreadingHTTPServer):
 def serve(folder: Path) -> Iterator[str]:
     """Serve `folder` within the context, and yield its URL without a trailing slash."""
     handler = functools.partial(_QuietHandler, directory=str(folder))
-    with _Server(("127.0.0.1", 0), handler) as server:
+    try:
+        server = _Server(("127.0.0.1", PORT), handler)
+    except OSError:
+        server = _Server(("127.0.0.1", 0), handler)  # any free port
+    with server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:

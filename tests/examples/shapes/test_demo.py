@@ -1,5 +1,6 @@
-"""The demo's progress and estimate, and what it does after a failure."""
+"""The demo's progress and estimate, what it does after a failure, and the order of its images."""
 
+import tarfile
 import time
 from datetime import datetime
 from pathlib import Path
@@ -62,3 +63,12 @@ def test_a_failed_step_shows_its_error_and_is_run_again(tmp_path: Path, capsys: 
     assert again.finished == ["fine"] and again.seconds.keys() == {"fine", "bad"}
     with pytest.raises(SystemExit, match="other settings"):
         Demo(tmp_path / "demo", 100, seed=1)
+
+
+def test_images_are_stored_in_the_order_of_their_rows_so_that_a_demo_can_be_repeated(tmp_path: Path) -> None:
+    demo = Demo(tmp_path / "demo", 100)
+    demo.draw()
+    demo.download()
+    with tarfile.open(tmp_path / "demo" / "tars" / "00000.tar") as tar:
+        names = tar.getnames()
+    assert len(names) > 200 and names == sorted(names)

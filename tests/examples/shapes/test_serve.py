@@ -20,3 +20,8 @@ def test_serves_a_folder_while_open(tmp_path: Path) -> None:
             urllib.request.urlopen(f"{address}/000/missing.jpg")
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{address}/000/a.jpg", timeout=2)
+
+
+def test_two_servers_use_different_ports(tmp_path: Path) -> None:
+    with serve(tmp_path) as one, serve(tmp_path) as other:
+        assert one != other
