@@ -53,6 +53,12 @@ CHOICES: dict[str, Recipe] = {
         "objective.timestep_sampling": "uniform",
         "objective.shift.factor": 1.0,
     },
+    "v-prediction, min-SNR": {
+        "objective.prediction": "v_prediction",
+        "objective.timestep_sampling": "uniform",
+        "objective.shift.factor": 1.0,
+        "objective.min_snr_gamma": 5.0,
+    },
     "uniform timesteps": {"objective.timestep_sampling": "uniform"},
     "timesteps not shifted": {"objective.shift.factor": 1.0},
     "timesteps shifted by 4": {"objective.shift.factor": 4.0},
@@ -84,6 +90,7 @@ CHOICES: dict[str, Recipe] = {
     },
     "scale and shift from the timestep": {"unet.resnet_time_scale_shift": "scale_shift"},
     "half the caption dropout": {"objective.caption_dropout": 0.05},
+    "ten times as wide an EMA": {"ema.decay": 0.999},
     "twice the learning rate": {"phase1.optimizer.lr": 4e-3, "phase2.optimizer.lr": 2e-3},
     "half the learning rate": {"phase1.optimizer.lr": 1e-3, "phase2.optimizer.lr": 5e-4},
 }
