@@ -92,7 +92,7 @@ LIBRARIES = (
     "pyarrow.parquet",
     "scipy.stats",
 )
-SECONDS = 600
+SECONDS = 300
 """Time limit for each call of pytest; a mutant that exceeds it, for example in an endless loop, counts as noticed."""
 NO_TESTS = 5
 """Exit code of pytest if no test was selected."""
