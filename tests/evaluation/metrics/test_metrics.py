@@ -13,9 +13,17 @@ from scipy.spatial.distance import cdist
 from scipy.stats import binomtest
 from scipy.stats import t as student
 
-from evaluation.metrics.frechet import GroupSums, Moments, frechet_at_n, frechet_distance, frechet_infinity
+from evaluation.metrics.frechet import (
+    GroupSums,
+    Moments,
+    check_enough,
+    frechet_at_n,
+    frechet_distance,
+    frechet_infinity,
+)
 from evaluation.metrics.intervals import (
     GROUPS,
+    MIN_CLUSTERS,
     MIN_DEVIATIONS,
     Jackknife,
     groups_of,
@@ -25,7 +33,7 @@ from evaluation.metrics.intervals import (
     wilson,
 )
 from evaluation.metrics.kernels import cmmd, kid
-from evaluation.metrics.manifold import precision, recall
+from evaluation.metrics.manifold import covered, precision, recall
 from evaluation.metrics.table import METRICS, MetricInputs, clip_score, metric_id
 from shards.base.errors import RequestError
 
@@ -101,6 +109,10 @@ def test_too_few_samples_are_refused() -> None:
     for name in ("fid", "fid_infinity"):
         with pytest.raises(RequestError, match="needs at least 28 images, but the reference has only 25"):
             METRICS[name].compute(few)
+    with pytest.raises(RequestError, match="the sample set has only 25"):
+        frechet_infinity(x, np.arange(25), reference)
+    check_enough(reference[:28])  # exactly the minimum
+    METRICS["kid"].compute(MetricInputs(reference, np.arange(200), reference[:MIN_CLUSTERS], None))
 
 
 # --- properties of all metrics ---
@@ -177,6 +189,13 @@ def test_precision_and_recall_match_their_definition(seed: int) -> None:
     assert precision(x, np.arange(80), x).value == recall(x, np.arange(80), x).value == 1
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e8])
+def test_a_ball_includes_its_surface(offset: float) -> None:
+    """The ball around 0 reaches to 0.75, its third neighbour, also if all features are far from the origin."""
+    points, queries = np.array([[0.0], [0.25], [0.5], [0.75]]), np.array([[-0.75], [-0.875]])
+    assert covered(queries + offset, points + offset).tolist() == [True, False]
+
+
 # --- scores and intervals ---
 
 
@@ -202,8 +221,9 @@ def test_interval_ends_solve_the_equation_in_the_docstring(unbiased: float, line
     if found.low > 0:
         up, down = found.high - center, center - found.low
         assert up > down > 0 if linear else up == pytest.approx(down)
-    same = Jackknife(0.5, 0.5, 0.0, 0.0).interval("")
-    assert (same.low, same.high) == (0.5, 0.5)
+    for value in (0.5, 0.0):
+        same = Jackknife(value, value, 0.0, 0.0).interval("")
+        assert (same.low, same.high) == (value, value)
 
 
 @pytest.mark.parametrize("value", [-0.3, -1e-3, 0.0, 1e-3, 0.3])
