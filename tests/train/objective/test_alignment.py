@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,13 @@ def test_features_are_resized_as_pictures_are() -> None:
 )
 def test_grids(tokens: int, hw: tuple[int, int], grid: tuple[int, int] | None) -> None:
     assert token_grid(tokens, hw) == grid
+
+
+def test_finding_a_layers_shape_leaves_no_hook() -> None:
+    network, latents = Toy(as_tokens=False), torch.zeros(1, CHANNELS, 8, 8)
+    layer_shape(network, RepaConfig(layer="layer"), lambda: network(latents))
+    output = weakref.ref(network.layer(latents))
+    assert output() is None  # a hook would keep it
 
 
 def test_layers_of_transformers_can_be_aligned() -> None:

@@ -212,8 +212,9 @@ def test_offset_noise_is_one_number_per_channel() -> None:
     offset = DiffusionLoss(ObjectiveConfig(offset_noise=0.1), spec(), torch.device("cpu"))
     draws = Draws(1, 1, torch.arange(N))
     difference = offset.draw(batch(), draws).noise - plain.draw(batch(), draws).noise
-    torch.testing.assert_close(difference, difference[:, :, :1, :1].expand_as(difference), rtol=0, atol=1e-6)
-    assert 0.03 < difference[:, :, 0, 0].std() < 0.3
+    expected = 0.1 * draws.normal(Purpose.OFFSET_NOISE, (CHANNELS, 1, 1))
+    torch.testing.assert_close(difference, expected.expand_as(difference), rtol=0, atol=1e-6)
+    assert 0.03 < expected.std() < 0.3
 
 
 def test_zero_terminal_snr() -> None:
@@ -289,11 +290,13 @@ def test_losses_by_quarter_add_up(prediction: str) -> None:
     added = parts[0] + parts[1] + parts[2]
     torch.testing.assert_close(added.sums, found.sums)
     assert added.counts.equal(found.counts)
+    torch.testing.assert_close(LossSums.of(losses, timesteps, 1000, microbatch_size=3).sums, found.sums)
     stacked = LossSums.stack(parts).steps()
     assert all(a.sums.equal(b.sums) and a.counts.equal(b.counts) for a, b in zip(stacked, parts, strict=True))
     assert found.total == pytest.approx(float(losses.sum()))
     kept = LossSums.from_json(found.to_json())
     assert kept.to_json() == found.to_json() and kept.sums.dtype == torch.float64
+    assert LossSums.of(torch.ones(1), torch.tensor([1000.0]), 1000).counts.tolist() == [0, 0, 0, 1]  # pure noise
     # a non-finite loss stays in its quarter and makes the total non-finite
     losses[0] = float("nan")
     assert int(LossSums.of(losses, timesteps, 1000).sums.isnan().sum()) == 1

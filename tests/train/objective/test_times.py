@@ -131,6 +131,7 @@ def test_a_constant_shift_is_sd3s_and_the_square_root_is_of_equation_23() -> Non
     root = ShiftConfig(kind="square_root", base_tokens=1024)
     assert root.alpha((64, 64)) == 1.0 and root.alpha((128, 128)) == 2.0
     assert root.model_copy(update={"factor": 3.0}).alpha((128, 128)) == 6.0
+    assert root.model_copy(update={"patch": 1}).alpha((32, 32)) == 1.0
 
 
 @pytest.mark.parametrize("shift", [{"factor": 3.0}, {"kind": "log_linear", "base_tokens": 16}])
@@ -209,9 +210,12 @@ def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: 
         ({"weighting": "cosmap"}, "weighting cosmap applies only to prediction flow_matching"),
         ({"shift": {"factor": 3}}, "shift.kind constant applies only to prediction flow_matching"),
         ({"prediction": "flow_matching", "mode_scale": 2}, "less than or equal to 1.75"),
-        (
-            {"prediction": "flow_matching", "shift": {"kind": "log_linear", "max_tokens": 9}},
-            "max_tokens 9 must be greater than base_tokens 256",
+        *(
+            (
+                {"prediction": "flow_matching", "shift": {"kind": "log_linear", "max_tokens": most}},
+                f"max_tokens {most} must be greater than base_tokens 256",
+            )
+            for most in (9, 256)
         ),
     ],
 )
@@ -227,3 +231,4 @@ def test_mlperfs_validation_times_are_the_starts() -> None:
     assert ddpm.fixed_timesteps(8, PLACES["starts"]) == [0, 125, 250, 375, 500, 625, 750, 875]
     with pytest.raises(ValueError, match="samples must be at least 8, but samples is 7"):
         ValidationConfig(samples=7, dealt=True)
+    ValidationConfig(samples=8, dealt=True)

@@ -19,7 +19,7 @@ from train.data.draws import Draws
 from train.objective.config import ObjectiveConfig, ValidationConfig
 from train.objective.loss import NoisyBatch
 from train.objective.paths import noise_path
-from train.objective.validation import Validation, find_validation, open_validation
+from train.objective.validation import FIRST_STEP, Validation, find_validation, open_validation
 
 SAMPLES = 21
 
@@ -30,14 +30,18 @@ class TracingLoss:
     path = noise_path(ObjectiveConfig(prediction="flow_matching"), torch.device("cpu"))
     aligned = None
 
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
     def draw(self, batch: Batch, draws: Draws) -> None:
-        assert draws.slots.equal(batch.slots)
+        assert draws.slots.equal(batch.slots) and draws.step >= FIRST_STEP
 
     def add_noise_at(self, batch: Batch, timesteps: Tensor, dropped: Tensor, random: None) -> NoisyBatch:
         assert not dropped.any()
         return NoisyBatch(batch, dropped, timesteps, timesteps, timesteps)
 
     def squared_error(self, unet: object, noisy: NoisyBatch) -> Tensor:
+        self.sizes.append(len(noisy))
         return (noisy.batch.slots.float() ** 2 + noisy.timesteps)[: noisy.num_real]
 
 
@@ -52,7 +56,10 @@ def test_each_sample_at_all_timesteps_or_at_one_in_turn(dealt: bool, places: str
         latents, text = torch.randn(len(slots), CHANNELS, 8, 8).half(), torch.randn(len(slots), TOKENS, WIDTH).half()
         batches.append(make_batch([""] * len(slots), slots, latents, text))
     validation = Validation(batches, 0, ValidationConfig(timesteps=places, dealt=dealt))
-    found = validation(torch.nn.Identity(), TracingLoss(), Accelerator(cpu=True), microbatch_size)  # type: ignore[arg-type]
+    loss = TracingLoss()
+    found = validation(torch.nn.Identity(), loss, Accelerator(cpu=True), microbatch_size)  # type: ignore[arg-type]
+    sizes = [3] * 11 if microbatch_size else [4] * 5 + [1]  # every microbatch is filled
+    assert sorted(loss.sizes) == sorted(sizes * (1 if dealt else 8))
 
     sums, counts = [0.0] * 8, [0] * 8
     for i in range(SAMPLES):
@@ -72,7 +79,7 @@ def keys_of(root: Path | str, samples: int, rank: int = 0, ranks: int = 1) -> li
 
 
 def test_excluded_samples_are_not_validated_on(tmp_path: Path) -> None:
-    root = make_root(tmp_path / "root", {"64x64": [5, 6]})
+    root = make_root(tmp_path / "root", {"64x64": [5, 6, 4]})
     before = [key for batch in keys_of(root, 7) for key in batch]
     add_exclusion(open_store(root), make_exclusion("key", [before[1], before[5]]))
     after = [key for batch in keys_of(root, 7) for key in batch]
