@@ -88,6 +88,7 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
             {"further_channels": False},
             "it maps 4 to 8 channels, but the latents have 4 (to ignore the additional output channels, set backbone.f",
         ),
+        ("pixart-sigma", {"out_channels": 4}, {}, {}, "it maps 4 to 4 channels, but the latents have 4"),
         (
             "prx",
             {},
@@ -119,6 +120,7 @@ def refusal(small: Small, network: dict[str, Any], inputs: dict[str, Any], **cha
             {},
             "(did you mean FluxTransformer2DModel?), which this trainer",
         ),
+        (FLUX, {"_class_name": "AutoencoderKL"}, {}, {}, "is AutoencoderKL, which this trainer does not support"),
         (FLUX, {"num_layerz": 9}, {}, {}, "has the field num_layerz (did you mean num_layers?), which diffusers'"),
         ("pixart-sigma", {"patch_size": 0}, {}, {}, "cannot build PixArtTransformer2DModel from"),
         ("sdxl", {"transformer_layers_per_block": [1]}, {}, {}, "cannot build UNet2DConditionModel from"),

@@ -64,6 +64,27 @@ def test_each_module_is_bit_equal_and_stays(make: Callable[[], Any]) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "kind", [{}, {"use_conv_transpose": True}, {"use_conv": True, "norm_type": "rms_norm"}, {"interpolate": False}]
+)
+def test_other_kinds_of_upsampling_are_left_alone(kind: dict[str, Any]) -> None:
+    keep_channels_last(module := Upsample2D(CHANNELS, **({"use_conv": True} | kind if kind else {})))
+    assert type(module) is Upsample2D
+
+
+def test_upsampling_copies_what_torch_cannot_count() -> None:
+    """2³¹ elements fit; with one more row, the result would be wrong in channels last (pytorch issue 141831)."""
+    with torch.device("meta"):
+        keep_channels_last(module := MODULES["upsampling"]())
+    seen: list[bool] = []
+    module.conv.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    for rows in (2**12, 2**12 + 1):
+        module(torch.empty(1, CHANNELS, rows, 2**12, device="meta").to(memory_format=torch.channels_last))
+    assert seen == [True, False]
+
+
 def test_a_unet_keeps_its_names_and_its_answer() -> None:
     plain, kept = build_network(UNET, 3), build_network(UNET, 3)
     keep_channels_last(kept)

@@ -107,10 +107,19 @@ def test_a_unet_that_does_not_fit_the_latents(
     assert words in message and "Set `backbone.config` to a network that fits them, or train on a different" in message
 
 
-def test_odd_sides_fit_a_unet_that_halves_nothing(root: Path, tmp_path: Path) -> None:
-    one_level = {"block_out_channels": [8], "down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
-    (unet := tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | one_level))
-    backbone, data = {"config": str(unet)}, {"streams": [{"root": str(root), "bucket": "72x72"}]}
+ONE_LEVEL = {"block_out_channels": [8], "down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
+SANA = {
+    "_class_name": "SanaTransformer2DModel", "in_channels": 4, "out_channels": 4, "caption_channels": 16,
+    "attention_head_dim": 4, "num_attention_heads": 2, "cross_attention_head_dim": 4, "num_cross_attention_heads": 2,
+    "cross_attention_dim": 8, "num_layers": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [json.loads(UNET.read_text()) | ONE_LEVEL, SANA], ids=["unet", "transformer"])
+def test_odd_sides_fit_a_network_that_halves_nothing(root: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    (tmp_path / "backbone.json").write_text(json.dumps(fields))
+    backbone = {"config": str(tmp_path / "backbone.json")}
+    data = {"streams": [{"root": str(root), "bucket": "72x72"}]}
     fields = train_fields(root, tmp_path / "run", backbone=backbone, data=data)
     run(["check", "--config", str(write_config(tmp_path, fields))])
 

@@ -11,7 +11,7 @@ from shards.base.errors import RequestError
 from tests.runs import UNET
 from train.config import TrainConfig
 from train.model.config import AdamWConfig
-from train.model.network import build_network, load_pretrained
+from train.model.network import build_network, compile_network, load_pretrained
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -35,12 +35,19 @@ def test_the_phases_are_as_designed() -> None:
 
 def test_weights_depend_on_the_seed_alone() -> None:
     torch.manual_seed(1)
-    one = build_network(UNET, 7).state_dict()
+    one = build_network(UNET, 0).state_dict()
     torch.manual_seed(2)
-    two = build_network(UNET, 7).state_dict()
-    other = build_network(UNET, 8).state_dict()
+    two = build_network(UNET, 0).state_dict()
+    other = build_network(UNET, 1).state_dict()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_every_latent_shape_may_compile_a_graph() -> None:
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=8):
+        compile_network(torch.nn.Identity(), num_shapes=20)
+        limits = torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
+    assert min(limits) > 20  # one more for validation
 
 
 def test_dropout_is_refused(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from diffusers import UNet2DConditionModel
+from torch import Tensor, nn
 
 from shards.base.errors import RequestError
 from tests import ranks
@@ -16,7 +18,7 @@ from tests.runs import curve, train_fields, write_config
 from train.__main__ import run as command
 from train.data.batch import Batch
 from train.data.draws import Draws
-from train.model.sharding import launched_sharding
+from train.model.sharding import launched_sharding, shard_weights
 from train.model.tensors import load_tensors
 from train.objective.loss import DiffusionLoss, NoisyBatch
 from train.run.checkpoints.checkpoint import step_folder, verify_checkpoint
@@ -144,6 +146,28 @@ def test_a_step_that_is_not_finite_on_one_process_is_skipped_by_both(latents: Pa
         assert hashes[0] == hashes[1] != hashes[2]
     assert rows(tmp_path / "run", "skipped_steps") == [0, 0, 1, 1]
     assert rows(tmp_path / "run", "loss")[3] is not None
+
+
+class Timesteps(nn.Module):
+    """A network that records the data types of its timesteps and of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, timesteps: Tensor) -> Tensor:
+        self.seen = timesteps.dtype, self.weight.dtype
+        return timesteps * self.weight.sum()
+
+
+def test_sharding_rounds_weights_but_not_timesteps_to_bfloat16(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        shard_weights(network := Timesteps(), "full", "bfloat16")
+        network(torch.tensor([999.5]))
+    finally:
+        dist.destroy_process_group()
+    assert network.seen == (torch.float32, torch.bfloat16)
 
 
 def test_fsdp_from_the_launcher_is_refused_without_a_gpu(
