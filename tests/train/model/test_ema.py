@@ -109,6 +109,7 @@ def test_a_rebuilt_average_is_the_one_of_all_iterates(std: float, tolerance: flo
     # decaying to a point, with the noise of the steps
     iterates = 3 * np.exp(-np.arange(1, 2001) / 700)[:, None] + np.cumsum(0.01 * rng.standard_normal((2000, 50)), 0)
     averages, snapshots = make_averages(EmaConfig(snapshot_every=100)), []
+    assert [name for name, ema in averages.items() if ema.has_begun(1)] == ["ema-0.050", "ema-0.100"]
     for step, weights in enumerate(torch.from_numpy(iterates).float(), start=1):
         for name, ema in averages.items():
             ema.update({"w": weights}.items(), step)

@@ -85,6 +85,8 @@ def test_packing_is_diffusers(hw: tuple[int, int]) -> None:
     packed = FluxPipeline._pack_latents(latents, N, 5, *hw)
     assert pack(latents, 2).equal(packed)
     assert unpack(packed, 2, (hw[0] // 2, hw[1] // 2)).equal(latents)
+    larger = torch.randn(N, 5, 6, 9)
+    assert pack(larger, 3).shape == (N, 6, 45) and unpack(pack(larger, 3), 3, (2, 3)).equal(larger)
 
 
 @given(st.integers(64, 400), st.integers(96, 400))
