@@ -67,7 +67,7 @@ def test_pooled_outputs_stand_beside_each_other() -> None:
 
 def test_positions_are_diffusers() -> None:
     told = conditioning(a=(7, 3, False))
-    made: dict[str, Tensor | None] = {"states": told.texts["a"].states}
+    made = {"states": told.texts["a"].states, "mask": None, "pooled": torch.ones(N, 9)}
     image = Positions(kind="positions", of="image").arguments("ids", InputContext(told, (3, 5), made))["ids"]
     assert image is not None and image.equal(FluxPipeline._prepare_latent_image_ids(N, 3, 5, "cpu", torch.float32))
     text = Positions(kind="positions", of="text").arguments("ids", InputContext(told, (3, 5), made))["ids"]

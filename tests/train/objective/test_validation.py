@@ -60,6 +60,8 @@ def test_each_sample_at_all_timesteps_or_at_one_in_turn(dealt: bool, places: str
     found = validation(torch.nn.Identity(), loss, Accelerator(cpu=True), microbatch_size)  # type: ignore[arg-type]
     sizes = [3] * 11 if microbatch_size else [4] * 5 + [1]  # every microbatch is filled
     assert sorted(loss.sizes) == sorted(sizes * (1 if dealt else 8))
+    filled = Validation([*batches, batches[0]], 0, validation.config, filler=True)
+    assert filled(torch.nn.Identity(), loss, Accelerator(cpu=True), microbatch_size) == found  # type: ignore[arg-type]
 
     sums, counts = [0.0] * 8, [0] * 8
     for i in range(SAMPLES):
