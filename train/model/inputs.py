@@ -32,11 +32,6 @@ class TextConditioning:
     pooled: Tensor | None
     """(N, pooled) float32."""
 
-    def take(self, rows: slice | Tensor) -> TextConditioning:
-        """Return the outputs for a subset of the samples."""
-        parts = (None if value is None else value[rows] for value in (self.states, self.mask, self.pooled))
-        return TextConditioning(*parts)
-
 
 @dataclass(frozen=True)
 class Conditioning:
@@ -47,10 +42,6 @@ class Conditioning:
     """(N, 4): width and height of each original image, and top and left offset of the crop in it, in pixels."""
     target: tuple[int, int]
     """(height, width) of the bucket in pixels."""
-
-    def take(self, rows: slice | Tensor) -> Conditioning:
-        """Return the conditioning of a subset of the samples."""
-        return Conditioning({name: text.take(rows) for name, text in self.texts.items()}, self.sizes[rows], self.target)
 
 
 @dataclass(frozen=True)
