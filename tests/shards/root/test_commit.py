@@ -13,12 +13,13 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.remote import RemoteStore
 from shards.base.scratch import attempt_folder, sweep_attempts
 from shards.base.store import LocalStore, Store
+from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import active_receipts
 from shards.open import open_store
 from shards.root.commit import content_hash, record_files, store_part
 from shards.root.committed import list_commits, load_receipts, load_tars
-from shards.root.shared import create_root
+from shards.root.shared import create_root, record_rules
 from shards.root.writing import PartWriter
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, precompute_config
@@ -145,6 +146,13 @@ def test_a_part_that_lies_there_in_pieces_is_completed(latents: Path, tmp_path: 
     assert store.read(f"{receipt.folder}/another's") == b"is not removed"
 
 
+def test_an_incomplete_upload_is_not_committed(latents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, (receipt, *_) = RemoteStore("memory://incomplete/root"), load_receipts(open_store(latents))
+    monkeypatch.setattr(store, "put", lambda files: None)
+    with pytest.raises(WorkError, match="uploaded with 0 bytes instead of"):
+        store_part(store, latents / receipt.folder, receipt.folder, receipt.files)
+
+
 def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path, root: Path | str) -> None:
     make_tar(tmp_path / "one", "00000", make_samples(0, 6, [(200, 150)]))
     make_tar(tmp_path / "two", "00000", make_samples(9, 6, [(200, 150)]))
@@ -215,6 +223,17 @@ def test_a_store_that_ignores_the_condition_is_refused(
     with pytest.raises(RequestError, match="ignores conditional writes"):
         create_root(store, EncodingRecord.load(open_store(latents)))
     assert store.files() == []
+
+
+def test_a_root_is_not_made_among_other_files_and_keeps_its_rules(latents: Path, root: Path | str) -> None:
+    store, encoding = open_store(root), EncodingRecord.load(open_store(latents))
+    store.write("notes.txt", b"")
+    with pytest.raises(RequestError, match="neither empty nor a latents root"):
+        create_root(store, encoding)
+    assert store.files() == ["notes.txt"]
+    record_rules(store, {Bucket(64, 64): "covers"})
+    with pytest.raises(RequestError, match="fills bucket 64x64 by the rule `covers`"):
+        record_rules(store, {Bucket(64, 64): "nearest, base 64, step 8, max_ratio 2"})
 
 
 @pytest.mark.parametrize("same", [True, False])

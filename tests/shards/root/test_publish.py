@@ -4,6 +4,7 @@ import json
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -138,27 +139,44 @@ def test_publishing_that_is_told_to_stop_leaves_the_manifest_that_was(tmp_path: 
     assert finished.number == 2 and newest_manifest(store) == finished
 
 
-def test_a_job_publishes_while_it_runs(tmp_path: Path) -> None:
+def test_a_job_publishes_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error of the store is logged, and the next attempt succeeds. Afterwards, no thread is left."""
     store = LocalStore(tmp_path)
     commit(store, "00000")
+    create, errors = store.create, [OSError(5, "the store is unresponsive")]
+
+    def fail_once(*arguments: Any) -> bool:
+        if errors:
+            raise errors.pop()
+        return create(*arguments)
+
+    monkeypatch.setattr(store, "create", fail_once)
     with PeriodicPublisher(store, every=0.01):
         for _ in range(3000):
             if newest_manifest(store) is not None:
                 break
             threading.Event().wait(0.01)
-    assert newest_manifest(store) is not None
+    assert newest_manifest(store) is not None and "the store is unresponsive" in capsys.readouterr().err
+    assert "publish" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("lost", ["buckets", "segments"])
 def test_an_index_that_is_lost_is_written_anew(tmp_path: Path, lost: str) -> None:
+    """The new index divides the same rows into fewer segments."""
     store = LocalStore(tmp_path)
-    commit(store, "00000", "00001")
-    manifest = Publisher(store).publish()
-    (path,) = (tmp_path / "index" / lost).iterdir()
-    path.unlink()
+    # a segment is merged if it has fewer than twice as many rows as the new one: 5 < 2 * 3, but 8 = 2 * 4
+    for numbers, num_segments in ((range(5), 1), (range(5, 8), 1), (range(8, 12), 2)):
+        commit(store, *(f"{number:05d}" for number in numbers))
+        manifest = Publisher(store).publish()
+        segments = index_of(store, manifest).segments
+        assert len(segments) == num_segments
+    name = {"buckets": f"{manifest.buckets[BUCKET].id}.json", "segments": f"{segments[0]}.arrow"}[lost]
+    (tmp_path / "index" / lost / name).unlink()
     with pytest.raises((RequestError, DamagedFile), match=r"python -m shards index"):
         names(store, manifest)
-    assert Publisher(store).publish() == manifest and len(names(store, manifest)) == 2
+    assert Publisher(store).publish() == manifest and len(names(store, manifest)) == 12
 
 
 @pytest.mark.parametrize("damaged", ["manifests", "buckets", "segments"])

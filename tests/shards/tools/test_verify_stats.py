@@ -64,6 +64,12 @@ def test_the_index_comes_back_byte_for_byte(root: Path, capsys: pytest.CaptureFi
     assert "rebuild it with `python -m shards index" in next(verify_root(open_store(root)))
     run(["index", str(root)])
     assert path.read_bytes() == before and "64x64: 30 samples" in capsys.readouterr().out
+    written = path.stat()
+    run(["index", str(root)])
+    assert path.stat() == written  # an index that is up to date is not replaced
+    path.write_bytes(before[:-1] + b" ")
+    run(["index", str(root)])
+    assert path.read_bytes() == before
 
 
 def test_stats(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
