@@ -100,7 +100,14 @@ def test_a_host_excludes_all_its_samples_as_in_an_opt_out_list(root: Path, entry
 
 def test_another_scheme_is_matched_as_it_is_written() -> None:
     rows = pa.table({"url": ["s3://mill/A.jpg", "s3://mill/a.jpg", None, "http://mill.org/a.jpg"]})
-    assert make_exclusion("url", ["s3://mill/A.jpg", "mill.org"]).hits(rows).tolist() == [True, False, False, True]
+    exclusion = make_exclusion("url", ["s3://mill/A.jpg", "mill.org"])
+    assert exclusion.hits(rows).tolist() == [True, False, False, True]
+    assert exclusion.lines_of(rows).tolist() == [1, -1, -1, 0]
+
+
+def test_a_key_is_never_matched_by_its_host() -> None:
+    rows = pa.table({"key": ["http://mill.org/a.jpg", "mill.org"]})
+    assert make_exclusion("key", ["mill.org"]).hits(rows).tolist() == [False, True]
 
 
 def test_a_sample_on_two_lists_counts_once_and_the_error_blames_no_filter(root: Path) -> None:

@@ -20,6 +20,7 @@ REFUSALS = {
     "exclude --hashes abc": "'abc' is not a SHA-256 (64 hex digits)",
     "exclude --urls nonsense": "name neither a URL nor a host:   'nonsense': 'nonsense' is a single label",
     "exclude --urls 'a b' me@example.org": "name neither a URL nor a host:   'a b': contains ' '",
+    "exclude --urls a b c d e": "write *.e Nothing was excluded",
     "exclude --urls --file nowhere.txt": "--file nowhere.txt cannot be read",
     "exclude --keys 0123nowhere": "has the key '0123nowhere', so nothing was excluded",
     "exclude --keys a b c d e": "any of the keys 'a', 'b', 'c' and 2 more",
@@ -56,9 +57,13 @@ def test_what_is_no_root_or_is_empty(tmp_path: Path) -> None:
 def test_another_version_is_named(root: Path) -> None:
     path = root / "commits" / "64x64" / "00000.json"
     write_sealed_json(path, read_sealed_json(path) | {"version": 3})
-    with pytest.raises(RequestError, match="has format version 3, but this version of latentmill reads only version 2"):
+    other = "has format version 3, but this version of latentmill reads only version 2"
+    with pytest.raises(RequestError, match=other):
         run(["stats", str(root)])
     fields = read_sealed_json(root / "encoding.json")
+    write_sealed_json(root / "encoding.json", fields | {"schema_version": 3})
+    with pytest.raises(RequestError, match=other):
+        run(["verify", str(root)])
     del fields["captions"]
     write_sealed_json(root / "encoding.json", fields)
     with pytest.raises(RequestError, match=r"written by a different version of latentmill.*\(captions\)"):
