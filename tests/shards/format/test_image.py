@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.kit.roots import encoding_record
 from shards.format.buckets import Bucket
-from shards.format.image import columns, dequantise, fast_round, pack, quantise, unpack
+from shards.format.image import columns, dequantise, draw, fast_round, pack, quantise, unpack
 from shards.format.towers import ImageTower
 
 
@@ -69,6 +69,8 @@ def test_a_sample_of_the_posterior_is_diffusers_own_but_for_the_stated_error() -
         DiagonalGaussianDistribution(parameters) for parameters in (latents, dequantise(*quantise(latents, 4)))
     )
     assert ((coarse.std / exact.std - 1).abs() < 0.05).all()  # a variance within 10 %
+    noise = torch.randn(exact.mean.shape, generator=torch.Generator().manual_seed(4))
+    torch.testing.assert_close(draw(latents, noise), exact.sample(torch.Generator().manual_seed(4)))
 
 
 @pytest.mark.parametrize("posterior", ["moments", "mean"])

@@ -100,6 +100,15 @@ def test_the_bytes_are_those_of_streaming(
                 np.testing.assert_array_equal(stored[name], value)
 
 
+def test_a_file_is_filled_to_its_last_byte(latents: Path, tmp_path: Path) -> None:
+    encoding = record(latents)
+    _, written, _ = both_ways(encoding, tmp_path / "one", 9_000, 3)
+    size = len(written["shard.00000.mds"])  # the limit has as many digits, so the header stays as long
+    for limit, num_files in ((size, 1), (size - 1, 2)):
+        _, written, expected = both_ways(encoding, tmp_path / str(limit), limit, 3)
+        assert written == expected and len(written) == num_files + 1
+
+
 @pytest.mark.parametrize(
     ("shape", "head"), [((1,), 2), ((255, 3), 3), ((256, 2), 5), ((65535,), 3), ((1, 65536), 9), ((2, 3, 300), 7)]
 )
@@ -156,7 +165,7 @@ def test_a_header_that_lists_another_number_of_samples_is_damaged(data: np.ndarr
 
 
 def test_a_part_without_samples_has_no_captions(tmp_path: Path, latents: Path) -> None:
-    part = PartWriter(tmp_path / "part", record(latents), Bucket(64, 64))
+    part = PartWriter(tmp_path / "new" / "part", record(latents), Bucket(64, 64))
     part.refuse("000000001", "", "undecodable", "cannot be decoded")
     written = part.finish()
     assert written.stored == [] and set(written.captions.values()) == {0}
