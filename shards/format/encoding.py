@@ -118,14 +118,12 @@ class EncodingRecord(Config):
         format version or was written by a different version of latentmill, and DamagedFile if it was modified after it
         was written."""
         fields = parse_sealed_json(data, where)
-        id = fields.pop("id")
         check_version(fields.get("schema_version"), VERSION, where)
+        id = fields.pop("id", None)
         try:
             record = cls.model_validate(fields)
-        except (ValidationError, KeyError) as error:
-            wrong = f"missing {error}"
-            if isinstance(error, ValidationError):
-                wrong = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
+        except ValidationError as error:
+            wrong = ", ".join(".".join(map(str, item["loc"])) for item in error.errors())
             raise RequestError(
                 f"{where} was written by a different version of latentmill: its fields do not match this version's "
                 f"({wrong}). Use the version that wrote the file, or encode into a new root."

@@ -64,7 +64,10 @@ def test_another_version_is_named(root: Path) -> None:
     write_sealed_json(root / "encoding.json", fields | {"schema_version": 3})
     with pytest.raises(RequestError, match=other):
         run(["verify", str(root)])
-    del fields["captions"]
-    write_sealed_json(root / "encoding.json", fields)
-    with pytest.raises(RequestError, match=r"written by a different version of latentmill.*\(captions\)"):
-        run(["verify", str(root)])
+    for name, wrong in (
+        ("captions", r"different version of latentmill.*\(captions\)"),
+        ("id", "records the encoding id None"),
+    ):
+        write_sealed_json(root / "encoding.json", {field: fields[field] for field in fields if field != name})
+        with pytest.raises(RequestError, match=wrong):
+            run(["verify", str(root)])
