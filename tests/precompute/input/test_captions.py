@@ -69,6 +69,8 @@ def test_several_fields() -> None:
         "json:absent is absent, json:empty is empty, json:number is a value of type int, not text; "
         "the sample has text in txt, json:blip"
     )
+    with pytest.raises(Reject, match=r"json:f19$"):
+        read_captions(RawSample("0", metadata={f"f{i}": "text" for i in range(20)}), ["txt"], LIMIT)
     with pytest.raises(Reject, match="txt is absent; the sample has no text in any field"):
         read_captions(RawSample("0"), ["txt"], LIMIT)
 
@@ -80,6 +82,7 @@ def test_several_fields() -> None:
         (b'{"blip": "b\xe4r"}', "b\ufffdr"),  # Latin-1
         (b'{"blip": "b\\ud800r"}', "b\ufffdr"),  # half a surrogate pair
         (b'\xef\xbb\xbf{"blip": "b"}', "b"),
+        (b'{"blip": "b"}'.ljust(1 << 20), "b"),  # the size limit
         (b'{"blip": "b', None),
         (b"[" * 100_000, None),
     ],
@@ -94,7 +97,7 @@ def test_any_json_in(tmp_path: Path, data: bytes, expected: str | None) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (["blip"], "is not a caption field"),
+        (["blip_caption"], "is not a caption field"),
         (["json:"], "is not a caption field"),
         (["txt", "txt"], "a caption field is listed twice in txt, txt"),
         ([], "at least 1"),

@@ -90,11 +90,19 @@ def test_an_extended_header_that_would_fill_the_memory_is_damage(tar: Path, kind
     assert len(Tar(tar, LIMIT, "salvage").members) == 6
 
 
-def test_a_sparse_header_that_extends_past_the_end_is_damage(tmp_path: Path) -> None:
+def test_the_largest_extended_header_is_read(tmp_path: Path) -> None:
+    folder = "x" * ((1 << 20) - len("1048576 path=/000.jpg\n"))
+    assert read(write_tar(tmp_path / "00000.tar", {f"{folder}/000.jpg": b""})) == ["000"]
+
+
+@pytest.mark.parametrize(("place", "field"), [(482, b"\1"), (124, (-512).to_bytes(12, signed=True))])
+def test_a_sparse_header_that_ends_after_the_tar_or_before_itself_is_damage(
+    place: int, field: bytes, tmp_path: Path
+) -> None:
     header = tarfile.TarInfo("000.jpg")
     header.type = tarfile.GNUTYPE_SPARSE
     block = bytearray(header.tobuf(tarfile.GNU_FORMAT))
-    block[482] = 1
+    block[place : place + len(field)] = field
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
     (tmp_path / "00000.tar").write_bytes(block)
@@ -154,6 +162,8 @@ def test_a_parquet_of_too_many_rows_is_not_read(tar: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tars, "MAX_ROWS", 5)
     with pytest.raises(DamagedInput, match="6 rows, more than the limit of 5"):
         counted_samples(InputTar("00007", str(tar)))
+    monkeypatch.setattr(tars, "MAX_ROWS", 6)
+    assert counted_samples(InputTar("00007", str(tar))).counts["00007.parquet"] == 6
 
 
 def of_names(*names: str) -> dict[str, bytes]:
@@ -184,13 +194,31 @@ def test_keys_with_dots(names: list[str], samples: dict[str, tuple[bytes | None,
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a.b.jpg", "a.b.png", "a.b.txt"], r"the key a\.b occurs twice"),
+        (["a.b.jpg", "a.b.png", "a.b.txt"], r"the key a\.b occurs twice.* a unique key"),
         (["a.jpg", "b.jpg", "a.txt", "b.txt"], r"is not in order: the members of the key a.* tar --sort=name"),
     ],
 )
 def test_ambiguous_members_are_refused(names: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedInput, match=message):
         Tar(write_tar(tmp_path / "a.tar", of_names(*names)), LIMIT)
+
+
+def test_damage_next_to_keys_with_dots(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", of_names("v1.0.jpg", "v1.0.txt", "v1.0.json", "v1.1.jpg", "v1.1.txt"))
+    path.write_bytes(path.read_bytes()[: 9 * 512])  # without the last member's data
+    salvaged = Tar(path, LIMIT, "salvage")
+    assert list(salvaged.members) == ["v1.0"] and list(salvaged.lost) == ["v1.1"]
+    salvaged = Tar(write_tar(path, of_names("a/v1.0.jpg", "b/v1.0.jpg", "v1.0.txt")), LIMIT, "salvage")
+    assert not salvaged.members and list(salvaged.lost) == ["v1.0"]
+
+
+@pytest.mark.parametrize("num_keys", [5, 6])
+def test_a_record_lists_five_kinds_of_damage_at_most(num_keys: int, tmp_path: Path) -> None:
+    names = [f"{key}.{suffix}" for key in range(num_keys) for suffix in ("jpg", "png")]
+    record = Tar(write_tar(tmp_path / "a.tar", of_names(*names)), LIMIT, "salvage").record("here")
+    assert (record["lost"], record["lost_unnamed"]) == (num_keys, 0)
+    damage = str(record["damage"])
+    assert damage.count("occurs twice") == 5 and damage.endswith("…") == (num_keys > 5)
 
 
 @pytest.mark.parametrize("data", [b"{", b"[1]", b'{"url": "u", "a": [' + b"[]," * (1 << 19) + b"1]}"], ids=range(3))

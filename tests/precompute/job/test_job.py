@@ -38,7 +38,8 @@ def test_choosing(wanted: str, numbers: list[int]) -> None:
     ("wanted", "message"),
     [
         ("00012", "This tar does not exist: 00012. The input contains 12 tars: 00000 to 00011"),
-        ("00010-00020", "00012, 00013, 00014, 00015, 00016 and 4 more"),
+        ("00010-00016", r"00012, 00013, 00014, 00015, 00016\. The"),
+        ("00010-00017", "00012, 00013, 00014, 00015, 00016 and 1 more"),
         ("3", "This tar does not exist: 3"),
         ("00005-00003", "the end of the range 00005-00003 is before its start"),
         ("a-b", "--shards a-b is not a selection of tars. Use 00042, 00000-00099"),
