@@ -218,6 +218,14 @@ def test_srgb_itself_changes_nothing() -> None:
     assert srgb_transform(icc.rgb_profile(icc.SRGB, 2.2), "RGB") is not None  # differs for dark colours
 
 
+def test_a_grey_profile_with_the_curve_of_srgb_changes_nothing() -> None:
+    levels = np.linspace(0, 1, 1024)
+    linear = np.where(levels <= 0.04045, levels / 12.92, ((levels + 0.055) / 1.055) ** 2.4)
+    curve = b"curv\0\0\0\0" + struct.pack(">I1024H", 1024, *(65535 * linear).round().astype(int).tolist())
+    profile = icc.make_profile(b"GRAY", {b"kTRC": curve})
+    assert_close(decoded(saved(Image.fromarray(GREYS), "PNG", icc_profile=profile)), three(GREYS), 0)
+
+
 def test_a_profile_of_a_different_colour_space_is_ignored() -> None:
     for profile in (icc.cmyk_profile(), icc.grey_profile(1.0)):
         assert_close(decoded(saved(Image.fromarray(COLORS), "PNG", icc_profile=profile)), COLORS, 0)
@@ -265,15 +273,15 @@ def test_the_transparent_color_of_a_16_bit_png(color: int, expected: int) -> Non
     assert_close(found, np.full((SIDE, SIDE, 3), float(expected)), 1)
 
 
-@pytest.mark.parametrize(("bits", "photometric", "expected"), [(12, 1, 128), (16, 1, 191), (16, 0, 64)])
+@pytest.mark.parametrize(("bits", "photometric", "expected"), [(12, 1, 128), (16, 1, 192), (16, 0, 63)])
 def test_grey_tiffs_of_more_than_8_bits(bits: int, photometric: int, expected: int) -> None:
     """Half of the 12-bit range, three quarters of the 16-bit range; photometric 0 means that zero is white."""
-    data = b"\x80\x08\x00" * (SIDE * SIDE // 2) if bits == 12 else struct.pack("<H", 0xC000) * SIDE * SIDE
+    data = b"\x80\x08\x00" * (SIDE * SIDE // 2) if bits == 12 else struct.pack("<H", 0xC040) * SIDE * SIDE
     place = 8 + 2 + 8 * 12 + 4
     entries = [(256, SIDE), (257, SIDE), (258, bits), (259, 1), (262, photometric), (273, place), (278, SIDE)]
     wide = (256, 257, 273, 278, 279)
     fields = [(tag, 4 if tag in wide else 3, 1, value) for tag, value in (*entries, (279, len(data)))]
-    assert_close(decoded(tiff(*fields, data=data)), np.full((SIDE, SIDE, 3), float(expected)), 1)
+    assert_close(decoded(tiff(*fields, data=data)), np.full((SIDE, SIDE, 3), float(expected)), 0)
 
 
 def test_a_profile_too_large_to_keep_is_refused() -> None:
@@ -281,3 +289,4 @@ def test_a_profile_too_large_to_keep_is_refused() -> None:
     with pytest.raises(Reject, match="bytes") as refused:
         decoded(saved(Image.fromarray(COLORS), "TIFF", icc_profile=profile))
     assert refused.value.reason == "bad_profile"
+    assert_close(decoded(saved(Image.fromarray(COLORS), "TIFF", icc_profile=profile[: 4 << 20])), COLORS, 0)

@@ -3,6 +3,7 @@
 import io
 import math
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,9 +107,25 @@ def test_scaled_decoding_is_close_to_the_full_one(size: tuple[int, int], margin:
     assert config.decoder == f"pillow-scaled-{margin:g}"
 
 
-def test_the_decoder_leaves_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For 128 px of 400, decoding at 1/2 gives 200 px, which is 1.56 times as many."""
-    sizes = []
+@pytest.mark.parametrize(
+    ("size", "options", "buckets", "scale"),
+    [
+        ((600, 400), {}, [LARGE], 2),  # 200 px for 128 px, which is 1.56 times as many
+        ((600, 400), {"decode_margin": 1.6}, [LARGE], 1),
+        ((600, 400), {}, [SMALL, LARGE], 2),
+        ((600, 400), {}, [SMALL], 4),
+        ((600, 400), {"scaled_decode": False}, [SMALL], 1),
+        ((800, 400), {}, [SMALL], 4),
+        ((400, 800), {}, [SMALL], 4),
+        ((800, 768), {}, [SMALL], 8),  # exactly the margin
+        ((800, 400), {"orientation": 6}, [Bucket(64, 128)], 4),
+    ],
+)
+def test_the_decoder_leaves_the_margin(
+    size: tuple[int, int], options: dict[str, Any], buckets: list[Bucket], scale: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, exif = [], Image.Exif()
+    exif[0x0112] = options.pop("orientation", 1)
     load = Image.Image.load
 
     def observed(image: Image.Image) -> object:
@@ -116,16 +133,8 @@ def test_the_decoder_leaves_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
         return load(image)
 
     monkeypatch.setattr(Image.Image, "load", observed)
-    data = picture(np.random.default_rng(3), 600, 400)
-    for margin, buckets in [(1.5, [LARGE]), (1.6, [LARGE]), (1.5, [SMALL, LARGE]), (1.5, [SMALL])]:
-        sizes.clear()
-        decode(data, buckets, PixelsConfig(decode_margin=margin), LIMITS)
-        assert (
-            sizes[-1]
-            == {(1.5, 2): (300, 200), (1.5, 1): (150, 100) if buckets == [SMALL] else (300, 200), (1.6, 1): (600, 400)}[
-                margin, len(buckets)
-            ]
-        )
+    decode(saved(Image.new("RGB", size), "JPEG", exif=exif), buckets, PixelsConfig(**options), LIMITS)
+    assert sizes[-1] == (size[0] // scale, size[1] // scale)
 
 
 def test_many_threads_give_the_same_bytes_as_one() -> None:
@@ -207,6 +216,11 @@ def test_bad_pictures_are_rejected(data: bytes, reason: str) -> None:
     with pytest.raises(Reject) as caught:
         decode(data, [SMALL], PixelsConfig(), LIMITS)
     assert caught.value.reason == reason
+
+
+def test_an_image_may_reach_the_limits() -> None:
+    limits = LimitsConfig(max_pixels=64 * 80, max_side=80)
+    assert decode(saved(Image.new("RGB", (64, 80))), [SMALL], PixelsConfig(), limits).height == 80
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "AVIF", "TIFF"])
