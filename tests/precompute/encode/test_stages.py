@@ -3,7 +3,9 @@ memory longer than it must."""
 
 import gc
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from precompute.encode.encoders import TowerCaption
 from precompute.encode.overlap import Turns
 from precompute.encode.samples import CaptionTask, CroppedSample, PixelBatch, SampleInfo, StartedBatch
 from precompute.encode.stages import start_batches
-from precompute.encode.towers import DeviceClock, Towers
+from precompute.encode.towers import DeviceClock, TextTowers, Towers, batch_size_of
 from precompute.input.captions import CleanCaption
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
@@ -24,20 +26,21 @@ CLOCK = DeviceClock(torch.device("cpu"), Stopwatch())
 SMALL, LARGE = Bucket(8, 8), Bucket(16, 16)
 
 
+@dataclass
 class FakeTower:
     """Sizes of a text tower's latents."""
 
-    length = width = 2
-    states = True
-    pooled = 0
+    length: int = 2
+    width: int = 2
+    states: bool = True
+    pooled: int = 0
 
 
 class FakeText:
     """Replacement for `TextEncoder`. Each batch is one tensor, like page-locked memory."""
 
-    tower = FakeTower()
-
-    def __init__(self) -> None:
+    def __init__(self, tower: FakeTower | None = None) -> None:
+        self.tower = tower or FakeTower()
         self.calls: list[list[str]] = []
         self.batches: list[weakref.ref[torch.Tensor]] = []
 
@@ -125,6 +128,40 @@ def test_the_captions_of_all_buckets_go_in_full_batches(one_by_one: bool) -> Non
     )
     assert seen[SMALL] == [f"{number:02d}" for number in range(50)]
     assert seen[LARGE] == [f"{number:02d}" for number in large]
+
+
+def test_captions_are_started_as_soon_as_they_fill_a_batch() -> None:
+    taken: list[str] = []
+
+    def batches() -> Generator[PixelBatch, None, None]:
+        for key in ("a", "b"):
+            taken.append(key)
+            yield batch(SMALL, sample(key, "text"))
+
+    next(start_batches(batches(), make_towers(FakeText(), 1), CLOCK, Turns()))
+    assert taken == ["a"]
+
+
+def test_the_tower_with_the_largest_latents_is_last() -> None:
+    sizes = {"c": (9, 9, False, 14), "b": (1, 15, True, 0), "a": (2, 7, True, 2)}  # 14, 15 and 16 numbers
+    started: list[str] = []
+
+    @contextmanager
+    def timer(name: str) -> Iterator[None]:
+        started.append(name)
+        yield
+
+    texts = {name: FakeText(FakeTower(*size)) for name, size in sizes.items()}
+    TextTowers(texts, 8, one_by_one=True).start_captions(["text"], timer)  # type: ignore[arg-type]
+    assert started == ["texts.c", "texts.b", "texts.a"]
+
+
+@pytest.mark.parametrize(
+    ("bucket", "batch_size", "expected"),
+    [("64x64", 64, 64), ("512x512", 64, 64), ("1024x512", 64, 32), ("1024x1024", 63, 15), ("2048x2048", 8, 1)],
+)
+def test_batches_of_large_images_have_as_many_pixels(bucket: str, batch_size: int, expected: int) -> None:
+    assert batch_size_of(Bucket.parse(bucket), batch_size) == expected
 
 
 def test_one_by_one_keeps_the_pixels_of_two_batches_at_most() -> None:
