@@ -140,6 +140,7 @@ def test_buckets_that_may_be_added(aspect_root: Path, shapes: Path, models: Path
 @pytest.mark.parametrize(
     ("aspect", "message"),
     [
+        ({"bases": [0], "step": 16}, "base 0 must be a positive multiple of step 16"),
         ({"bases": [60], "step": 16}, "base 60 must be a positive multiple of step 16"),
         ({"bases": [64, 64], "step": 16}, "listed twice"),
         ({"bases": [128, 192], "step": 64, "max_ratio": 6}, "both contain the bucket"),

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -50,9 +50,15 @@ def captions() -> list[str]:
     return [caption or "nothing" for caption in labelled_captions(BATCH, np.random.default_rng(5))[0]]
 
 
-def image_encoder(precision: Precision, folder: Path = MODELS / "vae", **options: Any) -> ImageEncoder:
+def image_encoder(
+    precision: Precision,
+    folder: Path = MODELS / "vae",
+    posterior: Literal["moments", "mean"] | None = None,
+    **options: Any,
+) -> ImageEncoder:
     how = dict.fromkeys(("crop", "resampling", "decoder", "resampler", "color"), "")
-    return ImageEncoder(folder, describe_image(str(folder), None, **how), DeviceSettings(CPU, precision, **options))
+    tower = describe_image(str(folder), posterior, **how)
+    return ImageEncoder(folder, tower, DeviceSettings(CPU, precision, **options))
 
 
 def text_encoder(precision: Precision, models: Path = MODELS, **options: Any) -> TextEncoder:
@@ -145,6 +151,14 @@ def test_rows_that_overflow_in_float32_too_stay_infinite(pictures: list[np.ndarr
     encoder = image_encoder("bfloat16")
     encoder._run = lambda inputs, precision: (torch.full((len(inputs[0]), 8, 8, 8), 1e6),)  # type: ignore[method-assign]
     assert encoder(pictures, BATCH).isinf().all()
+
+
+def test_the_mean_is_that_of_diffusers(pictures: list[np.ndarray], models: Path) -> None:
+    scaled = torch.tensor(np.stack(pictures)).permute(0, 3, 1, 2) / 127.5 - 1
+    with torch.no_grad():
+        mean = AutoencoderKL.from_pretrained(models / "vae").encode(scaled).latent_dist.mean
+    found = image_encoder("float32", models / "vae", "mean")(pictures, BATCH)
+    torch.testing.assert_close(found.float(), mean, rtol=2e-3, atol=2e-3)
 
 
 def test_captions_are_truncated_and_padded_as_by_the_tokenizer(models: Path) -> None:
@@ -255,11 +269,9 @@ def test_wide_heads_attend_by_products_within_rounding(
 
 
 def test_narrow_heads_keep_the_fused_kernel_and_a_cpu_every_head(tmp_path: Path) -> None:
-    narrow = AutoencoderKL.from_pretrained(attending_vae(tmp_path / "narrow", 8) / "vae")
-    before = [type(module.processor) for module in narrow.modules() if isinstance(module, Attention)]
+    narrow = Attention(8, heads=2, dim_head=256)
     attend_by_products(narrow)
-    after = [type(module.processor) for module in narrow.modules() if isinstance(module, Attention)]
-    assert before == after and before
+    assert type(narrow.processor) is AttnProcessor2_0
     wide = image_encoder("float32", attending_vae(tmp_path / "wide", 264) / "vae")
     assert {type(module.processor) for module in wide.model.modules() if isinstance(module, Attention)} == {
         AttnProcessor2_0
@@ -304,6 +316,12 @@ def test_towers_are_compiled_on_gpus_by_default() -> None:
     cuda = torch.device("cuda")
     assert [WorkerConfig(compile=said).compiles(cuda) for said in (None, True, False)] == [True, True, False]
     assert [WorkerConfig(compile=said).compiles(CPU) for said in (None, True, False)] == [False, True, False]
+
+
+def test_convolutions_in_float32_are_not_rounded_to_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    image_encoder("float32")
+    assert not torch.backends.cudnn.allow_tf32
 
 
 def test_autocast_is_off_in_float32() -> None:

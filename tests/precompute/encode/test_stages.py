@@ -58,13 +58,19 @@ class FakeImages:
 
     def __init__(self) -> None:
         self.batches: list[weakref.ref[torch.Tensor]] = []
+        self.num_finished = 0
 
     def stack(self, pictures: list[np.ndarray], batch_size: int) -> torch.Tensor:
         return torch.zeros(batch_size, *pictures[0].shape)
 
     def start_batch(self, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
         self.batches.append(weakref.ref(pixels))
-        return lambda: torch.zeros(len(pixels), 8, 1, 1, dtype=torch.float16)[:count]
+
+        def wait() -> torch.Tensor:
+            self.num_finished += 1
+            return torch.zeros(len(pixels), 8, 1, 1, dtype=torch.float16)[:count]
+
+        return wait
 
 
 def sample(key: str, *captions: str | None) -> CroppedSample:
@@ -164,9 +170,14 @@ def test_batches_of_large_images_have_as_many_pixels(bucket: str, batch_size: in
     assert batch_size_of(Bucket.parse(bucket), batch_size) == expected
 
 
-def test_one_by_one_keeps_the_pixels_of_two_batches_at_most() -> None:
-    towers = make_towers(FakeText(), 2, one_by_one=True)
+def test_one_by_one_keeps_the_pixels_of_two_batches_and_finishes_them_before_captions() -> None:
+    text = FakeText()
+    towers, start = make_towers(text, 2, one_by_one=True), text.start_batch
     alive: list[int] = []
+
+    def start_batch(texts: list[str], batch_size: int) -> Callable[[], list[TowerCaption]]:
+        assert towers.image.num_finished == 6  # type: ignore[attr-defined]
+        return start(texts, batch_size)
 
     def batches() -> Generator[PixelBatch, None, None]:
         for number in range(6):
@@ -174,5 +185,6 @@ def test_one_by_one_keeps_the_pixels_of_two_batches_at_most() -> None:
             alive.append(sum(of_batch() is not None for of_batch in towers.image.batches))  # type: ignore[attr-defined]
             yield batch(SMALL, sample(f"{number}", "text"))
 
+    text.start_batch = start_batch  # type: ignore[method-assign]
     assert len([started.encoded() for started in start_batches(batches(), towers, CLOCK, Turns())]) == 6
     assert max(alive) == 1

@@ -179,7 +179,7 @@ def test_features_equal_the_vision_models_outputs(
     tmp_path: Path,
     towers: Path,
 ) -> None:
-    """64 px become a grid of 4 × 4. Batches are of three images."""
+    """64 × 48 px become a grid of 4 × 3. Batches are of three images, and two of them overlap."""
     torch.manual_seed(3)
     whole = made().eval()
     whole.save_pretrained(tmp_path / "vision")
@@ -188,17 +188,21 @@ def test_features_equal_the_vision_models_outputs(
         (tmp_path / "vision" / "preprocessor_config.json").write_text(json.dumps(given))
     asked = {"eyes": {"model": str(tmp_path / "vision"), "batch_size": 3, "class_name": class_name}}
     loaded = towers_of(config_of(models, tars, tmp_path / "root", towers, features=asked))
-    pictures = list(np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), np.uint8))
-    found = [latents.features["eyes"] for latents in loaded.start_pictures(Bucket.parse(BUCKET), pictures)()]
-    model, side = getattr(whole, "vision_model", whole), 4 * loaded.features["eyes"].tower.patch
+    pictures = list(np.random.default_rng(0).integers(0, 256, (8, 48, 64, 3), np.uint8))
+    eyes, sizes = loaded.features["eyes"], list[int]()
+    start = eyes.start_batch
+    eyes.start_batch = lambda pixels, count: sizes.append(len(pixels)) or start(pixels, count)  # type: ignore
+    found = [latents.features["eyes"] for latents in loaded.start_pictures(Bucket(64, 48), pictures)()]
+    assert sizes == [3, 3, 3]
+    model, patch = getattr(whole, "vision_model", whole), eyes.tower.patch
     mean, std = (torch.tensor(of)[:, None, None] for of in means)
     options = {"interpolate_pos_encoding": True} if "dino" not in type(whole).__name__.lower() else {}
     for pixels, features in zip(pictures, found, strict=True):
         picture = torch.tensor(pixels).permute(2, 0, 1)[None].double() / 255
-        scaled = F.interpolate(picture, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
+        scaled = F.interpolate(picture, (3 * patch, 4 * patch), mode="bicubic", antialias=True).clamp(0, 1)
         with torch.no_grad():
             states = model(((scaled - mean) / std).float(), **options).last_hidden_state[0]
-        assert len(states) == others + 16 and features.shape == (16, 16)
+        assert len(states) == others + 12 and features.shape == (12, 16)
         close(features, states[others:])
 
 

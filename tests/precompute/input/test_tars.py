@@ -105,7 +105,7 @@ def test_a_sparse_header_that_ends_after_the_tar_or_before_itself_is_damage(
     block[place : place + len(field)] = field
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
-    (tmp_path / "00000.tar").write_bytes(block)
+    (tmp_path / "00000.tar").write_bytes(tarfile.TarInfo("000.txt").tobuf() + block)
     with pytest.raises(DamagedInput, match=r"damaged|truncated"):
         Tar(tmp_path / "00000.tar", LIMIT)
 

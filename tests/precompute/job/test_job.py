@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from precompute.__main__ import run as command
+from precompute.config import describe_encoding, make_recipe
+from precompute.encode.overlap import Stuck
 from precompute.encode.worker import encode_on_worker
 from precompute.input.tars import InputTar, choose_tars
 from precompute.job.ledger import Ledger
 from precompute.job.run import announce
 from shards.base.errors import RequestError, UnfitNode, WorkError, exit_code_of
 from shards.root.provenance import source_sha256
+from tests.conftest import precompute_config
 from tests.roots import precompute_arguments, tree
 
 AVAILABLE = [InputTar(f"{i:05d}", f"/tars/{i:05d}.tar") for i in range(12)]
@@ -139,6 +143,41 @@ def test_a_worker_with_a_different_checkout_encodes_nothing(tmp_path: Path) -> N
     with pytest.raises(UnfitNode, match=rf"{found} source is {source_sha256()}, and the driver's is f00d\. Nothing "):
         encode_on_worker(unused, 1, unused, unused, tmp_path / "root", "cpu", 1, "f00d")
     assert not (tmp_path / "root").exists()
+
+
+def test_a_worker_that_does_not_see_the_root_encodes_nothing(
+    without_ray: None, models: Path, tars: Path, tmp_path: Path
+) -> None:
+    config = precompute_config(models, tars, tmp_path / "root")
+    recipe = make_recipe(config, describe_encoding(config))
+    unused: Any = None
+    with pytest.raises(UnfitNode, match="nodes do not share this folder"):
+        encode_on_worker(unused, 1, unused, recipe, tmp_path / "root", "cpu", 1, source_sha256())
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"), [(Stuck("hangs"), True), (RuntimeError("CUDA error: bus"), True), (WorkError("no"), False)]
+)
+def test_a_worker_that_cannot_continue_ends_its_process(
+    without_ray: None,
+    models: Path,
+    tars: Path,
+    latents: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    ends: bool,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("precompute.encode.worker.encode_tar", fail)
+    monkeypatch.setattr("os._exit", sys.exit)
+    config = precompute_config(models, tars, latents)
+    recipe = make_recipe(config, describe_encoding(config))
+    unused: Any = None
+    with pytest.raises(SystemExit if ends else WorkError):
+        encode_on_worker(unused, 1, unused, recipe, latents, "cpu", 1, source_sha256())
 
 
 def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(

@@ -76,14 +76,17 @@ def test_what_kills_a_decoder_is_rejected_and_the_next_picture_is_not(one_try: N
 
 def test_a_sleeping_decoder_is_killed_by_the_wall_clock_limit(one_try: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("precompute.pixels.isolation.CLOCK_PER_PROCESSOR_SECOND", 1)
-    with Isolated(poisoned, LIMITS) as isolated, pytest.raises(Reject, match="did not finish within 1 s"):
-        isolated(b"SLEEP", SMALL, PixelsConfig(), LIMITS)
+    with Isolated(poisoned, LIMITS) as isolated:
+        with pytest.raises(Reject, match="did not finish within 1 s"):
+            isolated(b"SLEEP", SMALL, PixelsConfig(), LIMITS)
+        assert isolated.children[0].process.poll() is not None
 
 
 @pytest.mark.parametrize(
     ("code", "seconds", "message"),
     [
         ("import os; os._exit(3)", 300.0, "decoder process failed to start: exit code 3"),
+        ("import os; os._exit(0)", 300.0, "decoder process failed to start: exit code 0"),
         ("import time; time.sleep(600)", 0.5, r"decoder process failed to start: not ready after 0\.5 s"),
     ],
 )
