@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from shards.base.errors import WorkError
 from shards.base.store import LocalStore
 from tests import ranks
 from tests.runs import acquire, curve, environment, train_fields, wait_until, write_config
@@ -21,7 +23,7 @@ from train.run.checkpoints.checkpoint import list_checkpoints, verify_checkpoint
 from train.run.lease.backend import Backend, Seen
 from train.run.lease.folder import FolderBackend, publish, remove
 from train.run.lease.lease import Lease, LeaseLost, RunInUse, wait_until_free
-from train.run.lease.owner import Pace
+from train.run.lease.owner import Pace, process_start, this_process
 from train.run.lease.store import StoreBackend
 from train.run.reporting.json_lines import JsonLines, read_json_lines
 
@@ -125,12 +127,15 @@ def test_a_superseded_launch_can_change_nothing(tmp_path: Path) -> None:
         and new.backend.newest().number == 2
         and (tmp_path / "kept").is_dir()
         and not old.folder.exists()
+        and not (new.folder / old.folder.name).exists()
     )
+    remove(tmp_path / "kept", new.folder)
+    assert not (tmp_path / "kept").exists() and not list(new.folder.iterdir())
 
 
 def test_a_launch_passes_its_pace_to_the_next_and_says_when_it_ended(backend: Backend, far: None) -> None:
     with Lease.acquire(backend, 0.1) as lease:
-        assert lease.pace is None
+        assert lease.pace is None and lease.run_dir.name == "run"
         lease.note(Pace(save=3.0, step=0.5))
     assert "ended" in backend.read(1)
     with Lease.acquire(backend, 1000) as lease:
@@ -156,6 +161,8 @@ def test_a_failed_heartbeat_is_reported_and_the_next_one_succeeds(
         lease.note(Pace(save=3.0, step=0.5))  # written by the first heartbeat that succeeds
         wait_until(lambda: "save" in str(backend.read(1)))
         assert not lease.superseded
+        assert backend.create(2, this_process() | {"token": "another launch"})
+        wait_until(lambda: lease.superseded)
     assert capsys.readouterr().out.count("the heartbeat of launch 1 failed: [Errno 5] Input/output error") == 2
 
 
@@ -207,6 +214,28 @@ def test_a_launch_that_is_superseded_meanwhile_says_so_instead_of_its_own_error(
     with pytest.raises(LeaseLost, match=r"took over from this launch \(launch 1\),"), Lease.acquire(backend, 0.1):
         Lease.acquire(backend, 0.1)
         raise FileNotFoundError("the staging folder")
+
+
+def test_a_launch_that_is_superseded_at_its_end_knows_it(backend: Backend, far: None) -> None:
+    with Lease.acquire(backend, 0.1) as lease:
+        assert not backend.create(1, {"token": "a late launch"})
+        assert backend.create(2, this_process() | {"token": "another launch"})
+        assert not lease.superseded
+    assert lease.superseded and "ended" not in backend.read(1)
+    assert not list(lease.run_dir.rglob("0001.a late launch"))
+
+
+def test_a_launch_that_gives_up_frees_the_run(backend: Backend, far: None) -> None:
+    with pytest.raises(WorkError, match="changed while this launch was starting"):
+        Lease.acquire(backend, 0.1, Seen(checkpoints={"step-00000001": "a checkpoint that has gone"}))
+    assert Lease.acquire(backend, 1000).number == 2
+
+
+def test_a_process_is_known_by_its_start() -> None:
+    started = process_start(os.getpid())
+    assert started is not None and Pace.from_record({"save_seconds": 3.0}) == Pace(3.0, 0.0)
+    since_boot = psutil.Process().create_time() - psutil.boot_time()
+    assert started / os.sysconf("SC_CLK_TCK") == pytest.approx(since_boot, abs=2)
 
 
 def test_a_suspended_trainer_leaves_its_successors_run_unchanged(latents: Path, tmp_path: Path) -> None:
