@@ -39,6 +39,23 @@ def test_fused_kernels_give_the_same_draws() -> None:
     assert all(fused.drawn[purpose].equal(plain.drawn[purpose]) for purpose in counts)
 
 
+def test_the_counter_holds_block_slot_step_and_purpose_and_the_key_holds_the_seed() -> None:
+    """A change would alter the loss curve of every run that is resumed."""
+    found = Draws(7 << 32 | 5, 3 << 32 | 2, torch.tensor([11, 4])).words(Purpose.OFFSET_NOISE, 6)
+    for row, slot in enumerate((11, 4)):
+        rest = torch.tensor(slot), torch.tensor(2), torch.tensor(4 * 65536 + 3)
+        blocks = [philox((torch.tensor(block), *rest), (5, 7)) for block in (0, 1)]
+        assert found[row].tolist() == [int(word) for words in blocks for word in words][:6]
+
+
+def test_the_smallest_word_gives_numbers_in_range() -> None:
+    made = draws(slots=range(1))
+    made.drawn = dict.fromkeys((Purpose.NOISE, Purpose.TIMESTEP), torch.zeros(1, 4, dtype=torch.int64))
+    assert made.uniform(Purpose.TIMESTEP).item() == 2.0**-33 and not made.bernoulli(Purpose.TIMESTEP, 0.0, 1).any()
+    # Box-Muller: √(-2 ln 2^-33) = 6.764
+    assert made.normal(Purpose.NOISE, (4,)).abs().max().item() == pytest.approx(6.764, abs=1e-3)
+
+
 def draws(seed: int = 1, step: int = 2, slots: range = range(512)) -> Draws:
     return Draws(seed, step, torch.tensor(slots))
 
@@ -110,6 +127,7 @@ def test_any_number_of_machines_partitions_the_slots_by_canonical_node(canonical
         ]
         if canonical_nodes % nodes == 0 or nodes % canonical_nodes == 0:
             assert max(map(len, seen)) == max(canonical_nodes // nodes, 1)
+            assert all(slot % nodes == rank // ranks for rank, share in enumerate(slots) for slot in share)
         else:
             assert max(map(len, seen)) <= -(-canonical_nodes // nodes) + 1
             assert all(found == set(range(min(found), max(found) + 1)) for found in seen)

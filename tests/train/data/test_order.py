@@ -1,5 +1,6 @@
 """The order of samples: content of an epoch, independence of the layout of machines and of resumes, and shapes."""
 
+import hashlib
 import itertools
 from collections import Counter
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from train.data.draws import global_slots
-from train.data.order import Order, StreamOrder, choose_per_epoch, quotas
+from train.data.order import VERSION, Order, StreamOrder, choose_per_epoch, quotas
 
 GLOBAL_BATCH = 24
 
@@ -115,6 +116,29 @@ def test_without_shuffling_canonical_nodes_read_the_files_in_order() -> None:
     assert batch(order, 0) == batch(order, order.steps_per_epoch)
     node_0 = [sample for step in range(order.steps_per_epoch) for sample in batch(order, step)[::4]]
     assert node_0 == sorted(node_0) and len(set(node_0)) == len(node_0)
+
+
+def test_without_shuffling_streams_alternate_pass_by_pass() -> None:
+    several = [stream(9, 20, 2.5), stream(7, 30, 1.4, passing=0.7, first_file=9)]
+    order = make_order(several, shuffle=False)
+    first, second = (sorted(passing_samples(each)) for each in several)
+    sequence = [*first, *second, *first, *second[: several[1].chosen % len(second)]]
+    sequence += first[: several[0].chosen % len(first)]
+    batches = [batch(order, step) for step in range(order.steps_per_epoch)]
+    assert [sample for node in range(4) for samples in batches for sample in samples[node::4]] == sequence
+
+
+def test_the_order_of_a_version_never_changes() -> None:
+    """Otherwise a resumed run would repeat some samples and miss others. A new order needs a new VERSION."""
+    counts = np.arange(1, 40) * 7 % 23 + 1
+    starts = counts.cumsum() - counts
+    bits = np.arange(counts.sum()) * 5 % 7 < 4
+    some = np.add.reduceat(bits.astype(np.int64), starts)
+    streams = [StreamOrder(0, counts, starts, None, 720), StreamOrder(39, some, starts, np.packbits(bits), 96)]
+    for groups, expected in (([streams], "cf6e40aba72048d0"), ([[each] for each in streams], "?")):
+        order = make_order(*groups)
+        samples = [batch(order, step) for step in range(2 * order.steps_per_epoch)]
+        assert VERSION == 2 and hashlib.sha256(str(samples).encode()).hexdigest()[:16] == expected
 
 
 def test_a_global_batch_mixes_many_files_but_a_machine_reads_few() -> None:
