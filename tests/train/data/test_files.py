@@ -21,10 +21,11 @@ from tests.forks import fork, wait_for
 from tests.roots import part_of
 from tests.train.global_batches import keys_per_step
 from train.config import DataConfig
+from train.data import watchdog
 from train.data.cache import DATABASE, Cache
 from train.data.files import SampleReader
 from train.data.loader import Loader, make_files
-from train.data.streams import open_data
+from train.data.streams import find_data, open_data
 
 pytestmark = pytest.mark.heavy
 
@@ -152,7 +153,7 @@ def test_a_damaged_copy_that_another_process_has_replaced_is_kept(root: Path, tm
 
 def test_a_copy_that_is_being_verified_is_not_evicted(tmp_path: Path) -> None:
     """Otherwise the process that holds its lock would write into another process's download."""
-    cache, other = (Cache(tmp_path / "cache", 15) for _ in range(2))
+    cache, other = (Cache(tmp_path / "cache", 19) for _ in range(2))
     room = []
 
     def download(target: Path) -> None:
@@ -164,31 +165,67 @@ def test_a_copy_that_is_being_verified_is_not_evicted(tmp_path: Path) -> None:
 
     cache.add("a", 10, download)
     cache.add("a", 10, lambda target: pytest.fail(str(target)), sound)
-    assert room == [False] and cache.path("a").exists()
+    assert room == [False] and {path.name for path in cache.folder.iterdir()} == {DATABASE, "a"}
     assert other._reserve("b", 10) and not cache.path("a").exists()
 
 
+def test_the_copy_that_has_not_been_used_for_longest_is_evicted(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "new" / "cache", 20)
+    for name in "abc":
+        cache.add(name, 10, lambda target: target.touch())
+        assert Cache(cache.folder, 20).touch("a", 10)
+    assert [cache.path(name).exists() for name in "abc"] == [True, False, True] and cache.usage() == 20
+
+
+def test_a_reader_verifies_files_that_were_not_prefetched_and_closes_them(root: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(root, tmp_path / "root")
+    config = data_config(copy)
+    reader = make_files(config, open_data(config, 8))
+    keys = [reader.sample(0, row)["key"] for row in range(3)]
+    num_open = len(os.listdir("/proc/self/fd"))
+    assert [reader.sample(0, row)["key"] for row in range(3)] == keys
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    flip_a_bit(one_of(copy))
+    for _ in range(2):
+        with pytest.raises(WorkError, match=r"00001\.\w+/shard\.00000\.mds is damaged"):
+            reader.sample(1, 0)
+
+
+def test_a_copy_that_was_evicted_before_it_is_opened_is_downloaded_again(root: Path, tmp_path: Path) -> None:
+    config = data_config(root, cache=str(tmp_path / "cache"))
+    (bucket,) = make_files(config, open_data(config, 8)).buckets
+    bucket.make_ready(1)
+    copies(tmp_path / "cache")[0].unlink()
+    descriptor = bucket.open(1)
+    assert descriptor is not None and os.pread(descriptor, 1 << 20, 0) == one_of(root).read_bytes()
+    os.close(descriptor)
+
+
 @pytest.mark.parametrize("failures", [2, 3])
-def test_downloads_are_retried(root: Path, tmp_path: Path, failures: int) -> None:
+def test_downloads_are_retried(root: Path, tmp_path: Path, failures: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first and the third attempt fail, and the second is corrupt."""
     config = data_config(root, cache=str(tmp_path / "cache"))
     (bucket,) = make_files(config, open_data(config, 8)).buckets
     get, asked = bucket.store.get, []
 
     def stumble(name: str, target: Path) -> None:
         asked.append(name)
-        if len(asked) <= failures:
-            raise (ConnectionResetError, WorkError)[len(asked) % 2]("connection reset by peer")
         get(name, target)
+        if len(asked) == 2:
+            flip_a_bit(target)
+        elif len(asked) <= failures:
+            raise (ConnectionResetError if len(asked) == 1 else WorkError)("connection reset by peer")
 
     bucket.store.get = stumble  # type: ignore[method-assign]
     if failures == 3:
         with pytest.raises(WorkError, match=r"connection reset by peer"):
             bucket.make_ready(1)
-        assert not copies(tmp_path / "cache")
+        assert bucket.cache is not None and bucket.cache.usage() == 0
+        assert not [path for path in (tmp_path / "cache").rglob("*.mds*") if path.is_file()]
     else:
         bucket.make_ready(1)
         assert copies(tmp_path / "cache")[0].read_bytes() == (one_of(root)).read_bytes()
-    assert len(asked) == 3
+    assert len(asked) == 3 and "connection reset by peer. Retrying in" in capsys.readouterr().out
 
 
 def test_several_files_are_downloaded_at_once(root: Path, tmp_path: Path) -> None:
@@ -266,6 +303,13 @@ def test_a_cache_must_not_overlap_with_a_root(root: Path, place: str) -> None:
         open_data(data_config(root, cache=str(root / place)), 8)
 
 
+def test_unknown_towers_and_missing_pinned_indexes_are_refused(root: Path) -> None:
+    with pytest.raises(RequestError, match=r"data\.towers names texts\.t5, but the latents root"):
+        open_data(data_config(root, towers=["texts.t5"]), 8)
+    with pytest.raises(RequestError):
+        find_data(data_config(root), [{"bucket": "64x64", "index_sha256": "0" * 64}])
+
+
 def test_wrong_caches_are_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"x")
@@ -275,6 +319,10 @@ def test_wrong_caches_are_refused(root: Path, tmp_path: Path) -> None:
         open_data(data_config(root, cache=str(tmp_path / "cache"), cache_limit=1000), 8)
     with pytest.raises(RequestError, match=r"data\.cache \S+cat\.jpg is a file"):
         open_data(data_config(root, cache=str(tmp_path / "photos" / "cat.jpg")), 8)
+    limit = 2 * max(path.stat().st_size for path in root.glob("64x64/*/*.mds"))
+    with pytest.raises(RequestError, match=rf"at least {limit}\."):
+        open_data(data_config(root, cache=str(tmp_path / "cache"), cache_limit=limit - 1), 8)
+    open_data(data_config(root, cache=str(tmp_path / "cache"), cache_limit=limit), 8)
     assert not copies(tmp_path / "cache")
     # an existing cache is refused as well
     with pytest.raises(RequestError, match=r"is too small for two files"):
@@ -316,6 +364,7 @@ def test_leftovers_of_a_killed_process_count_until_they_are_evicted(root: Path, 
 
 def stall(arguments: list[str]) -> None:
     """Load batches of a config, and stall with the first batch or with a later one."""
+    print("said before the stall")
     sample, is_stalled = SampleReader.sample, arguments[1] == "first"
 
     def stalling(self: SampleReader, file: int, row: int) -> dict[str, Any]:
@@ -326,6 +375,10 @@ def stall(arguments: list[str]) -> None:
     SampleReader.sample = stalling  # type: ignore[method-assign]
     config = DataConfig.model_validate_json(arguments[0])
     batches = iter(Loader(config, open_data(config, 8), 8, 0, 0, torch.arange(8)))
+    if arguments[1] == "hung":
+        watchdog.DIAGNOSIS_SECONDS = 0.1
+        os.stat = lambda *_: time.sleep(3600)  # type: ignore[assignment]
+        is_stalled = True
     if not is_stalled:
         next(batches)
         time.sleep(2 * config.timeout)  # a slow training step is not a stall
@@ -334,15 +387,16 @@ def stall(arguments: list[str]) -> None:
     next(batches)
 
 
-@pytest.mark.parametrize(("num_workers", "which"), [(0, "first"), (0, "later"), (1, "first")])
+@pytest.mark.parametrize(("num_workers", "which"), [(0, "first"), (0, "later"), (1, "first"), (1, "hung")])
 def test_a_stalled_loader_ends_the_run_in_time(root: Path, num_workers: int, which: str) -> None:
-    seconds = {"first": (2.0, 600.0), "later": (600.0, 2.0)}[which]
+    seconds = (600.0, 2.0) if which == "later" else (2.0, 600.0)
     config = data_config(root, num_workers=num_workers, first_timeout=seconds[0], timeout=seconds[1])
     program = "tests.train.data.test_files:stall"
-    code, _, error = ranks.run_command(program, [config.model_dump_json(), which], seconds=60)
+    code, output, error = ranks.run_command(program, [config.model_dump_json(), which], seconds=60)
     text = " ".join(error.split())
-    assert code == 1 and "no damage was found, so the storage may have stalled" in text
-    assert "No batch arrived within 2 s." in text
+    cause = "The storage does not respond" if which == "hung" else "so the storage may have stalled"
+    assert code == 1 and "No batch arrived within 2 s." in text and cause in text
+    assert "\x1b" not in error and "said before the stall" in output
 
 
 @pytest.mark.parametrize(("world", "ranks_per_node"), [(2, 2), (2, 1), (4, 4), (4, 2), (4, 1)])

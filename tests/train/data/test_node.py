@@ -1,6 +1,7 @@
 """On each machine one process reads the tables from the store, and the others map its result."""
 
 import os
+import shutil
 import threading
 import time
 from collections import Counter
@@ -11,12 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from bench.kit.roots import make_root
-from shards.base.errors import RequestError
+from shards.base.errors import RequestError, WorkError
 from shards.base.store import LocalStore
 from shards.root.exclusions import add_exclusion, make_exclusion
 from tests.forks import OK, fork, wait_for
+from tests.roots import part_of
+from train.data.loader import Loader
 from train.data.node import KEPT_SECONDS, node_folder, once_per_node
 from train.data.spec import DataConfig
 from train.data.streams import find_data, open_data
@@ -121,6 +125,7 @@ def test_a_failure_leaves_nothing_behind_and_the_next_process_retries(tmp_path: 
 def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert node_folder(None).parent == tmp_path / f"latentmill-{os.getuid()}"
+    assert node_folder(None).parent.stat().st_mode & 0o777 == 0o700
     other = os.getuid() + 1
     monkeypatch.setattr("os.getuid", lambda: other)
     with pytest.raises(RequestError, match=rf"latentmill-{other} belongs to another user"):
@@ -167,3 +172,35 @@ def test_unused_entries_are_removed_but_stay_mapped(tmp_path: Path) -> None:
     once_per_node(tmp_path, "new", lambda folder: None)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["new", "used"]
     assert mapped.sum() == 499500
+
+
+def to_a_file(path: Path) -> None:
+    """Replace a file's folder with a file."""
+    shutil.rmtree(path.parent)
+    path.parent.touch()
+
+
+@pytest.mark.parametrize("tar", ["00000", "00002", "00005"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, "is missing, but its index lists"),
+        (lambda path: os.truncate(path, 0), "is 0 bytes long, but its index lists"),
+        (to_a_file, "cannot be read: "),
+    ],
+    ids=["missing", "empty", "unreadable"],
+)
+def test_a_file_of_the_wrong_size_stops_a_run_before_it_is_read(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], message: str, tar: str
+) -> None:
+    """The first, a middle and the last file of three blocks. The first step reads only one file."""
+    monkeypatch.setattr("train.data.node.FILES_AT_ONCE", 2)
+    path = part_of(root, "64x64", tar) / "shard.00000.mds"
+    damage(path)
+    streams = [{"root": str(root), "bucket": "64x64"}]
+    config = DataConfig.model_validate({"streams": streams, "num_workers": 0, "num_canonical_nodes": 1})
+    spec = open_data(config, 8)
+    assert spec.size_check is not None
+    assert f"{path} {message}" in (spec.size_check.problem or "").replace("The size of ", "")
+    with pytest.raises(WorkError, match="The loader failed after step 3"):
+        next(iter(Loader(config, spec, 8, 0, 3, torch.arange(8))))

@@ -46,7 +46,9 @@ def test_the_plan_fits_the_bound_and_uses_it(num_workers: int) -> None:
 def test_the_estimate_equals_the_size_of_a_batch(root: Path) -> None:
     alone = config(root, num_workers=0)
     spec = open_data(alone, BATCH)
-    batch = next(iter(Loader(alone, spec, BATCH, 0, 0, torch.arange(BATCH))))
+    loader = Loader(alone, spec, BATCH, 0, 0, torch.arange(BATCH))
+    batch = next(iter(loader))
+    assert loader.num_first == 1
     assert spec.sample_bytes(BUCKET) * BATCH == batch_bytes(batch)
 
 
@@ -67,7 +69,7 @@ def test_workers_prefetch_no_more_than_planned(
     spec = open_data(config(root), BATCH)
     bound = (room + 0.5) * spec.sample_bytes(BUCKET) * BATCH
     loader = Loader(config(root, prefetch_gb=bound / 1e9), spec, BATCH, 0, 0, torch.arange(BATCH))
-    assert loader.num_workers == workers
+    assert loader.num_workers == loader.num_first == workers
     batches = iter(loader)
     for _ in range(5):
         next(batches)

@@ -43,6 +43,7 @@ def rows(root: Path) -> list[dict[str, Any]]:
     [
         (Range(min=0.5), "drop", [False, True, True, False]),
         (Range(max=0.5), "drop", [True, True, False, False]),
+        (Range(min=0.5, max=0.5), "drop", [False, True, False, False]),
         (Range(min=0.5), "keep", [False, True, True, True]),
         (Range(min=0.25, max=0.5), "keep", [True, True, False, True]),
     ],

@@ -15,23 +15,26 @@ from shards.base.errors import WorkError
 from train.data.batch import Batch
 from train.data.workers import LoaderWorkers, LoadFailure
 
-STUCK, LOST, EXITS = 1000, 1001, 1002
+STUCK, LOST, EXITS = 1000, 1001, 2000
 
 
 class Fake:
     """Batches whose only column holds the step and the process id of the worker."""
 
+    connected = False
+
     def load(self, step: int) -> Batch | LoadFailure:
+        assert self.connected
         if step == STUCK:
             time.sleep(3600)
         if step == LOST:
             return LoadFailure("the file is gone")
-        if step == EXITS:
-            os._exit(7)
+        if step >= EXITS:
+            os._exit(step - EXITS)
         return Batch([str(step)], torch.zeros(1), {"size": torch.tensor([step, os.getpid()]).share_memory_()})
 
     def reconnect(self) -> None:
-        pass
+        self.connected = True
 
 
 @contextmanager
@@ -65,10 +68,11 @@ def wait_until_ended(pids: set[int]) -> bool:
     return ended
 
 
-def test_a_workers_exit_code_is_reported() -> None:
-    message = r"A loader worker exited unexpectedly with code 7\."
-    with workers(1, 1, first=EXITS) as started, pytest.raises(WorkError, match=message):
-        read(started, EXITS)
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_workers_exit_code_is_reported(code: int) -> None:
+    message = rf"A loader worker exited unexpectedly with code {code}\."
+    with workers(1, 1, first=EXITS + code) as started, pytest.raises(WorkError, match=message):
+        read(started, EXITS + code)
 
 
 @pytest.mark.parametrize("num", [1, 3])
