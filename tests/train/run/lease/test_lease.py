@@ -162,7 +162,7 @@ def test_a_failed_heartbeat_is_reported_and_the_next_one_succeeds(
         wait_until(lambda: "save" in str(backend.read(1)))
         assert not lease.superseded
         assert backend.create(2, this_process() | {"token": "another launch"})
-        wait_until(lambda: lease.superseded)
+        wait_until(lambda: lease.superseded, 30)
     assert capsys.readouterr().out.count("the heartbeat of launch 1 failed: [Errno 5] Input/output error") == 2
 
 
