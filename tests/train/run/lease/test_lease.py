@@ -228,7 +228,7 @@ def test_a_launch_that_is_superseded_at_its_end_knows_it(backend: Backend, far: 
 def test_a_launch_that_gives_up_frees_the_run(backend: Backend, far: None) -> None:
     with pytest.raises(WorkError, match="changed while this launch was starting"):
         Lease.acquire(backend, 0.1, Seen(checkpoints={"step-00000001": "a checkpoint that has gone"}))
-    assert Lease.acquire(backend, 1000).number == 2
+    assert "ended" in backend.read(1)
 
 
 def test_a_process_is_known_by_its_start() -> None:
