@@ -44,8 +44,10 @@ def test_background_runs_ahead_by_its_depth_and_no_further() -> None:
 
     background = in_background(items(), ahead=3)
     assert next(background) == 0
+    while len(made) < 5:  # one is consumed, three wait, and the next one is ready
+        time.sleep(0.01)
     time.sleep(0.3)
-    assert len(made) == 5  # one is consumed, three wait, and the next one is ready
+    assert len(made) == 5
     assert list(background) == list(range(1, 100))
 
 
