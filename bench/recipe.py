@@ -47,18 +47,14 @@ BASE: Recipe = {
     "guidance": 3.0,
     "steps": 10,
 }
+V_PREDICTION: Recipe = {
+    "objective.prediction": "v_prediction",
+    "objective.timestep_sampling": "uniform",
+    "objective.shift.factor": 1.0,
+}
 CHOICES: dict[str, Recipe] = {
-    "v-prediction": {
-        "objective.prediction": "v_prediction",
-        "objective.timestep_sampling": "uniform",
-        "objective.shift.factor": 1.0,
-    },
-    "v-prediction, min-SNR": {
-        "objective.prediction": "v_prediction",
-        "objective.timestep_sampling": "uniform",
-        "objective.shift.factor": 1.0,
-        "objective.min_snr_gamma": 5.0,
-    },
+    "v-prediction": V_PREDICTION,
+    "v-prediction, min-SNR": {**V_PREDICTION, "objective.min_snr_gamma": 5.0},
     "uniform timesteps": {"objective.timestep_sampling": "uniform"},
     "timesteps not shifted": {"objective.shift.factor": 1.0},
     "timesteps shifted by 4": {"objective.shift.factor": 4.0},

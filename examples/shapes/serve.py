@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PORT = 8350
-"""The port to use if it is free, so that URLs, and the latents' records with them, are the same in every run."""
+"""Port to use if it is free, so that URLs, and therefore the latents' records, are the same in every run."""
 
 
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
@@ -31,12 +31,13 @@ class _Server(http.server.ThreadingHTTPServer):
 
 @contextmanager
 def serve(folder: Path) -> Iterator[str]:
-    """Serve `folder` within the context, and yield its URL without a trailing slash."""
+    """Serve `folder` within the context, on `PORT` or else on any free port, and yield its URL without a trailing
+    slash."""
     handler = functools.partial(_QuietHandler, directory=str(folder))
     try:
         server = _Server(("127.0.0.1", PORT), handler)
     except OSError:
-        server = _Server(("127.0.0.1", 0), handler)  # any free port
+        server = _Server(("127.0.0.1", 0), handler)
     with server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

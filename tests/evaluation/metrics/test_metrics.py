@@ -191,7 +191,7 @@ def test_precision_and_recall_match_their_definition(seed: int) -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 1e8])
 def test_a_ball_includes_its_surface(offset: float) -> None:
-    """The ball around 0 reaches to 0.75, its third neighbour, also if all features are far from the origin."""
+    """The ball around 0 reaches to 0.75, its third neighbour, even if all features are far from the origin."""
     points, queries = np.array([[0.0], [0.25], [0.5], [0.75]]), np.array([[-0.75], [-0.875]])
     assert covered(queries + offset, points + offset).tolist() == [True, False]
 

@@ -124,7 +124,7 @@ def test_scaled_decoding_is_close_to_the_full_one(size: tuple[int, int], margin:
 def test_the_decoder_leaves_the_margin(
     size: tuple[int, int], options: dict[str, Any], buckets: list[Bucket], scale: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, exif = [], Image.Exif()
+    sizes, exif, options = [], Image.Exif(), dict(options)
     exif[0x0112] = options.pop("orientation", 1)
     load = Image.Image.load
 

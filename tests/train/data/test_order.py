@@ -129,7 +129,7 @@ def test_without_shuffling_streams_alternate_pass_by_pass() -> None:
 
 
 def test_the_order_of_a_version_never_changes() -> None:
-    """Otherwise a resumed run would repeat some samples and miss others. A new order needs a new VERSION."""
+    """A different order would make a resumed run repeat some samples and miss others, so it needs a new VERSION."""
     counts = np.arange(1, 40) * 7 % 23 + 1
     starts = counts.cumsum() - counts
     bits = np.arange(counts.sum()) * 5 % 7 < 4
