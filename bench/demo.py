@@ -4,13 +4,13 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
+import yaml
 from scipy import stats
 
-from bench.kit.common import mean_and_interval, table
-from evaluation.metrics.intervals import wilson
-
-STEPS = {"data": ("world", "download"), "stage 1": ("precompute",), "training": ("phase1", "phase2")}
-"""Column → steps whose durations it adds up."""
+from bench.kit.common import table
+from bench.recipe import SIDES, training_flops
+from evaluation.metrics.intervals import share_interval, wilson
 
 
 def share(right: float, samples: int) -> str:
@@ -19,16 +19,42 @@ def share(right: float, samples: int) -> str:
     return f"{right:.1%} ({low:.0%} to {high:.0%})"
 
 
+def training(folder: Path) -> tuple[float, float]:
+    """Return the training FLOPs of a demo's two phases in units of 10^12, and the seconds that their steps took."""
+    flops = seconds = 0.0
+    for phase, side in SIDES.items():
+        run = folder / f"phase{phase}"
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        per_image = training_flops(json.loads(Path(config["backbone"]["config"]).read_text()), side)
+        step = 0
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+            images, step = (line["step"] - step) * config["global_batch_size"], line["step"]
+            flops += images * per_image
+            seconds += images / line["images_per_second"]
+    return flops / 1e12, seconds
+
+
 def main() -> None:
     """Print the minutes of each demo, and the shares of its held-out images that follow their prompt."""
     parser = argparse.ArgumentParser(prog="bench.demo", description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
-    rows = []
+    rows, budgets, num_images = [], set(), []
     shares: dict[str, list[float]] = {"colour": [], "shape": []}
     for folder in parser.parse_args().folders:
         metrics, state = (json.loads((folder / f"{name}.json").read_text()) for name in ("metrics", "state"))
         seconds, found = metrics["seconds"], metrics["adherence"]["held_out"]
-        minutes = [sum(seconds[step] for step in steps) / 60 for steps in STEPS.values()]
+        tflop, of_steps = training(folder)
+        budgets.add(f"{tflop:.1f}")
+        num_images.append(found["samples"])
+        phases = seconds["phase1"] + seconds["phase2"]
+        minutes = {
+            "data": seconds["world"] + seconds["download"],
+            "stage 1": seconds["precompute"],
+            "training steps": of_steps,
+            "rest of training": phases - of_steps,
+            "evaluation": seconds["evaluate"],
+            "total, minutes": seconds["total"],
+        }
         for name, values in shares.items():
             values.append(found[name])
         rows.append(
@@ -36,13 +62,16 @@ def main() -> None:
                 state["settings"]["seed"],
                 *(share(found[name], found["samples"]) for name in shares),
                 *(f"{metrics['adherence'][name]:.1%}" for name in shares),
-                *(f"{value:.1f}" for value in (*minutes, seconds["evaluate"] / 60, seconds["total"] / 60)),
+                *(f"{value / 60:.1f}" for value in minutes.values()),
             ]
         )
-    header = ["seed", "held-out colour", "held-out shape", "seen colour", "seen shape"]
-    print(table([*header, *STEPS, "evaluation", "total, minutes"], rows))
-    for name, values in shares.items():
-        print(f"\nHeld-out {name}, mean over the seeds with its 95 % t-interval: {mean_and_interval(values, '.1%')}")
+    print(table(["seed", "held-out colour", "held-out shape", "seen colour", "seen shape", *minutes], rows))
+    seeds = np.repeat(np.arange(len(rows)), num_images)
+    for name, values in shares.items() if len(rows) > 1 else ():
+        hits = [np.arange(count) < round(value * count) for value, count in zip(values, num_images, strict=True)]
+        mean = share_interval(np.concatenate(hits), seeds, "mean over seeds")
+        print(f"\nHeld-out {name}, all seeds: {mean.value:.1%} ({mean.low:.0%} to {mean.high:.0%}, clustered by seed)")
+    print(f"\nTFLOP of training: {', '.join(sorted(budgets))}")
 
 
 if __name__ == "__main__":

@@ -210,21 +210,19 @@ def results_table(rows: list[dict[str, Any]], tflop: float) -> str:
         if not trials:
             continue
         base = {seed: by[key] for seed in trials if changes and (key := _key(BASE, seed)) in by}
-        judged = [trials[seed]["held_out"]["both"] - row["held_out"]["both"] for seed, row in base.items()]
+        points = [100 * (trials[seed]["held_out"]["both"] - row["held_out"]["both"]) for seed, row in base.items()]
         # with another objective, a loss means something else
         comparable = not any(field.startswith("objective.") for field in changes)
         losses = [trials[seed]["loss"]["phase2"] - row["loss"]["phase2"] for seed, row in base.items() if comparable]
         shares = (np.mean([row["held_out"][what] for row in trials.values()]) for what in ("colour", "shape"))
-        seconds = np.mean([row["seconds"]["phase1"] + row["seconds"]["phase2"] for row in trials.values()])
         lines.append(
             [
                 *(name, len(trials), *(f"{share:.1%}" for share in shares)),
-                mean_and_interval(judged, "+.1%") if judged else "",
-                mean_and_interval(losses, "+.4f") if losses else "",
-                f"{seconds:.0f}",
+                mean_and_interval(points, "+.1f") if points else "",
+                mean_and_interval(losses, "+.3f") if losses else "",
             ]
         )
-    return table(["choice", "seeds", "colour", "shape", "both, compared", "loss, compared", "seconds"], lines)
+    return table(["choice", "seeds", "colour", "shape", "both, change in points", "change in loss"], lines)
 
 
 def _key(recipe: Recipe, seed: int) -> tuple[str, int]:
