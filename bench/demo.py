@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -34,44 +35,49 @@ def training(folder: Path) -> tuple[float, float]:
     return flops / 1e12, seconds
 
 
+def minutes(seconds: Mapping[str, float], of_steps: float) -> dict[str, float]:
+    """Return the minutes of a demo's parts, from the seconds of its steps and of the training steps alone."""
+    parts = {
+        "data": seconds["world"] + seconds["download"],
+        "stage 1": seconds["precompute"],
+        "training steps": of_steps,
+        "rest of training": seconds["phase1"] + seconds["phase2"] - of_steps,
+        "evaluation": seconds["evaluate"],
+        "total, minutes": seconds["total"],
+    }
+    return {name: value / 60 for name, value in parts.items()}
+
+
 def main() -> None:
     """Print the minutes of each demo, and the shares of its held-out images that follow their prompt."""
     parser = argparse.ArgumentParser(prog="bench.demo", description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
-    rows, budgets, num_images = [], set(), []
-    shares: dict[str, list[float]] = {"colour": [], "shape": []}
-    for folder in parser.parse_args().folders:
+    rows, seeds, times = [], [], {}
+    hits: dict[str, list[np.ndarray]] = {"colour": [], "shape": []}
+    for number, folder in enumerate(parser.parse_args().folders):
         metrics, state = (json.loads((folder / f"{name}.json").read_text()) for name in ("metrics", "state"))
-        seconds, found = metrics["seconds"], metrics["adherence"]["held_out"]
+        seen, found = metrics["adherence"], metrics["adherence"]["held_out"]
         tflop, of_steps = training(folder)
-        budgets.add(f"{tflop:.1f}")
-        num_images.append(found["samples"])
-        phases = seconds["phase1"] + seconds["phase2"]
-        minutes = {
-            "data": seconds["world"] + seconds["download"],
-            "stage 1": seconds["precompute"],
-            "training steps": of_steps,
-            "rest of training": phases - of_steps,
-            "evaluation": seconds["evaluate"],
-            "total, minutes": seconds["total"],
-        }
-        for name, values in shares.items():
-            values.append(found[name])
+        times = minutes(metrics["seconds"], of_steps)
         rows.append(
             [
                 state["settings"]["seed"],
-                *(share(found[name], found["samples"]) for name in shares),
-                *(f"{metrics['adherence'][name]:.1%}" for name in shares),
-                *(f"{value / 60:.1f}" for value in minutes.values()),
+                *(share(found[name], found["samples"]) for name in hits),
+                *(f"{seen[name]:.1%}" for name in hits),
+                *(f"{value:.1f}" for value in times.values()),
+                f"{tflop:.1f}",
             ]
         )
-    print(table(["seed", "held-out colour", "held-out shape", "seen colour", "seen shape", *minutes], rows))
-    seeds = np.repeat(np.arange(len(rows)), num_images)
-    for name, values in shares.items() if len(rows) > 1 else ():
-        hits = [np.arange(count) < round(value * count) for value, count in zip(values, num_images, strict=True)]
-        mean = share_interval(np.concatenate(hits), seeds, "mean over seeds")
-        print(f"\nHeld-out {name}, all seeds: {mean.value:.1%} ({mean.low:.0%} to {mean.high:.0%}, clustered by seed)")
-    print(f"\nTFLOP of training: {', '.join(sorted(budgets))}")
+        seeds += [number] * found["samples"]
+        for name, by_demo in hits.items():
+            by_demo.append(np.arange(found["samples"]) < round(found[name] * found["samples"]))
+    print(table(["seed", "held-out colour", "held-out shape", "seen colour", "seen shape", *times, "TFLOP"], rows))
+    if len(rows) > 1:
+        for name, by_demo in hits.items():
+            mean = share_interval(np.concatenate(by_demo), np.array(seeds), f"share of images with the right {name}")
+            print(
+                f"\nHeld-out {name}, all seeds: {mean.value:.1%} ({mean.low:.0%} to {mean.high:.0%}, clustered by seed)"
+            )
 
 
 if __name__ == "__main__":

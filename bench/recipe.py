@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -142,7 +141,7 @@ def run_trial(recipe: Recipe, seed: int, tflop: float, root: Path, folder: Path)
     """Train both phases in `folder`, sample, and return the shares of images that follow their prompt."""
     network = folder / "unet.json"
     network.write_text(json.dumps(network_of(recipe)))
-    seconds, steps, rates, losses = {}, {}, {}, {}
+    steps, losses = {}, {}
     for phase in SIDES:
         run = folder / f"phase{phase}"
         settings = phase_settings(recipe, phase, seed, tflop)
@@ -152,16 +151,11 @@ def run_trial(recipe: Recipe, seed: int, tflop: float, root: Path, folder: Path)
             settings["init_from"] = folder / "phase1"
         for name, value in settings.items():
             command += [f"--{name}", value if isinstance(value, str) else json.dumps(value, default=str).strip('"')]
-        started = time.monotonic()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        seconds[f"phase{phase}"], steps[f"phase{phase}"] = round(time.monotonic() - started, 1), settings["max_steps"]
+        steps[f"phase{phase}"] = settings["max_steps"]
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses[f"phase{phase}"] = float(np.mean([line["loss"] for line in lines[-len(lines) // 4 :]]))
-        rates[f"phase{phase}"] = float(np.median([line["images_per_second"] for line in lines]))
-    started = time.monotonic()
-    shares = judge_run(folder / "phase2", recipe)
-    seconds["samples"] = round(time.monotonic() - started, 1)
-    return {"steps": steps, "seconds": seconds, "images_per_second": rates, "loss": losses} | shares
+    return {"steps": steps, "loss": losses} | judge_run(folder / "phase2", recipe)
 
 
 def judge_run(run: Path, recipe: Recipe) -> dict[str, dict[str, float]]:
@@ -275,7 +269,7 @@ def main() -> None:
             file.write(json.dumps(row) + "\n")
         rows.append(row)
         shutil.rmtree(folder)
-        print(f"{name}, seed {seed}: {row['held_out']} {row['seconds']} {row['loss']}", flush=True)
+        print(f"{name}, seed {seed}: {row['held_out']} {row['loss']}", flush=True)
 
     with ThreadPoolExecutor(options.processes) as pool:
         for seed in options.seeds:
