@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -112,24 +113,32 @@ def count_flops(sizes: EncoderSizes) -> dict[str, int]:
     return counts
 
 
-def rates_of(work: Sequence[RepeatableBatch], num_batches: int) -> tuple[float, float]:
+def rates_of(
+    work: Sequence[RepeatableBatch],
+    num_batches: int,
+    quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[float, float]:
     """Measure images or captions per second, and TFLOP/s, over `num_batches` that cycle through `work`.
 
     Up to `IN_FLIGHT` batches run at a time. A cycle and a few more batches precede the measurement, to choose kernels
     and fill the allocators' pools.
+
+    Args:
+        quiet: makes the context to time in, in which nothing else uses the device.
     """
     for batch in islice(cycle(work), len(work) + 3):
         batch.start()()
     timed = list(islice(cycle(work), num_batches))
     waiting: deque[Callable[[], Any]] = deque()
-    begun = time.perf_counter()
-    for batch in timed:
-        waiting.append(batch.start())
-        if len(waiting) > IN_FLIGHT:
-            waiting.popleft()()
-    for wait in waiting:
-        wait()
-    seconds = time.perf_counter() - begun
+    with quiet():
+        begun = time.perf_counter()
+        for batch in timed:
+            waiting.append(batch.start())
+            if len(waiting) > IN_FLIGHT:
+                waiting.popleft()()
+        for wait in waiting:
+            wait()
+        seconds = time.perf_counter() - begun
     return sum(batch.count for batch in timed) / seconds, sum(batch.flops for batch in timed) / seconds / 1e12
 
 
@@ -151,7 +160,12 @@ def mixture(small: RepeatableBatch, large: RepeatableBatch) -> list[RepeatableBa
     return batches
 
 
-def measure(options: argparse.Namespace, sizes: EncoderSizes, device: torch.device) -> dict[str, tuple[float, float]]:
+def measure(
+    options: argparse.Namespace,
+    sizes: EncoderSizes,
+    device: torch.device,
+    quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> dict[str, tuple[float, float]]:
     """Measure the rate per second and TFLOP/s of each bucket, `mixed`, `text`, and tokenizing on one core (`ids`)."""
     flops = count_flops(sizes)
     with tempfile.TemporaryDirectory() as folder:
@@ -165,11 +179,11 @@ def measure(options: argparse.Namespace, sizes: EncoderSizes, device: torch.devi
     mixed = mixture(small, large)
     ids = RepeatableBatch(lambda: partial(text.tokenize, captions, len(captions)), len(captions), 0)
     return {
-        "ids": rates_of([ids], 10 * options.batches),
-        str(sizes.buckets[0]): rates_of([small], options.batches),
-        str(sizes.buckets[1]): rates_of([large], options.batches),
-        "mixed": rates_of(mixed, len(mixed) * max(1, options.batches // len(mixed))),
-        "text": rates_of([caption_work], options.batches),
+        "ids": rates_of([ids], 10 * options.batches, quiet),
+        str(sizes.buckets[0]): rates_of([small], options.batches, quiet),
+        str(sizes.buckets[1]): rates_of([large], options.batches, quiet),
+        "mixed": rates_of(mixed, len(mixed) * max(1, options.batches // len(mixed)), quiet),
+        "text": rates_of([caption_work], options.batches, quiet),
     }
 
 

@@ -7,10 +7,11 @@ The default is SD2 base at 256 and 512 px on a GPU, and small sizes on a CPU. `-
 import argparse
 import copy
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -149,9 +150,17 @@ def settings(options: argparse.Namespace) -> Iterator[StepSetting]:
 
 
 def measure(
-    setting: StepSetting, options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel
+    setting: StepSetting,
+    options: argparse.Namespace,
+    accelerator: Accelerator,
+    unet: UNet2DConditionModel,
+    quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Result:
-    """Time whole optimizer steps of the trainer, after three steps of warm-up and compilation."""
+    """Time whole optimizer steps of the trainer, after three steps of warm-up and compilation.
+
+    Args:
+        quiet: makes the context to time in, in which nothing else uses the device.
+    """
     print(f"{setting.bucket}, microbatch {setting.microbatch_size}, {setting.words} …", file=sys.stderr, flush=True)
     device = accelerator.device
     release(device)
@@ -162,14 +171,8 @@ def measure(
             for _ in range(3):
                 step()
             synchronize(device)
-            start, steps = time.perf_counter(), 0
-            while time.perf_counter() - start < options.seconds or steps < 3:
-                step()
-                steps += 1
-                if steps % 3 == 0:  # otherwise the host runs ahead of the clock
-                    synchronize(device)
-            synchronize(device)
-            rate = steps * options.batch / (time.perf_counter() - start)
+            with quiet():
+                rate = options.batch / seconds_of_steps(step, device, options.seconds)
             encoding = encoding_record(TEXT_LENGTH, unet.config.cross_attention_dim)
             flops = training_flops(on_meta(unet, train_step.loss.backbone, encoding, latent_hw(setting.bucket))[1])
             return Result(setting, rate, peak_memory(device) / 2**30, rate * flops / 1e12)
@@ -177,6 +180,21 @@ def measure(
         if not any(said in str(error) for said in ("out of memory", "ALLOC_FAILED")):
             raise
         return Result(setting, None)
+
+
+def seconds_of_steps(step: Callable[[], object], device: torch.device, least: float) -> float:
+    """Return the seconds of a step, as the median over at least three windows of two steps each.
+
+    The host waits for the device only between windows. `least` is the minimum duration of all windows.
+    """
+    seconds: list[float] = []
+    while sum(seconds) < least or len(seconds) < 3:
+        start = time.perf_counter()
+        step()
+        step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) / 2
 
 
 def release(device: torch.device) -> None:
@@ -301,7 +319,7 @@ def make_batch(bucket: str, size: int, unet: UNet2DConditionModel, pin: bool = F
         columns={
             "image_latents": torch.cat([mean, log_variance], dim=1).half(),
             f"text_latents.{ONLY_TEXT}": torch.randn(text_shape, generator=generator).half(),
-            "size": torch.tensor([[*latent_hw(bucket)[::-1], 0, 0]]).mul(DOWNSAMPLING).expand(size, -1),
+            "size": torch.tensor([[*latent_hw(bucket)[::-1], 0, 0]]).mul(DOWNSAMPLING).repeat(size, 1),
             f"num_tokens.{ONLY_TEXT}": torch.full((size,), TEXT_LENGTH),
         },
     )

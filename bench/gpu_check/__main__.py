@@ -9,21 +9,23 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
 from bench.gpu_check.page import page
-from bench.gpu_check.parts import PARTS
+from bench.gpu_check.parts import HALVES, LANES, PARTS, PartRun
 from bench.gpu_check.prediction import with_prediction
 from bench.kit.common import bench_file, write_bench_file
 from plan.measured import BenchFile, Measurement
@@ -34,8 +36,6 @@ TAIL = 15
 """Number of output lines shown for a part that failed."""
 MINUTES = 9.0
 """Time budget that the parts' limits add up to; imports and the report take another minute."""
-GONE_WITHIN = 10.0
-"""Seconds to wait for a part that was killed, because the driver may block its exit forever."""
 MIN_SECONDS = 10.0
 """A part is not started with less time than this left."""
 
@@ -54,7 +54,7 @@ class CheckRun:
     def seconds_for(self, name: str) -> float:
         """Return a part's time limit: its share of the budget, but no more than is left."""
         left = 60 * self.minutes - (time.monotonic() - self.begun)
-        return min(PARTS[name].seconds * self.minutes / MINUTES, left)
+        return min(PARTS[name].seconds * max(1, self.minutes / MINUTES), left)
 
 
 def check(arguments: list[str]) -> None:
@@ -69,10 +69,14 @@ def check(arguments: list[str]) -> None:
         raise RequestError(
             "torch finds no GPU on this machine. Rehearse the check without one with `--device cpu --small`."
         )
-    if unknown := sorted(set(options.parts) - set(PARTS)):
-        raise RequestError(f"There is no part {', '.join(unknown)}. Choose from {', '.join(PARTS)}.")
+    if unknown := sorted(set(options.parts) - set(PARTS) - set(HALVES)):
+        raise RequestError(
+            f"There is no part {', '.join(unknown)}. Choose from {', '.join(HALVES)} (half of the parts), "
+            f"{', '.join(PARTS)}."
+        )
     run = CheckRun(options.device, options.small, options.output, options.minutes, time.monotonic())
-    names = options.parts or list(PARTS)
+    halves = {half: [name for lane in lanes for name in lane] for half, lanes in HALVES.items()}
+    names = [name for word in options.parts or halves for name in halves.get(word, [word])]
     parts, text = kept(run.output, names), ""
     for name, found in run_parts(run, names):
         parts[name] = found
@@ -128,49 +132,78 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run_parts(run: CheckRun, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run the parts that are not timed in parallel, and then the others one by one."""
-    together = [name for name in names if not PARTS[name].alone]
-    cores = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(max(1, (cores + 2) // 3)) as pool:
-        yield from zip(together, pool.map(lambda name: run_part(run, name), together), strict=True)
-    yield from ((name, run_part(run, name)) for name in names if PARTS[name].alone)
+    """Run the parts, and yield each one's name and findings when it ends. Lanes run side by side."""
+    lanes = [chosen for lane in LANES if (chosen := [name for name in lane if name in names])]
+    ended: Queue[tuple[str, dict[str, Any]] | BaseException] = Queue()
+
+    def run_lane(lane: list[str]) -> None:
+        process = LaneProcess()
+        try:
+            for name in lane:
+                ended.put((name, run_part(run, process, name)))
+        except BaseException as error:
+            ended.put(error)
+        finally:
+            process.kill()
+
+    with ThreadPoolExecutor(len(HALVES["second"])) as pool:
+        for lane in lanes:
+            pool.submit(run_lane, lane)
+        for _ in names:
+            part = ended.get()
+            if isinstance(part, BaseException):
+                raise part
+            yield part
 
 
-def run_part(run: CheckRun, name: str) -> dict[str, Any]:
-    """Run a part in its own process, and return its findings, outcome and duration."""
+class LaneProcess:
+    """The process in which a lane's parts run, so that they import torch once. It is replaced if a part kills it."""
+
+    def __init__(self) -> None:
+        self.executor: ProcessPoolExecutor | None = None
+        self.pid = 0
+
+    def run(self, part: PartRun) -> str:
+        """Run a part, and return `done` or the reason why it did not finish."""
+        try:
+            if self.executor is None:
+                self.executor = ProcessPoolExecutor(1, get_context("spawn"), initializer=os.setsid)
+                self.pid = self.executor.submit(os.getpid).result(part.seconds)
+            self.executor.submit(part).result(part.seconds)
+        except TimeoutError:
+            self.kill()
+            return f"ended after {part.seconds:.0f} s"
+        except Exception as error:
+            if isinstance(error, BrokenExecutor):
+                self.kill()
+            said = "".join(traceback.format_exception(error)).splitlines()
+            log = part.output.with_suffix(".log").read_text(errors="replace").splitlines()
+            return "failed:\n" + "\n".join([*log[-TAIL:], *said[-TAIL:]])
+        return "done"
+
+    def kill(self) -> None:
+        """End the process and the compilers that it started."""
+        if self.executor is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.executor.shutdown(wait=False)
+        self.executor = None
+
+
+def run_part(run: CheckRun, process: LaneProcess, name: str) -> dict[str, Any]:
+    """Run a part in its lane's process, and return its findings, outcome and duration."""
     begun, path = time.monotonic(), run.output / "parts" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     seconds = run.seconds_for(name)
     outcome = "not started: no time was left"
     if seconds > MIN_SECONDS:
-        print(f"{name} …", file=sys.stderr, flush=True)
-        outcome = outcome_of(run, name, seconds, path)
+        print(f"{time.monotonic() - run.begun:.0f} s: {name} …", file=sys.stderr, flush=True)
+        outcome = process.run(PartRun(name, run.device, run.small, seconds, path, run.output / "device.lock"))
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     took = round(time.monotonic() - begun, 1)
     return {"checks": [], "tables": {}, "figures": {}, **found, "outcome": outcome, "seconds": took}
-
-
-def outcome_of(run: CheckRun, name: str, seconds: float, path: Path) -> str:
-    """Run a part's process, and return `done` or the reason why it did not finish."""
-    words = [sys.executable, "-W", "ignore", "-m", "bench.gpu_check.parts", name, "--device", run.device]
-    words += ["--seconds", f"{seconds:.0f}", "--output", str(path), *(["--small"] if run.small else [])]
-    log = path.with_suffix(".log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if PARTS[name].on_host else {}
-    with log.open("w") as file:
-        environment = os.environ | hidden
-        process = subprocess.Popen(words, stdout=file, stderr=file, env=environment, start_new_session=True)
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return f"ended after {seconds:.0f} s"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # including compilers that it started
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GONE_WITHIN)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
-    return "done" if code == 0 else f"failed with exit code {code}:\n{tail}"
 
 
 def right(part: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup, seconds_of
+from shards.base.device import choose_attention
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -59,6 +60,42 @@ def attention(setup: Setup, found: Findings) -> None:
         for name, backend in BACKENDS.items():
             compare(setup, found, shape.name, name, backend, inputs, exact)
     middle(setup, found)
+    provoke(setup, found)
+
+
+def provoke(setup: Setup, found: Findings) -> None:
+    """Count values that are not finite after the forward and backward passes of inputs that some kernels fail on.
+
+    cuDNN's backward pass returned NaN for 64 keys and rows whose log-sum-exp is below -88.7 (pytorch #196678). Here,
+    all logits are close to -120. Only kernels that the trainer allows are checked; the others are listed.
+    """
+    choose_attention(setup.device)
+    allowed = {
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "math": True,
+    }
+    made = torch.Generator(setup.device).manual_seed(0)
+    for tokens, keys in ((64, 64), (4096, 64), (64, 192), (77, 77), (64, 77)):
+        shape = f"{tokens} tokens, {keys} keys, logits near -120"
+        direction = torch.nn.functional.normalize(torch.randn(64, generator=made, device=setup.device), dim=0)
+        draw = {n: torch.randn((4, 5, n, 64), generator=made, device=setup.device) for n in {tokens, keys}}
+        query, key, value = 31 * direction + 0.1 * draw[tokens], -31 * direction + 0.1 * draw[keys], draw[keys]
+        lowered = [tensor.to(torch.bfloat16) for tensor in (query, key, value)]
+        exact = both_ways(SDPBackend.MATH, [tensor.double() for tensor in lowered])
+        for name, backend in BACKENDS.items():
+            try:
+                results = both_ways(backend, lowered)
+            except RuntimeError as refusal:
+                note = str(refusal).splitlines()[0][:80]
+                found.row("provoked", shape=shape, kernel=name, allowed=allowed[name], note=note)
+                continue
+            bad = sum(int((~tensor.isfinite()).sum()) for tensor in results)
+            error = max(error_of(result, reference.float()) for result, reference in zip(results, exact, strict=True))
+            found.row("provoked", shape=shape, kernel=name, allowed=allowed[name], not_finite=bad, error=error)
+            if allowed[name]:
+                found.check(f"attention, {shape}, {name}: values that are not finite", bad, 0)
 
 
 def compare(

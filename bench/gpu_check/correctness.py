@@ -56,7 +56,9 @@ def losses(setup: Setup, precision: str, compiled: bool = False, low_precision_n
     torch.compiler.reset()
     setting = StepSetting(BUCKET, MICROBATCH, setup.device.type == "cuda", low_precision_norms, compiled)
     with setup.training(setting, precision, setup.curve_unet, BATCH, **FAST) as (_, step):
-        found = [step().sums.total / BATCH for _ in range(setup.steps)]
+        found = [step().sums.total / BATCH]  # compiles
+        with setup.quiet():
+            found += [step().sums.total / BATCH for _ in range(setup.steps - 1)]
     # includes the steps that float16's scaler skips until it has found its scale
     return [loss for loss in found if math.isfinite(loss)]
 
@@ -84,8 +86,8 @@ def splitting(setup: Setup, found: Findings) -> None:
 def plain_losses(setup: Setup, precision: Any, split: bool) -> list[float]:
     """Return the losses like `losses`, but without accelerate, which shards nothing on one process."""
     setting = StepSetting(BUCKET, MICROBATCH)
-    with setup.training(setting, "float32", setup.curve_unet, BATCH, **FAST) as (train_step, _):
-        return list(plain_steps(setup, train_step, precision, split))
+    with setup.training(setting, "float32", setup.curve_unet, BATCH, **FAST) as (train_step, _), setup.quiet():
+        return plain_steps(setup, train_step, precision, split)
 
 
 def plain_steps(setup: Setup, train_step: TrainStep, precision: Any, split: bool) -> list[float]:

@@ -1,7 +1,6 @@
-"""The parts of the check. `python -m bench.gpu_check.parts NAME --output FILE` runs one of them in this process."""
+"""The parts of the check, and how one of them runs in its lane's process."""
 
-import argparse
-import sys
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +9,10 @@ from pathlib import Path
 import torch
 
 from bench.gpu_check import attention, choices, correctness, prediction, speed, towers
+from bench.gpu_check.families import FamilyPhase
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup, use_no_compiler
+from bench.train_step import release
 
 BEGIN_WITHIN = 0.5
 """Share of a part's time limit after which it starts no further measurement."""
@@ -19,55 +20,96 @@ BEGIN_WITHIN = 0.5
 
 @dataclass(frozen=True)
 class CheckPart:
-    """A part of the check, which runs in its own process."""
+    """A part of the check."""
 
     run: Callable[[Setup, Findings], None]
     seconds: float
     """Time limit, after which the part is killed. Its findings up to then count."""
-    alone: bool = True
-    """Whether no other part may run at the same time, because this one measures times."""
     on_host: bool = False
     """Whether the device is hidden from it."""
 
 
-PARTS = {
-    "draws": CheckPart(correctness.draws, 60, alone=False),
-    "curves": CheckPart(correctness.curves, 120, alone=False),
-    "splitting": CheckPart(correctness.splitting, 120, alone=False),
-    "compiling": CheckPart(correctness.compiling, 150, alone=False),
-    "batches": CheckPart(towers.batches, 150, alone=False),
-    "prediction": CheckPart(prediction.predicting, 150, alone=False, on_host=True),
-    "machine": CheckPart(speed.machine, 40),
-    "training-large": CheckPart(partial(speed.training, which=1), 160),
-    "encoders": CheckPart(towers.rates, 100),
-    "profile": CheckPart(speed.profiling, 80),
-    "training-small": CheckPart(partial(speed.training, which=0), 120),
-    "decoding": CheckPart(towers.decoding, 40),
-    "attention": CheckPart(attention.attention, 40),
-    "loader": CheckPart(speed.loading, 60),
-    "choices": CheckPart(choices.choices, 150),
+HALVES: dict[str, list[dict[str, CheckPart]]] = {
+    "first": [
+        {
+            "profile": CheckPart(speed.profiling, 300),
+            "encoders": CheckPart(towers.rates, 200),
+            "t5": CheckPart(towers.t5, 120),
+            "machine": CheckPart(speed.machine, 60),
+        },
+        {
+            "training-small": CheckPart(partial(speed.training, which=0, number=0, compiled=(True, False)), 300),
+            "flux1": CheckPart(FamilyPhase("flux1", 2).run, 200),
+            "sana": CheckPart(FamilyPhase("sana", 1).run, 200),
+            "pixart-sigma": CheckPart(FamilyPhase("pixart-sigma", 1).run, 200),
+        },
+        {
+            "curves": CheckPart(correctness.curves, 120),
+            "compiling": CheckPart(correctness.compiling, 150),
+            "splitting": CheckPart(correctness.splitting, 90),
+            "sd3": CheckPart(FamilyPhase("sd3", 1).run, 200),
+            "sdxl": CheckPart(FamilyPhase("sdxl", 1).run, 250),
+            "prx": CheckPart(FamilyPhase("prx", 1).run, 200),
+        },
+    ],
+    "second": [
+        {
+            "training-large": CheckPart(partial(speed.training, which=1, number=1, compiled=(True,)), 300),
+            "choices": CheckPart(choices.choices, 200),
+            "decoding": CheckPart(towers.decoding, 40),
+        },
+        {
+            "draws": CheckPart(correctness.draws, 60),
+            "attention": CheckPart(attention.attention, 60),
+            "sd2": CheckPart(FamilyPhase("sd2", 2, ("whole", "blocks")).run, 300),
+            "loader": CheckPart(speed.loading, 60),
+        },
+        {
+            "batches": CheckPart(towers.batches, 250),
+            "prediction": CheckPart(prediction.predicting, 150, on_host=True),
+        },
+    ],
 }
-"""Correctness comes first, and then timings in order of importance. The limits add up to more than a check's time
-budget. Parts that were skipped for lack of time can be run by name afterwards."""
+"""The two halves of the check, each with its lanes, which run side by side. The parts of a lane run one after another,
+the most important ones first. Whatever times something locks the device (`Setup.quiet`), while the other lanes compile
+or wait."""
+LANES = [lane for half in HALVES.values() for lane in half]
+PARTS = {name: part for lane in LANES for name, part in lane.items()}
 
 
-def main() -> None:
-    """Run one part in this process."""
-    parser = argparse.ArgumentParser(prog="bench.gpu_check.parts", description=__doc__)
-    parser.add_argument("name", choices=PARTS)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--output", type=Path, required=True, help="JSON file for the findings")
-    options = parser.parse_args(sys.argv[1:])
-    if options.small:
-        use_no_compiler()
-    found = Findings(options.output, BEGIN_WITHIN * options.seconds)
-    torch.backends.cudnn.allow_tf32 = False  # like the product
-    PARTS[options.name].run(Setup(torch.device(options.device), options.small), found)
-    if found.failed:
-        sys.exit("failed: " + "; ".join(found.failed))
+@dataclass(frozen=True)
+class PartRun:
+    """What a lane's process needs to know to run a part."""
 
+    name: str
+    device: str
+    small: bool
+    seconds: float
+    """Time limit, after which the process is killed."""
+    output: Path
+    """JSON file for the findings."""
+    lock: Path | None = None
+    """File to lock while timing."""
 
-if __name__ == "__main__":
-    main()
+    def __call__(self) -> None:
+        """Run the part in this process, with its output in a log next to its findings.
+
+        Raises:
+            SystemExit: an error was caught in one of several independent measurements.
+        """
+        with self.output.with_suffix(".log").open("w") as log:
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
+        if self.small:
+            use_no_compiler()
+        found = Findings(self.output, BEGIN_WITHIN * self.seconds)
+        torch.backends.cudnn.allow_tf32 = False  # like the product
+        device = torch.device(self.device)
+        try:
+            PARTS[self.name].run(Setup(device, self.small, self.lock), found)
+        finally:
+            torch.backends.cudnn.benchmark = False
+            torch.backends.cuda.enable_cudnn_sdp(True)
+            release(device)
+        if found.failed:
+            raise RuntimeError("; ".join(found.failed))

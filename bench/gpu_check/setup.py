@@ -1,5 +1,7 @@
 """Sizes used by the check: Stable Diffusion 2's on a GPU, and small ones for a rehearsal without one."""
 
+import fcntl
+import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -30,6 +32,18 @@ class Setup:
     device: torch.device
     small: bool
     """Whether this is a rehearsal: the same code with small networks, and without a C++ compiler."""
+    lock: Path | None = None
+    """File that parts lock in turn to use the device alone; None: no other part runs."""
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Use the device alone: wait until no other part times anything, and keep the others from doing so."""
+        if self.lock is None:
+            yield
+            return
+        with self.lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+            yield
 
     @property
     def unet(self) -> Path:
@@ -49,15 +63,15 @@ class Setup:
     def microbatches(self, bucket: str) -> tuple[int, ...]:
         """Return the microbatch sizes to time, starting with the most promising one."""
         if self.small:
-            return (4,)
-        return (256, 128) if bucket == self.buckets[0] else (64, 32)
+            return (4, 8)
+        return (128, 256) if bucket == self.buckets[0] else (32, 64)
 
     @property
     def profiled(self) -> tuple[StepSetting, int]:
         """StepSetting and number of images of the step that is profiled, at the larger size."""
         bucket = self.buckets[1]
         setting = StepSetting(bucket, self.microbatches(bucket)[0], True, True, compile=not self.small)
-        return setting, setting.microbatch_size * (1 if self.small else 2)
+        return setting, self.batch
 
     @property
     def batch(self) -> int:
@@ -94,6 +108,8 @@ class Setup:
 def use_no_compiler() -> None:
     """Make torch.compile trace and then run eagerly, which takes seconds and needs no compiler."""
     compile_with = torch.compile
+    if compile_with.__name__ == "traced":
+        return
 
     def traced(*arguments: Any, **options: Any) -> Any:
         return compile_with(*arguments, **{**options, "backend": "eager", "mode": None})
@@ -102,13 +118,16 @@ def use_no_compiler() -> None:
 
 
 def seconds_of(function: Callable[[], object], setup: Setup, rounds: int = 10) -> float:
-    """Measure the seconds of one call, after two warm-up calls."""
+    """Return the median seconds of one call, after two warm-up calls. Calls that take a millisecond are too short."""
     rounds = 2 if setup.small else rounds
     for _ in range(2):
         function()
     synchronize(setup.device)
-    start = time.perf_counter()
-    for _ in range(rounds):
-        function()
-    synchronize(setup.device)
-    return (time.perf_counter() - start) / rounds
+    seconds = []
+    with setup.quiet():
+        for _ in range(rounds):
+            start = time.perf_counter()
+            function()
+            synchronize(setup.device)
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)

@@ -24,7 +24,7 @@ from bench.kit.common import device_name, matmul_tflops, synchronize
 from bench.kit.roots import encoding_record, make_root
 from bench.loader import BATCH, SD2_TEXT, Reading
 from bench.roofline.kernels import kind_of
-from bench.train_step import TEXT_LENGTH, StepSetting, latent_hw, measure
+from bench.train_step import TEXT_LENGTH, StepSetting, latent_hw, measure, seconds_of_steps
 from train.metrics import peak_memory
 from train.model.backbone import BackboneConfig
 from train.model.fit import on_meta
@@ -40,16 +40,19 @@ def machine(setup: Setup, found: Findings) -> None:
     found.figure("device", device_name(device))
     found.figure("versions", {name: installed(name) for name in PACKAGES} | {"python": platform.python_version()})
     for name in ("bfloat16", "float16", "float32"):
-        found.figure(f"{name} TFLOP/s", matmul_tflops(device, getattr(torch, name), 256 if setup.small else None))
+        with setup.quiet():
+            found.figure(f"{name} TFLOP/s", matmul_tflops(device, getattr(torch, name), 256 if setup.small else None))
     source = torch.empty(1 << (20 if setup.small else 32), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
     synchronize(device)
-    start = time.perf_counter()
-    for _ in range(5):
-        target.copy_(source)
-    synchronize(device)
-    found.figure(COPY_RATE, 10 * len(source) / (time.perf_counter() - start) / 1e9)
+    with setup.quiet():
+        start = time.perf_counter()
+        for _ in range(5):
+            target.copy_(source)
+        synchronize(device)
+        seconds = time.perf_counter() - start
+    found.figure(COPY_RATE, 10 * len(source) / seconds / 1e9)
 
 
 def installed(name: str) -> str | None:
@@ -60,25 +63,23 @@ def installed(name: str) -> str | None:
         return None
 
 
-def training(setup: Setup, found: Findings, which: int) -> None:
-    """Time whole steps of bucket number `which`: first eager, which needs no compiler, then compiled."""
+def training(setup: Setup, found: Findings, which: int, number: int, compiled: tuple[bool, ...]) -> None:
+    """Time whole steps of bucket number `which` with its microbatch size number `number`, compiled or not."""
     bucket = setup.buckets[which]
-    sizes = setup.microbatches(bucket)
-    settings = [StepSetting(bucket, min(sizes), True, True)] + [
-        StepSetting(bucket, size, True, True, True) for size in sizes
-    ]
-    options = Namespace(batch=setup.batch, unet=setup.unet, precision="bfloat16", seconds=0.1 if setup.small else 8)
+    size = setup.microbatches(bucket)[number]
+    settings = [StepSetting(bucket, size, True, True, how) for how in compiled]
+    options = Namespace(batch=setup.batch, unet=setup.unet, precision="bfloat16", seconds=0.1 if setup.small else 6)
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision="bf16", cpu=setup.device.type == "cpu")
-    for number, setting in enumerate(settings):
+    for setting in settings:
         cells: dict[str, Any] = {"bucket": bucket, "microbatch": setting.microbatch_size, "with": setting.words}
         cells["batch"] = setup.batch
-        if number and not found.has_time:
+        if setting is not settings[0] and not found.has_time:
             found.row("steps", **cells, note="skipped for lack of time")
             continue
         start = time.perf_counter()
         with found.tried("steps", **cells):
-            result = measure(setting, options, accelerator, build_network(setup.unet, 0))
+            result = measure(setting, options, accelerator, build_network(setup.unet, 0), setup.quiet)
             took = f"{time.perf_counter() - start:.0f} s in total"
             rates = {"per_second": result.images_per_second, "tflops": result.tflops, "memory_gib": result.memory_gb}
             found.row("steps", **cells, **rates, note="out of memory" if result.images_per_second is None else took)
@@ -100,9 +101,9 @@ def loading(setup: Setup, found: Findings) -> None:
 
 
 def profiling(setup: Setup, found: Findings) -> None:
-    """Profile one step at the larger size by kernel, and compare it with its arithmetic at the matrix rate.
+    """Time the step at the larger size, profile one by kernel, and compare it with its arithmetic at the matrix rate.
 
-    If compilation fails, profile the eager step.
+    If compilation fails, do so with the eager step.
     """
     setting, batch = setup.profiled
     with found.tried("profiled", **{"with": setting.words}):
@@ -119,21 +120,24 @@ def profile_step(setup: Setup, found: Findings, setting: StepSetting, batch: int
         for _ in range(3):
             step()
         synchronize(device)
-        start = time.perf_counter()
-        step()
-        synchronize(device)
-        seconds = time.perf_counter() - start
-        with profile(activities=[activity]) as profiler:
-            step()
-            synchronize(device)
-        found.figure("memory GiB", peak_memory(device) / 2**30)
+        with setup.quiet():
+            seconds = seconds_of_steps(step, device, 0.1 if setup.small else 6)
+            memory = peak_memory(device) / 2**30
+            with profile(activities=[activity]) as profiler:
+                step()
+                synchronize(device)
+        found.figure("memory GiB", memory)
         found.figure("weights and optimizer GiB", 16 * sum(p.numel() for p in train_step.network.parameters()) / 2**30)
+    cells: dict[str, Any] = {"bucket": setting.bucket, "microbatch": setting.microbatch_size, "with": setting.words}
+    tflops = sum(step_flops(setup, batch).values()) / seconds / 1e12
+    found.row("steps", **cells, batch=batch, per_second=batch / seconds, tflops=tflops, memory_gib=memory)
     describe_step(setup, found, profiler.events() or [], seconds, batch)
 
 
 def describe_step(setup: Setup, found: Findings, events: Iterable[FunctionEvent], seconds: float, batch: int) -> None:
     """Record time and launches per kernel class, the ideal times, and the gaps between kernels."""
-    rate = matmul_tflops(setup.device, side=256 if setup.small else None)
+    with setup.quiet():
+        rate = matmul_tflops(setup.device, side=256 if setup.small else None)
     counted = step_flops(setup, batch)
     on_gpu = setup.device.type == "cuda"
     where = "CUDA" if on_gpu else "CPU"

@@ -1,17 +1,22 @@
 """Checks that encoders' results do not depend on the batch, and the speed of encoders and of decoding."""
 
+import json
 import tempfile
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import T5Config, T5EncoderModel
 
 import bench.encode
 from bench.encode import load_encoders, save_models
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup, seconds_of
+from bench.kit.common import matmul_tflops
 from bench.pixels import BUCKETS, make_corpus
 from precompute.encode.encoders import TextEncoder
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
@@ -72,9 +77,9 @@ def share(found: Tensor, expected: Tensor) -> float:
 
 
 def rates(setup: Setup, found: Findings) -> None:
-    """Time images of both sizes, their mixture, and captions, first eager and then compiled."""
+    """Time images of both sizes, their mixture, and captions, first compiled and then eager."""
     precision = "bfloat16" if setup.small else "float16"
-    for compiled in (False,) if setup.small else (False, True):
+    for compiled in (False,) if setup.small else (True, False):
         if not found.has_time:
             found.row("encoders", what="skipped for lack of time", compiled=compiled, per_second=None, tflops=None)
             continue
@@ -83,9 +88,43 @@ def rates(setup: Setup, found: Findings) -> None:
         if setup.small:
             options.batch_size, options.batches = 2, 2
         with found.tried("encoders", what="failed", compiled=compiled):
-            measured = bench.encode.measure(options, setup.encoders, setup.device)
+            measured = bench.encode.measure(options, setup.encoders, setup.device, setup.quiet)
             for what, (per_second, tflops) in measured.items():
                 found.row("encoders", what=what, compiled=compiled, per_second=per_second, tflops=tflops)
+
+
+def t5(setup: Setup, found: Findings) -> None:
+    """Time layers of T5-XXL, eager and compiled, next to their share of the matrix rate.
+
+    All layers have the same shape, so a few of them, with random weights, stand for all 24.
+    """
+    fields = json.loads(Path("configs/text_encoder/t5-xxl.json").read_text()) | {"num_layers": 4}
+    if setup.small:
+        fields |= {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 1}
+    batch, tokens = (2, 16) if setup.small else (64, 300)
+    with setup.quiet():
+        matrix_rate = matmul_tflops(setup.device, side=256 if setup.small else None)
+    with torch.device(setup.device):
+        ids = torch.randint(0, fields["vocab_size"], (batch, tokens))
+        model = T5EncoderModel(T5Config(**fields)).eval().to(torch.bfloat16)
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        model(ids)
+    flops = counter.get_total_flops()
+    for compiled in (False, True):
+        run = torch.compile(model, dynamic=False) if compiled else model
+        with found.tried("T5-XXL", compiled=compiled), torch.inference_mode():
+            seconds = seconds_of(partial(run, ids), setup)
+            share = flops / seconds / 1e12 / matrix_rate
+            whole = batch / seconds * fields["num_layers"] / 24
+            found.row(
+                "T5-XXL",
+                compiled=compiled,
+                layers=fields["num_layers"],
+                ms=1e3 * seconds,
+                tflops=flops / seconds / 1e12,
+                share=f"{share:.1%}",
+                captions_per_second_of_24_layers=whole,
+            )
 
 
 def decoding(setup: Setup, found: Findings) -> None:
