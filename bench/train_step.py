@@ -156,7 +156,7 @@ def measure(
     unet: UNet2DConditionModel,
     quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Result:
-    """Time whole optimizer steps of the trainer, after three steps of warm-up and compilation.
+    """Time whole optimizer steps of the trainer, after a microbatch with which it compiles.
 
     Args:
         quiet: makes the context to time in, in which nothing else uses the device.
@@ -168,9 +168,7 @@ def measure(
         with training(setting, options, accelerator, unet) as (train_step, step):
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            for _ in range(3):
-                step()
-            synchronize(device)
+            train_step(make_batch(setting.bucket, train_step.microbatch_size, unet), 0)  # compiles
             with quiet():
                 rate = options.batch / seconds_of_steps(step, device, options.seconds)
             encoding = encoding_record(TEXT_LENGTH, unet.config.cross_attention_dim)
@@ -183,10 +181,14 @@ def measure(
 
 
 def seconds_of_steps(step: Callable[[], object], device: torch.device, least: float) -> float:
-    """Return the seconds of a step, as the median over at least three windows of two steps each.
+    """Return the seconds of a step, as the median over at least three windows of two steps each, after two steps of
+    warm-up.
 
     The host waits for the device only between windows. `least` is the minimum duration of all windows.
     """
+    step()
+    step()
+    synchronize(device)
     seconds: list[float] = []
     while sum(seconds) < least or len(seconds) < 3:
         start = time.perf_counter()

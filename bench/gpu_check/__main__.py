@@ -25,7 +25,7 @@ import torch
 from pydantic import ValidationError
 
 from bench.gpu_check.page import page
-from bench.gpu_check.parts import HALVES, LANES, PARTS, PartRun
+from bench.gpu_check.parts import HALVES, LANES, PARTS, SIDE_BY_SIDE, PartRun
 from bench.gpu_check.prediction import with_prediction
 from bench.kit.common import bench_file, write_bench_file
 from plan.measured import BenchFile, Measurement
@@ -146,7 +146,7 @@ def run_parts(run: CheckRun, names: list[str]) -> Iterator[tuple[str, dict[str, 
         finally:
             process.kill()
 
-    with ThreadPoolExecutor(len(HALVES["second"])) as pool:
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         for lane in lanes:
             pool.submit(run_lane, lane)
         for _ in names:

@@ -19,9 +19,11 @@ from train.model.sharding import shard_weights
 from train.step import TrainStep
 
 BUCKET, BATCH, MICROBATCH = "64x64", 16, 8
-FAST = {"optimizer": AdamWConfig(lr=1e-3), "schedule": ScheduleConfig(warmup_steps=5)}
-"""A small network's losses must fall within a few tens of steps."""
-LOWERED, ROUNDED = 0.02, 1e-3
+RATE = 3e-4
+FAST = {"optimizer": AdamWConfig(lr=RATE), "schedule": ScheduleConfig(warmup_steps=5)}
+"""A small network's losses must fall within a few tens of steps. With 1e-3, the curves of two precisions diverge on
+CPUs and GPUs alike, because single steps overshoot."""
+LOWERED, ROUNDED = 0.005, 1e-3
 """Maximum difference of a curve relative to its first loss, for a lower precision and for a different summation
 order."""
 PURPOSES = (Purpose.NOISE, Purpose.TIMESTEP, Purpose.POSTERIOR)
@@ -96,7 +98,7 @@ def plain_steps(setup: Setup, train_step: TrainStep, precision: Any, split: bool
     batch = make_batch(BUCKET, BATCH, unet).to(setup.device)
     if split:
         shard_weights(unet, "full", precision)
-    adamw = AdamWConfig(lr=1e-3).build(dict(unet.named_parameters()))
+    adamw = AdamWConfig(lr=RATE).build(dict(unet.named_parameters()))
     found = []
     for step in range(setup.steps):
         with torch.autocast(setup.device.type, DTYPES[precision], enabled=precision != "float32"):

@@ -25,8 +25,6 @@ class CheckPart:
     run: Callable[[Setup, Findings], None]
     seconds: float
     """Time limit, after which the part is killed. Its findings up to then count."""
-    on_host: bool = False
-    """Whether the device is hidden from it."""
 
 
 HALVES: dict[str, list[dict[str, CheckPart]]] = {
@@ -34,45 +32,43 @@ HALVES: dict[str, list[dict[str, CheckPart]]] = {
         {
             "profile": CheckPart(speed.profiling, 300),
             "encoders": CheckPart(towers.rates, 200),
-            "t5": CheckPart(towers.t5, 120),
+            "training-small": CheckPart(partial(speed.training, which=0, number=0, compiled=(True, False)), 300),
             "machine": CheckPart(speed.machine, 60),
         },
         {
-            "training-small": CheckPart(partial(speed.training, which=0, number=0, compiled=(True, False)), 300),
-            "flux1": CheckPart(FamilyPhase("flux1", 2).run, 200),
-            "sana": CheckPart(FamilyPhase("sana", 1).run, 200),
-            "pixart-sigma": CheckPart(FamilyPhase("pixart-sigma", 1).run, 200),
-        },
-        {
+            "attention": CheckPart(attention.attention, 60),
             "curves": CheckPart(correctness.curves, 120),
             "compiling": CheckPart(correctness.compiling, 150),
-            "splitting": CheckPart(correctness.splitting, 90),
+            "sana": CheckPart(FamilyPhase("sana", 1).run, 200),
             "sd3": CheckPart(FamilyPhase("sd3", 1).run, 200),
             "sdxl": CheckPart(FamilyPhase("sdxl", 1).run, 250),
-            "prx": CheckPart(FamilyPhase("prx", 1).run, 200),
+            "draws": CheckPart(correctness.draws, 60),
         },
     ],
     "second": [
         {
+            "sd2": CheckPart(FamilyPhase("sd2", 2, ("whole", "blocks")).run, 300),
+            "t5": CheckPart(towers.t5, 120),
             "training-large": CheckPart(partial(speed.training, which=1, number=1, compiled=(True,)), 300),
             "choices": CheckPart(choices.choices, 200),
             "decoding": CheckPart(towers.decoding, 40),
         },
         {
-            "draws": CheckPart(correctness.draws, 60),
-            "attention": CheckPart(attention.attention, 60),
-            "sd2": CheckPart(FamilyPhase("sd2", 2, ("whole", "blocks")).run, 300),
-            "loader": CheckPart(speed.loading, 60),
-        },
-        {
+            "splitting": CheckPart(correctness.splitting, 90),
+            "pixart-sigma": CheckPart(FamilyPhase("pixart-sigma", 1).run, 200),
+            "prx": CheckPart(FamilyPhase("prx", 1).run, 200),
+            "flux1": CheckPart(FamilyPhase("flux1", 2).run, 200),
             "batches": CheckPart(towers.batches, 250),
-            "prediction": CheckPart(prediction.predicting, 150, on_host=True),
+            "loader": CheckPart(speed.loading, 60),
+            "prediction": CheckPart(prediction.predicting, 150),
         },
     ],
 }
 """The two halves of the check, each with its lanes, which run side by side. The parts of a lane run one after another,
 the most important ones first. Whatever times something locks the device (`Setup.quiet`), while the other lanes compile
 or wait."""
+SIDE_BY_SIDE = 2
+"""Number of lanes that run at a time. Each may use its share of the device's memory."""
 LANES = [lane for half in HALVES.values() for lane in half]
 PARTS = {name: part for lane in LANES for name, part in lane.items()}
 
@@ -105,6 +101,8 @@ class PartRun:
         found = Findings(self.output, BEGIN_WITHIN * self.seconds)
         torch.backends.cudnn.allow_tf32 = False  # like the product
         device = torch.device(self.device)
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1 / SIDE_BY_SIDE)
         try:
             PARTS[self.name].run(Setup(device, self.small, self.lock), found)
         finally:

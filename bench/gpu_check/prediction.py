@@ -1,5 +1,12 @@
 """Prediction of the profiled step by the model in bench/roofline, per kernel class, at the measured rates."""
 
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
 from bench.gpu_check.findings import COPY_RATE, Findings, Parts
 from bench.gpu_check.setup import Setup
 from bench.roofline.kernels import ASSUMED_EFFICIENCY, DeviceRates, KernelClass
@@ -7,12 +14,24 @@ from bench.roofline.networks import TrainingStep, training_work
 
 
 def predicting(setup: Setup, found: Findings) -> None:
-    """Count kernels, bytes and FLOPs of the step that `profile` times, without using the device."""
+    """Count kernels, bytes and FLOPs of the step that `profile` times, in a process that does not see the device."""
+    words = [sys.executable, "-W", "ignore", "-m", "bench.gpu_check.prediction", *["--small"] * setup.small]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    for row in json.loads(subprocess.run(words, env=hidden, stdout=subprocess.PIPE, check=True).stdout):
+        found.row("prediction", **row)
+
+
+def main() -> None:
+    """Print the counts of each kernel class as JSON."""
+    setup = Setup(torch.device("cpu"), "--small" in sys.argv)
     setting, batch = setup.profiled
     step = TrainingStep(setting.bucket, setting.microbatch_size, setting.compile, setting.low_precision_norms)
     work = training_work(setup.unet, step).step_of(batch, step.num_parameters(setup.unet))
-    for kind, part in work.classes.items():
-        found.row("prediction", what=kind, launches=part.kernels, bytes=part.bytes, flops=part.flops)
+    rows = [
+        {"what": kind, "launches": part.kernels, "bytes": part.bytes, "flops": part.flops}
+        for kind, part in work.classes.items()
+    ]
+    print(json.dumps(rows))
 
 
 def with_prediction(parts: Parts) -> Parts:
@@ -36,3 +55,7 @@ def with_prediction(parts: Parts) -> Parts:
         measured[row["what"]] = {"what": row["what"], **nothing, **measured.get(row["what"], {}), **predictions}
     tables = profile["tables"] | {"kernels": list(measured.values())}
     return parts | {"profile": profile | {"tables": tables}}
+
+
+if __name__ == "__main__":
+    main()

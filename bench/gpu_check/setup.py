@@ -17,12 +17,13 @@ from accelerate.state import AcceleratorState
 from bench.encode import EncoderSizes, sizes_for
 from bench.kit.common import synchronize
 from bench.train_step import StepSetting, training
+from shards.base.device import Precision
 from train.model.network import build_network
 from train.start import ACCELERATE_PRECISION
 from train.step import TrainStep
 
 REHEARSED = Path(__file__).with_name("rehearsal_unet.json")
-PRECISIONS = ("float32", "bfloat16", "float16")
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Setup:
         return sizes_for(torch.device("cpu" if self.small else "cuda"))
 
     @property
-    def precisions(self) -> tuple[str, ...]:
+    def precisions(self) -> tuple[Precision, ...]:
         """Precisions that the device can train in. accelerate rejects float16 on a CPU."""
         return PRECISIONS if self.device.type == "cuda" else PRECISIONS[:2]
 

@@ -24,7 +24,7 @@ from bench.kit.common import device_name, matmul_tflops, synchronize
 from bench.kit.roots import encoding_record, make_root
 from bench.loader import BATCH, SD2_TEXT, Reading
 from bench.roofline.kernels import kind_of
-from bench.train_step import TEXT_LENGTH, StepSetting, latent_hw, measure, seconds_of_steps
+from bench.train_step import TEXT_LENGTH, StepSetting, latent_hw, make_batch, measure, seconds_of_steps
 from train.metrics import peak_memory
 from train.model.backbone import BackboneConfig
 from train.model.fit import on_meta
@@ -113,13 +113,11 @@ def profiling(setup: Setup, found: Findings) -> None:
 
 
 def profile_step(setup: Setup, found: Findings, setting: StepSetting, batch: int) -> None:
-    """Profile a step after three steps of warm-up."""
+    """Time steps, and profile one."""
     device = setup.device
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with setup.training(setting, "bfloat16", setup.unet, batch) as (train_step, step):
-        for _ in range(3):
-            step()
-        synchronize(device)
+        train_step(make_batch(setting.bucket, setting.microbatch_size, build_network(setup.unet, None)), 0)  # compiles
         with setup.quiet():
             seconds = seconds_of_steps(step, device, 0.1 if setup.small else 6)
             memory = peak_memory(device) / 2**30

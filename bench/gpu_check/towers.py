@@ -15,21 +15,23 @@ from transformers import T5Config, T5EncoderModel
 import bench.encode
 from bench.encode import load_encoders, save_models
 from bench.gpu_check.findings import Findings
-from bench.gpu_check.setup import Setup, seconds_of
+from bench.gpu_check.setup import PRECISIONS, Setup, seconds_of
 from bench.kit.common import matmul_tflops
 from bench.pixels import BUCKETS, make_corpus
 from precompute.encode.encoders import TextEncoder
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from shards.base.device import Precision
 
-MAX_DIFFERENCE: dict[Precision, float] = {"float32": 3e-3, "float16": 0.05, "bfloat16": 0.05}
-"""Maximum difference relative to the standard deviation of the values."""
+MAX_DIFFERENCE: dict[Precision, float] = {"float32": 3e-3, "float16": 0.03, "bfloat16": 0.15}
+"""Maximum difference relative to the standard deviation of the values. bfloat16 alone, without compiling, differs from
+float32 by 0.06."""
 
 
 def batches(setup: Setup, found: Findings) -> None:
-    """Compare images and captions in a full batch with the same inputs alone in a batch padded with copies."""
+    """Compare images and captions in a full batch with the same inputs alone in a batch padded with copies, and every
+    precision, compiled or not, with float32."""
     size, alone = (4, (0, 3)) if setup.small else (16, (0, 7, 15))
-    precisions: tuple[Precision, ...] = ("bfloat16",) if setup.small else ("float32", "bfloat16", "float16")
+    precisions: tuple[Precision, ...] = ("float32", "bfloat16") if setup.small else PRECISIONS
     random = np.random.default_rng(0)
     buckets = setup.encoders.buckets
     pictures = {b: list(random.integers(0, 256, (size, b.height, b.width, 3), np.uint8)) for b in buckets}
@@ -37,8 +39,8 @@ def batches(setup: Setup, found: Findings) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_models(setup.encoders, folder)
+        exact: dict[str, Tensor] = {}
         for precision in precisions:
-            eager: dict[str, Tensor] = {}
             for compiled in (False, True):
                 image, text = load_encoders(folder, setup.device, precision, compiled)
                 how = f"{precision}{', compiled' * compiled}"
@@ -56,13 +58,9 @@ def batches(setup: Setup, found: Findings) -> None:
                         equal[name] += bool(rows[0].equal(made[name][i]))
                 for name, count in equal.items():
                     found.row("bit-equal", what=name, how=how, equal=count, of=len(alone))
-                for name, rows in made.items() if compiled else ():
-                    found.check(
-                        f"{name}, {precision}: compiled against eager",
-                        share(rows, eager[name]),
-                        MAX_DIFFERENCE[precision],
-                    )
-                eager = made
+                exact = exact or made
+                for name, rows in made.items() if made is not exact else ():
+                    found.check(f"{name}, {how}: against float32", share(rows, exact[name]), MAX_DIFFERENCE[precision])
 
 
 def states_of(text: TextEncoder, captions: list[str], size: int) -> Tensor:

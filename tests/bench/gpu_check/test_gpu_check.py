@@ -1,10 +1,11 @@
 """The GPU check, rehearsed on the CPU, and the isolation of parts that fail or hang."""
 
 import json
+import os
 import subprocess
-import sys
+import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from bench.gpu_check import speed
 from bench.gpu_check.correctness import apart
 from bench.gpu_check.findings import Findings, Parts
 from bench.gpu_check.page import page
-from bench.gpu_check.parts import PARTS
-from bench.gpu_check.parts import main as run_one_part
+from bench.gpu_check.parts import PARTS, PartRun
 from bench.gpu_check.prediction import with_prediction
 from bench.gpu_check.setup import Setup, use_no_compiler
 from bench.roofline.kernels import ASSUMED_EFFICIENCY, MATRIX, kind_of
@@ -26,9 +26,9 @@ from plan.measured import read_rates
 from shards.base.errors import RequestError, WorkError
 
 SETUP = Setup(torch.device("cpu"), small=True)
-COMPILING = ("compiling", "training-large", "training-small", "choices")
+COMPILING = ("compiling", "training-large", "training-small", "choices", "sd2", "sd3", "sdxl", "pixart-sigma", "prx")
 QUICK = tuple(name for name in PARTS if name not in COMPILING)
-"""Parts that do not compile the U-Net. `make gpu-check ARGS="--device cpu --small"` runs all parts."""
+"""Parts that take seconds. `make gpu-check ARGS="--device cpu --small"` runs all parts."""
 ASLEEP = 71931
 """A duration that no other process sleeps for, in seconds."""
 
@@ -65,7 +65,7 @@ def test_the_planner_reads_the_file_and_the_report_breaks_down_the_time(rehearse
     model = file.model_copy(update={"command": "a model", "details": {}})
     (tmp_path / "model.json").write_text(model.model_dump_json(exclude_none=True))
     text = page(file, [str(tmp_path / "model.json")], 60.0)
-    assert "checks hold; 11 of 11 parts finished." in text
+    assert f"checks hold; {len(QUICK)} of {len(QUICK)} parts finished." in text
     assert "100%" in text and "a model" in text  # measured relative to predicted
     for said in ("of the limit**", "The model of the step predicts", "| convolution |", "| gaps |", "Peak memory was"):
         assert said in text
@@ -93,56 +93,68 @@ def test_failed_checks_come_first_and_fail_the_command(tmp_path: Path) -> None:
     assert "**1 of 2 checks hold" in text and "## Failed checks\n\n" in text and "| curves | a curve | nan |" in text
 
 
-def test_parts_that_fail_or_hang_keep_their_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process fails, one is killed and one has no time left. Findings up to then are kept."""
+@dataclass(frozen=True)
+class StandIn:
+    """Takes the place of `PartRun`: one part fails, one hangs, one ends its process, and one is done."""
 
-    def stand_in(words: list[str], **how: Any) -> subprocess.Popen[bytes]:
-        name, output = words[words.index("bench.gpu_check.parts") + 1], Path(words[words.index("--output") + 1])
-        Findings(output).check(f"of {name}", 0.0, 1.0)
-        code = {
-            "draws": "print('said'); raise SystemExit(3)",
-            "machine": f"import subprocess; subprocess.run(['sleep', '{ASLEEP}'])",
-            "loader": "",
-        }[name]
-        return popen([sys.executable, "-c", code], **how)
+    name: str
+    device: str
+    small: bool
+    seconds: float
+    output: Path
+    lock: Path
 
-    popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", stand_in)
+    def __call__(self) -> None:
+        Findings(self.output).check(f"of {self.name}", 0.0, 1.0)
+        self.output.with_suffix(".log").write_text("said before\n")
+        if self.name == "draws":
+            raise ValueError("broken")
+        if self.name == "machine":
+            subprocess.run(["sleep", str(ASLEEP)])
+        if self.name == "encoders":
+            os._exit(3)
+
+
+def test_parts_that_fail_hang_or_crash_keep_their_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other parts of the lane run in a new process, and nothing that a part started stays behind."""
+    monkeypatch.setattr(gpu_check, "PartRun", StandIn)
     monkeypatch.setattr(gpu_check, "MIN_SECONDS", 0.0)
-    monkeypatch.setitem(PARTS, "machine", replace(PARTS["machine"], seconds=1.0))
+    monkeypatch.setattr(gpu_check, "LANES", [{"draws": 0, "encoders": 0, "machine": 0}, {"loader": 0}])
+    monkeypatch.setitem(PARTS, "machine", replace(PARTS["machine"], seconds=20.0))
+    words = ["--device", "cpu", "--small", "--output", str(tmp_path)]
     with pytest.raises(
-        WorkError, match=r"The check failed in draws, machine\. .*gpu-check\.md lists the failed checks"
+        WorkError, match=r"The check failed in draws, encoders, machine\. .*gpu-check\.md lists the failed checks"
     ):
-        gpu_check.check(["draws", "machine", "loader", "--device", "cpu", "--small", "--output", str(tmp_path)])
+        gpu_check.check(["draws", "encoders", "machine", "loader", *words])
     parts = json.loads((tmp_path / "gpu-check.json").read_text())["details"]
-    assert parts["draws"]["outcome"] == "failed with exit code 3:\nsaid"
-    assert parts["machine"]["outcome"].startswith("ended after")
+    assert parts["draws"]["outcome"].startswith("failed:\nsaid before\n")
+    assert parts["draws"]["outcome"].endswith("ValueError: broken")
+    assert "BrokenProcessPool" in parts["encoders"]["outcome"]
+    assert parts["machine"]["outcome"] == "ended after 20 s"
     assert parts["loader"]["outcome"] == "done"
-    assert [part["checks"][0]["what"] for part in parts.values()] == ["of draws", "of machine", "of loader"]
+    assert all(part["checks"][0]["what"] == f"of {name}" for name, part in parts.items())
     assert not any(str(ASLEEP).encode() in path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline"))
     late = gpu_check.CheckRun("cpu", True, tmp_path, 0.0, time.monotonic())
-    assert gpu_check.run_part(late, "loader")["outcome"] == "not started: no time was left"
+    assert gpu_check.run_part(late, gpu_check.LaneProcess(), "loader")["outcome"] == "not started: no time was left"
 
 
 def test_parts_given_by_name_are_merged_into_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file and the report are complete after each part."""
     seen = []
 
-    def run_part(run: gpu_check.CheckRun, name: str) -> dict[str, Any]:
+    def run_part(run: gpu_check.CheckRun, process: object, name: str) -> dict[str, Any]:
         path = tmp_path / "gpu-check.json"
         seen.append(list(json.loads(path.read_text())["details"]) if path.exists() else [])
         check = {"what": "curve", "value": 0.0, "at_most": 1.0, "right": name != "machine" or len(seen) > 2}
         return {"checks": [check], "tables": {}, "figures": {}, "outcome": "done", "seconds": 1.0}
 
     monkeypatch.setattr(gpu_check, "run_part", run_part)
+    monkeypatch.setattr(gpu_check, "LANES", [{"machine": 0, "loader": 0}])
     words = ["--device", "cpu", "--small", "--output", str(tmp_path)]
     with pytest.raises(WorkError, match=r"The check failed in machine\."):
         gpu_check.check(["machine", "loader", *words])
     gpu_check.check(["machine", *words])
-    assert (
-        seen == [[], ["machine"], ["machine", "loader"]]
-        and "2 of 2 checks hold" in (tmp_path / "gpu-check.md").read_text()
-    )
+    assert (seen[0], seen[2]) == ([], ["machine", "loader"])
+    assert "2 of 2 checks hold" in (tmp_path / "gpu-check.md").read_text()
     (tmp_path / "gpu-check.json").write_text("{")
     with pytest.raises(RequestError, match=r"gpu-check\.json is damaged, so no parts can be added to it"):
         gpu_check.check(["machine", *words])
@@ -158,7 +170,7 @@ def test_a_failed_compilation_is_recorded_and_the_rest_runs(tmp_path: Path, monk
 
     monkeypatch.setattr(speed, "measure", measure)
     found = Findings(tmp_path / "part.json")
-    speed.training(SETUP, found, 1)
+    speed.training(SETUP, found, 1, 0, (False, True))
     eager, compiled = found.tables["steps"]
     assert eager["per_second"] == 10.0 and "per_second" not in compiled
     assert compiled["note"] == "failed: RuntimeError: no working C compiler was found" == f"failed: {found.failed[0]}"
@@ -187,9 +199,9 @@ def test_a_part_with_a_caught_error_fails_at_its_end(tmp_path: Path, monkeypatch
         found.row("rows", what="second")
 
     monkeypatch.setitem(PARTS, "loader", replace(PARTS["loader"], run=half))
-    monkeypatch.setattr(sys, "argv", ["parts", "loader", "--device", "cpu", "--output", str(tmp_path / "part.json")])
-    with pytest.raises(SystemExit, match="failed: ValueError: broken"):
-        run_one_part()
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    with pytest.raises(RuntimeError, match="ValueError: broken"):
+        PartRun("loader", "cpu", True, 60.0, tmp_path / "part.json")()
     assert [row["what"] for row in json.loads((tmp_path / "part.json").read_text())["tables"]["rows"]] == [
         "first",
         "second",
@@ -197,7 +209,7 @@ def test_a_part_with_a_caught_error_fails_at_its_end(tmp_path: Path, monkeypatch
 
 
 def test_unknown_parts_and_a_missing_gpu_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestError, match=r"There is no part drawing\. Choose from draws, curves"):
+    with pytest.raises(RequestError, match=r"There is no part drawing\. Choose from first, second"):
         gpu_check.check(["drawing", "--device", "cpu", "--output", str(tmp_path)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RequestError, match=r"torch finds no GPU on this machine\. Rehearse the check"):
@@ -214,7 +226,7 @@ def test_settings_are_skipped_for_lack_of_time(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(speed, "measure", measure)
     found = Findings(tmp_path / "part.json", seconds=0.0)
-    speed.training(SETUP, found, 1)
+    speed.training(SETUP, found, 1, 0, (True, False))
     assert len(timed) == 1 and [row["note"] for row in found.tables["steps"]][1:] == ["skipped for lack of time"]
 
 
@@ -257,3 +269,22 @@ def test_flops_of_stable_diffusion_2_by_class() -> None:
     assert sum(found.values()) == pytest.approx(32 * 3 * 0.8043, rel=0.01)
     assert found["convolution"] == pytest.approx(40.2, rel=0.03)
     assert found["attention"] < found["product"] < found["convolution"]
+
+
+def test_one_part_at_a_time_is_quiet(tmp_path: Path) -> None:
+    first, second = (Setup(torch.device("cpu"), True, tmp_path / "lock") for _ in range(2))
+    order, held = [], threading.Event()
+
+    def wait() -> None:
+        held.wait()
+        with second.quiet():
+            order.append("second")
+
+    other = threading.Thread(target=wait)
+    other.start()
+    with first.quiet():
+        held.set()
+        time.sleep(0.2)
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]
