@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy import stats
 
 from plan.measured import BenchFile, Measurement
 from shards.base.durable import write_atomically
@@ -135,6 +134,8 @@ def mean_and_interval(values: Sequence[float], form: str) -> str:
     mean = statistics.fmean(values)
     if len(values) < 2:
         return f"{mean:{form}}"
+    from scipy import stats  # not installed on every machine that runs the GPU check
+
     half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
     return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
 
