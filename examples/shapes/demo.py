@@ -75,7 +75,7 @@ class Demo:
             Step(
                 "phase1",
                 "stage 2, phase 1: train at 64 px",
-                200,
+                180,
                 "training",
                 lambda: self.train(1),
                 lambda: self.share_of_phase(1),
@@ -83,7 +83,7 @@ class Demo:
             Step(
                 "phase2",
                 "stage 2, phase 2: train at 128 px",
-                239,
+                220,
                 "training",
                 lambda: self.train(2),
                 lambda: self.share_of_phase(2),
