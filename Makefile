@@ -221,7 +221,7 @@ test-gpu-check: setup
 bench: setup
 	$(BIN)/python -m bench --output runs/benchmarks.md $(ARGS)
 
-## make gpu-check [OUT=runs/gpu-check] | check a new GPU in ten minutes: correctness, speed, and where the time goes
+## make gpu-check [OUT=runs/gpu-check] | check a new GPU: correctness, speed, and where the time goes
 gpu-check: setup
 	$(BIN)/python -m bench.gpu_check --output $(or $(OUT),runs/gpu-check) $(ARGS)
 

@@ -1,7 +1,7 @@
-"""Check a GPU's correctness and speed in ten minutes: `python -m bench.gpu_check --output runs/gpu-check`.
+"""Check a GPU's correctness and speed: `python -m bench.gpu_check first --output runs/gpu-check`, then `second`.
 
-Each part runs in its own process, so a part that fails or takes too long does not affect the others. The command writes
-gpu-check.json, which `make plan ARGS="--measured FILE"` reads, and gpu-check.md. It exits with 1 if a check fails or a
+The parts are in lanes, each of which is a process, so that one part compiles while another one measures. A part that
+fails or takes too long does not affect the others. The command writes gpu-check.json, which `make plan ARGS="--measured FILE"` reads, and gpu-check.md. It exits with 1 if a check fails or a
 part does not finish. `--device cpu --small` rehearses the check without a GPU.
 """
 
@@ -35,7 +35,7 @@ from shards.base.errors import RequestError, WorkError, exit_code_of
 TAIL = 15
 """Number of output lines shown for a part that failed."""
 MINUTES = 9.0
-"""Time budget that the parts' limits add up to; imports and the report take another minute."""
+"""Default time budget of a call."""
 MIN_SECONDS = 10.0
 """A part is not started with less time than this left."""
 
@@ -52,7 +52,7 @@ class CheckRun:
     """Start of the check by the monotonic clock."""
 
     def seconds_for(self, name: str) -> float:
-        """Return a part's time limit: its share of the budget, but no more than is left."""
+        """Return a part's time limit, which grows with a larger budget, but is no more than is left."""
         left = 60 * self.minutes - (time.monotonic() - self.begun)
         return min(PARTS[name].seconds * max(1, self.minutes / MINUTES), left)
 

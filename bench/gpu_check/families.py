@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup
-from bench.kit.common import matmul_tflops, synchronize
+from bench.kit.common import synchronize
 from bench.kit.families import CONFIGS, read_family
 from bench.kit.roots import make_root
 from bench.train_step import release, seconds_of_steps
@@ -58,22 +58,19 @@ SMALL: dict[str, dict[str, Any]] = {
 """Fields of each backbone in a rehearsal."""
 MICROBATCHES = 2
 """Number of microbatches in a step."""
-HOW = ("eager", "blocks", "whole")
-"""Ways to compile: not at all, block by block, or the network as one graph."""
 
 
 @dataclass(frozen=True)
 class FamilyPhase:
-    """A phase of a family's training, and the ways to compile its network."""
+    """A phase of a family's training."""
 
     family: str
     phase: int
     how: tuple[str, ...] = ("eager", "blocks")
+    """Ways to compile the network: `eager` (not at all), `blocks` (block by block) or `whole` (as one graph)."""
 
     def run(self, setup: Setup, found: Findings) -> None:
         """Time the family's step in each way. A way that fails is listed as such."""
-        with setup.quiet():
-            rate = matmul_tflops(setup.device, side=256 if setup.small else None)
         for number, how in enumerate(self.how):
             cells: dict[str, Any] = {"family": self.family, "phase": self.phase, "compiled": how}
             if number and not found.has_time:
@@ -81,9 +78,9 @@ class FamilyPhase:
                 continue
             with found.tried("families", **cells), tempfile.TemporaryDirectory() as folder:
                 release(setup.device)
-                found.row("families", **cells, **self.measure(setup, Path(folder), how, rate))
+                found.row("families", **cells, **self.measure(setup, Path(folder), how))
 
-    def measure(self, setup: Setup, folder: Path, how: str, matrix_rate: float) -> dict[str, Any]:
+    def measure(self, setup: Setup, folder: Path, how: str) -> dict[str, Any]:
         """Train from random latents in `folder`, and return a row of measurements."""
         config = self.config(setup, folder)
         assert config.precision != "auto"
@@ -133,7 +130,6 @@ class FamilyPhase:
             "microbatch": config.microbatch_size,
             "per_second": round(per_second, 2),
             "tflops": round(tflops / 1e12, 1),
-            "share of the matrix rate": f"{tflops / 1e12 / matrix_rate:.1%}",
             "memory_gib": round(peak_memory(setup.device) / 2**30, 1),
             "wait for data": f"{share:.1%}",
             "graphs": counters["stats"]["unique_graphs"],

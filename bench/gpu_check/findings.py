@@ -14,7 +14,8 @@ Row = dict[str, str | int | float | bool | None]
 Parts = dict[str, dict[str, Any]]
 """Name of a part → its findings and outcome."""
 COPY_RATE = "copy GB/s, read and written"
-"""Name of a figure that one part measures and another uses."""
+RATE = "{} TFLOP/s"
+"""Names of figures that one part measures and others use: the rate of a copy, and that of a large matrix product."""
 
 
 class Findings:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from bench.gpu_check.findings import Parts
+from bench.gpu_check.findings import RATE, Parts, Row
 from bench.kit.common import table
 from bench.roofline.kernels import ASSUMED_EFFICIENCY
 from plan.config import GPU_KINDS
@@ -134,10 +134,13 @@ def memory(parts: Parts) -> str | None:
 
 
 def tables(parts: Parts) -> Iterator[str]:
-    """Yield the remaining tables, the figures and all checks."""
+    """Yield the remaining tables, with rates as shares of the matrix rate, the figures and all checks."""
+    matrix_rate = parts.get("machine", {}).get("figures", {}).get(RATE.format("bfloat16"))
     for name, part in parts.items():
         for title, rows in part["tables"].items():
             if title != "kernels":
+                if matrix_rate:
+                    rows = [row | share_of(row, matrix_rate) for row in rows]
                 head = list(dict.fromkeys(key for row in rows for key in row))
                 yield f"## {title.capitalize()} ({name})\n\n" + table(
                     head, ([cell(row.get(k)) for k in head] for row in rows)
@@ -145,6 +148,12 @@ def tables(parts: Parts) -> Iterator[str]:
     figures = [(name, key, cell(value)) for name, part in parts.items() for key, value in part["figures"].items()]
     yield "## Figures\n\n" + table(("part", "figure", "value"), figures)
     yield "## All checks\n\n" + table(("part", "check", "value", "maximum", "holds"), checked(parts))
+
+
+def share_of(row: Row, matrix_rate: float) -> Row:
+    """Return a further cell for a row with a rate in TFLOP/s: its share of a large bfloat16 product's."""
+    tflops = row.get("tflops")
+    return {"share of the matrix rate": f"{tflops / matrix_rate:.1%}"} if isinstance(tflops, float) and tflops else {}
 
 
 def cell(value: Any) -> str:

@@ -30,10 +30,10 @@ class CheckPart:
 HALVES: dict[str, list[dict[str, CheckPart]]] = {
     "first": [
         {
+            "machine": CheckPart(speed.machine, 60),
             "profile": CheckPart(speed.profiling, 300),
             "encoders": CheckPart(towers.rates, 200),
             "training-small": CheckPart(partial(speed.training, which=0, number=0, compiled=(True, False)), 300),
-            "machine": CheckPart(speed.machine, 60),
         },
         {
             "attention": CheckPart(attention.attention, 60),
@@ -91,7 +91,7 @@ class PartRun:
         """Run the part in this process, with its output in a log next to its findings.
 
         Raises:
-            SystemExit: an error was caught in one of several independent measurements.
+            RuntimeError: an error was caught in one of several independent measurements.
         """
         with self.output.with_suffix(".log").open("w") as log:
             for stream in (1, 2):

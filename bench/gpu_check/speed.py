@@ -18,7 +18,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.gpu_check.findings import COPY_RATE, Findings
+from bench.gpu_check.findings import COPY_RATE, RATE, Findings
 from bench.gpu_check.setup import Setup
 from bench.kit.common import device_name, matmul_tflops, synchronize
 from bench.kit.roots import encoding_record, make_root
@@ -41,7 +41,7 @@ def machine(setup: Setup, found: Findings) -> None:
     found.figure("versions", {name: installed(name) for name in PACKAGES} | {"python": platform.python_version()})
     for name in ("bfloat16", "float16", "float32"):
         with setup.quiet():
-            found.figure(f"{name} TFLOP/s", matmul_tflops(device, getattr(torch, name), 256 if setup.small else None))
+            found.figure(RATE.format(name), matmul_tflops(device, getattr(torch, name), 256 if setup.small else None))
     source = torch.empty(1 << (20 if setup.small else 32), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)

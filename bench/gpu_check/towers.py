@@ -16,7 +16,6 @@ import bench.encode
 from bench.encode import load_encoders, save_models
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import PRECISIONS, Setup, seconds_of
-from bench.kit.common import matmul_tflops
 from bench.pixels import BUCKETS, make_corpus
 from precompute.encode.encoders import TextEncoder
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
@@ -92,7 +91,7 @@ def rates(setup: Setup, found: Findings) -> None:
 
 
 def t5(setup: Setup, found: Findings) -> None:
-    """Time layers of T5-XXL, eager and compiled, next to their share of the matrix rate.
+    """Time layers of T5-XXL, eager and compiled.
 
     All layers have the same shape, so a few of them, with random weights, stand for all 24.
     """
@@ -100,8 +99,6 @@ def t5(setup: Setup, found: Findings) -> None:
     if setup.small:
         fields |= {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "num_layers": 1}
     batch, tokens = (2, 16) if setup.small else (64, 300)
-    with setup.quiet():
-        matrix_rate = matmul_tflops(setup.device, side=256 if setup.small else None)
     with torch.device(setup.device):
         ids = torch.randint(0, fields["vocab_size"], (batch, tokens))
         model = T5EncoderModel(T5Config(**fields)).eval().to(torch.bfloat16)
@@ -112,7 +109,6 @@ def t5(setup: Setup, found: Findings) -> None:
         run = torch.compile(model, dynamic=False) if compiled else model
         with found.tried("T5-XXL", compiled=compiled), torch.inference_mode():
             seconds = seconds_of(partial(run, ids), setup)
-            share = flops / seconds / 1e12 / matrix_rate
             whole = batch / seconds * fields["num_layers"] / 24
             found.row(
                 "T5-XXL",
@@ -120,7 +116,6 @@ def t5(setup: Setup, found: Findings) -> None:
                 layers=fields["num_layers"],
                 ms=1e3 * seconds,
                 tflops=flops / seconds / 1e12,
-                share=f"{share:.1%}",
                 captions_per_second_of_24_layers=whole,
             )
 
