@@ -1,8 +1,9 @@
 """Check a GPU's correctness and speed: `python -m bench.gpu_check first --output runs/gpu-check`, then `second`.
 
 The parts are in lanes, each of which is a process, so that one part compiles while another one measures. A part that
-fails or takes too long does not affect the others. The command writes gpu-check.json, which `make plan ARGS="--measured FILE"` reads, and gpu-check.md. It exits with 1 if a check fails or a
-part does not finish. `--device cpu --small` rehearses the check without a GPU.
+fails or takes too long does not affect the others. The command writes gpu-check.json, which `make plan ARGS="--measured
+FILE"` reads, and gpu-check.md. It exits with 1 if a check fails or a part does not finish. `--device cpu --small`
+rehearses the check without a GPU.
 """
 
 import argparse
@@ -161,7 +162,7 @@ class LaneProcess:
 
     def __init__(self) -> None:
         self.executor: ProcessPoolExecutor | None = None
-        self.pid = 0
+        self.pid: int | None = None
 
     def run(self, part: PartRun) -> str:
         """Run a part, and return `done` or the reason why it did not finish."""
@@ -177,7 +178,8 @@ class LaneProcess:
             if isinstance(error, BrokenExecutor):
                 self.kill()
             said = "".join(traceback.format_exception(error)).splitlines()
-            log = part.output.with_suffix(".log").read_text(errors="replace").splitlines()
+            path = part.output.with_suffix(".log")
+            log = path.read_text(errors="replace").splitlines() if path.exists() else []
             return "failed:\n" + "\n".join([*log[-TAIL:], *said[-TAIL:]])
         return "done"
 
@@ -185,10 +187,11 @@ class LaneProcess:
         """End the process and the compilers that it started."""
         if self.executor is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         self.executor.shutdown(wait=False)
-        self.executor = None
+        self.executor = self.pid = None
 
 
 def run_part(run: CheckRun, process: LaneProcess, name: str) -> dict[str, Any]:

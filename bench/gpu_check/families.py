@@ -1,4 +1,4 @@
-"""Training steps of the other model families: the product's own data, network and step, from its configs.
+"""Training steps of the model families: the product's own loader, network and step, from its configs.
 
 The latents are random. The loader reads them from a root in a temporary folder, so a rate includes the wait for data.
 """
@@ -33,8 +33,8 @@ from train.setup import build_step, make_loader
 from train.start import ACCELERATE_PRECISION
 
 SHORTENED = {"flux1": {"num_layers": 4, "num_single_layers": 8}}
-"""Fields of a backbone that does not fit on one GPU: the rate is of fewer blocks, and the share of the matrix rate is
-that of the whole."""
+"""Fields of a backbone that does not fit on one GPU. Its rate is that of fewer blocks; its share of the matrix rate is
+about that of all blocks."""
 SMALL: dict[str, dict[str, Any]] = {
     "sd2": {"block_out_channels": [32, 32, 32, 32], "attention_head_dim": 2, "layers_per_block": 1},
     "sdxl": {
@@ -81,7 +81,7 @@ class FamilyPhase:
                 found.row("families", **cells, **self.measure(setup, Path(folder), how))
 
     def measure(self, setup: Setup, folder: Path, how: str) -> dict[str, Any]:
-        """Train from random latents in `folder`, and return a row of measurements."""
+        """Train on random latents in `folder`, and return a row of measurements."""
         config = self.config(setup, folder)
         assert config.precision != "auto"
         AcceleratorState._reset_state(reset_partial_state=True)
