@@ -201,7 +201,7 @@ def test_a_part_with_a_caught_error_fails_at_its_end(tmp_path: Path, monkeypatch
     monkeypatch.setitem(PARTS, "loader", replace(PARTS["loader"], run=half))
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     with pytest.raises(RuntimeError, match="ValueError: broken"):
-        PartRun("loader", "cpu", True, 60.0, tmp_path / "part.json")()
+        PartRun("loader", "cpu", False, 60.0, tmp_path / "part.json")()
     assert [row["what"] for row in json.loads((tmp_path / "part.json").read_text())["tables"]["rows"]] == [
         "first",
         "second",
