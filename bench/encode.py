@@ -124,7 +124,7 @@ def rates_of(
     and fill the allocators' pools.
 
     Args:
-        quiet: makes the context to time in, in which nothing else uses the device.
+        quiet: returns a context in which nothing else uses the device.
     """
     for batch in islice(cycle(work), len(work) + 3):
         batch.start()()
@@ -166,7 +166,11 @@ def measure(
     device: torch.device,
     quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, tuple[float, float]]:
-    """Measure the rate per second and TFLOP/s of each bucket, `mixed`, `text`, and tokenizing on one core (`ids`)."""
+    """Measure the rate per second and TFLOP/s of each bucket, `mixed`, `text`, and tokenizing on one core (`ids`).
+
+    Args:
+        quiet: returns a context in which nothing else uses the device.
+    """
     flops = count_flops(sizes)
     with tempfile.TemporaryDirectory() as folder:
         save_models(sizes, Path(folder))

@@ -156,18 +156,16 @@ def measure(
     unet: UNet2DConditionModel,
     quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Result:
-    """Time whole optimizer steps of the trainer, after a microbatch with which it compiles.
+    """Time whole optimizer steps of the trainer, after compiling it with one microbatch.
 
     Args:
-        quiet: makes the context to time in, in which nothing else uses the device.
+        quiet: returns a context in which nothing else uses the device.
     """
     print(f"{setting.bucket}, microbatch {setting.microbatch_size}, {setting.words} …", file=sys.stderr, flush=True)
     device = accelerator.device
     release(device)
     try:
         with training(setting, options, accelerator, unet) as (train_step, step):
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
             train_step(make_batch(setting.bucket, train_step.microbatch_size, unet), 0)  # compiles
             with quiet():
                 rate = options.batch / seconds_of_steps(step, device, options.seconds)
@@ -181,10 +179,12 @@ def measure(
 
 
 def seconds_of_steps(step: Callable[[], object], device: torch.device, least: float) -> float:
-    """Return the seconds of a step, as the median over at least three windows of two steps each, after two steps of
-    warm-up.
+    """Return the seconds of a step: the median over windows of two steps each, after two steps of warm-up.
 
-    The host waits for the device only between windows. `least` is the minimum duration of all windows.
+    The host waits for the device only between windows.
+
+    Args:
+        least: minimum duration of all windows in seconds. There are at least three.
     """
     step()
     step()
@@ -200,11 +200,13 @@ def seconds_of_steps(step: Callable[[], object], device: torch.device, least: fl
 
 
 def release(device: torch.device) -> None:
-    """Free the memory of the previous setting, whose stack frames may have survived until now after an error."""
+    """Free the memory of the previous setting, whose stack frames may have survived until now after an error, and
+    measure the peak anew."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 @contextmanager

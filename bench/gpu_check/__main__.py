@@ -26,7 +26,7 @@ import torch
 from pydantic import ValidationError
 
 from bench.gpu_check.page import page
-from bench.gpu_check.parts import HALVES, LANES, PARTS, SIDE_BY_SIDE, PartRun
+from bench.gpu_check.parts import HALVES, LANES, PARTS, SIDE_BY_SIDE, PartRun, begin_lane
 from bench.gpu_check.prediction import with_prediction
 from bench.kit.common import bench_file, write_bench_file
 from plan.measured import BenchFile, Measurement
@@ -53,7 +53,7 @@ class CheckRun:
     """Start of the check by the monotonic clock."""
 
     def seconds_for(self, name: str) -> float:
-        """Return a part's time limit, which grows with a larger budget, but is no more than is left."""
+        """Return a part's time limit in seconds. It grows with the budget, up to the time that is left."""
         left = 60 * self.minutes - (time.monotonic() - self.begun)
         return min(PARTS[name].seconds * max(1, self.minutes / MINUTES), left)
 
@@ -72,8 +72,8 @@ def check(arguments: list[str]) -> None:
         )
     if unknown := sorted(set(options.parts) - set(PARTS) - set(HALVES)):
         raise RequestError(
-            f"There is no part {', '.join(unknown)}. Choose from {', '.join(HALVES)} (half of the parts), "
-            f"{', '.join(PARTS)}."
+            f"Unknown part: {', '.join(unknown)}. Choose from {', '.join(PARTS)}, or {' or '.join(HALVES)}, which run "
+            f"half of them each."
         )
     run = CheckRun(options.device, options.small, options.output, options.minutes, time.monotonic())
     halves = {half: [name for lane in lanes for name in lane] for half, lanes in HALVES.items()}
@@ -138,7 +138,7 @@ def run_parts(run: CheckRun, names: list[str]) -> Iterator[tuple[str, dict[str, 
     ended: Queue[tuple[str, dict[str, Any]] | BaseException] = Queue()
 
     def run_lane(lane: list[str]) -> None:
-        process = LaneProcess()
+        process = LaneProcess(run)
         try:
             for name in lane:
                 ended.put((name, run_part(run, process, name)))
@@ -158,9 +158,11 @@ def run_parts(run: CheckRun, names: list[str]) -> Iterator[tuple[str, dict[str, 
 
 
 class LaneProcess:
-    """The process in which a lane's parts run, so that they import torch once. It is replaced if a part kills it."""
+    """The process in which a lane's parts run, so that torch is imported only once. If a part ends it, the next part
+    starts a new one."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: CheckRun) -> None:
+        self.check_run = run
         self.executor: ProcessPoolExecutor | None = None
         self.pid: int | None = None
 
@@ -168,7 +170,8 @@ class LaneProcess:
         """Run a part, and return `done` or the reason why it did not finish."""
         try:
             if self.executor is None:
-                self.executor = ProcessPoolExecutor(1, get_context("spawn"), initializer=os.setsid)
+                settings = self.check_run.device, self.check_run.small
+                self.executor = ProcessPoolExecutor(1, get_context("spawn"), initializer=begin_lane, initargs=settings)
                 self.pid = self.executor.submit(os.getpid).result(part.seconds)
             self.executor.submit(part).result(part.seconds)
         except TimeoutError:

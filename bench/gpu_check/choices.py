@@ -8,6 +8,7 @@ import torch
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup, seconds_of
 from bench.train_step import TEXT_LENGTH, latent_hw
+from shards.base.device import choose_attention
 from train.model.network import build_network
 from train.model.norms import use_low_precision_norms
 
@@ -39,6 +40,7 @@ def passes(setup: Setup, how: dict[str, Any], lowered: bool) -> Callable[[], Non
     use_low_precision_norms(unet)
     dtype = torch.bfloat16 if lowered else torch.float32
     unet.to(setup.device, dtype=dtype, memory_format=torch.channels_last)
+    choose_attention(setup.device)
     unet.compile(**how)
     bucket = setup.buckets[1]
     size = setup.microbatches(bucket)[0]

@@ -64,18 +64,27 @@ HALVES: dict[str, list[dict[str, CheckPart]]] = {
         },
     ],
 }
-"""The two halves of the check, each with its lanes, which run side by side. The parts of a lane run one after another,
-the most important ones first. Whatever times something locks the device (`Setup.quiet`), while the other lanes compile
-or wait."""
+"""Half of the check → its lanes. Lanes run side by side; the parts of a lane run one after another, the most important
+ones first. Only one part at a time may time anything (`Setup.quiet`); meanwhile, the other lane compiles or waits."""
 SIDE_BY_SIDE = 2
-"""Number of lanes that run at a time. Each may use its share of the device's memory."""
+"""Number of lanes that run at a time. Each may use an equal share of the device's memory."""
 LANES = [lane for half in HALVES.values() for lane in half]
 PARTS = {name: part for lane in LANES for name, part in lane.items()}
 
 
+def begin_lane(device: str, small: bool) -> None:
+    """Prepare a lane's process. It gets its own process group, so that the compilers that it starts end with it."""
+    os.setsid()
+    torch.backends.cudnn.allow_tf32 = False  # like the product
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1 / SIDE_BY_SIDE)
+    if small:
+        use_no_compiler()
+
+
 @dataclass(frozen=True)
 class PartRun:
-    """What a lane's process needs to know to run a part."""
+    """A part to run in a lane's process."""
 
     name: str
     device: str
@@ -96,13 +105,7 @@ class PartRun:
         with self.output.with_suffix(".log").open("w") as log:
             for stream in (1, 2):
                 os.dup2(log.fileno(), stream)
-        if self.small:
-            use_no_compiler()
-        found = Findings(self.output, BEGIN_WITHIN * self.seconds)
-        torch.backends.cudnn.allow_tf32 = False  # like the product
-        device = torch.device(self.device)
-        if device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1 / SIDE_BY_SIDE)
+        found, device = Findings(self.output, BEGIN_WITHIN * self.seconds), torch.device(self.device)
         try:
             PARTS[self.name].run(Setup(device, self.small, self.lock), found)
         finally:

@@ -34,11 +34,11 @@ class Setup:
     small: bool
     """Whether this is a rehearsal: the same code with small networks, and without a C++ compiler."""
     lock: Path | None = None
-    """File that parts lock in turn to use the device alone; None: no other part runs."""
+    """File to lock before timing anything; None: no other part runs."""
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Use the device alone: wait until no other part times anything, and keep the others from doing so."""
+        """Wait until no other part is timing, and keep the others from timing."""
         if self.lock is None:
             yield
             return
@@ -62,7 +62,7 @@ class Setup:
         return ("64x64", "128x128") if self.small else ("256x256", "512x512")
 
     def microbatches(self, bucket: str) -> tuple[int, ...]:
-        """Return the microbatch sizes to time, starting with the most promising one."""
+        """Return the microbatch sizes to time: that of the config, and a larger one."""
         if self.small:
             return (4, 8)
         return (128, 256) if bucket == self.buckets[0] else (32, 64)
@@ -109,8 +109,6 @@ class Setup:
 def use_no_compiler() -> None:
     """Make torch.compile trace and then run eagerly, which takes seconds and needs no compiler."""
     compile_with = torch.compile
-    if compile_with.__name__ == "traced":
-        return
 
     def traced(*arguments: Any, **options: Any) -> Any:
         return compile_with(*arguments, **{**options, "backend": "eager", "mode": None})
@@ -119,7 +117,7 @@ def use_no_compiler() -> None:
 
 
 def seconds_of(function: Callable[[], object], setup: Setup, rounds: int = 10) -> float:
-    """Return the median seconds of one call, after two warm-up calls. Calls that take a millisecond are too short."""
+    """Return the median seconds of a call, after two warm-up calls. Each call includes the host's overhead."""
     rounds = 2 if setup.small else rounds
     for _ in range(2):
         function()

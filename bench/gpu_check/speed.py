@@ -113,7 +113,7 @@ def profiling(setup: Setup, found: Findings) -> None:
 
 
 def profile_step(setup: Setup, found: Findings, setting: StepSetting, batch: int) -> None:
-    """Time steps, and profile one."""
+    """Time steps and profile one of them."""
     device = setup.device
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with setup.training(setting, "bfloat16", setup.unet, batch) as (train_step, step):

@@ -62,3 +62,10 @@ def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         bench.measure(bench.StepSetting("64x64", 16), options(), accelerator, build_network(UNET, 0))
+
+
+def test_a_batch_can_be_pinned() -> None:
+    """Pinning copies into tensors of the same strides, which fails if elements share memory."""
+    batch = bench.make_batch("64x64", 4, build_network(UNET, None))
+    assert batch.columns["size"].tolist() == [[64, 64, 0, 0]] * 4
+    assert all(tensor.is_contiguous() for tensor in batch.columns.values())

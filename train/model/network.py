@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 
 from shards.base.errors import RequestError
 from shards.format.models import model_folder, read_model_config
-from train.model.blocks import find_blocks
 from train.model.tensors import load_tensors
 
 PRETRAINED_FILES = (
@@ -71,26 +70,10 @@ def compile_network(network: Any, num_shapes: int) -> None:
     By default, torch would compile a single, slower dynamic graph for the second and all later shapes, and would stop
     compiling after eight graphs.
     """
-    _allow_graphs(num_shapes + 1)  # one more for validation
-    network.compile(dynamic=False)
-
-
-def compile_blocks(network: Any, num_shapes: int) -> None:
-    """Compile each block of a network in place, with a static graph for each signature and latent shape.
-
-    Blocks of the same class and shapes share a graph, so this compiles faster than the network as a whole.
-    """
-    blocks = find_blocks(network).values()
-    _allow_graphs((num_shapes + 1) * len(blocks))
-    for block in blocks:
-        block.compile(dynamic=False)
-
-
-def _allow_graphs(count: int) -> None:
-    """Let torch compile up to `count` graphs of the same code."""
     limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, count)
+    limits.recompile_limit = max(limits.recompile_limit, num_shapes + 1)  # one more for validation
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, limits.recompile_limit)
+    network.compile(dynamic=False)
 
 
 def class_name(fields: Mapping[str, Any]) -> str:

@@ -135,7 +135,7 @@ def test_parts_that_fail_hang_or_crash_keep_their_findings(tmp_path: Path, monke
     assert all(part["checks"][0]["what"] == f"of {name}" for name, part in parts.items())
     assert not any(str(ASLEEP).encode() in path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline"))
     late = gpu_check.CheckRun("cpu", True, tmp_path, 0.0, time.monotonic())
-    assert gpu_check.run_part(late, gpu_check.LaneProcess(), "loader")["outcome"] == "not started: no time was left"
+    assert gpu_check.run_part(late, gpu_check.LaneProcess(late), "loader")["outcome"] == "not started: no time was left"
 
 
 def test_parts_given_by_name_are_merged_into_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_a_part_with_a_caught_error_fails_at_its_end(tmp_path: Path, monkeypatch
 
 
 def test_unknown_parts_and_a_missing_gpu_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestError, match=r"There is no part drawing\. Choose from first, second"):
+    with pytest.raises(RequestError, match=r"Unknown part: drawing\. Choose from machine, profile"):
         gpu_check.check(["drawing", "--device", "cpu", "--output", str(tmp_path)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RequestError, match=r"torch finds no GPU on this machine\. Rehearse the check"):
