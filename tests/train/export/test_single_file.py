@@ -1,0 +1,269 @@
+"""Single-file exports: diffusers' own converters and `from_single_file` restore the weights."""
+
+import hashlib
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from diffusers.loaders.single_file_utils import (
+    convert_flux_transformer_checkpoint_to_diffusers,
+    convert_ldm_unet_checkpoint,
+    convert_ldm_vae_checkpoint,
+    convert_sd3_transformer_checkpoint_to_diffusers,
+)
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+from examples.shapes.models import MODELS
+from shards.base.errors import RequestError
+from tests.runs import train_fields, write_config
+from train.__main__ import run as command
+from train.export.pipeline import ExportConfig, write_pipeline
+from train.export.single_file import (
+    NETWORK,
+    Component,
+    flux,
+    is_single_file,
+    layout_of,
+    modelspec,
+    sd3,
+    single_file_weights,
+    unet,
+    vae,
+    write_single_file,
+)
+
+DATE = datetime(2026, 11, 27, tzinfo=UTC)
+UNET: dict[str, Any] = {
+    "block_out_channels": [32, 32, 64, 64],
+    "attention_head_dim": 2,
+    "norm_num_groups": 8,
+    "sample_size": 8,
+}
+SIZES: dict[str, Any] = {"intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 1000}
+VAE: dict[str, Any] = {
+    "block_out_channels": [8, 8, 16, 16],
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "layers_per_block": 2,
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+}
+
+
+def component(model: Any) -> Component:
+    for parameter in model.parameters():  # some layers start from ones and zeros
+        nn.init.normal_(parameter)
+    return Component(dict(model.state_dict()), dict(model.config))
+
+
+def check_same(found: dict[str, torch.Tensor], model: nn.Module) -> None:
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", ["configs/unet/sd15.json", "configs/unet/sd2-base.json", "configs/sdxl/backbone.json"])
+def test_diffusers_converts_a_unet_back(name: str) -> None:
+    fields = json.loads(Path(name).read_text()) | UNET
+    if "sdxl" in name:
+        fields |= {"block_out_channels": [32, 32, 64], "transformer_layers_per_block": [1, 2, 2]}
+    network = UNet2DConditionModel.from_config(fields)
+    original = {NETWORK + key: value for key, value in unet(component(network)).items()}
+    check_same(convert_ldm_unet_checkpoint(original, network.config), network)
+
+
+def test_diffusers_converts_a_vae_back() -> None:
+    model = AutoencoderKL(**VAE)
+    original = {f"first_stage_model.{key}": value for key, value in vae(component(model)).items()}
+    assert original["first_stage_model.encoder.mid.attn_1.q.weight"].shape == (16, 16, 1, 1)
+    check_same(convert_ldm_vae_checkpoint(original, model.config), model)
+
+
+@pytest.mark.parametrize("extra", [{}, {"qk_norm": "rms_norm", "dual_attention_layers": (0,)}])
+def test_diffusers_converts_sd3_back(extra: dict[str, Any]) -> None:
+    network = SD3Transformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=24,
+        caption_projection_dim=16,
+        pooled_projection_dim=12,
+        pos_embed_max_size=8,
+        **extra,
+    )
+    check_same(convert_sd3_transformer_checkpoint_to_diffusers(sd3(component(network))), network)
+
+
+def test_diffusers_converts_flux_back() -> None:
+    """diffusers' converter fixes the width at FLUX.1's, so only the depth is small."""
+    with torch.device("meta"):
+        network: Any = FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
+    network = network.to(torch.bfloat16).to_empty(device="cpu")
+    check_same(convert_flux_transformer_checkpoint_to_diffusers(flux(component(network))), network)
+
+
+def stable_diffusion(folder: Path, hidden_act: str) -> StableDiffusionPipeline:
+    """Save a small Stable Diffusion, of version 1 (`quick_gelu`) or 2 (`gelu`)."""
+    name, width = ("sd15", 768) if hidden_act == "quick_gelu" else ("sd2-base", 1024)
+    fields = json.loads(Path(f"configs/unet/{name}.json").read_text()) | UNET
+    text = CLIPTextConfig(hidden_size=width, hidden_act=hidden_act, **SIZES | {"num_hidden_layers": 23})
+    pipeline = StableDiffusionPipeline(
+        vae=AutoencoderKL(**VAE),
+        text_encoder=CLIPTextModel(text),
+        tokenizer=AutoTokenizer.from_pretrained(MODELS / "tokenizer"),
+        unet=UNet2DConditionModel.from_config(fields),
+        scheduler=DDIMScheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.save_pretrained(folder)
+    return pipeline
+
+
+@pytest.mark.parametrize("hidden_act", ["quick_gelu", "gelu"])
+def test_from_single_file_restores_stable_diffusion(hidden_act: str, tmp_path: Path) -> None:
+    pipeline = stable_diffusion(tmp_path / "folder", hidden_act)
+    fields = modelspec(tmp_path / "folder", "a title", "64x64", "v_prediction", DATE, "a description")
+    write_single_file(tmp_path / "folder", tmp_path / "model.safetensors", fields, torch.float32)
+    loaded = StableDiffusionPipeline.from_single_file(
+        str(tmp_path / "model.safetensors"), config=str(tmp_path / "folder"), local_files_only=True, safety_checker=None
+    )
+    for name in ("unet", "vae", "text_encoder"):
+        check_same(getattr(loaded, name).state_dict(), getattr(pipeline, name))
+    keys = single_file_weights(tmp_path / "folder").keys()
+    layer = "model.transformer.resblocks.22.ln_1.weight"  # by which ComfyUI recognises version 2
+    assert (f"cond_stage_model.{layer}" in keys) == (hidden_act == "gelu")
+
+
+def test_from_single_file_restores_sdxl(tmp_path: Path) -> None:
+    fields = json.loads(Path("configs/sdxl/backbone.json").read_text()) | UNET
+    fields |= {"block_out_channels": [32, 32, 64], "transformer_layers_per_block": [1, 1, 1]}
+    small, large = (
+        CLIPTextConfig(hidden_size=768, hidden_act="quick_gelu", **SIZES),
+        CLIPTextConfig(hidden_size=1280, hidden_act="gelu", projection_dim=1280, **SIZES),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "tokenizer")
+    pipeline = StableDiffusionXLPipeline(
+        vae=AutoencoderKL(**VAE),
+        text_encoder=CLIPTextModel(small),
+        text_encoder_2=CLIPTextModelWithProjection(large),
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer,
+        unet=UNet2DConditionModel.from_config(fields),
+        scheduler=DDIMScheduler(),
+    )
+    pipeline.save_pretrained(tmp_path / "folder")
+    write_single_file(tmp_path / "folder", tmp_path / "model.safetensors", {}, torch.float32)
+    loaded = StableDiffusionXLPipeline.from_single_file(
+        str(tmp_path / "model.safetensors"), config=str(tmp_path / "folder"), local_files_only=True
+    )
+    for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
+        check_same(getattr(loaded, name).state_dict(), getattr(pipeline, name))
+
+
+def test_the_header_has_modelspec_fields_and_the_hash_of_the_weights(tmp_path: Path) -> None:
+    stable_diffusion(tmp_path / "folder", "gelu")
+    fields = modelspec(tmp_path / "folder", "a title", "64x64", "v_prediction", DATE, "a description")
+    path = tmp_path / "model.safetensors"
+    write_single_file(tmp_path / "folder", path, fields, torch.float16)
+    data = path.read_bytes()
+    with safe_open(path, "pt") as file:
+        found = file.metadata()
+    assert found["modelspec.sai_model_spec"] == "1.0.0" and found["modelspec.prediction_type"] == "v"
+    assert found["modelspec.architecture"] == "stable-diffusion-v2-512" and found["modelspec.title"] == "a title"
+    start = 8 + int.from_bytes(data[:8], "little")
+    assert found["modelspec.hash_sha256"] == "0x" + hashlib.sha256(data[start:]).hexdigest()
+    assert {value.dtype for value in load_file(path).values()} == {torch.float16}
+
+
+def test_the_command_exports_a_run(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = train_fields(latents, tmp_path / "run", max_steps=2)
+    command(["--config", str(write_config(tmp_path, fields))])
+    words = ["export", str(tmp_path / "run"), "--format", "single-file"]
+    for _ in range(2):  # the second export replaces the first
+        capsys.readouterr()
+        command(words)
+        path = Path(capsys.readouterr().out.strip().splitlines()[-1])
+        assert path == tmp_path / "run" / "export.safetensors"
+    assert not list((tmp_path / "run").glob(".export*"))
+    folder = write_pipeline(tmp_path / "run", ExportConfig())
+    expected = single_file_weights(folder)
+    found = load_file(path)
+    assert found.keys() == expected.keys() and all(found[key].equal(value) for key, value in expected.items())
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["modelspec.title"] == "run" and file.metadata()["modelspec.resolution"] == "64x64"
+
+    for extra, said in (
+        (["--output", str(tmp_path / "model.ckpt")], r"must be named \*\.safetensors"),
+        (["--output", str(tmp_path / "folder.safetensors")], r"is a folder, but --format single-file writes a file"),
+    ):
+        (tmp_path / "folder.safetensors").mkdir(exist_ok=True)
+        with pytest.raises(RequestError, match=said):
+            command([*words, *extra])
+    with pytest.raises(RequestError, match="dtype applies only to"):
+        command(["export", str(tmp_path / "run"), "--dtype", "float16"])
+
+
+def test_vaes_with_older_names(tmp_path: Path) -> None:
+    """Stable Diffusion's own files name the layers of the attention differently from today's diffusers."""
+    model = AutoencoderKL(**VAE)
+    now = component(model)
+    older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    weights = {}
+    for key, value in now.weights.items():
+        for new, old in older.items():
+            key = key.replace(f"attentions.0.{new}.", f"attentions.0.{old}.")
+        weights[key] = value
+    found, expected = vae(Component(weights, now.config)), vae(now)
+    assert found.keys() == expected.keys() and all(found[key].equal(value) for key, value in expected.items())
+
+
+def test_bytes_are_reproducible_and_sdxl_is_marked(tmp_path: Path) -> None:
+    stable_diffusion(tmp_path / "folder", "gelu")
+    for name in ("a", "b"):
+        fields = modelspec(tmp_path / "folder", "Größe", "64x64", "epsilon", DATE, "a description")
+        write_single_file(tmp_path / "folder", tmp_path / name, fields, torch.float32)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert is_single_file(tmp_path / "a") and not is_single_file(tmp_path / "folder" / "model_index.json")
+    with pytest.raises(RequestError, match="was trained with flow matching"):
+        modelspec(tmp_path / "folder", "a title", "64x64", "flow_matching", DATE, "")
+    scheduler = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+    assert layout_of("StableDiffusionXLPipeline").marks(scheduler).keys() == {"v_pred", "ztsnr"}
+    assert not layout_of("StableDiffusionXLPipeline").marks({"prediction_type": "epsilon"})
+
+
+def test_weights_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
+    pipeline = stable_diffusion(tmp_path / "folder", "gelu")
+    nn.init.constant_(pipeline.unet.conv_in.bias, 1e5)
+    pipeline.save_pretrained(tmp_path / "folder")
+    with pytest.raises(RequestError, match=r"unet: input_blocks\.0\.0\.bias has values that overflow"):
+        write_single_file(tmp_path / "folder", tmp_path / "model.safetensors", {}, torch.float16)
+
+
+def test_a_layout_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    for name in ("SanaPipeline", ["trimmed_pipeline", "TrimmedStableDiffusionPipeline"]):
+        with pytest.raises(RequestError, match=r"cannot load (Sana|Trimmed)"):
+            layout_of(name)
+    network = UNet2DConditionModel.from_config(json.loads(Path("configs/unet/sd15.json").read_text()) | UNET)
+    odd = Component({**network.state_dict(), "controlnet.weight": torch.zeros(1)}, dict(network.config))
+    with pytest.raises(RequestError, match=r"no place for the weight controlnet\.weight"):
+        unet(odd)

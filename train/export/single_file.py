@@ -1,0 +1,583 @@
+"""Single safetensors files of a whole pipeline, in the layout that ComfyUI and AUTOMATIC1111 load.
+
+The layout is that of each model's original release, which diffusers' `from_single_file` also reads. The tables below
+are the inverse of diffusers' own conversions (diffusers/loaders/single_file_utils.py), by class.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shards.base.durable import fsync_file
+from shards.base.errors import RequestError
+from train.model.tensors import load_tensors
+
+Weights = dict[str, Tensor]
+Rule = tuple[str, str | Callable[[re.Match[str]], str]]
+"""Pattern that matches a whole key of diffusers or transformers, and its replacement."""
+
+NETWORK = "model.diffusion_model."
+BLOCK = 1 << 24
+"""Bytes hashed at a time."""
+HASH = "modelspec.hash_sha256"
+NO_HASH = "0x" + "0" * 64
+MADE_BY = {"format": "pt", "latentmill": "single-file"}
+"""Metadata of every file that this module writes."""
+
+
+def write_single_file(pipeline: Path, target: Path, metadata: Mapping[str, str], dtype: torch.dtype) -> None:
+    """Write all weights of a pipeline folder to one file, flushed to disk. The same weights give the same bytes.
+
+    Args:
+        metadata: fields of the file's header in addition to the hash, from `modelspec`.
+        dtype: data type of all floating-point weights.
+
+    Raises:
+        RequestError: the pipeline's class has no such layout, or a weight is too large for `dtype`.
+    """
+    save_file(single_file_weights(pipeline, dtype), target, {**metadata, **MADE_BY, HASH: NO_HASH})
+    _finish_header(target)
+    fsync_file(target)
+
+
+def is_single_file(path: Path) -> bool:
+    """Return whether `write_single_file` wrote a file."""
+    try:
+        with safe_open(path, "pt") as file:
+            return MADE_BY.items() <= (file.metadata() or {}).items()
+    except (OSError, SafetensorError):
+        return False
+
+
+def single_file_weights(pipeline: Path, dtype: torch.dtype | None = None) -> Weights:
+    """Return the weights of a pipeline folder under the names of the original layout.
+
+    Args:
+        dtype: data type of all floating-point weights; None: as stored.
+
+    Raises:
+        RequestError: the pipeline's class has no such layout, or a weight is too large for `dtype`.
+    """
+    index = json.loads((pipeline / "model_index.json").read_text())
+    layout = layout_of(index["_class_name"])
+    found: Weights = {}
+    for name, value in index.items():
+        if name in layout.components and isinstance(value, list) and value[1]:
+            component = Component.load(pipeline / name)
+            prefix, convert = layout.components[name]
+            prefix = prefix(component) if callable(prefix) else prefix
+            found |= {prefix + key: cast(f"{name}: {key}", w, dtype) for key, w in convert(component).items()}
+    scheduler = json.loads((pipeline / "scheduler" / "scheduler_config.json").read_text())
+    return found | layout.marks(scheduler)
+
+
+def cast(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Convert a floating-point weight to `dtype`.
+
+    Raises:
+        RequestError: a finite number would become infinite.
+    """
+    if dtype is None or not value.is_floating_point():
+        return value.contiguous()
+    found = value.to(dtype).contiguous()
+    if not found.isfinite().all() and value.isfinite().all():
+        raise RequestError(f"{name} has values that overflow {dtype}. Export with --dtype bfloat16.")
+    return found
+
+
+@dataclass(frozen=True)
+class Component:
+    """The weights and the config of one component of a pipeline."""
+
+    weights: Weights
+    config: dict[str, Any]
+
+    @classmethod
+    def load(cls, folder: Path) -> "Component":
+        """Load a component's safetensors files, which may be sharded."""
+        config = json.loads((folder / "config.json").read_text())
+        names = ("diffusion_pytorch_model", "model")
+        suffixes = (".safetensors", ".safetensors.index.json")
+        paths = [path for name in names for suffix in suffixes if (path := folder / (name + suffix)).is_file()]
+        return cls(load_tensors(paths[0]), config)
+
+
+# renaming
+
+
+def renamed(weights: Weights, rules: Iterable[Rule]) -> Weights:
+    """Rename all keys by the first rule that matches.
+
+    Raises:
+        RequestError: no rule matches a key, so the layout has no place for that weight.
+    """
+    compiled = [(re.compile(pattern), replacement) for pattern, replacement in rules]
+    found: Weights = {}
+    for key, value in weights.items():
+        for pattern, replacement in compiled:
+            if match := pattern.fullmatch(key):
+                found[match.expand(replacement) if isinstance(replacement, str) else replacement(match)] = value
+                break
+        else:
+            raise RequestError(
+                f"The single-file layout has no place for the weight {key}. Export the pipeline as a folder instead."
+            )
+    return found
+
+
+def joined(weights: Weights, pattern: str, parts: tuple[str, ...]) -> Weights:
+    """Concatenate weights whose keys differ only in one part, such as queries, keys and values.
+
+    Args:
+        pattern: pattern of the keys, in which the group `part` matches one of `parts`. The concatenated weight has
+            the name of the first part's.
+    """
+    compiled, found = re.compile(pattern), dict(weights)
+    for key in weights:
+        match = compiled.fullmatch(key)
+        if match and match["part"] == parts[0]:
+            start, end = match.span("part")
+            found[key] = torch.cat([found.pop(key[:start] + part + key[end:]) for part in parts])
+    return found
+
+
+def swapped(value: Tensor) -> Tensor:
+    """Exchange the halves of a modulation's output: diffusers computes (scale, shift), the originals (shift, scale)."""
+    return torch.cat(value.chunk(2)[::-1])
+
+
+# Stable Diffusion's U-Nets and VAEs
+
+RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+TWO_LAYERS = {"1": "0", "2": "2"}
+"""Numbers of the two linear layers of an embedding, which are separated by an activation."""
+
+
+def unet(component: Component) -> Weights:
+    """Convert a UNet2DConditionModel."""
+    per_block = component.config["layers_per_block"]
+    if not isinstance(per_block, int):
+        raise RequestError(
+            f"The single-file layout needs the same number of layers in all blocks of a U-Net, but layers_per_block is "
+            f"{per_block}. Export the pipeline as a folder instead."
+        )
+    has_attention = ["Attn" in kind for kind in component.config["up_block_types"]]
+
+    def resnet(prefix: str, rest: str) -> str:
+        layer, _, name = rest.partition(".")
+        return f"{prefix}.0.{RESNET[layer]}.{name}"
+
+    def input_block(match: re.Match[str]) -> int:
+        return (per_block + 1) * int(match[1]) + int(match[2]) + 1
+
+    def output_block(match: re.Match[str]) -> int:
+        return (per_block + 1) * int(match[1]) + int(match[2])
+
+    def upsampler(match: re.Match[str]) -> str:
+        block = int(match[1])
+        return f"output_blocks.{(per_block + 1) * block + per_block}.{2 if has_attention[block] else 1}.conv.{match[2]}"
+
+    return renamed(
+        component.weights,
+        [
+            (r"time_embedding\.linear_(\d)\.(.*)", lambda m: f"time_embed.{TWO_LAYERS[m[1]]}.{m[2]}"),
+            (r"add_embedding\.linear_(\d)\.(.*)", lambda m: f"label_emb.0.{TWO_LAYERS[m[1]]}.{m[2]}"),
+            (r"conv_in\.(.*)", r"input_blocks.0.0.\1"),
+            (r"conv_norm_out\.(.*)", r"out.0.\1"),
+            (r"conv_out\.(.*)", r"out.2.\1"),
+            (r"down_blocks\.(\d+)\.resnets\.(\d+)\.(.*)", lambda m: resnet(f"input_blocks.{input_block(m)}", m[3])),
+            (r"down_blocks\.(\d+)\.attentions\.(\d+)\.(.*)", lambda m: f"input_blocks.{input_block(m)}.1.{m[3]}"),
+            (
+                r"down_blocks\.(\d+)\.downsamplers\.0\.conv\.(.*)",
+                lambda m: f"input_blocks.{(per_block + 1) * (int(m[1]) + 1)}.0.op.{m[2]}",
+            ),
+            (
+                r"mid_block\.resnets\.(\d)\.(.*)",
+                lambda m: resnet(f"middle_block.{2 * int(m[1])}", m[2]).replace(".0.", ".", 1),
+            ),
+            (r"mid_block\.attentions\.0\.(.*)", r"middle_block.1.\1"),
+            (r"up_blocks\.(\d+)\.resnets\.(\d+)\.(.*)", lambda m: resnet(f"output_blocks.{output_block(m)}", m[3])),
+            (r"up_blocks\.(\d+)\.attentions\.(\d+)\.(.*)", lambda m: f"output_blocks.{output_block(m)}.1.{m[3]}"),
+            (r"up_blocks\.(\d+)\.upsamplers\.0\.conv\.(.*)", upsampler),
+        ],
+    )
+
+
+VAE_ATTENTION = {
+    **{"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"},
+    **{"query": "q", "key": "k", "value": "v", "proj_attn": "proj_out"},  # in older files
+}
+
+
+def vae(component: Component) -> Weights:
+    """Convert an AutoencoderKL, whose attention layers are 1 × 1 convolutions in the original."""
+    last = len(component.config["block_out_channels"]) - 1
+
+    def level(match: re.Match[str]) -> str:
+        place = int(match[2]) if match[1] == "down" else last - int(match[2])
+        return f"{match[1]}.{place}"
+
+    def mid_attention(match: re.Match[str]) -> str:
+        layer, _, name = match[2].rpartition(".")
+        if layer not in VAE_ATTENTION:
+            raise RequestError(f"The single-file layout has no place for the VAE's weight {match[0]}.")
+        return f"{match[1]}.mid.attn_1.{VAE_ATTENTION[layer]}.{name}"
+
+    found = renamed(
+        component.weights,
+        [
+            (
+                r"encoder\.(down)_blocks\.(\d+)\.resnets\.(\d+)\.(.*)",
+                lambda m: f"encoder.{level(m)}.block.{m[3]}.{shortcut(m[4])}",
+            ),
+            (
+                r"decoder\.(up)_blocks\.(\d+)\.resnets\.(\d+)\.(.*)",
+                lambda m: f"decoder.{level(m)}.block.{m[3]}.{shortcut(m[4])}",
+            ),
+            (
+                r"encoder\.(down)_blocks\.(\d+)\.downsamplers\.0\.(.*)",
+                lambda m: f"encoder.{level(m)}.downsample.{m[3]}",
+            ),
+            (r"decoder\.(up)_blocks\.(\d+)\.upsamplers\.0\.(.*)", lambda m: f"decoder.{level(m)}.upsample.{m[3]}"),
+            (
+                r"(encoder|decoder)\.mid_block\.resnets\.(\d)\.(.*)",
+                lambda m: f"{m[1]}.mid.block_{int(m[2]) + 1}.{shortcut(m[3])}",
+            ),
+            (r"(encoder|decoder)\.mid_block\.attentions\.0\.(.*)", mid_attention),
+            (r"(encoder|decoder)\.conv_norm_out\.(.*)", r"\1.norm_out.\2"),
+            (r"(encoder|decoder)\.conv_(in|out)\.(.*)", r"\1.conv_\2.\3"),
+            (r"((post_)?quant_conv\..*)", r"\1"),
+        ],
+    )
+    return {
+        key: value[:, :, None, None] if ".attn_1." in key and value.ndim == 2 else value for key, value in found.items()
+    }
+
+
+def shortcut(name: str) -> str:
+    """Rename the residual path of a VAE's block."""
+    return name.replace("conv_shortcut", "nin_shortcut")
+
+
+# text encoders
+
+
+def clip(component: Component) -> Weights:
+    """Convert a CLIP text model to transformers' names within a module `text_model`. The folder may hold a whole CLIP
+    model, whose other parts are left out."""
+    parts = ("text_model.", "text_projection.")
+    weights = {key: value for key, value in component.weights.items() if not key.endswith("position_ids")}
+    if any(key.startswith("text_model.") for key in weights):
+        return {key: value for key, value in weights.items() if key.startswith(parts)}
+    return {key if key.startswith(parts) else f"text_model.{key}": value for key, value in weights.items()}
+
+
+def open_clip(component: Component) -> Weights:
+    """Convert a CLIP text model to OpenCLIP's names, in which queries, keys and values are one layer."""
+    layer = r"text_model\.encoder\.layers\.(\d+)"
+    parts = ("q_proj", "k_proj", "v_proj")
+    one = joined(clip(component), layer + r"\.self_attn\.(?P<part>\w_proj)\.(weight|bias)", parts)
+    found = renamed(
+        one,
+        [
+            (r"text_model\.embeddings\.token_embedding\.weight", "token_embedding.weight"),
+            (r"text_model\.embeddings\.position_embedding\.weight", "positional_embedding"),
+            (r"text_model\.final_layer_norm\.(.*)", r"ln_final.\1"),
+            (r"text_projection\.weight", "text_projection"),
+            (layer + r"\.layer_norm(\d)\.(.*)", r"transformer.resblocks.\1.ln_\2.\3"),
+            (layer + r"\.mlp\.fc1\.(.*)", r"transformer.resblocks.\1.mlp.c_fc.\2"),
+            (layer + r"\.mlp\.fc2\.(.*)", r"transformer.resblocks.\1.mlp.c_proj.\2"),
+            (layer + r"\.self_attn\.out_proj\.(.*)", r"transformer.resblocks.\1.attn.out_proj.\2"),
+            (layer + r"\.self_attn\.q_proj\.(.*)", r"transformer.resblocks.\1.attn.in_proj_\2"),
+        ],
+    )
+    if "text_projection" in found:
+        found["text_projection"] = found["text_projection"].T
+    return found
+
+
+def is_open_clip(component: Component) -> bool:
+    """Return whether a CLIP text model is one of OpenCLIP's. OpenAI's use an approximation of GELU."""
+    config = component.config.get("text_config", component.config)
+    return bool(config.get("hidden_act", "quick_gelu") != "quick_gelu")
+
+
+def either_clip(component: Component) -> Weights:
+    """Convert Stable Diffusion's only text encoder: OpenAI's in version 1, OpenCLIP's in version 2."""
+    return open_clip(component) if is_open_clip(component) else clip(component)
+
+
+def t5(component: Component) -> Weights:
+    """Keep transformers' key names, and drop the decoder."""
+    decoder = ("decoder.", "lm_head.")
+    return {key: value for key, value in component.weights.items() if not key.startswith(decoder)}
+
+
+# transformers
+
+
+def sd3(component: Component) -> Weights:
+    """Convert an SD3Transformer2DModel."""
+    last = component.config["num_layers"] - 1
+    block = r"transformer_blocks\.(\d+)\."
+    weights = joined(component.weights, block + r"attn2?\.(?P<part>to_[qkv])\.(weight|bias)", ("to_q", "to_k", "to_v"))
+    context = ("add_q_proj", "add_k_proj", "add_v_proj")
+    weights = joined(weights, block + r"attn\.(?P<part>add_\w_proj)\.(weight|bias)", context)
+    found = renamed(
+        weights,
+        [
+            (r"pos_embed\.pos_embed", "pos_embed"),
+            (r"pos_embed\.proj\.(.*)", r"x_embedder.proj.\1"),
+            (
+                r"time_text_embed\.timestep_embedder\.linear_(\d)\.(.*)",
+                lambda m: f"t_embedder.mlp.{TWO_LAYERS[m[1]]}.{m[2]}",
+            ),
+            (
+                r"time_text_embed\.text_embedder\.linear_(\d)\.(.*)",
+                lambda m: f"y_embedder.mlp.{TWO_LAYERS[m[1]]}.{m[2]}",
+            ),
+            (r"(context_embedder\..*)", r"\1"),
+            (block + r"(attn2?)\.to_q\.(.*)", r"joint_blocks.\1.x_block.\2.qkv.\3"),
+            (block + r"attn\.add_q_proj\.(.*)", r"joint_blocks.\1.context_block.attn.qkv.\2"),
+            (block + r"(attn2?)\.norm_([qk])\.(.*)", r"joint_blocks.\1.x_block.\2.ln_\3.\4"),
+            (block + r"attn\.norm_added_([qk])\.(.*)", r"joint_blocks.\1.context_block.attn.ln_\2.\3"),
+            (block + r"(attn2?)\.to_out\.0\.(.*)", r"joint_blocks.\1.x_block.\2.proj.\3"),
+            (block + r"attn\.to_add_out\.(.*)", r"joint_blocks.\1.context_block.attn.proj.\2"),
+            (block + r"norm1\.linear\.(.*)", r"joint_blocks.\1.x_block.adaLN_modulation.1.\2"),
+            (block + r"norm1_context\.linear\.(.*)", r"joint_blocks.\1.context_block.adaLN_modulation.1.\2"),
+            (block + r"ff\.net\.0\.proj\.(.*)", r"joint_blocks.\1.x_block.mlp.fc1.\2"),
+            (block + r"ff\.net\.2\.(.*)", r"joint_blocks.\1.x_block.mlp.fc2.\2"),
+            (block + r"ff_context\.net\.0\.proj\.(.*)", r"joint_blocks.\1.context_block.mlp.fc1.\2"),
+            (block + r"ff_context\.net\.2\.(.*)", r"joint_blocks.\1.context_block.mlp.fc2.\2"),
+            (r"norm_out\.linear\.(.*)", r"final_layer.adaLN_modulation.1.\1"),
+            (r"proj_out\.(.*)", r"final_layer.linear.\1"),
+        ],
+    )
+    for prefix in (f"joint_blocks.{last}.context_block", "final_layer"):
+        for kind in ("weight", "bias"):
+            key = f"{prefix}.adaLN_modulation.1.{kind}"
+            found[key] = swapped(found[key])
+    return found
+
+
+def flux(component: Component) -> Weights:
+    """Convert a FluxTransformer2DModel."""
+    double, single = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\."
+    weights = joined(component.weights, double + r"attn\.(?P<part>to_[qkv])\.(weight|bias)", ("to_q", "to_k", "to_v"))
+    context = ("add_q_proj", "add_k_proj", "add_v_proj")
+    weights = joined(weights, double + r"attn\.(?P<part>add_\w_proj)\.(weight|bias)", context)
+    one = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+    weights = joined(weights, single + r"(?P<part>attn\.to_[qkv]|proj_mlp)\.(weight|bias)", one)
+    stream = {"": "img", "_context": "txt"}
+    found = renamed(
+        weights,
+        [
+            (
+                r"time_text_embed\.(timestep|text|guidance)_embedder\.linear_(\d)\.(.*)",
+                lambda m: (
+                    f"{ {'timestep': 'time', 'text': 'vector', 'guidance': 'guidance'}[m[1]] }_in."
+                    f"{'in' if m[2] == '1' else 'out'}_layer.{m[3]}"
+                ),
+            ),
+            (r"context_embedder\.(.*)", r"txt_in.\1"),
+            (r"x_embedder\.(.*)", r"img_in.\1"),
+            (
+                double + r"norm1(_context)?\.linear\.(.*)",
+                lambda m: f"double_blocks.{m[1]}.{stream[m[2] or '']}_mod.lin.{m[3]}",
+            ),
+            (double + r"attn\.to_q\.(.*)", r"double_blocks.\1.img_attn.qkv.\2"),
+            (double + r"attn\.add_q_proj\.(.*)", r"double_blocks.\1.txt_attn.qkv.\2"),
+            (
+                double + r"attn\.norm_(added_)?([qk])\.weight",
+                lambda m: (
+                    f"double_blocks.{m[1]}.{'txt' if m[2] else 'img'}_attn.norm."
+                    f"{'query' if m[3] == 'q' else 'key'}_norm.scale"
+                ),
+            ),
+            (double + r"attn\.to_out\.0\.(.*)", r"double_blocks.\1.img_attn.proj.\2"),
+            (double + r"attn\.to_add_out\.(.*)", r"double_blocks.\1.txt_attn.proj.\2"),
+            (
+                double + r"ff(_context)?\.net\.(0|2)(\.proj)?\.(.*)",
+                lambda m: f"double_blocks.{m[1]}.{stream[m[2] or '']}_mlp.{m[3]}.{m[5]}",
+            ),
+            (single + r"norm\.linear\.(.*)", r"single_blocks.\1.modulation.lin.\2"),
+            (single + r"attn\.to_q\.(.*)", r"single_blocks.\1.linear1.\2"),
+            (
+                single + r"attn\.norm_([qk])\.weight",
+                lambda m: f"single_blocks.{m[1]}.norm.{'query' if m[2] == 'q' else 'key'}_norm.scale",
+            ),
+            (single + r"proj_out\.(.*)", r"single_blocks.\1.linear2.\2"),
+            (r"norm_out\.linear\.(.*)", r"final_layer.adaLN_modulation.1.\1"),
+            (r"proj_out\.(.*)", r"final_layer.linear.\1"),
+        ],
+    )
+    for kind in ("weight", "bias"):
+        key = f"final_layer.adaLN_modulation.1.{kind}"
+        found[key] = swapped(found[key])
+    return found
+
+
+# layouts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each component of a pipeline goes in the file, and how its weights are converted."""
+
+    components: dict[str, tuple[str | Callable[[Component], str], Callable[[Component], Weights]]]
+    architecture: Callable[[Component], str]
+    """The network's name in modelspec's metadata."""
+    implementation: str = "https://github.com/Stability-AI/generative-models"
+    """Reference implementation whose layout the network follows."""
+    marks: Callable[[dict[str, Any]], Weights] = lambda scheduler: {}
+    """Marker tensors from which user interfaces detect the objective, given the scheduler's config."""
+
+
+def sdxl_marks(scheduler: dict[str, Any]) -> Weights:
+    """Mark v-prediction, and schedules with zero terminal SNR."""
+    marks = {"v_pred": scheduler.get("prediction_type") == "v_prediction"}
+    marks["ztsnr"] = marks["v_pred"] and bool(scheduler.get("rescale_betas_zero_snr"))
+    return {name: torch.zeros(1) for name, applies in marks.items() if applies}
+
+
+def stable_diffusion_prefix(component: Component) -> str:
+    """Return the prefix of Stable Diffusion's only text encoder."""
+    return "cond_stage_model.model." if is_open_clip(component) else "cond_stage_model.transformer."
+
+
+LAYOUTS = {
+    "StableDiffusionPipeline": Layout(
+        {
+            "unet": (NETWORK, unet),
+            "vae": ("first_stage_model.", vae),
+            "text_encoder": (stable_diffusion_prefix, either_clip),
+        },
+        lambda network: (
+            "stable-diffusion-v1"
+            if network.config["cross_attention_dim"] == 768  # OpenAI's CLIP-L
+            else "stable-diffusion-v2-512"
+        ),
+    ),
+    "StableDiffusionXLPipeline": Layout(
+        {
+            "unet": (NETWORK, unet),
+            "vae": ("first_stage_model.", vae),
+            "text_encoder": ("conditioner.embedders.0.transformer.", clip),
+            "text_encoder_2": ("conditioner.embedders.1.model.", open_clip),
+        },
+        lambda network: "stable-diffusion-xl-v1-base",
+        marks=sdxl_marks,
+    ),
+    "StableDiffusion3Pipeline": Layout(
+        {
+            "transformer": (NETWORK, sd3),
+            "vae": ("first_stage_model.", vae),
+            "text_encoder": ("text_encoders.clip_l.transformer.", clip),
+            "text_encoder_2": ("text_encoders.clip_g.transformer.", clip),
+            "text_encoder_3": ("text_encoders.t5xxl.transformer.", t5),
+        },
+        lambda network: "stable-diffusion-v3-medium",
+    ),
+    "FluxPipeline": Layout(
+        {
+            "transformer": (NETWORK, flux),
+            "vae": ("vae.", vae),
+            "text_encoder": ("text_encoders.clip_l.transformer.", clip),
+            "text_encoder_2": ("text_encoders.t5xxl.transformer.", t5),
+        },
+        lambda network: "Flux.1-dev" if network.config.get("guidance_embeds") else "Flux.1-schnell",
+        "https://github.com/black-forest-labs/flux",
+    ),
+}
+
+
+def layout_of(pipeline_class: str | list[str]) -> Layout:
+    """Return the layout of a pipeline class.
+
+    Raises:
+        RequestError: neither ComfyUI nor AUTOMATIC1111 reads such a pipeline from a single file.
+    """
+    if not isinstance(pipeline_class, str) or pipeline_class not in LAYOUTS:
+        name = pipeline_class if isinstance(pipeline_class, str) else pipeline_class[-1]
+        raise RequestError(
+            f"ComfyUI and AUTOMATIC1111 cannot load {name} from a single file; supported classes: {', '.join(LAYOUTS)}"
+            f". Omit `--format single-file` to export a folder for diffusers."
+        )
+    return LAYOUTS[pipeline_class]
+
+
+# metadata
+
+
+def check_class(pipeline_class: str | list[str], prediction: str) -> Layout:
+    """Return the layout of a pipeline class in a single file. Raises RequestError if there is none, or no user
+    interface can sample from a network with this prediction."""
+    layout = layout_of(pipeline_class)
+    if "unet" in layout.components and prediction == "flow_matching":
+        raise RequestError(
+            "The U-Net was trained with flow matching, but ComfyUI and AUTOMATIC1111 cannot tell this from a single "
+            "file and would sample from it as if it predicted noise. Export it as a folder for diffusers instead."
+        )
+    return layout
+
+
+def modelspec(
+    pipeline: Path, title: str, resolution: str, prediction: str, date: datetime | None, description: str
+) -> dict[str, str]:
+    """Return the fields of Stability AI's modelspec 1.0.0 (https://github.com/Stability-AI/ModelSpec), which user
+    interfaces show, without the hash.
+
+    Args:
+        resolution: width and height, such as `512x512`.
+        prediction: the objective's prediction.
+        date: when the checkpoint was written; None if that is unknown.
+
+    Raises:
+        RequestError: no user interface can sample from such a network.
+    """
+    layout = check_class(json.loads((pipeline / "model_index.json").read_text())["_class_name"], prediction)
+    network = "unet" if "unet" in layout.components else "transformer"
+    config = json.loads((pipeline / network / "config.json").read_text())
+    return {
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": layout.architecture(Component({}, config)),
+        "modelspec.implementation": layout.implementation,
+        "modelspec.title": title,
+        "modelspec.resolution": resolution,
+        **({} if date is None else {"modelspec.date": date.isoformat(timespec="seconds")}),
+        "modelspec.description": description,
+        "modelspec.prediction_type": {"v_prediction": "v", "epsilon": "epsilon"}.get(prediction, prediction),
+    }
+
+
+def _finish_header(path: Path) -> None:
+    """Replace the placeholder in a file's header with the SHA-256 of everything after the header, and sort the
+    metadata, which safetensors writes in random order."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        digest = hashlib.sha256()
+        while block := file.read(BLOCK):
+            digest.update(block)
+        header["__metadata__"] = dict(sorted((header["__metadata__"] | {HASH: f"0x{digest.hexdigest()}"}).items()))
+        data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(data) <= size
+        file.seek(8)
+        file.write(data.ljust(size))
