@@ -1,8 +1,8 @@
-"""Decode some latents from a bucket into a contact sheet with keys and captions.
+"""Write a page that shows a root: decoded latents with their captions, buckets, rejects and caption lengths.
 
 examples:
   python -m precompute.preview runs/data/latents
-  python -m precompute.preview runs/data/latents --bucket 512x512 --samples 25 --output runs/512.png
+  python -m precompute.preview runs/data/latents --bucket 512x512 --samples 25 --output runs/512.html
 """
 
 # This command is not part of `shards`, because that package does not import diffusers.
@@ -12,34 +12,45 @@ import shards.base.interrupt  # noqa: F401
 # isort: split
 
 import argparse
-import math
-from collections.abc import Iterator
+import base64
+import io
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import jinja2
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 
-from precompute.lettering import Lettering
 from shards.base.device import best_device
+from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, console
 from shards.base.store import Store
 from shards.base.table import counted
+from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import active_receipts
+from shards.format.tables import read_tables
 from shards.open import open_store
-from shards.root.committed import iter_receipts, list_commits, read_receipts
+from shards.root.committed import iter_committed_tars, iter_receipts, list_commits, read_receipts
 from shards.root.reading import captions, image_latents, read_parts
+from shards.tools.stats import root_stats
 
-OUTPUT = Path("runs/preview.png")
+OUTPUT = Path("runs/preview.html")
 """Default output, in a folder that git ignores."""
-LABEL_LINES, LINE_HEIGHT, MARGIN, FONT_SIZE = 5, 15, 8, 12
-MORE = " …"
-SMALLEST_TILE = 256
+PAGE = Path(__file__).with_name("preview.html")
+MEASURED = 1000
+"""Number of samples per bucket whose caption lengths are measured."""
+EXAMPLES = 3
+"""Number of examples of each reject reason."""
+TARS_WITH_REJECTS = 64
+"""Number of shards in which examples are searched."""
+SMALL = 128
+"""Side in pixels up to which images are enlarged without smoothing."""
 DECODE_TOGETHER = 4
 
 
@@ -58,20 +69,29 @@ def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
     return vae.eval().to(best_device())
 
 
-def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, list[dict[str, Any]]]:
-    """Choose a bucket, by default the first one with samples, and `count` samples spread over its parts.
+def buckets_with_samples(store: Store) -> list[str]:
+    """Return the names of a root's buckets that have samples, smallest first.
+
+    Raises:
+        RequestError: the root has no samples.
+    """
+    found = {receipt.bucket for receipt in iter_receipts(store) if receipt.samples}
+    if not found:
+        raise RequestError(f"{store.where()} has no samples yet. Run `make precompute` first.")
+    return sorted(found, key=lambda name: (Bucket.parse(name).width * Bucket.parse(name).height, name))
+
+
+def pick_samples(store: Store, bucket: str, count: int) -> list[dict[str, Any]]:
+    """Choose `count` samples of a bucket, spread over its parts.
 
     The samples are split as evenly as possible among the chosen parts, and each part contributes its first samples. If
     the bucket has more than `count` parts, `count` of them contribute one sample each. If the bucket has fewer than
     `count` samples, all of them are returned.
 
     Raises:
-        RequestError: The bucket, or the whole root, has no samples.
+        RequestError: the bucket has no samples.
     """
-    root, has_samples = store.where(), (receipt for receipt in iter_receipts(store) if receipt.samples)
-    bucket = bucket or next((receipt.bucket for receipt in has_samples), None)
-    if bucket is None:
-        raise RequestError(f"{root} has no samples yet. Run `make precompute` first.")
+    root = store.where()
     names = active_receipts(list_commits(store))
     names = [name for name in names if name.split("/")[1] == bucket]
     # start with evenly spaced receipts: in a large root, the remaining ones are then never read
@@ -88,7 +108,7 @@ def pick_samples(store: Store, bucket: str | None, count: int) -> tuple[str, lis
         )
     parts.sort()
     shares = fair_shares([samples for *_, samples in parts], count)
-    return bucket, [
+    return [
         sample
         for (_, part, _), share in zip(parts, shares, strict=True)
         for sample in read_parts(store, bucket, [part], share)
@@ -117,51 +137,60 @@ def decode_pictures(samples: list[dict[str, Any]], encoding: EncodingRecord, vae
     return pictures
 
 
-def contact_sheet(pictures: list[Image.Image], labels: list[str], title: str, lettering: Lettering) -> Image.Image:
-    """Arrange images in a grid below `title`, each above its wrapped label. Small images are enlarged."""
-    scale = max(1, SMALLEST_TILE // pictures[0].width)
-    width, height = pictures[0].width * scale, pictures[0].height * scale
-    columns = math.ceil(len(pictures) ** 0.5)
-    rows = -(-len(pictures) // columns)
-    cell = width + MARGIN, height + LABEL_LINES * LINE_HEIGHT + MARGIN
-    sheet = Image.new("RGB", (columns * cell[0] + MARGIN, rows * cell[1] + 3 * MARGIN + LINE_HEIGHT), "white")
-    draw = ImageDraw.Draw(sheet)
-    lettering.write(draw, MARGIN, MARGIN, title)
-    for i, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
-        left, top = MARGIN + i % columns * cell[0], 2 * MARGIN + LINE_HEIGHT + i // columns * cell[1]
-        sheet.paste(picture.resize((width, height), Image.Resampling.NEAREST), (left, top))
-        for number, line in enumerate(wrapped(label, width, lettering)):
-            lettering.write(draw, left, top + height + 2 + number * LINE_HEIGHT, line)
-    return sheet
+def reject_examples(store: Store, reasons: Iterable[str]) -> dict[str, list[dict[str, str]]]:
+    """Return up to EXAMPLES rejected samples for each reason, from the first shards that have rejects: their keys and
+    details."""
+    found: dict[str, dict[str, dict[str, str]]] = {reason: {} for reason in reasons}
+    with_rejects = (tar for tar in iter_committed_tars(store) if tar.rejected)
+    for tar in islice(with_rejects, TARS_WITH_REJECTS):
+        tables = [read_tables(store, part.folder, part.files) for part in tar.parts.values()]
+        stored = {key for samples, _ in tables for key in samples["key"]}
+        for _, refused in tables:
+            for key, reason, detail in zip(refused["key"], refused["reason"], refused["detail"], strict=True):
+                if reason in found and key not in stored and len(found[reason]) < EXAMPLES:
+                    found[reason].setdefault(key, {"key": key, "detail": detail or ""})
+        if all(len(examples) == EXAMPLES for examples in found.values()):
+            break
+    return {reason: list(examples.values()) for reason, examples in found.items()}
 
 
-def wrapped(label: str, width: float, lettering: Lettering) -> list[str]:
-    """Wrap a label into at most LABEL_LINES lines of `width` pixels, and return them. The label's own first line is
-    kept unchanged. If the text does not fit, the last line ends with an ellipsis."""
-    first, _, rest = label.partition("\n")
-    lines = list(islice(_filled(rest.split(), width, lettering), LABEL_LINES))
-    if len(lines) < LABEL_LINES:
-        return [first, *lines]
-    *kept, last = lines[: LABEL_LINES - 1]
-    while last and lettering.length(last + MORE) > width:
-        last = last[:-1].rstrip()
-    return [first, *kept, last + MORE]
+def data_url(picture: Image.Image) -> str:
+    """Encode an image as a `data:` URL (lossless WebP)."""
+    data = io.BytesIO()
+    picture.save(data, "WEBP", lossless=True)
+    return "data:image/webp;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def _filled(words: list[str], width: float, lettering: Lettering) -> Iterator[str]:
-    """Yield lines filled with words. A word that is wider than a line, which is common in scripts without spaces, may
-    be broken at any character."""
-    line = ""
-    for word in words:
-        separator = " "
-        for piece in [word] if lettering.length(word) <= width else word:
-            if line and lettering.length(f"{line}{separator}{piece}") > width:
-                yield line
-                line = ""
-            line = f"{line}{separator}{piece}" if line else piece
-            separator = ""
-    if line:
-        yield line
+def preview_page(store: Store, buckets: list[str], count: int, encoding: EncodingRecord, vae: Any) -> tuple[str, int]:
+    """Render the page.
+
+    Args:
+        count: number of samples to decode in each bucket.
+
+    Returns:
+        The page as HTML, and the number of samples that it shows.
+    """
+    stats = root_stats(store, MEASURED)
+    shown = []
+    for name in buckets:
+        samples = pick_samples(store, name, count)
+        pictures = decode_pictures(samples, encoding, vae)
+        rows = [
+            {"key": sample["key"], "captions": captions(sample, encoding), "picture": data_url(picture)}
+            for sample, picture in zip(samples, pictures, strict=True)
+        ]
+        shown.append({"name": name, "samples": rows})
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    page = environment.from_string(PAGE.read_text()).render(
+        name=Path(store.where()).name,
+        where=store.where(),
+        stats=stats,
+        decoder=encoding.image.weights.name,
+        rejects=reject_examples(store, stats["rejected"]),
+        buckets=shown,
+        pixelated=all(min(Bucket.parse(name).height, Bucket.parse(name).width) <= SMALL for name in buckets),
+    )
+    return page, sum(len(bucket["samples"]) for bucket in shown)
 
 
 def run(arguments: list[str]) -> None:
@@ -172,25 +201,19 @@ def run(arguments: list[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("root", help="local folder, or URL such as s3://bucket/latents")
-    parser.add_argument("--bucket", help="WIDTHxHEIGHT; default: the first bucket with samples")
-    parser.add_argument("--samples", type=int, default=16, help="number of samples; default: 16")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"PNG to write; default: {OUTPUT}")
+    parser.add_argument("--bucket", help="WIDTHxHEIGHT; default: all buckets with samples")
+    parser.add_argument("--samples", type=int, default=16, help="number of samples per bucket; default: 16")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"HTML file to write; default: {OUTPUT}")
     parser.add_argument("--vae", help="folder of the VAE; default: the one in encoding.json")
     options = parser.parse_args(arguments)
     if options.samples < 1:
         raise RequestError(f"--samples is {options.samples}, but must be at least 1.")
     store = open_store(options.root)
     encoding = EncodingRecord.load(store)
-    bucket, samples = pick_samples(store, options.bucket, options.samples)
-    pictures = decode_pictures(samples, encoding, load_decoder(encoding, options.vae))
-    labels = [f"{sample['key']}\n{' | '.join(captions(sample, encoding))}" for sample in samples]
-    title = f"{bucket} of {Path(store.where()).name}, latents decoded by {encoding.image.weights.name}"
-    lettering = Lettering([title, *labels], FONT_SIZE)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    contact_sheet(pictures, labels, title, lettering).save(options.output)
-    print(f"{options.output}: {counted(len(samples), 'sample')} from bucket {bucket}")
-    if lettering.note:
-        print(lettering.note)
+    buckets = [options.bucket] if options.bucket else buckets_with_samples(store)
+    page, count = preview_page(store, buckets, options.samples, encoding, load_decoder(encoding, options.vae))
+    write_atomically(options.output, page.encode())
+    print(f"{options.output}: {counted(count, 'sample')} from {', '.join(buckets)}")
 
 
 main = console(run)

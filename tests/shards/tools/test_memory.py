@@ -84,7 +84,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "clean": lambda root: named_parts(open_store(root)),
     "report": write_report,
     "demo's report": lambda root: root_totals(open_store(root)),
-    "preview": lambda root: pick_samples(open_store(root), None, 2 * TARS),
+    "preview": lambda root: pick_samples(open_store(root), BUCKETS[0], 2 * TARS),
 }
 EXPECTED_ERRORS = {"verify": WorkError, "preview": FileNotFoundError}
 """Errors about missing parts, which are expected."""
