@@ -21,18 +21,18 @@ from pydantic import field_validator, model_validator
 from evaluation.parts import PartReceipt, read_part
 from evaluation.sampling.job import SampleSet
 from precompute.encode.overlap import map_in_order, threads
-from precompute.input.layout import IMAGE_SUFFIXES
+from precompute.input.find import find_input
 from precompute.input.reject import Reject
-from precompute.input.tars import InputTar, Tar, list_tars, local_copy
+from precompute.input.unit import RawSample
+from precompute.input.unit import Unit as InputUnit
+from precompute.pixels.blur import boxes_of
 from precompute.pixels.decode import LimitsConfig, Picture, PixelsConfig, decode
 from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, Isolated
 from shards.base.config import Config
-from shards.base.errors import RequestError
 from shards.base.store import Place
 from shards.format.buckets import Bucket, BucketName
 from shards.open import open_store
 
-FILES_PER_UNIT = 500
 Decode = Callable[..., Picture]
 """Function with the signature of `precompute.pixels.decode.decode`."""
 SELECTING_LIMITS = {"formats", "max_pixels", "max_side", "max_bytes"}
@@ -45,7 +45,7 @@ class ReferenceConfig(Config):
     place: Place | None = None
     """Folder or URL where the reference's features are stored."""
     pictures: str | None = None
-    """Folder or URL of tars, or a folder of image files. null: the features already exist at `place`."""
+    """Folder or URL of images, in any form that stage 1 accepts. null: the features already exist at `place`."""
     moments: Path | None = None
     """An npz file with `mu` and `sigma`, in the format of pytorch-fid and MLPerf. Replaces `place` and `pictures`, but
     suffices only for `fid`, `clip_fid`, `fd_dinov2` and `toy_fid`."""
@@ -111,10 +111,10 @@ class SampleUnit:
 
 @dataclass(frozen=True)
 class ReferenceUnit:
-    """A tar of reference images, or a group of image files."""
+    """A unit of reference images, such as a tar."""
 
     name: str
-    source: InputTar | tuple[Path, ...]
+    source: InputUnit
     config: ReferenceConfig
     decode: Decode = decode
 
@@ -130,41 +130,30 @@ class ReferenceUnit:
         bucket, config = Bucket.parse(self.config.size), self.config
         longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * config.limits.decode_seconds
 
-        def decode_one(data: bytes | None) -> np.ndarray | Reject:
+        def decode_one(sample: RawSample) -> np.ndarray | Reject:
             try:
-                if data is None:
+                if sample.image is None:
                     raise Reject("no_image", "the sample has no image")
-                return decode(data, [bucket], config.pixels, config.limits).pixels[bucket]
+                boxes = boxes_of(sample.metadata, config.pixels.blur_boxes)
+                return decode(sample.image, [bucket], config.pixels, config.limits, (), boxes).pixels[bucket]
             except Reject as reject:
                 return reject
 
         with (
-            closing(self._encoded(record)) as images,
+            closing(self._samples(record)) as samples,
             Isolated(self.decode, config.limits) if isolate else nullcontext(self.decode) as decode,
             threads(1, longest) as pool,
         ):
-            for found in map_in_order(pool, decode_one, images, 1, longest):
+            for found in map_in_order(pool, decode_one, samples, 1, longest):
                 if isinstance(found, Reject):
                     record.rejected[found.reason] += 1
                 else:
                     yield found
 
-    def _encoded(self, record: InputRecord) -> Generator[bytes | None, None, None]:
-        """Yield the content of each image file, or None for a sample without an image."""
-        if isinstance(self.source, InputTar):
-            with local_copy(self.source.address) as path:
-                tar = Tar(path, self.config.limits.max_bytes)
-                tar.check(self.source)
-                record.input = tar.sha256
-                for sample in tar.samples():
-                    yield sample.image
-        else:
-            digest = hashlib.sha256()
-            for path in self.source:
-                data = path.read_bytes()
-                digest.update(hashlib.sha256(data).digest())
-                yield data
-            record.input = digest.hexdigest()
+    def _samples(self, record: InputRecord) -> Generator[RawSample, None, None]:
+        with self.source.open(self.config.limits.max_bytes) as source:
+            yield from source.samples()
+            record.input = str(source.record()["sha256"])
 
 
 Unit = SampleUnit | ReferenceUnit
@@ -180,20 +169,10 @@ def sample_units(samples: SampleSet) -> list[SampleUnit]:
 
 
 def reference_units(config: ReferenceConfig) -> list[ReferenceUnit]:
-    """Divide a reference into units: one for each tar, or one for every `FILES_PER_UNIT` image files.
+    """Divide a reference into units, as stage 1 does.
 
     Raises:
-        RequestError: the folder contains neither tars nor image files.
+        RequestError: the folder contains no images.
     """
     assert config.pictures is not None
-    folder = Path(config.pictures)
-    if "://" in config.pictures or any(folder.glob("*.tar")):
-        return [ReferenceUnit(tar.name, tar, config) for tar in list_tars(config.pictures)]
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower().lstrip(".") in IMAGE_SUFFIXES)
-    if not paths:
-        raise RequestError(
-            f"{folder} contains neither tars nor image files. Set reference.pictures to a folder with tars or "
-            f"image files."
-        )
-    groups = [tuple(paths[start : start + FILES_PER_UNIT]) for start in range(0, len(paths), FILES_PER_UNIT)]
-    return [ReferenceUnit(f"{number:05d}", group, config) for number, group in enumerate(groups)]
+    return [ReferenceUnit(unit.name, unit, config) for unit in find_input(config.pictures).units()]

@@ -67,6 +67,8 @@ class DownloadConfig(Config):
     min_success_share: Annotated[float, Field(ge=0, le=1)] = 0.02
     """Minimum share of successful rows. A tar below this share is not published, because the network was probably
     down."""
+    verify: bool = True
+    """Reject an image whose bytes do not match its row's `md5` or `sha256`, if these columns are stored."""
     recheck: bool = False
     """Reread and hash the tars from earlier runs, instead of only comparing their sizes."""
     images: ImagesConfig = ImagesConfig()

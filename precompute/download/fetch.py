@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -97,8 +98,8 @@ def fetch_tar(config: DownloadConfig, tar: PlannedTar) -> dict[str, Any]:
 
 def _download(config: DownloadConfig, tar: PlannedTar, folder: Path) -> None:
     downloader_class, resizer_class, writer_class = _import_img2dataset()
-    opener.install(config.requests)
     table = read_rows(tar, config.extra_columns)
+    opener.install(config.requests, expected_hashes(table) if config.verify else None)
     with pa.OSFile(str(folder / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     downloader = downloader_class(
@@ -126,6 +127,19 @@ def _download(config: DownloadConfig, tar: PlannedTar, folder: Path) -> None:
         disallowed_header_directives=config.robots.disallowed_directives or None,
     )
     downloader.download_shard((tar.shard_id, str(folder / "rows.arrow")))
+
+
+def expected_hashes(table: pa.Table) -> dict[str, set[tuple[str, str]]]:
+    """Return the hashes of images that a tar's rows contain, by URL, as (algorithm, digest)."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for algorithm, length in (("md5", 32), ("sha256", 64)):
+        name = f"source_{algorithm}"
+        if name not in table.column_names or not pa.types.is_string(table.schema.field(name).type):
+            continue
+        for url, digest in zip(table["url"].to_pylist(), table[name].to_pylist(), strict=True):
+            if url and digest and re.fullmatch(rf"[0-9a-fA-F]{{{length}}}", digest):
+                found.setdefault(url.strip(), set()).add((algorithm, digest.lower()))
+    return found
 
 
 def _publish(config: DownloadConfig, tar: PlannedTar, folder: Path, receipt: dict[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,13 @@ img2dataset calls `urllib.request.urlopen`, which also opens `file://` URLs and 
 them, and reads responses of any length. In the calling process, `install` replaces the opener that this function uses.
 """
 
+import hashlib
 import io
 import ssl
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Collection, Mapping
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any
@@ -24,15 +26,38 @@ class RefusedResponse(OSError):
     """Raised when a request is not sent, or a response is not read further, because it violates the limits."""
 
 
-def install(config: RequestsConfig) -> None:
-    """Apply the limits of `config` to all later calls to `urllib.request.urlopen` in this process."""
-    urllib.request.install_opener(build_opener(config))
+Hashes = Mapping[str, Collection[tuple[str, str]]]
+"""URL → (algorithm, digest in hexadecimal) of its image: `md5` or `sha256`. If there are several, one has to match."""
 
 
-def build_opener(config: RequestsConfig) -> urllib.request.OpenerDirector:
-    """Build an opener that supports only http and https: no file, ftp or data URLs."""
+def install(config: RequestsConfig, hashes: Hashes | None = None) -> None:
+    """Apply the limits of `config` to all later calls to `urllib.request.urlopen` in this process.
+
+    Args:
+        hashes: hashes that the images must have. An image with other bytes fails like one that cannot be downloaded.
+    """
+    urllib.request.install_opener(build_opener(config, hashes))
+
+
+class _Opener(urllib.request.OpenerDirector):
+    """Opener that knows the hashes of images. Responses check them when they are read."""
+
+    def __init__(self, hashes: Hashes):
+        super().__init__()
+        self.hashes = hashes
+
+    def open(self, fullurl: Any, *args: Any, **kwargs: Any) -> Any:
+        response = super().open(fullurl, *args, **kwargs)
+        if isinstance(response, _LimitedResponse):
+            url = fullurl if isinstance(fullurl, str) else fullurl.full_url
+            response.hashes = response.hashes or self.hashes.get(url, ())
+        return response
+
+
+def build_opener(config: RequestsConfig, hashes: Hashes | None = None) -> urllib.request.OpenerDirector:
+    """Build an opener that supports only http and https: no file, ftp or data URLs. See `install`."""
     redirects = type("Redirects", (urllib.request.HTTPRedirectHandler,), {"max_redirections": config.max_redirects})()
-    opener = urllib.request.OpenerDirector()
+    opener = _Opener(hashes or {})
     for handler in (
         urllib.request.ProxyHandler(),
         urllib.request.UnknownHandler(),
@@ -102,6 +127,8 @@ class _PublicHTTPSConnection(_PublicHTTPConnection, HTTPSConnection):
 class _LimitedResponse(HTTPResponse):
     """Response whose headers and body are limited in total size and time."""
 
+    hashes: Collection[tuple[str, str]] = ()
+
     def __init__(self, sock: Any, *args: Any, config: RequestsConfig, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
         self.config = config
@@ -111,6 +138,13 @@ class _LimitedResponse(HTTPResponse):
         super().begin()
         if self.length is not None and self.length > self.config.max_bytes:
             raise RefusedResponse(f"too large: {self.length} bytes declared, {self.config.max_bytes} allowed")
+
+    def read(self, amt: int | None = None) -> bytes:
+        data = super().read(amt)
+        is_checked = amt is None and self.hashes
+        if is_checked and not any(hashlib.new(name, data).hexdigest() == digest for name, digest in self.hashes):
+            raise RefusedResponse("hash mismatch")  # the same text for all images, because failures are counted
+        return data
 
 
 class _LimitedReader(io.RawIOBase):

@@ -18,6 +18,7 @@ KINDS = {
     "robots": r"X-Robots-Tag",
     "private_address": r"private address",
     "too_large": r"^too large",
+    "hash_mismatch": r"^hash mismatch",
     "deadline": r"^deadline",
     "redirect_loop": r"infinite loop|Redirection to url",
     "not_http": r"unknown url type|no host given|InvalidURL|URL can't contain|nonnumeric port",

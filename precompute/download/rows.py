@@ -164,12 +164,16 @@ def _check_types(schema: pa.Schema, names: dict[str, str], place: str) -> None:
     for column, name in names.items():
         kind = _plain_type(schema.field(column).type)
         is_text = pa.types.is_string(kind) or pa.types.is_null(kind)
-        is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        if not is_text and (name in ("url", "caption") or not is_number):
+        is_core = name in ("url", "caption")
+        item = kind
+        while pa.types.is_list(item) or pa.types.is_large_list(item) or pa.types.is_fixed_size_list(item):
+            item = item.value_type
+        is_number = pa.types.is_boolean(item) or pa.types.is_integer(item) or pa.types.is_floating(item)
+        if not is_text and (is_core or not is_number):
             raise RequestError(
                 f"{place}: the column `{column}` has type {kind}, so it cannot be stored as {name}. The columns "
-                "caption and url must be strings; other columns must be strings, numbers or booleans. List the columns "
-                "to store with --extra_columns a,b."
+                "caption and url must be strings; other columns must be strings, numbers, booleans, or lists of "
+                "numbers. List the columns to store with --extra_columns a,b."
             )
 
 

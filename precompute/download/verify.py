@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from precompute.download.config import DownloadConfig
-from precompute.input.tars import InputTar, RawSample, Tar
+from precompute.input.tars import Tar, TarUnit
+from precompute.input.unit import RawSample
 from shards.base.errors import WorkError
 
 # Image format → pattern of its magic bytes. The first match wins.
@@ -42,7 +43,7 @@ def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) ->
         raise WorkError("the parquet file lists a key twice")
     path = folder / f"{name}.tar"
     tar = Tar(path, config.requests.max_bytes)
-    tar.check(InputTar(name, str(path)))
+    tar.check(TarUnit(name, str(path)))
     formats: Counter[str] = Counter()
     for sample in tar.samples():
         _check_sample(sample, hashes[sample.key], config.images.mode == "original")

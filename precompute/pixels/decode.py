@@ -16,6 +16,7 @@ from PIL.ImageFile import ImageFile
 from pydantic import Field
 
 from precompute.input.reject import Reject
+from precompute.pixels.blur import Box, blur, turned_boxes
 from precompute.pixels.color import scale_transparency, to_srgb
 from precompute.pixels.resample import Filter, place, resample
 from shards.base.config import Config
@@ -56,10 +57,15 @@ class PixelsConfig(Config):
     """Minimum ratio of each side of the image after scaled decoding to the same side of its largest bucket. A larger
     margin leaves more of the downscaling to the resize filter, which is of higher quality."""
 
+    blur_boxes: str | None = None
+    """Field of the JSON beside an image with boxes to blur, such as faces: a list of [left, top, right, bottom], as
+    fractions of the image's width and height. A sample without this field is rejected."""
+
     @property
     def decoder(self) -> str:
         """Name of the decoder, as recorded in encoding.json."""
-        return f"pillow-scaled-{self.decode_margin:g}" if self.scaled_decode else "pillow"
+        name = f"pillow-scaled-{self.decode_margin:g}" if self.scaled_decode else "pillow"
+        return f"{name}, {self.blur_boxes} blurred" if self.blur_boxes else name
 
     @property
     def resampler(self) -> str:
@@ -109,9 +115,14 @@ def decode(
     config: PixelsConfig,
     limits: LimitsConfig,
     aspects: Sequence[AspectTable] = (),
+    boxes: Sequence[Box] = (),
 ) -> Picture:
     """Decode an image for each of `buckets` that it covers without upscaling, and also for one bucket from each aspect
     table.
+
+    Args:
+        boxes: parts of the image to blur. If the image has to be rotated to make it upright, it is unknown whether the
+            boxes refer to the upright image or to the image as stored, so both are blurred.
 
     Raises:
         Reject: `not_an_image`, `too_many_pixels`, `too_small`, `bad_profile` or `undecodable`.
@@ -134,7 +145,8 @@ def decode(
             raise Reject(
                 "undecodable", f"the header says {size[0]}x{size[1]}, but the image is {image.width}x{image.height}"
             )
-        rgb = to_srgb(image)
+        turns = (False, False, False), (flip_x, flip_y, turned)
+        rgb = blur(to_srgb(image), [box for turn in dict.fromkeys(turns) for box in turned_boxes(boxes, *turn)])
         pixels = {}
         # crop and resize the image as stored, then rotate only the smaller result
         places = (placement.as_stored(flip_x, flip_y, turned) for placement in placements.values())

@@ -1,4 +1,4 @@
-"""Select the rows of LAION metadata that are worth downloading, and count the rows that each rule drops.
+"""Select the rows of a dataset of URLs that are worth downloading, and count the rows that each rule drops.
 
 examples:
   python -m precompute.select --config configs/select.yaml --metadata laion/ --output runs/data/selected

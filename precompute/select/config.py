@@ -5,8 +5,10 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from precompute.select.datasets import DatasetConfig
 from shards.base.config import Config
 from shards.format.buckets import BucketName
+from shards.format.scores import Range
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 
@@ -16,23 +18,25 @@ class FiltersConfig(Config):
     column has no value."""
 
     min_aesthetic: float | None = 4.5
-    """Minimum AESTHETIC_SCORE (inclusive)."""
+    """Minimum aesthetic score (inclusive)."""
     max_punsafe: Probability | None = 0.1
-    """Upper bound on punsafe (exclusive)."""
+    """Upper bound on the probability that the image is unsafe (exclusive)."""
     max_pwatermark: Probability | None = None
-    """Upper bound on pwatermark (exclusive)."""
+    """Upper bound on the probability of a watermark (exclusive)."""
     min_similarity: float | None = None
     """Minimum CLIP similarity between image and caption (inclusive)."""
+    scores: dict[str, Range | None] = Field(default_factory=dict)
+    """Bounds (inclusive) on other numeric columns, as in `{nsfw_score_gantman: {max: 0.1}}`. The columns are kept."""
     min_side: NonNegativeInt | None = 256
-    """Minimum of WIDTH and HEIGHT in pixels (inclusive)."""
+    """Minimum of width and height in pixels (inclusive)."""
     max_aspect_ratio: Annotated[float, Field(ge=1)] | None = None
     """Maximum ratio of the longer side to the shorter side (inclusive)."""
     languages: list[str] | None = None
-    """Accepted values of LANGUAGE."""
+    """Accepted languages."""
     min_caption: NonNegativeInt | None = 1
-    """Minimum length of TEXT in characters, after stripping whitespace (inclusive)."""
+    """Minimum length of the caption in characters, after stripping whitespace (inclusive)."""
     max_caption: PositiveInt | None = None
-    """Maximum length of TEXT in characters, after stripping whitespace (inclusive)."""
+    """Maximum length of the caption in characters, after stripping whitespace (inclusive)."""
 
 
 class UrlsConfig(Config):
@@ -49,10 +53,13 @@ class UrlsConfig(Config):
 
 
 class SelectConfig(Config):
-    """Selection of the rows of LAION metadata to download, with a record of how many rows each rule dropped."""
+    """Selection of the rows of metadata to download, with a record of how many rows each rule dropped."""
 
     metadata: str
     """Parquet metadata: a file, a folder (searched recursively) or a glob, as a local path or an fsspec URL."""
+    dataset: DatasetConfig | None = None
+    """Names of the columns. null: DataComp, COYO, PD12M and PD3M are recognised, and LAION's names are used
+    otherwise."""
     output: Path
     """Output folder for selected-00000.parquet (and so on), funnel.json and funnel.png."""
     filters: FiltersConfig = FiltersConfig()

@@ -13,16 +13,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import pyarrow as pa
+
 from precompute.select import duplicates
 from precompute.select.config import SelectConfig
+from precompute.select.datasets import COLUMNS, DatasetConfig, recognise
 from precompute.select.funnel import build_funnel, draw_funnel
-from precompute.select.metadata import WORK_NAME, MetadataFile, find_files, inspect
+from precompute.select.metadata import (
+    WORK_NAME,
+    MetadataFile,
+    find_files,
+    inspect,
+    make_layout,
+    read_footer,
+)
 from precompute.select.opt_out import read_hosts, read_urls
-from precompute.select.passes import FilteredFile, OutputFile, filter_file, plan_outputs, write_output
+from precompute.select.passes import FilteredFile, OutputFile, Plan, filter_file, plan_outputs, write_output
 from precompute.select.rules import build_rules
 from shards.base.durable import canonical_json, fsync_tree, locked, sha256_file, write_atomically
 from shards.base.errors import RequestError, WorkError
 from shards.base.pool import start_pool
+from shards.base.table import counted
 
 FUNNEL_NAME, PLOT_NAME = "funnel.json", "funnel.png"
 
@@ -42,8 +53,12 @@ def select(config: SelectConfig) -> dict[str, Any]:
     if config.urls.opt_out:
         hosts, num_urls = read_hosts(config.urls.opt_out)
         print(f"Opt-outs in {config.urls.opt_out}: {len(hosts):,} by host, {num_urls:,} by URL.", flush=True)
-    rules = build_rules(config.filters, config.urls, hosts)
-    files = [inspect(address, rules) for address in find_files(config.metadata)]
+    addresses = find_files(config.metadata)
+    footers = [read_footer(address) for address in addresses]
+    dataset = choose_dataset(config, dict(zip(addresses, (footer.schema for footer in footers), strict=True)))
+    rules = build_rules(config.filters, config.urls, hosts, dataset)
+    files = [inspect(*found, rules, dataset) for found in zip(addresses, footers, strict=True)]
+    layout = make_layout(files, [footer.schema for footer in footers], dataset)
     request = _digest(config, files)
     with _locked_output(config.output), workers(config.processes) as run:
         if (finished := _read_finished(config.output, request)) is not None:
@@ -52,7 +67,8 @@ def select(config: SelectConfig) -> dict[str, Any]:
 
         # pass 1: apply the rules that depend only on the row itself
         partitions = duplicates.count_partitions(sum(file.num_rows for file in files), config.partition_rows)
-        calls = [(config, file, hosts, partitions) for file in files]
+        plan = Plan(dataset, layout, hosts, partitions)
+        calls = [(config, file, plan) for file in files]
         filtered = list(_with_progress(run(filter_file, calls), len(files)))
 
         # pass 2: find opted-out and duplicate URLs among the remaining rows
@@ -63,7 +79,9 @@ def select(config: SelectConfig) -> dict[str, Any]:
 
         # pass 3: write the rows that are left, in input order
         outputs = plan_outputs(sum(kept), config.rows_per_file)
-        tallies = run(write_output, [(folder, output, filtered, kept, drops, config.buckets) for output in outputs])
+        tallies = run(
+            write_output, [(folder, output, filtered, kept, drops, layout, config.buckets) for output in outputs]
+        )
         selected = sum(tallies, Counter[str]())
 
         dropped = _global_rules(config, counts)
@@ -72,6 +90,43 @@ def select(config: SelectConfig) -> dict[str, Any]:
             raise WorkError(_explain_empty(funnel))
         _publish(config, folder, outputs, {"request": request, "config": _describe_config(config), **funnel})
         return funnel
+
+
+def choose_dataset(config: SelectConfig, schemas: dict[str, pa.Schema]) -> DatasetConfig:
+    """Return the names of the columns of metadata files, and report which dataset they belong to.
+
+    Args:
+        schemas: address of each file → its schema.
+
+    Raises RequestError if the files belong to different datasets, or none of them has a column that the config names.
+    """
+    names = {name for schema in schemas.values() for name in schema.names}
+    bounded = [name for name, bound in config.filters.scores.items() if bound is not None]
+    required = [*bounded]
+    dataset: DatasetConfig
+    if config.dataset is not None:
+        dataset, title = config.dataset, "as set in `dataset`."
+        required += [*dataset.columns.values(), *dataset.keep]
+    else:
+        recognised = {address: recognise(schema.names) for address, schema in schemas.items()}
+        (first, known), *others = recognised.items()
+        if other := next((address for address, each in others if each is not known), None):
+            raise RequestError(
+                f"{first} and {other} belong to different datasets ({known.title}, and {recognised[other].title}). "
+                f"Select from one dataset at a time, with --metadata PATH."
+            )
+        dataset, title = known, f"{known.title}.{f' {known.advice}' if known.advice else ''}"
+    if absent := [name for name in required if name not in names]:
+        raise RequestError(
+            f"{config.metadata} has no column {absent[0]}, which `dataset` or `filters.scores` names. Its columns are "
+            f"{', '.join(sorted(names))}."
+        )
+    print(f"Metadata: {counted(len(schemas), 'file')}. Columns: {title}", flush=True)
+    columns = {name: spelling for name, spelling in dataset.columns.items() if spelling in names}
+    known_names = {*columns.values(), *(spelling for _, spellings in COLUMNS.values() for spelling in spellings)}
+    bounded = [name for name in bounded if name not in known_names]
+    keep = [name for name in dict.fromkeys((*dataset.keep, *bounded)) if name in names]
+    return DatasetConfig(columns=columns, keep=keep)
 
 
 @contextmanager

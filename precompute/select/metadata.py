@@ -1,7 +1,7 @@
-"""Find and validate the metadata files, and read them in batches with canonical names for LAION's columns."""
+"""Find and validate the metadata files, and read them in batches with canonical names for their columns."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,26 +10,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from precompute.select.datasets import COLUMNS, LAION, DatasetConfig
 from precompute.select.rules import Rule
 from shards.base.errors import RequestError, WorkError
 from shards.format.scores import SCORES
 
-COLUMNS: dict[str, tuple[pa.DataType, tuple[str, ...]]] = {
-    "URL": (pa.string(), ("URL", "url")),
-    "TEXT": (pa.string(), ("TEXT", "text", "CAPTION", "caption")),
-    "WIDTH": (pa.int32(), ("WIDTH", "width", "original_width")),
-    "HEIGHT": (pa.int32(), ("HEIGHT", "height", "original_height")),
-    **{
-        score.column: (pa.float32(), tuple(dict.fromkeys((score.column, *score.fields, score.name.upper()))))
-        for score in SCORES
-    },
-    "hash": (pa.int64(), ("hash",)),
-    "LANGUAGE": (pa.string(), ("LANGUAGE", "language")),
-    "source_key": (pa.string(), ("key", "source_key")),  # img2dataset reserves the name `key`
-}
-"""Canonical column name → (type in the selected files, names under which the LAION releases publish the column)."""
-OUTPUT_SCHEMA = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
-DICTIONARY_COLUMNS = ["LANGUAGE"]  # URLs and captions rarely repeat, so dictionary encoding would only cost time
+CANONICAL = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
+IF_PRESENT = {"license", "md5", "sha256"}
+"""Columns that the selected files have only if the metadata has them."""
+DICTIONARY_COLUMNS = ["LANGUAGE", "license"]  # other texts rarely repeat, so dictionaries would only cost time
 BATCH_ROWS = 131_072
 WORK_NAME = ".work"  # subfolder of the output folder, removed when the selection is finished
 BUFFER_BYTES = 2**22  # bytes read at a time from each column, because a whole row group may take gigabytes
@@ -44,7 +33,7 @@ class MetadataFile:
     num_bytes: int
     footer_sha256: str
     columns: dict[str, str]
-    """Canonical column name → name of the column in this file."""
+    """Canonical name, or a kept column's own name → name of the column in this file."""
 
     @property
     def name(self) -> str:
@@ -69,21 +58,65 @@ def find_files(metadata: str) -> list[str]:
     return [file_system.unstrip_protocol(name) for name in sorted(found)]
 
 
-def inspect(address: str, rules: list[Rule]) -> MetadataFile:
-    """Validate a metadata file from its footer, and describe it. Raises RequestError if the file is not parquet, lacks
-    a column that a rule needs, or has a column of an unsuitable type."""
-    footer = read_footer(address)
-    found = find_columns(footer.schema, address)
-    for rule in rules:
-        for column in rule.columns:
-            if column not in found:
-                off = f", or disable the filter with --{rule.option} null" if rule.option else ""
-                raise RequestError(
-                    f"{address} has no column for {column}, which the rule `{rule.name}` needs ({rule.condition}). "
-                    f"Its columns are {', '.join(footer.schema.names)}. Use metadata with that column{off}."
-                )
+def inspect(address: str, footer: "Footer", rules: list[Rule], dataset: DatasetConfig) -> MetadataFile:
+    """Validate a metadata file from its footer, and describe it. Raises RequestError if the file lacks a column that a
+    rule needs or the dataset names, or has a column of an unsuitable type."""
+    found = find_columns(footer.schema, address, dataset)
+    needed = [(rule, column) for rule in rules for column in dict.fromkeys(rule.columns) if column not in found]
+    if needed:
+        named = "; no column for ".join(
+            f"{column}, which the rule `{rule.name}` needs ({rule.condition})" for rule, column in needed
+        )
+        options = dict.fromkeys(rule.option for rule, _ in needed if rule.option)
+        filters = "the filters" if len(options) > 1 else "the filter"
+        off = f", or disable {filters} with {' '.join(f'--{name} null' for name in options)}" if options else ""
+        raise RequestError(
+            f"{address} has no column for {named}. Its columns are {', '.join(footer.schema.names)}. Use metadata with "
+            f"that column{off}."
+        )
     check_types(footer.schema, found, address)
+    for rule in rules:
+        for name in set(rule.columns) - COLUMNS.keys():  # bounds on other columns
+            kind = _plain(footer.schema.field(found[name]).type)
+            if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
+                raise RequestError(f"{address}: the column `{name}` has type {kind}, so {rule.option} cannot bound it.")
     return MetadataFile(address, footer.num_rows, footer.num_bytes, footer.sha256, found)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of the selected rows."""
+
+    schema: pa.Schema
+    """Canonical columns, then the kept ones under their own names."""
+    published: list[str]
+    """Name of each column in the selected files."""
+
+
+def make_layout(files: Sequence[MetadataFile], schemas: Sequence[pa.Schema], dataset: DatasetConfig) -> Layout:
+    """Return the columns of the rows selected from `files`, whose schemas are `schemas`. A file may lack some of them.
+
+    Raises RequestError if a kept column has different types in two files.
+    """
+    present = {name for file in files for name in file.columns} | (COLUMNS.keys() - IF_PRESENT)
+    kept = pa.schema([])
+    for file, schema in zip(files, schemas, strict=True):
+        own_fields = [pa.field(name, _plain(schema.field(name).type)) for name in file.columns if name not in COLUMNS]
+        try:
+            kept = pa.unify_schemas([kept, pa.schema(own_fields)], promote_options="permissive")
+        except pa.ArrowException as error:
+            raise RequestError(
+                f"{file.address} has a column whose type differs from that in other files: {error}. Fix or remove the "
+                f"file."
+            ) from None
+    ordered = [field for field in CANONICAL if field.name in present] + list(kept)
+    own = {name: dataset.columns[name] for name in (score.column for score in SCORES) if name in dataset.columns}
+    return Layout(pa.schema(ordered), [own.get(field.name, field.name) for field in ordered])
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Return the value type of a dictionary column, and any other type as it is."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 @dataclass(frozen=True)
@@ -114,12 +147,23 @@ def read_footer(address: str | Path) -> Footer:
     return Footer(metadata.schema.to_arrow_schema(), metadata.num_rows, num_bytes, sha256)
 
 
-def find_columns(schema: pa.Schema, location: str) -> dict[str, str]:
-    """Return a dict from the canonical name of each known column in `schema` to the column's name in the file. Raises
-    RequestError if the file has the same column under two spellings."""
+def find_columns(schema: pa.Schema, location: str, dataset: DatasetConfig = LAION) -> dict[str, str]:
+    """Return a dict from the canonical name of each known column in `schema`, and the own name of each column to keep,
+    to the column's name in the file.
+
+    Raises:
+        RequestError: the file has the same column under two of LAION's spellings, or the dataset gives a name that is
+            unknown or taken.
+    """
+    if unknown := sorted(dataset.columns.keys() - COLUMNS.keys()):
+        raise RequestError(f"dataset.columns has the unknown name {unknown[0]}. Choose from {', '.join(COLUMNS)}.")
     found = {}
     for name, (_, spellings) in COLUMNS.items():
-        present = [spelling for spelling in spellings if spelling in schema.names]
+        if name in dataset.columns:
+            if dataset.columns[name] in schema.names:
+                found[name] = dataset.columns[name]
+            continue
+        present = [each for each in spellings if each in schema.names and each not in dataset.columns.values()]
         if len(present) > 1:
             raise RequestError(
                 f"{location} has the columns {' and '.join(f'`{spelling}`' for spelling in present)}, which are both "
@@ -127,14 +171,23 @@ def find_columns(schema: pa.Schema, location: str) -> dict[str, str]:
             )
         if present:
             found[name] = present[0]
+    for name in dataset.keep:
+        if name in schema.names and name not in found.values():
+            if any(name in (canonical, *spellings) for canonical, (_, spellings) in COLUMNS.items()):
+                raise RequestError(
+                    f"dataset.keep has the column {name}, but selected files have another column for this name. "
+                    f"Leave it out, or name it in dataset.columns."
+                )
+            found[name] = name
     return found
 
 
 def check_types(schema: pa.Schema, found: dict[str, str], location: str) -> None:
-    """Raise RequestError unless the type of each known column can be converted to the type in OUTPUT_SCHEMA."""
+    """Raise RequestError unless the type of each known column can be converted to the type in CANONICAL."""
     for name, spelling in found.items():
-        wanted, actual = OUTPUT_SCHEMA.field(name).type, schema.field(spelling).type
-        actual = actual.value_type if pa.types.is_dictionary(actual) else actual
+        if name not in COLUMNS:
+            continue
+        wanted, actual = CANONICAL.field(name).type, _plain(schema.field(spelling).type)
         is_text = pa.types.is_string(actual) or pa.types.is_large_string(actual)
         is_integer = pa.types.is_integer(actual)
         fits = {"hash": is_integer, "source_key": is_text or is_integer}.get(
@@ -179,18 +232,20 @@ def read_batches(source: MetadataFile) -> Iterator[pa.RecordBatch]:
 def _rename(batch: pa.RecordBatch, wanted: dict[str, str]) -> pa.RecordBatch:
     columns = []
     for name, spelling in wanted.items():
-        column, field = batch.column(spelling), OUTPUT_SCHEMA.field(name)
-        if pa.types.is_string(field.type) or pa.types.is_null(column.type):
-            column = column.cast(field.type)  # the column may have dictionary, large string, numeric or null type
+        column = batch.column(spelling)
+        if name in COLUMNS:
+            kind = CANONICAL.field(name).type
+            if pa.types.is_string(kind) or pa.types.is_null(column.type):
+                column = column.cast(kind)  # the column may have dictionary, large string, numeric or null type
         columns.append(column)
     return pa.RecordBatch.from_arrays(columns, names=list(wanted))
 
 
-def unify(batch: pa.RecordBatch) -> pa.Table:
-    """Convert a batch with canonical column names to a table of OUTPUT_SCHEMA, filling missing columns with nulls.
-    Raises pa.ArrowInvalid if a number is out of range for its column, such as a width of 10¹²."""
+def unify(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
+    """Convert a batch with canonical column names to a table with the schema of a `Layout`, filling missing columns
+    with nulls. Raises pa.ArrowInvalid if a number is out of range for its column, such as a width of 10¹²."""
     columns = []
-    for field in OUTPUT_SCHEMA:
+    for field in schema:
         if field.name not in batch.schema.names:
             columns.append(pa.nulls(batch.num_rows, field.type))
             continue
@@ -199,4 +254,4 @@ def unify(batch: pa.RecordBatch) -> pa.Table:
             column = pc.if_else(pc.is_nan(column), None, column)  # pandas writes missing integers as NaN
         # some releases store the 64-bit hash as unsigned, so let it wrap around
         columns.append(column.cast(field.type, safe=field.name != "hash"))
-    return pa.table(columns, schema=OUTPUT_SCHEMA)
+    return pa.table(columns, schema=schema)

@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.select.config import SelectConfig
+from precompute.select.datasets import DatasetConfig
 from precompute.select.duplicates import COMPARABLE_NAME, HashWriter, hash_urls, rows_to_drop
-from precompute.select.metadata import DICTIONARY_COLUMNS, OUTPUT_SCHEMA, WORK_NAME, MetadataFile, read_batches, unify
+from precompute.select.metadata import DICTIONARY_COLUMNS, WORK_NAME, Layout, MetadataFile, read_batches, unify
 from precompute.select.rules import Rule, apply, build_rules, tally
 from shards.base.durable import canonical_json, fsync_tree, read_sealed_json, write_atomically, write_sealed_json
 from shards.base.errors import WorkError
@@ -28,7 +29,7 @@ from shards.base.urls import comparable_urls
 
 RECEIPT_NAME, ROWS_NAME = "receipt.json", "rows.parquet"
 GROUP_ROWS = 65_536  # rows per row group
-VERSION = 2  # format version of the work folders; raising it invalidates existing folders
+VERSION = 3  # format version of the work folders; raising it invalidates existing folders
 
 
 @dataclass(frozen=True)
@@ -43,42 +44,57 @@ class FilteredFile:
     """Counts for all input rows: the counts of `tally`, and the rows that each rule dropped, under its `counters`."""
 
 
-def _folder_of(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str], partitions: int) -> Path:
+@dataclass(frozen=True)
+class Plan:
+    """What the first and third passes do with every file."""
+
+    dataset: DatasetConfig
+    layout: Layout
+    opt_out_hosts: list[str]
+    partitions: int
+
+
+def _folder_of(config: SelectConfig, source: MetadataFile, plan: Plan) -> Path:
     """Return the work folder of an input file. Its name contains a hash of everything that its content depends on."""
     identity = [
         VERSION,
         asdict(source),
         config.filters.model_dump(mode="json"),
         config.urls.allow_private_hosts,
-        partitions,
-        opt_out_hosts,
+        plan.partitions,
+        plan.opt_out_hosts,
         config.urls.opt_out is not None,
+        plan.dataset.model_dump(mode="json"),
+        [[field.name, str(field.type)] for field in plan.layout.schema],
     ]
     digest = hashlib.sha256(canonical_json({"identity": identity})).hexdigest()[:16]
     return config.output / WORK_NAME / f"{source.name.removesuffix('.parquet')}-{digest}"
 
 
-def filter_file(config: SelectConfig, source: MetadataFile, opt_out_hosts: list[str], partitions: int) -> FilteredFile:
+def filter_file(config: SelectConfig, source: MetadataFile, plan: Plan) -> FilteredFile:
     """Filter one input file into its work folder, or reuse the folder of an earlier run if it is complete. Raises
     WorkError if the input is damaged, or a value is out of range for its column."""
-    folder = _folder_of(config, source, opt_out_hosts, partitions)
+    folder = _folder_of(config, source, plan)
     if not (folder / RECEIPT_NAME).exists():
         attempt = folder.with_name(f"{folder.name}.attempt")
         shutil.rmtree(attempt, ignore_errors=True)
         attempt.mkdir(parents=True)
-        rules = build_rules(config.filters, config.urls, opt_out_hosts)
-        _write_attempt(attempt, source, rules, partitions, config.urls.opt_out is not None)
+        _write_attempt(attempt, config, source, plan)
         fsync_tree(attempt)
         attempt.replace(folder)
     receipt = read_sealed_json(folder / RECEIPT_NAME)
     return FilteredFile(folder, source.name, receipt["rows_out"], Counter(receipt["counts"]))
 
 
-def _write_attempt(attempt: Path, source: MetadataFile, rules: list[Rule], partitions: int, has_opt_outs: bool) -> None:
+def _write_attempt(attempt: Path, config: SelectConfig, source: MetadataFile, plan: Plan) -> None:
     counts: Counter[str] = Counter()
-    groups = write_rows(attempt / ROWS_NAME, _filtered(source, rules, counts), "lz4")
-    with HashWriter(attempt, partitions) as hashes, ExitStack() as stack:
-        comparable = stack.enter_context(HashWriter(attempt / COMPARABLE_NAME, partitions)) if has_opt_outs else None
+    rules = build_rules(config.filters, config.urls, plan.opt_out_hosts, plan.dataset)
+    schema = plan.layout.schema
+    groups = write_rows(attempt / ROWS_NAME, _filtered(source, rules, schema, counts), schema, schema.names, "lz4")
+    with HashWriter(attempt, plan.partitions) as hashes, ExitStack() as stack:
+        comparable = None
+        if config.urls.opt_out is not None:
+            comparable = stack.enter_context(HashWriter(attempt / COMPARABLE_NAME, plan.partitions))
         for group in groups:
             hashes.add(hash_urls(group["URL"]))
             if comparable is not None:
@@ -87,23 +103,30 @@ def _write_attempt(attempt: Path, source: MetadataFile, rules: list[Rule], parti
     write_sealed_json(attempt / RECEIPT_NAME, {"rows_out": num_rows, "counts": counts})
 
 
-def _filtered(source: MetadataFile, rules: list[Rule], counts: Counter[str]) -> Iterator[pa.Table]:
+def _filtered(source: MetadataFile, rules: list[Rule], schema: pa.Schema, counts: Counter[str]) -> Iterator[pa.Table]:
     for batch in read_batches(source):
         counts += tally(batch, buckets=())
         kept = apply(rules, batch, counts)
         try:
-            yield unify(kept)
+            yield unify(kept, schema)
         except pa.ArrowInvalid as error:
             message = f"{source.address} has an out-of-range value: {error}. Fix or remove the file."
             raise WorkError(message) from error
 
 
-def write_rows(path: Path, tables: Iterable[pa.Table], compression: str) -> Iterator[pa.Table]:
+def write_rows(
+    path: Path, tables: Iterable[pa.Table], schema: pa.Schema, names: list[str], compression: str
+) -> Iterator[pa.Table]:
     """Write `tables` to `path`, and yield each row group once it is written. The file is complete only when the
-    iterator is exhausted."""
-    with pq.ParquetWriter(path, OUTPUT_SCHEMA, compression=compression, use_dictionary=DICTIONARY_COLUMNS) as writer:
+    iterator is exhausted.
+
+    Args:
+        names: names of the columns in the file.
+    """
+    renamed = pa.schema([field.with_name(name) for field, name in zip(schema, names, strict=True)])
+    with pq.ParquetWriter(path, renamed, compression=compression, use_dictionary=DICTIONARY_COLUMNS) as writer:
         for group in regroup(tables, GROUP_ROWS):
-            writer.write_table(group, row_group_size=GROUP_ROWS)
+            writer.write_table(group.rename_columns(names), row_group_size=GROUP_ROWS)
             yield group
 
 
@@ -148,6 +171,7 @@ def write_output(
     filtered: Sequence[FilteredFile],
     kept: Sequence[int],
     drops: Sequence[Path],
+    layout: Layout,
     buckets: Sequence[str],
 ) -> Counter[str]:
     """Write one output file into `folder`, unless a complete one exists; return the `tally` of its rows.
@@ -162,7 +186,8 @@ def write_output(
         return Counter(json.loads(counts_path.read_text()))
     counts: Counter[str] = Counter()
     temporary = path.with_suffix(".tmp")
-    for group in write_rows(temporary, _rows(output, filtered, kept, drops), "zstd"):
+    rows = _rows(output, filtered, kept, drops)
+    for group in write_rows(temporary, rows, layout.schema, layout.published, "zstd"):
         counts += tally(group, buckets)
     assert counts["rows"] == output.num_rows, f"{output} has {counts['rows']} rows"
     temporary.replace(path)

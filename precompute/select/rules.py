@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.select.config import FiltersConfig, UrlsConfig
+from precompute.select.datasets import COLUMNS, LAION, DatasetConfig
 from precompute.select.hosts import are_http, are_private
 from shards.base.opt_outs import matching_hosts
 from shards.format.buckets import Bucket
@@ -66,8 +67,11 @@ def _all(batch: pa.RecordBatch) -> pa.BooleanArray:
     return pa.array(np.ones(batch.num_rows, bool))
 
 
-def build_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[str]) -> list[Rule]:
-    """Return the enabled rules, in the order in which they are applied."""
+def build_rules(
+    filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[str], dataset: DatasetConfig = LAION
+) -> list[Rule]:
+    """Return the enabled rules, in the order in which they are applied. Conditions quote the dataset's own names for
+    its columns."""
     rules: list[Rule] = []
     for name, column, bound, sign in (
         ("aesthetic", "AESTHETIC_SCORE", filters.min_aesthetic, "≥"),
@@ -79,7 +83,18 @@ def build_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[st
             option = f"filters.{'min' if sign == '≥' else 'max'}_{name}"
             # numpy compares in the column's own precision: a float32 0.7 is not below a bound of 0.7
             passes = partial(operator.le if sign == "≥" else operator.gt, bound)
-            rules.append(Rule(name, f"{column} {sign} {bound:g}", (column,), _numeric_predicate(passes), option))
+            condition = f"{dataset.columns.get(column, column)} {sign} {bound:g}"
+            rules.append(Rule(name, condition, (column,), _numeric_predicate(passes), option))
+    canonical = {spelling: column for column, (_, spellings) in COLUMNS.items() for spelling in spellings}
+    canonical |= {spelling: column for column, spelling in dataset.columns.items()}
+    for name, limits in filters.scores.items():
+        if limits is None:
+            continue
+        for compare, limit, text in limits.rules:
+            predicate = _numeric_predicate(partial(_within, compare, limit))
+            column = canonical.get(name, name)
+            bound_name = f"{'min' if compare is np.greater_equal else 'max'}_{name}"
+            rules.append(Rule(bound_name, f"{name} {text}", (column,), predicate, f"filters.scores.{name}"))
     sides = ("WIDTH", "HEIGHT")
     if (side := filters.min_side) is not None:
         predicate = _numeric_predicate(lambda w, h: np.minimum(w, h) >= side)
@@ -91,6 +106,10 @@ def build_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[st
         )
         rules.append(Rule("aspect_ratio", condition, sides, predicate, "filters.max_aspect_ratio"))
     return rules + _text_rules(filters, urls, opt_out_hosts)
+
+
+def _within(compare: np.ufunc, limit: float, values: np.ndarray) -> np.ndarray:
+    return np.asarray(compare(values, limit))
 
 
 def _text_rules(filters: FiltersConfig, urls: UrlsConfig, opt_out_hosts: list[str]) -> list[Rule]:

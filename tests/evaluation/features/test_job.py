@@ -17,7 +17,7 @@ from evaluation.features.job import extract
 from evaluation.features.sources import InputRecord, ReferenceConfig, ReferenceUnit, reference_units
 from evaluation.units import run_on_worker, run_units
 from precompute.encode.overlap import Stuck
-from precompute.input.tars import list_tars
+from precompute.input.find import find_input
 from precompute.pixels.decode import LimitsConfig
 from shards.base.remote import RemoteStore
 from tests.evaluation.sets import run_here
@@ -39,16 +39,16 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def files_unit(folder: Path, pictures: Sequence[bytes], config: ReferenceConfig = CONFIG) -> ReferenceUnit:
     folder.mkdir()
-    paths = tuple(folder / f"{number:05d}.jpg" for number in range(len(pictures)))
-    for path, data in zip(paths, pictures, strict=True):
-        path.write_bytes(data)
-    return ReferenceUnit(folder.name, paths, config, poisoned)
+    for number, data in enumerate(pictures):
+        (folder / f"{number:05d}.jpg").write_bytes(data)
+    (unit,) = find_input(str(folder)).units()
+    return ReferenceUnit(folder.name, unit, config, poisoned)
 
 
 def tar_unit(folder: Path, pictures: Sequence[bytes]) -> ReferenceUnit:
     samples = [(f"{key:09d}", {"jpg": data, "txt": b"x", "json": b"{}"}) for key, data in enumerate(pictures)]
     make_tar(folder, "00000", samples)
-    (tar,) = list_tars(str(folder))
+    (tar,) = find_input(str(folder)).units()
     return ReferenceUnit(tar.name, tar, CONFIG, poisoned)
 
 
@@ -120,8 +120,8 @@ def test_decoding_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_each_receipt_is_read_once_in_a_single_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This matters on an object store, where each read takes a round trip."""
-    monkeypatch.setattr("evaluation.features.sources.FILES_PER_UNIT", 2)
     files_unit(tmp_path / "files", VALID)
+    monkeypatch.setattr("precompute.input.numbering.UNIT_SAMPLES", 2)
     units = reference_units(ReferenceConfig(pictures=str(tmp_path / "files"), size="64x64"))
     assert [unit.name for unit in units] == ["00000", "00001", "00002"]
     place = f"memory://{tmp_path.name}/reference"

@@ -145,6 +145,34 @@ def test_a_shard_with_too_few_successes_fails(server: BadServer, tmp_path: Path)
     assert members(tmp_path / "out" / "00000.tar") == {}
 
 
+@pytest.mark.parametrize("algorithm", ["md5", "sha256"])
+def test_images_that_are_not_those_of_the_metadata_fail(server: BadServer, tmp_path: Path, algorithm: str) -> None:
+    digest = hashlib.new(algorithm, PNG).hexdigest()
+    jpeg = hashlib.new(algorithm, JPEG + b"/jpeg/redirected").hexdigest()
+    other = hashlib.new(algorithm, b"other").hexdigest()
+    cases = {
+        "png/0": digest,
+        "png/1": digest.upper(),
+        "png/2": other,
+        "png/3": None,
+        "png/4": "unknown",
+        "redirect": jpeg,
+    }
+    table = laion.rows(len(cases), URL=[f"{server.address}/{path}" for path in cases])
+    laion.write(tmp_path / "in.parquet", table.append_column(algorithm, pa.array(cases.values(), pa.string())))
+    request = config(tmp_path / "in.parquet", tmp_path / "out")
+    [shard] = plan_download(request)
+    fetch_tar(request, shard)
+    rows = pq.read_table(tmp_path / "out" / "00000.parquet").sort_by("key").to_pylist()
+    assert [row["status"] == "success" for row in rows] == [True, True, False, True, True, True]
+    assert rows[2]["error_message"] == "hash mismatch"
+    assert [row[f"source_{algorithm}"] for row in rows] == list(cases.values())
+    assert write_report(tmp_path / "out", [shard], {}, 1, 1.0)["failures"] == {"hash_mismatch": 1}
+    unchecked = config(tmp_path / "in.parquet", tmp_path / "unchecked", verify=False)
+    fetch_tar(unchecked, *plan_download(unchecked))
+    assert len(members(tmp_path / "unchecked" / "00000.tar")) == 3 * len(cases)
+
+
 def test_shrinking_pictures(server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = pytest.importorskip("PIL.Image")
     sizes = {}

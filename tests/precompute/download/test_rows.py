@@ -38,11 +38,11 @@ def test_names() -> None:
         "aesthetic": "AESTHETIC_SCORE",
         "key": "source_key",
         "md5": "source_md5",
-        "LICENSE": "LICENSE",
+        "LICENSE": "license",
         "caption": "caption",
         "url": "url",
     }
-    assert list(name_columns(schema, ["LICENSE", "url"], "here").values()) == ["LICENSE", "caption", "url"]
+    assert list(name_columns(schema, ["LICENSE", "url"], "here").values()) == ["license", "caption", "url"]
 
 
 def test_dictionaries_and_large_strings_are_read_as_strings(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def with_column(name: str, values: Any) -> pa.Table:
             {},
             r"`t` has type timestamp\[ms\], so it cannot be stored as t",
         ),
-        (with_column("l", pa.array([[1], [2]])), {}, r"`l` has type list<element: int64>.*--extra_columns a,b"),
+        (with_column("l", pa.array([["a"], []])), {}, r"`l` has type list<element: string>.*--extra_columns a,b"),
         (
             laion.rows(2).set_column(0, "URL", pa.array([1, 2])),
             {},

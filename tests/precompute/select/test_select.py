@@ -180,7 +180,7 @@ def test_mixed_schemas_come_out_as_one(tmp_path: Path) -> None:
     assert found["hash"] == [None, -(2**63) + 1, 2]
     assert found["source_key"] == [None, "71", "72"]
     assert found["LANGUAGE"] == [None, "en", "en"]
-    assert "LICENSE" not in found
+    assert found["license"] == [None, "?", "?"]
 
 
 def test_metadata_at_an_address_and_as_a_glob(metadata: Path, tmp_path: Path) -> None:
