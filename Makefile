@@ -51,7 +51,7 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup
 	$(BIN)/python -m examples.shapes.demo $(ARGS)
 
-## make select METADATA=laion/ [OUT=runs/data/selected] | select rows of LAION metadata to download
+## make select METADATA=metadata/ [OUT=runs/data/selected] | select rows of a dataset of URLs to download
 select: setup
 	$(BIN)/python -m precompute.select --config $(or $(CONFIG),configs/select.yaml) --metadata $(METADATA) $(if $(OUT),--output $(OUT)) $(ARGS)
 

@@ -1,5 +1,6 @@
 """Config for stage 1, and the encoding record and worker recipe that are derived from it."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,8 +19,9 @@ from precompute.describe import (
     describe_text,
 )
 from precompute.encode.recipe import Recipe, SourceRoot, WorkerConfig
-from precompute.input.captions import check_caption_fields
-from precompute.input.tars import TarsConfig
+from precompute.input.captions import check_caption_sources, check_score_sources, source_name
+from precompute.input.table import CaptionSource, ScoreSource, TableConfig, describe_tables
+from precompute.input.unit import InputConfig
 from precompute.pixels.buckets import AspectConfig, Buckets
 from precompute.pixels.decode import LimitsConfig, PixelsConfig
 from shards.base.config import Config
@@ -29,7 +31,7 @@ from shards.base.store import Place
 from shards.derive.conversion import Conversion
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.scores import score_names
+from shards.format.scores import LAION_SCORES
 from shards.root.publish import IndexConfig
 
 
@@ -45,10 +47,11 @@ class WorkersConfig(WorkerConfig, FleetConfig):
 
 
 class PrecomputeConfig(Config):
-    """Stage 1: webdataset tars of captioned images → a latents root."""
+    """Stage 1: captioned images → a latents root."""
 
     input: FolderOrName
-    """Folder or URL of the tars, such as those that `make download` wrote."""
+    """Folder, file or URL of captioned images: webdataset tars (such as those that `make download` wrote), image files
+    with text files or a table beside them, parquet files with a column of images, or an MDS dataset."""
     source: Root | None = None
     """Latents root to derive the new root from, instead of encoding `input`. Its image latents are reused, as are the
     text latents and features of towers that do not change; new text towers encode its captions. No images are
@@ -56,7 +59,8 @@ class PrecomputeConfig(Config):
     output: Root
     """The latents root: a local folder, or an object-store URL such as s3://bucket/latents."""
     shards: str = "all"
-    """Tars to encode: `00042`, `00000-00099`, a comma-separated list of both, or `all`."""
+    """Units (tars, or numbered groups of images) to encode: `00042`, `00000-00099`, a comma-separated list of both, or
+    `all`."""
     buckets: list[str] = Field(["256x256", "512x512"], min_length=1)
     """Buckets as WIDTHxHEIGHT in pixels. An image goes to every bucket that it covers without upscaling."""
     aspect: AspectConfig = AspectConfig()
@@ -69,9 +73,17 @@ class PrecomputeConfig(Config):
     posterior: Literal["moments", "mean"] | None = None
     """`moments`, the default, stores the mean and log-variance, so that training can draw a new latent in every epoch;
     `mean` stores only the mean, in half the space. Omit `posterior` for an autoencoder that has none."""
-    captions: Annotated[list[str], AfterValidator(check_caption_fields)] = Field(["txt"], min_length=1)
-    """Caption fields of a sample: `txt` for its text member, or `json:FIELD` for a field of its JSON. With several
-    fields, all captions are stored, and training draws one of them each time it uses the sample."""
+    captions: Annotated[list[CaptionSource], AfterValidator(check_caption_sources), Field(min_length=1)] | None = None
+    """Where a sample's captions are: `txt` is the text file beside the image, and other names are fields of the JSON
+    beside it, or columns of its row (`caption`, `captions[0]`). With several, all captions are stored, and training
+    draws one of them each time it uses the sample. An entry can also be an object with a weight, or with a column of a
+    table, as in `{table: captions.parquet, key: key, column: vlm_long, fallback: txt, weight: 3}`. By default, stage 1
+    looks for the captions in the first samples, and asks if there are several."""
+    scores: Annotated[list[ScoreSource], AfterValidator(check_score_sources)] = Field(
+        [ScoreSource(field=name) for name in LAION_SCORES]
+    )
+    """Numbers to store with each sample, so that training can filter by them (`data.filter`): fields of the JSON beside
+    an image, or columns of its row or of a table, as in `{table: scores.parquet, key: key, column: hps}`."""
     precision: PrecisionOption = "float16"
     """Autocast data type for all towers; part of the encoding id. Samples that overflow are encoded again in float32.
     `auto` uses the precision of the existing root. For a new root, it uses bfloat16 if the workers' device supports it,
@@ -80,7 +92,7 @@ class PrecomputeConfig(Config):
     text: TextConfig = TextConfig()
     pixels: PixelsConfig = PixelsConfig()
     limits: LimitsConfig = LimitsConfig()
-    tars: TarsConfig = TarsConfig()
+    tars: InputConfig = InputConfig()
     workers: WorkersConfig = WorkersConfig()
     index: IndexConfig = IndexConfig()
 
@@ -100,6 +112,9 @@ class PrecomputeConfig(Config):
                 f"texts.{rounded[0]}.weights: matrix products with int8 weights overflow float16; set precision: "
                 f"bfloat16"
             )
+        columns = {source.column for source in self.captions or () if source.column}
+        if both := sorted(columns & {source.name for source in self.scores}):
+            raise ValueError(f"scores: {both[0]} is also the column of a table of captions; rename one of them")
         return self
 
     @property
@@ -108,11 +123,18 @@ class PrecomputeConfig(Config):
         return Buckets(tuple(Bucket.parse(name) for name in self.buckets), self.aspect.tables)
 
 
-def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
+def describe_encoding(config: PrecomputeConfig, tables: tuple[TableConfig, ...] | None = None) -> EncodingRecord:
     """Build the encoding record for a run from the configs and hashes of its models, without loading weights. Raises
-    RequestError if a model is missing or unsuitable, or a bucket does not fit a tower."""
+    RequestError if a model is missing or unsuitable, or a bucket does not fit a tower.
+
+    Args:
+        tables: the tables of captions and scores, if they were described before.
+    """
     pixels = config.pixels
-    assert config.precision != "auto", "resolve the precision first"
+    assert config.precision != "auto" and config.captions is not None, "call `resolved` first"
+    tables = describe_tables(config.captions, config.scores) if tables is None else tables
+    sources = config.captions
+    weights = [source.weight // math.gcd(*(each.weight for each in sources)) for source in sources]
     record = EncodingRecord(
         image=describe_image(
             config.vae,
@@ -126,10 +148,12 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
         ),
         texts={name: describe_text(name, tower, config.text) for name, tower in config.texts.items()},
         features={name: describe_features(name, tower, config.to_fill.all) for name, tower in config.features.items()},
-        captions=tuple(config.captions),
+        captions=tuple(map(source_name, sources)),
+        caption_weights=tuple(weights) if len(set(weights)) > 1 else (),
+        tables={column: table.sha256 for table in tables for column in table.columns},
         max_characters=config.limits.max_caption_characters,
         compute_dtype=config.precision,
-        scores=score_names(),
+        scores=tuple(source.name for source in config.scores),
     )
     for bucket in config.to_fill.all:
         try:
@@ -140,8 +164,17 @@ def describe_encoding(config: PrecomputeConfig) -> EncodingRecord:
     return record
 
 
-def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord, conversion: Conversion | None = None) -> Recipe:
-    """Build the recipe that workers receive. `conversion` tells them how to convert the data in `config.source`."""
+def make_recipe(
+    config: PrecomputeConfig,
+    encoding: EncodingRecord,
+    conversion: Conversion | None = None,
+    tables: tuple[TableConfig, ...] | None = None,
+) -> Recipe:
+    """Build the recipe that workers receive. `conversion` tells them how to convert the data in `config.source`.
+
+    Args:
+        tables: the tables of captions and scores, if they were described before.
+    """
     towers: dict[str, TextTowerConfig | FeatureTowerConfig] = {
         **{f"texts.{name}": tower for name, tower in config.texts.items()},
         **{f"features.{name}": tower for name, tower in config.features.items()},
@@ -156,4 +189,5 @@ def make_recipe(config: PrecomputeConfig, encoding: EncodingRecord, conversion: 
         config.workers,
         batch_sizes,
         SourceRoot(config.source, conversion) if config.source is not None and conversion is not None else None,
+        tables=describe_tables(config.captions or (), config.scores) if tables is None else tables,
     )

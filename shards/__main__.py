@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from shards.base.device import available_cores
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError, WorkError, console
+from shards.base.store import LocalStore
 from shards.base.table import counted
 from shards.derive.conversion import Changes
 from shards.derive.job import derive
@@ -27,10 +28,12 @@ from shards.open import open_store
 from shards.root.commit import recall
 from shards.root.exclusions import KINDS, make_exclusion
 from shards.root.index import write_indexes
+from shards.root.manifest import FOLDER as MANIFESTS
 from shards.root.publish import Publisher
 from shards.tools.card import dataset_card
 from shards.tools.clean import clean, parse_age
 from shards.tools.exclude import exclude
+from shards.tools.push import push_folder
 from shards.tools.recall import RecallFilter, node_totals, nodes_table, recall_candidates
 from shards.tools.stats import plot_stats, root_stats, stats_table
 from shards.tools.verify import verify_root
@@ -86,6 +89,8 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
             add("--max-samples", type=int, default=10_000, help=about)
         case "card":
             add("--output", type=Path, help="file to write, such as ROOT/README.md; default: stdout")
+        case "push":
+            add_push_options(add)
         case "clean":
             add("--older-than", default="7d", help="minimum age, such as 7d, 36h or 90m; default: 7d")
         case "recall":
@@ -95,6 +100,13 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
             add("--dry-run", action="store_true", help="list the parts without recalling them")
     if name in ("stats", "where", "by-node"):
         add("--json", action="store_true", help="print JSON")
+
+
+def add_push_options(add: Callable[..., object]) -> None:
+    """Add the options of commands that upload something to the hub."""
+    add("repo", help="repository on the Hugging Face Hub: org/name")
+    add("--license", help="identifier of the licence on the hub, such as cc-by-4.0; required")
+    add("--public", action="store_true", help="make a new repository visible to everyone; default: private")
 
 
 def verify(options: argparse.Namespace) -> None:
@@ -130,6 +142,20 @@ def card(options: argparse.Namespace) -> None:
         options.output.write_text(text)
     else:
         print(text, end="")
+
+
+def push(options: argparse.Namespace) -> None:
+    """Upload the root to the Hugging Face Hub, with its card: ROOT/README.md, or a new one. Runs can train from there
+    directly."""
+    if not isinstance(options.root, LocalStore):
+        raise RequestError(f"{options.root.where()} is a URL, but only a local folder can be uploaded to the hub.")
+    # those of now: a job that extends the root may publish more before their parts are uploaded
+    manifests = tuple(f"{MANIFESTS}/{name}" for name in options.root.files(MANIFESTS))
+    folder = Path(options.root.where())
+    written = folder / "README.md"  # perhaps edited
+    text = written.read_text() if written.is_file() else dataset_card(options.root)
+    where = push_folder(folder, options.repo, "dataset", text, options.license, options.public, manifests)
+    print(f"{where} (train from it with `root: hf://datasets/{options.repo}`)")
 
 
 def where(options: argparse.Namespace) -> None:
@@ -208,6 +234,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {
     "stats": (stats, " --json"),
     "index": (index, ""),
     "card": (card, " --output runs/data/latents/README.md"),
+    "push": (push, " org/name --license cc-by-4.0"),
     "exclude": (exclude_samples, " --urls --file takedowns.txt"),
     "where": (where, " 000420017"),
     "by-node": (by_node, " --json"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shards.format import image
 from shards.format.encoding import EncodingRecord
-from shards.format.text import pad_tokens, unpack
+from shards.format.text import pad_tokens, unpack_stored
 from shards.open import open_store
 from shards.root.reading import captions, decoded, features, image_latents
 
@@ -59,7 +59,7 @@ class LatentDataset(StreamingDataset):
         """Convert one sample's stored columns to the entries listed in the class docstring."""
         sample = {name: columns[name] for name in ("key", "size", "scores")}
         sample |= {"captions": captions(columns, self.encoding), "image_latents": self._latents(columns)}
-        rows = unpack(columns)
+        rows = unpack_stored(columns)
         for name, tower in self.encoding.texts.items():
             if tower.states:
                 states = [decoded(row, f"text_latents.{name}", f"text_scales.{name}") for row in rows]

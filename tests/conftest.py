@@ -24,7 +24,7 @@ from precompute.encode.recipe import Decode
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
 from precompute.encode.worker import _kept_networks, load_networks
-from precompute.input.tars import list_tars
+from precompute.input.find import find_input
 from precompute.pixels.decode import decode as decode_picture
 from shards.base.durable import locked
 from shards.format.encoding import EncodingRecord
@@ -195,6 +195,7 @@ def precompute_config(models: Path, tars: Path, output: Path | str, **changes: A
         "buckets": ["64x64", "128x128"],
         "vae": str(models / "vae"),
         "texts": {"text": clip_tower(models)},
+        "captions": ["txt"],
         "precision": "float32",
         "workers": {"num_gpus": 0, "num_cpus": 1, "decode_threads": 2, "batch_size": 8},
     }
@@ -230,8 +231,8 @@ def encode_all(
     record_rules(store, config.to_fill.rules)
     recipe = replace(make_recipe(config, encoding), decode=decode)
     towers = make_towers(config, encoding)
-    for tar in list_tars(config.input):
-        encode_tar(tar, recipe, store, towers, attempt, report)
+    for unit in find_input(config.input).units(store):
+        encode_tar(unit, recipe, store, towers, attempt, report)
     write_indexes(store)
 
 

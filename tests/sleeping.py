@@ -14,7 +14,7 @@ from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.overlap import Turns
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import PictureLatents, Timer, Towers, WaitForCaptions
-from precompute.input.tars import list_tars
+from precompute.input.find import find_input
 from shards.format.buckets import Bucket
 from shards.format.text import TextLatents
 from shards.open import open_store
@@ -89,5 +89,8 @@ def encode_asleep(config: PrecomputeConfig, device: Device, at_once: int) -> Seq
     record_rules(store, config.to_fill.rules)
     recipe, towers, turns = make_recipe(config, encoding), SleepingTowers(make_towers(config), device), Turns()
     with ThreadPoolExecutor(at_once) as hands:
-        calls = [hands.submit(encode_tar, tar, recipe, store, towers, turns=turns) for tar in list_tars(config.input)]
+        calls = [
+            hands.submit(encode_tar, tar, recipe, store, towers, turns=turns)
+            for tar in find_input(config.input).units()
+        ]
         return [call.result() for call in calls]

@@ -40,6 +40,7 @@ READ = [
 """Functions that parse the arguments."""
 WORK = [
     *("shards.__main__.open_store", "precompute.preview.open_store", "shards.tools.init.write_configs"),
+    "train.export.push.read_card",
     *(
         "train.run.reporting.plot.plot_run",
         "accelerate.commands.launch.launch_command",

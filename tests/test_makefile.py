@@ -27,7 +27,7 @@ MAKEFILE = Path("Makefile")
         (["watch", "PROMPTS=p.txt"], "make watch needs RUN. Usage: make watch RUN=runs/phase2 PROMPTS=prompts.txt"),
         (["watch", "RUN=runs/a"], "make watch needs PROMPTS. Usage: make watch RUN=runs/phase2 PROMPTS=prompts.txt"),
         (["report"], 'make report needs RUN. Usage: make report RUN="runs/phase1 runs/phase2"'),
-        (["select"], "make select needs METADATA. Usage: make select METADATA=laion/"),
+        (["select"], "make select needs METADATA. Usage: make select METADATA=metadata/"),
     ],
 )
 def test_missing_and_wrong_arguments(words: list[str], message: str) -> None:

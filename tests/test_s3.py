@@ -53,8 +53,8 @@ def test_tars_and_latents_on_s3(
     receipt = json.loads(open_store(f"{s3}/latents").read("commits/64x64/00000.json"))
     assert receipt["input"]["address"] == f"{s3}/tars/00000.tar"
     shards(["verify", f"{s3}/latents"])
-    preview([f"{s3}/latents", "--output", str(tmp_path / "sheet.png")])
-    assert (tmp_path / "sheet.png").stat().st_size > 10_000
+    preview([f"{s3}/latents", "--output", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").stat().st_size > 10_000
 
     curves = []
     for name, root, data in (("near", latents, {}), ("far", f"{s3}/latents", {"cache": str(tmp_path / "cache")})):

@@ -2,8 +2,8 @@
 
 The worker is `encode_tar` itself, on tars of JPEGs, into buckets of 256 and 512 px with Stable Diffusion 2's shapes.
 Fake encoders replace the networks: one takes no time, and the other behaves like a GPU, taking a fixed time per image
-in parallel with the worker's threads. `--only beside` runs the comparison with the simple script, and `--only cpus`
-measures CPU time per image. Neither a GPU nor weights are needed.
+in parallel with the worker's threads. `--only beside` runs the comparison with the simple script, `--only cpus`
+measures CPU time per image, and `--only kinds` compares the kinds of input. Neither a GPU nor weights are needed.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch
 
 from bench.kit.common import section, status_mb, table, timed_in_turn
 from bench.pixels import make_corpus
-from bench.worker import comparison, cpus
+from bench.worker import comparison, cpus, kinds
 from bench.worker.alone import (
     BUCKETS,
     Options,
@@ -35,7 +35,7 @@ from bench.worker.alone import (
 from bench.worker.fakes import SleepingImageEncoder, sd2_record
 from bench.worker.inputs import jpegs, make_tars
 from precompute.encode.worker import prepare_process
-from precompute.input.tars import list_tars
+from precompute.input.find import find_input
 
 DISTINCT_PICTURES = 100
 MIXED, SMALL = (300, 1600), (400, 600)
@@ -53,7 +53,7 @@ def sleeping_encoder(options: Options) -> SleepingImageEncoder:
 def overhead(options: Options, number: int) -> list[float]:
     """Return, flattened, rounds of (bare seconds, worker's seconds, bare CPU seconds, worker's CPU seconds)."""
     torch.set_num_threads(1)
-    shard = list_tars(str(options.folder / "tars"))[0]
+    shard = find_input(str(options.folder / "tars")).units()[0]
     config = worker_config(options.folder / "tars", options.folder / "free", options.threads)
     roots = iter([fresh_config(options, f"free{number}") for number in range(options.rounds + 1)])
     members = pictures_of(shard, options)
@@ -79,7 +79,7 @@ def busy(options: Options, number: int) -> list[float]:
     """Return the share of time for which the sleeping encoder was busy, in each of three tars and overall."""
     torch.set_num_threads(1)
     config, encoder = fresh_config(options, f"busy{number}"), sleeping_encoder(options)
-    shards, shares = list_tars(config.input)[:3], []
+    shards, shares = find_input(config.input).units()[:3], []
     prepare_process()  # like a worker that loads its encoders
     start = time.perf_counter()
     for shard in shards:
@@ -93,7 +93,7 @@ def one_of_two(options: Options, number: int) -> list[float]:
     """Encode the tar of this number, or both tars if it is negative, and return the start and end time."""
     torch.set_num_threads(1)
     config, encoder = fresh_config(options, f"two{number}"), sleeping_encoder(options)
-    shards = list_tars(config.input)[:2]
+    shards = find_input(config.input).units()[:2]
     prepare_process()
     start = time.time()
     encode(shards if number < 0 else shards[number : number + 1], config, encoder)
@@ -113,7 +113,7 @@ def memory(options: Options, number: int) -> list[float]:
     torch.set_num_threads(1)
     prepare_process()
     config, resident = fresh_config(options, "memory"), []
-    for _, shard in zip(range(options.shards), cycle(list_tars(config.input)), strict=False):
+    for _, shard in zip(range(options.shards), cycle(find_input(config.input).units()), strict=False):
         encode([shard], config, free_image_encoder())
         resident.append(status_mb("VmRSS"))
         shutil.rmtree(config.output)
@@ -191,10 +191,17 @@ def cpus_report(options: Options) -> str:
     return section("CPUs for a worker", "bench.worker", cpus.report(mixed, MIXED))
 
 
+def kinds_report(options: Options) -> str:
+    """Compare the kinds of input, and return a Markdown section."""
+    of_kinds = replace(options, folder=options.folder / "kinds", images=options.images // 2)
+    kinds.make_inputs(of_kinds.folder, jpegs(make_corpus(DISTINCT_PICTURES, 0, *MIXED), of_kinds.images))
+    return section("A worker for each kind of input", "bench.worker", kinds.report(of_kinds))
+
+
 def main() -> None:
     """Measure, and print the sections."""
     parser = argparse.ArgumentParser(prog="bench.worker", description=__doc__)
-    parser.add_argument("--only", choices=("alone", "cpus", "beside"), help="run one section only")
+    parser.add_argument("--only", choices=("alone", "cpus", "beside", "kinds"), help="run one section only")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench/worker"), help="temporary folder")
     parser.add_argument("--images", type=int, default=IMAGES, help="images per tar; a tenth of it for measuring memory")
     parser.add_argument("--shards", type=int, default=240, help="number of consecutive tars for measuring memory")
@@ -205,7 +212,8 @@ def main() -> None:
     only, options = arguments.pop("only"), Options(**arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     try:
-        for name, make in (("alone", report), ("cpus", cpus_report), ("beside", comparison_report)):
+        sections = {"alone": report, "cpus": cpus_report, "beside": comparison_report, "kinds": kinds_report}
+        for name, make in sections.items():
             if only in (None, name):
                 print(make(options))
     finally:

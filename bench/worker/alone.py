@@ -11,7 +11,8 @@ from bench.worker.fakes import FreeImageEncoder, free_encoders, sd2_record, stor
 from precompute.config import PrecomputeConfig, make_recipe
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
-from precompute.input.tars import InputTar, Tar
+from precompute.input.tars import Tar
+from precompute.input.unit import Unit
 from precompute.pixels.decode import decode
 from shards.open import open_store
 from shards.root.shared import create_root
@@ -23,7 +24,7 @@ def worker_config(tars: Path, output: Path, threads: int) -> PrecomputeConfig:
     """Make a config with the product's defaults, `threads` decoding threads and no models."""
     return PrecomputeConfig.model_validate(
         {
-            **{"input": str(tars), "output": output, "buckets": list(BUCKETS)},
+            **{"input": str(tars), "output": output, "buckets": list(BUCKETS), "captions": ["txt"]},
             "vae": "stand-in",
             "texts": {"text": {"model": "stand-in", "tokenizer": "stand-in"}},
             "workers": {"num_gpus": 0, "num_cpus": threads, "decode_threads": threads},
@@ -37,10 +38,16 @@ def free_image_encoder() -> FreeImageEncoder:
 
 
 def encode(
-    shards: Iterable[InputTar], config: PrecomputeConfig, image_encoder: FreeImageEncoder, exact: bool = False
+    shards: Iterable[Unit],
+    config: PrecomputeConfig,
+    image_encoder: FreeImageEncoder,
+    exact: bool = False,
+    captions: tuple[str, ...] = ("txt",),
 ) -> None:
-    """Encode tars like a worker, one after another, into a new root: as float16 if `exact`, else as int8 and float8."""
-    store, recipe = open_store(config.output), make_recipe(config, stored_as(sd2_record(), exact))
+    """Encode units like a worker, one after another, into a new root: as float16 if `exact`, else as int8 and
+    float8."""
+    encoding = stored_as(sd2_record(), exact).model_copy(update={"captions": captions})
+    store, recipe = open_store(config.output), make_recipe(config, encoding)
     create_root(store, recipe.encoding)
     _, texts = free_encoders(recipe.encoding)
     towers = Towers(image_encoder, texts, {}, config.workers.batch_size)  # type: ignore[arg-type]
@@ -80,7 +87,7 @@ def fresh_config(options: Options, name: str) -> PrecomputeConfig:
     return worker_config(options.folder / "tars", root, options.threads)
 
 
-def pictures_of(shard: InputTar, options: Options) -> list[bytes]:
+def pictures_of(shard: Unit, options: Options) -> list[bytes]:
     """Read the encoded images of a tar."""
     config = worker_config(options.folder / "tars", options.folder, options.threads)
     path = options.folder / "tars" / f"{shard.name}.tar"

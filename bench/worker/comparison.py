@@ -32,7 +32,7 @@ from precompute.encode.overlap import Turns
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
 from precompute.encode.worker import load_towers, prepare_process
-from precompute.input.tars import list_tars
+from precompute.input.find import find_input
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
@@ -85,6 +85,7 @@ class Case:
                 "output": self.folder / "root",
                 "buckets": list(self.buckets),
                 "precision": "float32",
+                "captions": ["txt"],
                 "workers": workers,
                 "vae": str(models / "vae"),
                 "texts": {"text": text | {"class_name": "CLIPTextModel"}},
@@ -120,7 +121,7 @@ class Runner:
         self.case, self.way = case, way
         self.config = config = case.config
         self.record = stored_as(describe_encoding(config), exact=way != "default")
-        self.tars = list_tars(config.input)
+        self.tars = find_input(config.input).units()
         self.buckets = [Bucket.parse(name) for name in case.buckets]
         if way == "plain":
             text = config.texts["text"]

@@ -18,7 +18,7 @@ from bench.worker.alone import (
     worker_config,
 )
 from precompute.encode.worker import prepare_process
-from precompute.input.tars import list_tars
+from precompute.input.find import find_input
 
 GPU_RATE = 530
 """Images/s that a GPU encodes: an H100 at two fifths of its bf16 rate."""
@@ -28,7 +28,7 @@ STORAGES = ("float16", "int8 and float8")
 def in_turn(options: Options, _: int) -> list[float]:
     """Return, flattened, rounds of CPU seconds (decoding alone, float16, int8 and float8), without the first round."""
     torch.set_num_threads(1)
-    shard = list_tars(str(options.folder / "tars"))[0]
+    shard = find_input(str(options.folder / "tars")).units()[0]
     pictures, config = (
         pictures_of(shard, options),
         worker_config(options.folder / "tars", options.folder, options.threads),

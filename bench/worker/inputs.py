@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from examples.shapes.world import encode_picture, plan_world
-from precompute.input.tars import InputTar, list_tars
+from precompute.input.find import find_input
+from precompute.input.unit import Unit
 
 
 class Captioned(NamedTuple):
@@ -38,7 +39,7 @@ def demo_pictures(number: int) -> list[Captioned]:
     return found
 
 
-def make_tars(folder: Path, pictures: Sequence[Captioned], per_tar: int) -> list[InputTar]:
+def make_tars(folder: Path, pictures: Sequence[Captioned], per_tar: int) -> list[Unit]:
     """Write tars, each with a file that states its number of samples."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard, first in enumerate(range(0, len(pictures), per_tar)):
@@ -54,4 +55,4 @@ def make_tars(folder: Path, pictures: Sequence[Captioned], per_tar: int) -> list
                     tar.addfile(member, io.BytesIO(content))
         counts = {"count": len(samples), "successes": len(samples)}
         (folder / f"{shard:05d}_stats.json").write_text(json.dumps(counts))
-    return list_tars(str(folder))
+    return find_input(str(folder)).units()

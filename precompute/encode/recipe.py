@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import torch
 from pydantic import AfterValidator, Field
 
-from precompute.input.tars import TarsConfig
+from precompute.input.table import TableConfig
+from precompute.input.unit import InputConfig
 from precompute.pixels.buckets import Buckets
 from precompute.pixels.decode import LimitsConfig, Picture, PixelsConfig, decode
 from shards.base.config import Config
@@ -72,13 +73,15 @@ class Recipe:
     buckets: Buckets
     pixels: PixelsConfig
     limits: LimitsConfig
-    tars: TarsConfig
+    tars: InputConfig
     worker: WorkerConfig
     batch_sizes: dict[str, int] = field(default_factory=dict)
     """Batch sizes for towers that override `worker.batch_size`, by `texts.NAME` or `features.NAME`."""
     source: SourceRoot | None = None
     """Root whose parts are converted; None for a job that encodes tars."""
     decode: Decode = decode
+    tables: tuple[TableConfig, ...] = ()
+    """Tables of captions and scores."""
 
     def batches(self, device: torch.device) -> dict[str, int | bool]:
         """Return the settings that affect rounding on `device`: batch sizes and compilation."""

@@ -88,6 +88,8 @@ class SampleInfo:
     """Size of the original image in pixels."""
     sha256: str
     """Hash of the image file."""
+    license: str = ""
+    """Licence of the image, as the input states it."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,8 @@ class CroppedSample:
         info = self.info
         captions = [None if task is None else task.result() for task in info.captions]
         size = (info.width, info.height, *self.corner)
-        return Sample(
-            info.key, captions, latents.image, size, info.scores, latents.features, url=info.url, sha256=info.sha256
-        )
+        about = {"url": info.url, "sha256": info.sha256, "license": info.license}
+        return Sample(info.key, captions, latents.image, size, info.scores, latents.features, **about)
 
 
 @dataclass

@@ -21,9 +21,10 @@ from precompute.encode.samples import (
     set_started,
 )
 from precompute.encode.towers import DeviceClock, Towers, batch_size_of
-from precompute.input.captions import read_captions, read_scores, valid_text
+from precompute.input.captions import read_captions, read_license, read_scores, valid_text
 from precompute.input.reject import Reject
-from precompute.input.tars import RawSample
+from precompute.input.unit import RawSample
+from precompute.pixels.blur import boxes_of
 from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, Isolated
 from shards.base.errors import DamagedInput
 from shards.format.buckets import Bucket
@@ -78,13 +79,16 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
                 f"damaged. Download the tar again. If img2dataset re-encoded the images, set tars.check_sha256 to "
                 f"false."
             )
-        picture = decode(raw.image, buckets, recipe.pixels, recipe.limits, recipe.buckets.tables)
+        arguments = (raw.image, buckets, recipe.pixels, recipe.limits, recipe.buckets.tables)
+        boxes = boxes_of(raw.metadata, recipe.pixels.blur_boxes)
+        picture = decode(*arguments, boxes) if boxes else decode(*arguments)
     except Reject as reject:
         # the detail may quote many member names, which may contain arbitrary bytes
         return Rejected(raw.key, url, Reject(reject.reason, valid_text(str(reject)[:MAX_DETAIL])))
-    scores = read_scores(raw.metadata, encoding.scores)
+    scores = read_scores(raw, encoding.scores)
     captions = [None if caption is None else CaptionTask(caption) for caption in clean]
-    return DecodedSample(SampleInfo(raw.key, url, scores, captions, picture.width, picture.height, sha256), picture)
+    info = SampleInfo(raw.key, url, scores, captions, picture.width, picture.height, sha256, read_license(raw.metadata))
+    return DecodedSample(info, picture)
 
 
 def batched_by_bucket(

@@ -1,19 +1,20 @@
 """All of stage 1 for one tar, from reading it to committing its parts."""
 
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 
 import torch
 
-from precompute.encode.overlap import Turns, in_background, threads
+from precompute.encode.overlap import Turns, in_background
 from precompute.encode.parts import Parts
 from precompute.encode.recipe import Recipe
 from precompute.encode.samples import PixelBatch
 from precompute.encode.stages import batched_by_bucket, decoding, start_batches
 from precompute.encode.towers import DeviceClock, Towers
-from precompute.input.tars import InputTar, Tar, TarRecord, local_copy
+from precompute.input.table import table_settings, with_tables
+from precompute.input.unit import Unit
 from shards.base.device import is_accelerator
 from shards.base.scratch import attempt_folder
 from shards.base.store import Store
@@ -26,7 +27,7 @@ SOFTWARE = ("diffusers", "mosaicml-streaming", "numpy", "pillow", "torch", "tran
 
 
 def encode_tar(
-    tar: InputTar,
+    unit: Unit,
     recipe: Recipe,
     store: Store,
     towers: Towers,
@@ -51,34 +52,37 @@ def encode_tar(
         Stuck: decoding an image in a thread did not end. The process should exit.
     """
     started, stopwatch, turns = datetime.now(UTC), Stopwatch(), turns or Turns()
-    earlier = {str(bucket): current_generation(store, str(bucket), tar.name)[1] for bucket in recipe.buckets.all}
+    earlier = {str(bucket): current_generation(store, str(bucket), unit.name)[1] for bucket in recipe.buckets.all}
     committed = {bucket: receipt for bucket, receipt in earlier.items() if receipt}
     fresh = [bucket for bucket in recipe.buckets.all if str(bucket) not in committed]
     if not fresh:
-        return TarReceipts(tar.name, committed)
+        return TarReceipts(unit.name, committed)
     with turns.empty_caption:
         if not has_uncond(store):
             write_uncond(store, towers.empty_caption())
 
-    with attempt_folder(store, tar.name) as folder:
+    with attempt_folder(store, unit.name) as folder:
         with turns.pictures:
             report(0)  # raises if the job was stopped during the wait, before anything is fetched
+            found = Counter[str]()
             parts = Parts(folder, recipe.encoding, fresh, recipe.buckets)
-            with (
-                opened(tar, recipe, stopwatch) as (members, source),
-                decoding(recipe, fresh, isolate=attempt >= recipe.worker.isolate_from) as decoded,
-            ):
-                # tar members => raw samples => pixels => latents => parts
-                accepted = parts.accept(stopwatch.waiting("decode", decoded(members.samples())))
+            with ExitStack() as stack:
+                with stopwatch("fetch"):
+                    source = stack.enter_context(unit.open(recipe.limits.max_bytes, recipe.tars.policy))
+                isolate = attempt >= recipe.worker.isolate_from
+                decoded = stack.enter_context(decoding(recipe, fresh, isolate))
+                # raw samples => pixels => latents => parts
+                samples = with_tables(source.samples(), recipe.tables, found)
+                accepted = parts.accept(stopwatch.waiting("decode", decoded(samples)))
                 batches = batched_by_bucket(accepted, parts, recipe.worker.batch_size)
                 fill(parts, batches, towers, stopwatch, turns, report)
                 with stopwatch("write"):
                     written = parts.finish()
-                record = source.result()
+                record = source.record()
         # parts => committed, while the device works on the next tar
         is_quantised = any(text.quantised for text in recipe.encoding.texts.values())
         made = Attempt(
-            tar=tar.name,
+            tar=unit.name,
             folder=folder,
             encoding=recipe.encoding,
             places={key: place for place, key in enumerate(sorted(parts.keys))},
@@ -87,14 +91,14 @@ def encode_tar(
             rules={str(bucket): rule for bucket, rule in recipe.buckets.rules.items()},
             source=record,
             software=versions((*SOFTWARE, *is_quantised * ("torchao",))),
-            settings=settings(recipe, towers.device),
+            settings=settings(recipe, towers.device) | table_settings(recipe.tables, found),
             made_by=made_by(towers.device),
             number=attempt,
             started=started.isoformat(timespec="seconds"),
             seconds={**stopwatch.seconds, "worker": turns.lap()},
             clock=stopwatch.began,
         )
-        return TarReceipts(tar.name, committed | commit(store, made))
+        return TarReceipts(unit.name, committed | commit(store, made))
 
 
 def fill(
@@ -117,22 +121,6 @@ def fill(
                 parts.add(batch.bucket, encoded)
             report(len(parts.keys))
     clock.stop()
-
-
-@contextmanager
-def opened(tar: InputTar, recipe: Recipe, stopwatch: Stopwatch) -> Iterator[tuple[Tar, Future[TarRecord]]]:
-    """Open a tar, and check that it is intact or can be salvaged. The second value is a future for the tar's record in
-    its receipts, which includes its SHA-256.
-
-    A separate thread computes the hash, because in a decoding thread it could delay an image beyond its time limit.
-    """
-    with ExitStack() as stack:
-        with stopwatch("fetch"):
-            path = stack.enter_context(local_copy(tar.address))
-        members = Tar(path, recipe.limits.max_bytes, recipe.tars.policy)
-        members.check(tar)
-        hasher = stack.enter_context(threads(1))
-        yield members, hasher.submit(members.record, tar.address)
 
 
 def settings(recipe: Recipe, device: torch.device) -> dict[str, str | int | float | bool]:

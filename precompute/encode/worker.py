@@ -6,10 +6,15 @@ import gc
 import os
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -20,13 +25,16 @@ from precompute.encode.overlap import Stuck, Turns
 from precompute.encode.recipe import Recipe
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import DeviceClock, TextTowers, Towers
-from precompute.input.tars import InputTar
+from precompute.input.captions import JSON_PREFIX, read_captions, read_scores
+from precompute.input.reject import Reject
+from precompute.input.table import TableConfig, table_settings, with_tables
+from precompute.input.unit import RawSample, Unit
 from shards.base.device import is_accelerator, is_device_error
 from shards.base.errors import RequestError, UnfitNode
 from shards.base.pool import configure_malloc
 from shards.base.scratch import use_scratch
 from shards.base.store import Store
-from shards.derive.part import Captions, Derivation, Settings, SourceTar, derive_tar, kept_uncond
+from shards.derive.part import Captions, Derivation, NewCaption, Settings, SourceTar, derive_tar, kept_uncond
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.models import recorded_folder
@@ -41,7 +49,7 @@ TURNS, LOADING = Turns(), threading.Lock()
 
 
 def encode_on_worker(
-    tar: InputTar | SourceTar,
+    tar: Unit | SourceTar,
     attempt: int,
     report: Callable[[int], None],
     recipe: Recipe,
@@ -198,8 +206,61 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
     settings: Settings = {"device": made_by(on).gpu, **recipe.batches(on)}
     if any(tower.tower.quantised for tower in texts.values()):
         settings["torchao"] = version("torchao")
+    settings |= table_settings(recipe.tables)
     settings = {f"derived.{name}": value for name, value in settings.items()}
-    return Derivation(source, store, conversion, encode, on, settings)
+    found = Counter[str]()
+    recaption = partial(new_captions, recipe=recipe, found=found) if conversion.has_new_captions else None
+    rescore = partial(new_scores, recipe=recipe, found=found) if conversion.has_new_scores else None
+
+    def counts() -> Settings:
+        looked_up = {column for table in recipe.tables for column in (table.texts if recaption else ())}
+        looked_up |= {column for table in recipe.tables for column in (table.numbers if rescore else ())}
+        counted: Settings = {f"derived.tables.{column}.found": found[column] for column in sorted(looked_up)}
+        found.clear()
+        return counted
+
+    return Derivation(source, store, conversion, encode, on, settings, recaption, rescore, counts)
+
+
+def new_captions(
+    keys: list[str], stored: list[dict[str, str]], recipe: Recipe, found: Counter[str]
+) -> list[list[NewCaption | None]]:
+    """Choose the captions of stored samples from the recipe's tables and from their stored captions. `found` counts the
+    samples that have a caption in a table.
+
+    Implements `shards.derive.part.Recaption`.
+    """
+    chosen: list[list[NewCaption | None]] = []
+    samples = with_tables((RawSample(key) for key in keys), _only(recipe.tables, "texts"), found)
+    for raw, by_source in zip(samples, stored, strict=True):
+        raw.caption = by_source["txt"].encode() if "txt" in by_source else None
+        raw.metadata = {name.removeprefix(JSON_PREFIX): text for name, text in by_source.items()}
+        try:
+            captions = read_captions(raw, recipe.encoding.captions, recipe.encoding.max_characters)
+        except Reject:  # no source has a caption
+            captions = [None] * len(recipe.encoding.captions)
+        chosen.append([None if caption is None else (caption.text, caption.changes) for caption in captions])
+    return chosen
+
+
+def new_scores(
+    keys: list[str], stored: list[dict[str, float]], recipe: Recipe, found: Counter[str]
+) -> list[np.ndarray]:
+    """Choose the scores of stored samples from the recipe's tables and from their stored scores. `found` counts the
+    samples that have a score in a table.
+
+    Implements `shards.derive.part.Rescore`.
+    """
+    samples = (RawSample(key, metadata=scores) for key, scores in zip(keys, stored, strict=True))
+    with_numbers = with_tables(samples, _only(recipe.tables, "numbers"), found)
+    return [read_scores(raw, recipe.encoding.scores) for raw in with_numbers]
+
+
+def _only(tables: Iterable[TableConfig], kind: Literal["texts", "numbers"]) -> list[TableConfig]:
+    """Return the tables that have columns of a kind, with only these columns."""
+    if kind == "texts":
+        return [replace(table, numbers=()) for table in tables if table.texts]
+    return [replace(table, texts=()) for table in tables if table.numbers]
 
 
 @functools.lru_cache(maxsize=1)

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Self
 
+from precompute.input.unit import IMAGE_SUFFIXES, escaped
 from shards.base.errors import DamagedInput
 
-IMAGE_SUFFIXES = {"jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "avif"}
 MAGIC = {
     re.compile(rb"\x1f\x8b"): "gzip",
-    re.compile(rb"BZh[1-9]1AY&SY"): "bzip2",  # the first four bytes alone may also start a member's name
+    re.compile(rb"BZh[1-9]1AY&SY"): "bz2",  # the first four bytes alone may also start a member's name
     re.compile(rb"\xfd7zXZ"): "xz",
     re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
 }
+DECOMPRESSIBLE = {"gzip", "bz2", "zstd"}
 REPLACE = "Download this tar again or, if you created it yourself, recreate it."
 """Advice at the end of error messages about a damaged tar."""
 BLOCK = tarfile.BLOCKSIZE
@@ -59,8 +60,8 @@ class TarLayout:
 
 
 def read_layout(path: Path) -> TarLayout:
-    """Read every header of the tar at `path`. Raises DamagedInput if the tar is compressed, or its extended headers are
-    nested too deeply.
+    """Read every header of the uncompressed tar at `path`. Raises DamagedInput if its extended headers are nested too
+    deeply.
 
     A sample next to damaged bytes is kept only if it has an image, a caption and JSON. If other samples separate the
     members of a sample, it is kept, but this counts as damage. If a key occurs twice with the same kind of member, both
@@ -70,7 +71,6 @@ def read_layout(path: Path) -> TarLayout:
     end, key, last_added = 0, "", ""
     keys_near_damage: list[str] = []
     with path.open("rb") as file:
-        refuse_compressed(path, file)
         for header, next_header in read_headers(path, file, size):
             before, (key, suffix) = key, split_name(header.name)
             if header.offset != end and header.offset != after_global_header(file, end):
@@ -177,20 +177,20 @@ def after_global_header(file: BinaryIO, offset: int) -> int:
 
 def split_name(name: str, at_last_dot: bool = False) -> tuple[str, str]:
     """Split a path such as `folder/000420017.jpg` into key and suffix; bytes that are not UTF-8 are escaped."""
-    name = name.encode("utf-8", "backslashreplace").decode().rpartition("/")[2]
+    name = escaped(name).rpartition("/")[2]
     key, _, suffix = name.rpartition(".") if at_last_dot else name.partition(".")
     return key, suffix.lower()
 
 
-def refuse_compressed(path: Path, file: BinaryIO) -> None:
-    """Raise DamagedInput if the tar is compressed, even under `salvage`, because decompressing it loses nothing."""
-    start = file.read(10)
-    file.seek(0)
-    for magic, name in MAGIC.items():
-        if magic.match(start):
-            raise DamagedInput(
-                f"{path} is compressed with {name}, but tars must be uncompressed. Decompress it in place."
-            )
+def compression_of(path: Path) -> str | None:
+    """Return how a tar is compressed, by its first bytes: `gzip`, `bz2`, `zstd`, or None. Raises DamagedInput for xz,
+    which pyarrow cannot decompress."""
+    with path.open("rb") as file:
+        start = file.read(10)
+    found = next((name for magic, name in MAGIC.items() if magic.match(start)), None)
+    if found is not None and found not in DECOMPRESSIBLE:
+        raise DamagedInput(f"{path} is compressed with {found}. Decompress it in place.")
+    return found
 
 
 def check_end_marker(file: BinaryIO, offset: int) -> str:

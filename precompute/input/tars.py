@@ -1,4 +1,4 @@
-"""Uncompressed webdataset tars: listing them, reading their samples, and verifying that they are complete.
+"""Webdataset tars: listing them, reading their samples, and verifying that they are complete.
 
 The tar format cannot distinguish a truncated archive from a short one: at a header that is corrupt or cut off, the
 listing ends without an error. Therefore, all headers are read first (`layout.py`), and the samples must match those
@@ -9,162 +9,119 @@ under `salvage`, its intact samples are used and every lost sample is accounted 
 import io
 import json
 import os
-import re
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.input.layout import IMAGE_SUFFIXES, REPLACE, Member, read_layout
-from shards.base.config import Config
+from precompute.input.layout import REPLACE, Member, compression_of, read_layout
+from precompute.input.listing import Listing
+from precompute.input.numbering import Found
+from precompute.input.numbering import Member as FoundMember
+from precompute.input.unit import (
+    IMAGE_SUFFIXES,
+    MAX_JSON_BYTES,
+    InputRecord,
+    Policy,
+    RawSample,
+    Unit,
+    parse_json,
+)
 from shards.base.durable import sha256_file
 from shards.base.errors import DamagedInput, Outage, RequestError
 from shards.base.remote import store_errors
 from shards.base.table import counted
 
-TarPolicy = Literal["reject", "salvage"]
+SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst")
+HEAD_BYTES = 16 << 20
+"""Bytes of a tar that are read to inspect its fields."""
 SUCCESS = "success"
 """Status of downloaded images in img2dataset's files."""
 MAX_LISTED = 5
 """Maximum number of damage descriptions listed in a receipt."""
-MAX_JSON_BYTES = 1 << 20
-"""Maximum size of a sample's JSON. Parsing takes up to 30 times as much memory. Larger JSON is ignored, as is
-invalid JSON."""
 MAX_ROWS = 1_000_000
 """Maximum number of rows in the parquet sidecar file, because a few bytes can decode to any number of rows."""
-
-TarRecord = dict[str, str | int | None]
-"""Description of a tar in receipts."""
-
-
-class TarsConfig(Config):
-    """Handling of damaged tars."""
-
-    policy: TarPolicy = "reject"
-    """With `reject`, a damaged tar fails. With `salvage`, its intact samples are used and the lost ones are
-    recorded."""
-    check_sha256: bool = False
-    """Check each image against the `sha256` in its JSON, if present. Use this for tars with the original image bytes,
-    which `make download` writes by default, but not if img2dataset re-encoded the images."""
-
-
-class Named(Protocol):
-    """A unit of work named after its tar: a tar to encode, or a tar's parts in a root to derive from."""
-
-    @property
-    def name(self) -> str:
-        """Name of the tar, such as 00042."""
-
-
-AnyTar = TypeVar("AnyTar", bound=Named)
-
-
-@dataclass
-class RawSample:
-    """A sample as it is in a tar: the undecoded members that share its key."""
-
-    key: str
-    image: bytes | None = None
-    caption: bytes | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    oversized: str = ""
-    """Name and size of a member that was not read because it exceeds the size limit; empty if there is none."""
-    lost: str = ""
-    """Reason why damage to the tar made this sample unusable; empty for an intact sample."""
+MAX_COUNTED = 1000
+"""Maximum number of tars whose stats files are read to report the number of samples."""
+BLOCK_BYTES, MAX_RATIO = 1 << 16, 100
+"""Bytes per decompressed block, which is lost as a whole if it is damaged, and maximum compression ratio."""
 
 
 @dataclass(frozen=True)
-class InputTar:
-    """A tar's name, such as `00042`, and its address: a path, or any fsspec URL."""
+class TarUnit(Unit):
+    """A tar, at a path or any fsspec URL."""
 
-    name: str
-    address: str
+    @contextmanager
+    def open(self, max_bytes: int, policy: Policy = "reject") -> Iterator["Tar"]:
+        with local_copy(self.address) as copy, decompressed(copy, self.address, policy) as path:
+            tar = Tar(path, max_bytes, policy, self.address)
+            tar.check(self)
+            # in a separate thread, because in a decoding thread the hash could delay an image beyond its time limit
+            with ThreadPoolExecutor(1) as hasher:
+                tar.start_hash(hasher)
+                yield tar
 
-
-def list_tars(folder: str) -> list[InputTar]:
-    """Return the tars directly in `folder` (a path or any fsspec URL), sorted by name and excluding hidden files.
-    Raises RequestError if the folder cannot be listed or contains no tars."""
-    file_system, paths = _listed(folder)
-    names = [Path(path).name for path in paths or ()]
-    if paths is None:
-        raise RequestError(
-            f"The `input` folder {folder} does not exist. Set `input` to the folder of your tars, or to the output "
-            "of `make download`."
-        )
-    found = [path for path in paths if path.endswith(".tar") and not Path(path).name.startswith(".")]
-    if not found and (compressed := [name for name in names if ".tar." in name or name.endswith(".tgz")]):
-        raise RequestError(
-            f"{folder} contains only compressed tars, such as {compressed[0]}, which do not support random access. "
-            "Decompress them in place (gunzip, zstd -d, …)."
-        )
-    if not found:
-        raise RequestError(
-            f"The `input` folder {folder} contains no *.tar files. Set `input` to the folder that directly contains "
-            "your tars, or to the output of `make download`."
-        )
-    return [InputTar(Path(path).stem, file_system.unstrip_protocol(path)) for path in found]
+    def head(self, max_bytes: int) -> Iterator[RawSample]:
+        file_system, path = fsspec.core.url_to_fs(self.address)
+        with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
+            copy = Path(folder) / "head.tar"
+            with store_errors(self.address):
+                copy.write_bytes(file_system.cat_file(path, start=0, end=HEAD_BYTES))
+            with decompressed(copy, self.address, "salvage") as start:
+                yield from (sample for sample in Tar(start, max_bytes, "salvage").samples() if not sample.lost)
 
 
-def _listed(folder: str) -> tuple[Any, list[str] | None]:
-    """Return the file system of a folder, and the sorted paths in the folder or, if it does not exist, None. On an
-    object store, a folder exists if there are objects below it."""
-    try:
-        file_system, path = fsspec.core.url_to_fs(folder)
-        paths = sorted(file_system.glob(f"{path.rstrip('/')}/*"))
-        return file_system, paths if paths or file_system.exists(path) else None
-    except (OSError, ImportError, ValueError) as error:
-        raise RequestError(
-            f"The input {folder} cannot be listed: {error}. Check the path and your credentials."
-        ) from error
-
-
-def note_unverifiable(folder: str, tars: Sequence[Named]) -> None:
-    """Print a note if some of the tars in `folder` have no img2dataset sidecar file."""
-    files = {Path(path).name for path in _listed(folder)[1] or ()}
-    unverifiable = [tar for tar in tars if not files & {f"{tar.name}_stats.json", f"{tar.name}.parquet"}]
-    if unverifiable:
-        print(
-            f"note: {len(unverifiable)} of {len(tars)} tars in {folder} have no NNNNN_stats.json or NNNNN.parquet, "
-            f"which img2dataset writes next to each tar. Corrupt and truncated tars are still detected, but whole "
-            f"samples that are missing from a tar are not.",
-            flush=True,
-        )
-
-
-def choose_tars(wanted: str, available: list[AnyTar]) -> list[AnyTar]:
-    """Return the tars that `wanted` selects, in order: `00042`, `00000-00099`, a comma-separated list of both, or
-    `all`. Raises RequestError if the selection is invalid, or names a tar that does not exist."""
-    if wanted == "all":
-        return available
-    by_name = {tar.name: tar for tar in available}
-    names: list[str] = []
-    for word in wanted.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", word.strip())
-        if not match:
+def find_tars(listing: Listing) -> Found | None:
+    """Find the tars directly in a folder. Raises RequestError if two of them have the same name."""
+    names: dict[str, str] = {}
+    for name in listing.files:
+        suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+        if suffix and "/" not in name and names.setdefault(stem := name.removesuffix(suffix), name) != name:
             raise RequestError(
-                f"--shards {wanted} is not a selection of tars. Use 00042, 00000-00099, a comma-separated list of "
-                f"both, or all."
+                f"{listing.address} contains the tar {stem} twice, as {names[stem]} and {name}. Keep one."
             )
-        first, last = match[1], match[2] or match[1]
-        if int(last) < int(first):
-            raise RequestError(f"--shards {wanted}: the end of the range {word} is before its start.")
-        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    missing = [name for name in names if name not in by_name]
-    if missing:
-        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise RequestError(
-            f"{'This tar does' if len(missing) == 1 else 'These tars do'} not exist: {listed}. The input contains "
-            f"{counted(len(available), 'tar')}: {available[0].name} to "
-            f"{available[-1].name}."
+    stats = [file for stem in names if (file := f"{stem}_stats.json") in listing.files]
+    members = [FoundMember(stem, listing.files[name], 0) for stem, name in names.items()]
+    if len(stats) == len(names) <= MAX_COUNTED:
+        counts = listing.store.read_many(stats)
+        members = [FoundMember(stem, size, _successes(counts.get(f"{stem}_stats.json"))) for stem, size, _ in members]
+
+    def make(name: str, members: tuple[FoundMember, ...]) -> TarUnit:
+        return TarUnit(name, listing.store.where(names[name]))
+
+    notes = tuple(_notes(listing, names))
+    return Found("webdataset tars", listing, members, make, is_numbered=False, notes=notes) if members else None
+
+
+def _notes(listing: Listing, names: dict[str, str]) -> Iterator[str]:
+    """Yield notes for the user about the tars (name → file) in a folder."""
+    unverifiable = [stem for stem in names if not {f"{stem}_stats.json", f"{stem}.parquet"} & listing.files.keys()]
+    if unverifiable:
+        yield (
+            f"{len(unverifiable)} of {len(names)} tars have no NNNNN_stats.json or NNNNN.parquet, which img2dataset "
+            f"writes next to each tar. Corrupt and truncated tars are still detected, but whole samples that are "
+            f"missing from a tar are not."
         )
-    return [by_name[name] for name in sorted(set(names))]
+    if packed := [name for name in names.values() if not name.endswith(".tar")]:
+        yield (
+            f"{len(packed)} of {len(names)} tars are compressed. Each attempt decompresses the whole tar into scratch "
+            f"space first, although compression hardly shrinks images. To encode them more than once, decompress them."
+        )
+
+
+def _successes(stats: bytes | None) -> int:
+    """Return the number of samples in a stats file, or 0 if it is unreadable, which the worker will report."""
+    with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return int(json.loads(stats or b"{}")["successes"])
+    return 0
 
 
 @contextmanager
@@ -185,6 +142,30 @@ def local_copy(address: str) -> Iterator[Path]:
         yield target
 
 
+@contextmanager
+def decompressed(path: Path, address: str, policy: Policy) -> Iterator[Path]:
+    """Provide the tar at `path` without compression: the file itself, or a temporary copy. Raises DamagedInput if it
+    cannot be decompressed; under `salvage`, the copy is truncated at that point."""
+    algorithm = compression_of(path)
+    if algorithm is None:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
+        target, left = Path(folder) / "copy.tar", MAX_RATIO * path.stat().st_size
+        try:
+            with pa.CompressedInputStream(pa.OSFile(str(path)), algorithm) as stream, target.open("wb") as file:
+                while data := stream.read(BLOCK_BYTES):
+                    left -= file.write(data)
+                    if left < 0:
+                        raise ValueError(f"it is more than {MAX_RATIO} times as large as its compressed file")
+        except (pa.ArrowException, OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            if policy == "reject":
+                raise DamagedInput(f"{address} cannot be decompressed: {error}. {REPLACE}") from error
+        yield target
+
+
 @dataclass(frozen=True)
 class Counted:
     """The samples that a tar should contain, according to img2dataset's sidecar files."""
@@ -199,12 +180,12 @@ class Tar:
     """A local tar, whose headers have been read.
 
     Raises:
-        DamagedInput: The tar is compressed; or, unless the policy is `salvage`, it is truncated or damaged, or a key
-            occurs twice.
+        DamagedInput: The tar is truncated or damaged, or a key occurs twice, unless the policy is `salvage`.
     """
 
-    def __init__(self, path: Path, max_member_bytes: int, policy: TarPolicy = "reject"):
+    def __init__(self, path: Path, max_member_bytes: int, policy: Policy = "reject", address: str = ""):
         self.path = path
+        self.address = address or str(path)
         self.max_member_bytes = max_member_bytes
         self.bytes = path.stat().st_size
         layout = read_layout(path)
@@ -215,19 +196,24 @@ class Tar:
                 remedy = "Recreate it with a unique key for each sample."
             else:
                 remedy = REPLACE
-            raise DamagedInput(f"{path} {layout.damage[0]}. {remedy}")
+            raise DamagedInput(f"{self.address} {layout.damage[0]}. {remedy}")
         self.policy = policy
         self.damage = layout.damage
         self.members = {key: members for key, members in layout.members.items() if key not in layout.lost}
         self.lost = {key: RawSample(key, lost=why) for key, why in layout.lost.items()}
         self.num_unnamed = 0
+        self._hash: Future[str] | None = None
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the whole file."""
-        return sha256_file(self.path)
+        """SHA-256 of the whole file, without compression."""
+        return sha256_file(self.path) if self._hash is None else self._hash.result()
 
-    def check(self, tar: InputTar) -> None:
+    def start_hash(self, hasher: ThreadPoolExecutor) -> None:
+        """Compute `sha256` in another thread."""
+        self._hash = hasher.submit(sha256_file, self.path)
+
+    def check(self, tar: Unit) -> None:
         """Check the samples against img2dataset's sidecar files at the tar's address, if there are any. Under
         `salvage`, record the missing ones as lost.
 
@@ -275,10 +261,10 @@ class Tar:
                 yield sample
         yield from self.lost.values()
 
-    def record(self, address: str) -> TarRecord:
+    def record(self) -> InputRecord:
         """Describe the tar for receipts. For a damaged tar, `lost` counts the samples that are rejected as
         `lost_in_tar`, and `lost_unnamed` counts additional lost samples, whose keys are unknown."""
-        record: TarRecord = {"address": address, "bytes": self.bytes, "sha256": self.sha256}
+        record: InputRecord = {"address": self.address, "bytes": self.bytes, "sha256": self.sha256}
         if self.damage:
             damage = "; ".join(self.damage[:MAX_LISTED]) + ("; …" if len(self.damage) > MAX_LISTED else "")
             record |= {"damage": damage, "lost": len(self.lost), "lost_unnamed": self.num_unnamed}
@@ -301,18 +287,14 @@ class Tar:
         elif suffix == "txt":
             sample.caption = data
         elif suffix == "json":
-            try:  # invalid UTF-8 stays recognisable, and affects only the text that contains it
-                parsed = json.loads(data.decode("utf-8-sig", errors="surrogateescape"))
-            except (ValueError, RecursionError):
-                parsed = None
-            if isinstance(parsed, dict):
-                sample.metadata = parsed
+            sample.metadata = parse_json(data)
 
 
-def counted_samples(tar: InputTar) -> Counted:
+def counted_samples(tar: Unit) -> Counted:
     """Read img2dataset's sidecar files of a tar, `NNNNN_stats.json` and `NNNNN.parquet`, if they exist. Raises
     DamagedInput if one of them cannot be parsed."""
-    file_system, path = fsspec.core.url_to_fs(tar.address.removesuffix(".tar"))
+    file_system, path = fsspec.core.url_to_fs(tar.address)
+    path = f"{path.rpartition('/')[0]}/{tar.name}"
     counts: dict[str, int] = {}
     urls: dict[str, str] | None = None
     if (data := _side_file(file_system, name := f"{path}_stats.json")) is not None:

@@ -1,5 +1,6 @@
 """Stage 1 for many tars: find the uncommitted ones, encode them on a fleet of workers, and report."""
 
+import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -9,13 +10,15 @@ from cluster.failure_log import FailureLog, summarize
 from cluster.fleet import Done, Fleet, FleetConfig
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
-from precompute.input.tars import InputTar, Named
+from precompute.input.find import AnyUnit, Named
+from precompute.input.table import TableConfig
 from precompute.job.ledger import Ledger
 from shards.base.device import worker_device
 from shards.base.errors import Preempted, WorkError
 from shards.base.store import Store
 from shards.base.table import counted
 from shards.format.receipts import receipt_name
+from shards.format.scores import LAION_SCORES
 from shards.format.tables import read_tables
 from shards.open import open_store
 from shards.root.committed import TarReceipts, committed_parts
@@ -52,6 +55,8 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
                 ledger.record(event)
                 if isinstance(event, Done) and not has_warned:
                     warning = caption_warning(open_store(output), event.result, recipe.encoding.captions)
+                    warning = warning or table_warning(event.result, recipe.tables)
+                    warning = warning or score_warning(open_store(output), event.result, recipe.encoding.scores)
                     if warning is not None:
                         has_warned = True
                         ledger.progress.say(warning)
@@ -83,7 +88,37 @@ def caption_warning(store: Store, receipts: TarReceipts, fields: Sequence[str]) 
     return None
 
 
-def not_committed(tars: Sequence[InputTar], buckets: Sequence[object], store: Store) -> list[InputTar]:
+def table_warning(receipts: TarReceipts, tables: Sequence[TableConfig]) -> str | None:
+    """Return a warning if a column of a table has a value for none of a tar's samples, or None."""
+    settings = next(iter(receipts.parts.values())).settings
+    for table in tables:
+        for column in table.columns:
+            name = f"tables.{column}.found"
+            if receipts.samples_in and settings.get(f"derived.{name}", settings.get(name)) == 0:
+                return (
+                    f"warning: {table.place} has no {column} for any of the {receipts.samples_in} samples of tar "
+                    f"{receipts.tar}. If the other tars are similar, stop this job: its column {table.key} may not "
+                    f"hold the keys of these samples. `python -m shards where ROOT KEY` shows a sample by its key."
+                )
+    return None
+
+
+def score_warning(store: Store, receipts: TarReceipts, scores: Sequence[str]) -> str | None:
+    """Return a warning if none of a tar's samples has one of the scores that the config names, or None."""
+    part = max(receipts.parts.values(), key=lambda part: part.samples)
+    if tuple(scores) == LAION_SCORES or not part.samples:
+        return None
+    stored, _ = read_tables(store, part.folder, part.files)
+    missing = [name for name in scores if all(map(math.isnan, stored[name]))]
+    if not missing:
+        return None
+    return (
+        f"warning: no sample of tar {receipts.tar} has the score {missing[0]}. If the other tars are similar, stop "
+        f"this job, correct `scores`, and choose a new `output`."
+    )
+
+
+def not_committed(tars: Sequence[AnyUnit], buckets: Sequence[object], store: Store) -> list[AnyUnit]:
     """Return the tars that lack an active receipt for one or more of `buckets`. The root is listed only once. Raises
     RequestError if a tar's name cannot be used for a receipt."""
     for tar in tars:
@@ -106,8 +141,8 @@ def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]
             flush=True,
         )
     print(
-        f"Encoding {len(waiting)} of {num_tars} tars into {', '.join(map(str, buckets))}. Starting workers; they load "
-        f"the encoders first.",
+        f"Encoding {len(waiting)} of {counted(num_tars, 'unit')} into {', '.join(map(str, buckets))}. Starting "
+        f"workers; they load the encoders first.",
         file=sys.stderr,
         flush=True,
     )

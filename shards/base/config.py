@@ -187,8 +187,8 @@ def _parse_overrides(
 
 
 def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Extract options such as `--texts.t5.max_tokens 77`, which set values in a field that holds named sections;
-    pydantic-settings offers no such options, because it cannot know the names of the sections.
+    """Extract options such as `--texts.t5.max_tokens 77`, which set values in sections whose names the model does not
+    declare; pydantic-settings offers no such options.
 
     Return the remaining words, and the entries as nested dicts. Values stay text unless they are `null` or JSON.
     """
@@ -197,15 +197,16 @@ def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[s
     words = iter(overrides)
     for word in words:
         name, has_value, value = word.removeprefix("--").partition("=")
-        field, _, below = name.partition(".")
-        if not (word.startswith("--") and below and _holds_sections(model, field)):
+        *path, last = name.split(".")
+        if not (word.startswith("--") and _is_undeclared(model, [*path, last])):
             rest.append(word)
             continue
         text = value if has_value else next(words, "")
-        section = entries.setdefault(field, {})
-        *path, last = below.split(".")
+        section = entries
         for key in path:
             section = section.setdefault(key, {})
+            if not isinstance(section, dict):
+                raise RequestError(f"{word} contradicts another option, which sets {key} itself. Use one of them.")
         section[last] = _parse_value(text)
     return rest, entries
 
@@ -218,13 +219,21 @@ def _parse_value(text: str) -> Any:
     return text
 
 
-def _holds_sections(model: type[BaseModel], name: str) -> bool:
-    """Return whether a field of `model` is a dict of config sections."""
+def _is_undeclared(model: Any, path: list[str]) -> bool:
+    """Return whether a path of keys names a section that a model accepts without declaring its name: an entry in a dict
+    of sections, or an additional field."""
+    name, *below = path
     field = model.model_fields.get(name)
-    if field is None or get_origin(field.annotation) is not dict:
-        return False
-    _, value = get_args(field.annotation)
-    return isinstance(value, type) and issubclass(value, BaseModel)
+    if field is None:
+        return bool(model.model_config.get("extra") == "allow")
+    kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if kind is not None]
+    if get_origin(field.annotation) is dict:
+        return bool(below) and any(_is_section(kind) for kind in (kinds[-1], *get_args(kinds[-1])))
+    return bool(below) and any(_is_undeclared(kind, below) for kind in kinds if _is_section(kind))
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _options(overrides: list[str]) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Decide whether a root's stored values can be converted to a requested encoding, and list the reasons if not."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ from pydantic import Field
 
 from shards.base.config import Config, flatten
 from shards.base.errors import RequestError
-from shards.format.encoding import EncodingRecord
+from shards.format.encoding import FALLBACK, TABLE_PREFIX, EncodingRecord
 from shards.format.towers import CAUSAL, FeatureTower, ImageStorage, TextStorage, TextTower
 
 CHANGEABLE = {
@@ -27,23 +27,39 @@ class Conversion:
     source: EncodingRecord
     target: EncodingRecord
     reencoded: frozenset[str]
-    """Target text towers for which the stored captions are re-encoded; all other towers use the source's values."""
+    """Target text towers for which captions are encoded; all other towers use the source's values."""
+
+    @property
+    def has_new_captions(self) -> bool:
+        """Whether the target's captions are not the source's."""
+        return has_new_captions(self.source, self.target)
+
+    @property
+    def has_new_scores(self) -> bool:
+        """Whether the target's scores are not the source's."""
+        return has_new_scores(self.source, self.target)
 
 
 def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: bool = False) -> Conversion:
     """Plan the conversion from one encoding to another. Raises RequestError, with a message that lists every reason, if
     the conversion is impossible.
 
-    With `may_encode`, the stored captions are re-encoded with each text tower whose latents cannot be converted.
+    With `may_encode`, captions are encoded with each text tower whose latents cannot be converted, and the target may
+    have new captions and scores from tables in addition to some of the stored ones.
     """
     problems = [
         f"{field}: {stored!r} in the source, {wanted!r} requested"
-        for field in ("captions", "max_characters", "compute_dtype", "scores")
+        for field in ("max_characters", "compute_dtype")
         if (stored := getattr(source, field)) != (wanted := getattr(target, field))
     ]
+    new = has_new_captions(source, target)
+    if new:
+        problems += caption_problems(source.captions, target.captions, may_encode)
+    if has_new_scores(source, target):
+        problems += score_problems(source, target, may_encode)
     problems += image_problems(source, target)
     by_text = {name: text_problems(name, source.texts.get(name), tower) for name, tower in target.texts.items()}
-    reencoded = frozenset(name for name, reasons in by_text.items() if reasons and may_encode)
+    reencoded = frozenset(name for name, reasons in by_text.items() if may_encode and (reasons or new))
     problems += [reason for name in sorted(by_text.keys() - reencoded) for reason in by_text[name]]
     problems += [r for n, tower in target.features.items() for r in feature_problems(n, source.features.get(n), tower)]
     if problems:
@@ -52,6 +68,45 @@ def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: 
             f"root stores, or encode the tars into a new root."
         )
     return Conversion(source, target, reencoded)
+
+
+def has_new_captions(source: EncodingRecord, target: EncodingRecord) -> bool:
+    """Return whether the target's captions differ from the source's, or come from a different table."""
+    columns = [name.removeprefix(TABLE_PREFIX).partition(FALLBACK)[0] for name in target.captions]
+    return source.captions != target.captions or _differ(source.tables, target.tables, columns)
+
+
+def has_new_scores(source: EncodingRecord, target: EncodingRecord) -> bool:
+    """Return whether the target's scores differ from the source's, or come from a different table."""
+    return source.scores != target.scores or _differ(source.tables, target.tables, target.scores)
+
+
+def _differ(tables: Mapping[str, str], others: Mapping[str, str], columns: Iterable[str]) -> bool:
+    return any(tables.get(column) != others.get(column) for column in columns)
+
+
+def score_problems(source: EncodingRecord, target: EncodingRecord, may_encode: bool) -> list[str]:
+    """List the reasons why the target's scores cannot be taken from tables and from the source."""
+    if not may_encode:
+        return [f"scores: {source.scores!r} in the source, {target.scores!r} requested"]
+    stored = ", ".join(source.scores) or "none"
+    return [
+        f"scores: {name} is neither from a table nor stored in the source, which has {stored}"
+        for name in target.scores
+        if name not in source.scores and name not in target.tables
+    ]
+
+
+def caption_problems(stored: Sequence[str], wanted: Sequence[str], may_encode: bool) -> list[str]:
+    """List the reasons why the target's captions cannot be taken from tables and from the source."""
+    if not may_encode:
+        return [f"captions: {stored!r} in the source, {wanted!r} requested"]
+    fields = [name.partition(FALLBACK)[2] if name.startswith(TABLE_PREFIX) else name for name in wanted]
+    return [
+        f"captions: {name} is not stored in the source, which has {', '.join(stored)}, and is not a table"
+        for name in fields
+        if name and name not in stored
+    ]
 
 
 def image_problems(source: EncodingRecord, target: EncodingRecord) -> list[str]:

@@ -22,20 +22,20 @@ from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import Receipt
-from shards.format.tables import OTHER_BUCKET, REFUSED_NAME, SAMPLES_NAME
-from shards.format.text import TextLatents, unpack
+from shards.format.tables import CAPTION_CHANGES, OTHER_BUCKET, REFUSED_NAME, SAMPLES_NAME
+from shards.format.text import TextLatents, unpack_stored
 from shards.format.towers import TextTower
 from shards.root.commit import Attempt, commit, current_generation, record_file
 from shards.root.committed import TarReceipts, read_receipts
 from shards.root.exclusions import Exclusion, exclusion_ids, load_exclusion
 from shards.root.provenance import Stopwatch, made_by, versions
-from shards.root.reading import captions, decoded, image_latents, read_part
-from shards.root.writing import PartWriter
+from shards.root.reading import caption_of_each_source, decoded, image_latents, read_part
+from shards.root.writing import PartWriter, caption_text
 
 ORIGIN = "derived_from"
 """Receipt setting of a derived part: the encoding id and folder of its source part. `derived_from.host`, `.gpu` and
 `.gpu_uuid` record where the source part was encoded."""
-EXCLUDED, NON_FINITE = "excluded", "non_finite"
+EXCLUDED, NON_FINITE, NO_CAPTION = "excluded", "non_finite", "no_caption"
 CPU = torch.device("cpu")
 AT_ONCE = 256
 """Number of samples whose captions are encoded together."""
@@ -46,6 +46,18 @@ Encode = Callable[[list[str], Stopwatch], Captions]
 """Function that encodes captions with the text towers in `Conversion.reencoded`. It yields, for each caption, the
 latents per tower and whether any tower truncated the caption. The stopwatch counts its time under `encode` and per
 tower."""
+
+
+NewCaption = tuple[str, frozenset[str]]
+"""A caption's text, and the changes that cleaning made to it (of CAPTION_CHANGES)."""
+Recaption = Callable[[list[str], list[dict[str, str]]], list[list[NewCaption | None]]]
+"""Function that chooses the captions of samples, given their keys and their stored captions by source. For each sample
+and each of the target's caption sources, it returns a caption, or None if there is none."""
+
+
+Rescore = Callable[[list[str], list[dict[str, float]]], list[np.ndarray]]
+"""Function that chooses the scores of samples, given their keys and their stored scores by name. For each sample, it
+returns the target's scores, as (scores,) float32."""
 
 
 def encode_nothing(captions: list[str], stopwatch: Stopwatch) -> Captions:
@@ -74,6 +86,12 @@ class Derivation:
     encode: Encode = encode_nothing
     device: torch.device = CPU
     settings: Settings = field(default_factory=dict)
+    recaption: Recaption | None = None
+    """Chooses new captions; None: the stored ones are kept."""
+    rescore: Rescore | None = None
+    """Chooses new scores; None: the stored ones are kept."""
+    counts: Callable[[], Settings] = dict
+    """Returns settings to record with a part, such as the number of samples found in tables since the last call."""
 
 
 def derive_tar(
@@ -118,7 +136,7 @@ def derive_tar(
                     rules={receipt.bucket: receipt.rule},
                     source=receipt.input,
                     software=receipt.software | versions(SOFTWARE),
-                    settings=receipt.settings | how.settings | _origin(receipt),
+                    settings=_kept(receipt.settings, how) | how.settings | how.counts() | _origin(receipt),
                     made_by=made_by(how.device),
                     number=attempt,
                     started=started.isoformat(timespec="seconds"),
@@ -127,6 +145,14 @@ def derive_tar(
                 ),
             )
     return TarReceipts(tar.name, committed)
+
+
+def _kept(settings: Settings, how: Derivation) -> Settings:
+    """Return the settings of a source part without those of tables that the target replaces."""
+    stored, wanted = how.conversion.source.tables, how.conversion.target.tables
+    replaced = {f"tables.{column}" for column in stored if stored[column] != wanted.get(column)}
+    names = {name: name.removeprefix("derived.").removesuffix(".found") for name in settings}
+    return {name: value for name, value in settings.items() if names[name] not in replaced}
 
 
 def _origin(receipt: Receipt) -> Settings:
@@ -168,29 +194,82 @@ def convert_part(
             if is_left_out:
                 writer.refuse(row["key"], row.get("url", ""), EXCLUDED, "excluded by a list from `shards exclude`")
             else:
-                kept.append((sample, row, captions(sample, how.conversion.source)))
-        with closing(how.encode([text for *_, texts in kept for text in texts], stopwatch)) as encoded:
-            for sample, row, texts in kept:
-                latents = [next(encoded) for _ in texts]
+                kept.append((sample, row))
+        captioned = list(_captioned(_rescored(kept, how), how, writer))
+        with closing(how.encode([text for *_, texts in captioned for text in present(texts)], stopwatch)) as encoded:
+            for sample, row, texts in captioned:
+                latents = [next(encoded) for _ in present(texts)]
                 with stopwatch("write"):
                     _append(writer, sample, row, texts, latents, how.conversion)
         yield len(group)
+
+
+Texts = list[str | None]
+"""A sample's caption of each source, or None."""
+
+
+def present(texts: Texts) -> list[str]:
+    """Return a sample's captions, without the missing ones."""
+    return [text for text in texts if text is not None]
+
+
+def _rescored(
+    samples: list[tuple[dict[str, Any], dict[str, Any]]], how: Derivation
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Replace the scores of samples, and of their rows, by those of the target."""
+    if how.rescore is None:
+        return samples
+    stored, names = how.conversion.source.scores, how.conversion.target.scores
+    scores = how.rescore(
+        [row["key"] for _, row in samples], [{name: row[name] for name in stored} for _, row in samples]
+    )
+    return [
+        (sample | {"scores": new}, row | dict(zip(names, new.tolist(), strict=True)))
+        for (sample, row), new in zip(samples, scores, strict=True)
+    ]
+
+
+def _captioned(
+    samples: list[tuple[dict[str, Any], dict[str, Any]]], how: Derivation, writer: PartWriter
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], Texts]]:
+    """Yield samples with their rows and their captions in the target. Refuse samples without a caption."""
+    source = how.conversion.source
+    stored = [caption_of_each_source(sample, source) for sample, _ in samples]
+    if how.recaption is None:
+        yield from ((sample, row, texts) for (sample, row), texts in zip(samples, stored, strict=True))
+        return
+    by_source = [
+        {name: text for name, text in zip(source.captions, texts, strict=True) if text is not None} for texts in stored
+    ]
+    chosen = how.recaption([row["key"] for _, row in samples], by_source)
+    for (sample, row), new, old in zip(samples, chosen, by_source, strict=True):
+        if not any(new):
+            why = f"absent in {', '.join(how.conversion.target.captions)}; stored: {', '.join(old)}"
+            writer.refuse(row["key"], row.get("url", ""), NO_CAPTION, why)
+            continue
+        found = [caption for caption in new if caption is not None]
+        counts = {name: sum(name in changes for _, changes in found) for name in CAPTION_CHANGES}
+        texts = [None if caption is None else caption[0] for caption in new]
+        caption = caption_text(texts, how.conversion.target)
+        yield sample | {"caption": caption}, row | counts | {"captions": len(found)}, texts
 
 
 def _append(
     writer: PartWriter,
     sample: dict[str, Any],
     row: dict[str, Any],
-    texts: list[str],
+    captions: Texts,
     encoded: list[tuple[dict[str, TextLatents], bool]],
     conversion: Conversion,
 ) -> None:
     """Write a stored sample, with its row of samples.parquet, in the target's encoding."""
+    texts = present(captions)
     if not all(_is_finite(latents) for by_tower, _ in encoded for latents in by_tower.values()):
         writer.refuse(row["key"], row.get("url", ""), NON_FINITE, "not finite in float16, even when encoded in float32")
         return
     values = row | {"truncated": max(row["truncated"], sum(was_truncated for _, was_truncated in encoded))}
     columns = {name: sample[name] for name in ("key", "caption", "size", "scores")}
+    columns |= conversion.target.weights_of(captions)
     columns |= converted(sample, texts, [by_tower for by_tower, _ in encoded], conversion)
     writer.append(columns, tuple(values.get(name, "") for name in writer.schema.names))
 
@@ -219,7 +298,7 @@ def converted(
 ) -> dict[str, Any]:
     """Convert a stored sample's tower columns to the target's encoding. `texts` holds the sample's captions, and
     `encoded` holds, for each caption, the latents of the re-encoded text towers."""
-    columns, rows = image_columns(sample, how), unpack(sample)
+    columns, rows = image_columns(sample, how), unpack_stored(sample)
     for name, wanted in how.target.texts.items():
         if name in how.reencoded:
             latents = [by_tower[name] for by_tower in encoded]

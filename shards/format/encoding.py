@@ -2,8 +2,10 @@
 match."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, field_validator, model_serializer
 
 from shards.base.config import Config, flatten
@@ -13,11 +15,16 @@ from shards.base.store import Store
 from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.scores import LAION_SCORES
+from shards.format.text import CAPTION_WEIGHTS
 from shards.format.towers import FeatureTower, ImageTower, TextTower, Weights
 
 FILE_NAME = "encoding.json"
 SIZE_TYPE = "ndarray:int32:4"
 VERSION: Literal[2] = 2
+TABLE_PREFIX = "table:"
+FALLBACK = "|"
+"""Parts of the name of a caption source that is a table: `table:COLUMN`, or `table:COLUMN|FIELD` with the field that
+replaces captions that the table lacks."""
 
 
 class EncodingRecord(Config):
@@ -28,8 +35,15 @@ class EncodingRecord(Config):
     texts: dict[str, TextTower]
     features: dict[str, FeatureTower] = Field(default_factory=dict)
     captions: tuple[str, ...]
-    """Sources of the captions: `txt` or `json:FIELD`. With several sources, the text columns have a leading caption
-    axis, and `caption` is a JSON list with one entry per source, null where the sample has no caption."""
+    """Sources of the captions: `txt`, `json:FIELD`, or a table (see TABLE_PREFIX). With several sources, the text
+    columns have a leading caption axis, and `caption` is a JSON list with one entry per source, null where the sample
+    has no caption."""
+    caption_weights: tuple[int, ...] = ()
+    """How often training draws each source, relative to the others; empty: equally often. Written to encoding.json
+    only if it is not empty."""
+    tables: dict[str, str] = Field(default_factory=dict)
+    """Column of a table with captions or scores → SHA-256 of the file. Written to encoding.json only if there are
+    any."""
     max_characters: int
     """Maximum length of captions in characters. Longer captions were cut before tokenization."""
     compute_dtype: Literal["float32", "float16", "bfloat16"]
@@ -43,16 +57,36 @@ class EncodingRecord(Config):
         return dict(sorted(towers.items()))
 
     @model_serializer(mode="wrap")
-    def _omit_default_scores(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
         if self.scores == LAION_SCORES:
             fields.pop("scores", None)
+        for name in ("caption_weights", "tables"):
+            if not fields.get(name):
+                fields.pop(name, None)
         return fields
 
     @property
     def several(self) -> bool:
         """Whether a sample may have more than one caption."""
         return len(self.captions) > 1
+
+    @property
+    def most_captions(self) -> int:
+        """Maximum number of captions that a batch holds for a sample, which repeats captions according to their
+        weights."""
+        return sum(self.caption_weights) or len(self.captions)
+
+    def weights_of(self, captions: Sequence[object | None]) -> dict[str, np.ndarray]:
+        """Return the column with the weights of a sample's captions, or no column if all sources have the same weight.
+
+        Args:
+            captions: the sample's caption of each source, or None.
+        """
+        if not self.caption_weights:
+            return {}
+        pairs = zip(self.caption_weights, captions, strict=True)
+        return {CAPTION_WEIGHTS: np.array([weight for weight, caption in pairs if caption is not None], np.int32)}
 
     @property
     def weights(self) -> dict[str, Weights]:
@@ -79,6 +113,8 @@ class EncodingRecord(Config):
             columns |= text.columns(name, tower, several=self.several)
         for name, feature_tower in self.features.items():
             columns |= image.feature_columns(name, feature_tower, bucket)
+        if self.caption_weights:
+            columns[CAPTION_WEIGHTS] = "ndarray:int32"
         columns |= {"size": SIZE_TYPE, "scores": f"ndarray:float32:{len(self.scores)}"}
         return columns
 

@@ -1,20 +1,15 @@
 """Scores: numbers from a sample's metadata. They are stored with the sample, and training can filter samples by them.
 
-Scores are declared only in `SCORES`. The list determines the JSON fields that stage 1 reads, the columns that selection
-keeps, the columns of samples.parquet, the MDS column `scores`, the dataset card, and the fields of `data.filter`. A
-root records the names of its scores, so changing the list affects only new roots.
-
-To add a score, add an entry to the list. A program can also append an entry before it imports anything else from
-latentmill:
-
-    from shards.format.scores import SCORES, Score
-    SCORES.append(Score("hps", "Human preference score v2"))
-
-Ray workers do not see an entry that a program appends. They read its score from the JSON field of the same name, but do
-not know its aliases.
+Stage 1's setting `scores` names the scores of a new root, which records these names. `SCORES` are the scores of LAION's
+releases, which spell their names in several ways. `precompute.select` has a filter for each of them.
 """
 
 from dataclasses import dataclass
+
+import numpy as np
+from pydantic import model_validator
+
+from shards.base.config import Config
 
 
 @dataclass(frozen=True)
@@ -23,8 +18,6 @@ class Score:
 
     name: str
     """Name of the score, of its column in samples.parquet, and of its field in `data.filter`."""
-    description: str
-    """Meaning of the score, for help texts."""
     metadata_name: str = ""
     """Name of the score's column in the selected metadata, if it differs from `name`."""
     aliases: tuple[str, ...] = ()
@@ -42,24 +35,43 @@ class Score:
 
 
 SCORES = [
-    Score("aesthetic", "Predicted aesthetic score", metadata_name="AESTHETIC_SCORE", aliases=("aesthetic_score",)),
-    Score("similarity", "CLIP similarity between image and caption"),
-    Score("punsafe", "Predicted probability that the image is unsafe"),
-    Score("pwatermark", "Predicted probability of a watermark"),
+    Score("aesthetic", metadata_name="AESTHETIC_SCORE", aliases=("aesthetic_score",)),
+    Score("similarity"),
+    Score("punsafe"),
+    Score("pwatermark"),
 ]
 LAION_SCORES = tuple(score.name for score in SCORES)
 """Names of LAION's scores. A root that does not record the names of its scores has these scores."""
 
 
-def score_names() -> tuple[str, ...]:
-    """Return the names of all declared scores. A new root stores all of them."""
-    return tuple(score.name for score in SCORES)
-
-
 def score_fields(names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return, for each score, the fields of a sample's JSON that may hold it (see `Score.fields`).
 
-    A score that is not declared in this process is read from the field of its own name.
+    A score that is not LAION's is read from the field of its own name.
     """
-    declared = {score.name: score.fields for score in SCORES}
-    return [declared.get(name, (name,)) for name in names]
+    spellings = {score.name: score.fields for score in SCORES}
+    return [spellings.get(name, (name,)) for name in names]
+
+
+class Range(Config):
+    """A lower bound, an upper bound or both. Bounds are inclusive. Values are compared in float32, in which scores are
+    stored."""
+
+    min: float | None = None
+    """Lower bound."""
+    max: float | None = None
+    """Upper bound."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Range":
+        if self.min is None and self.max is None:
+            raise ValueError("set min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min:g} is greater than max {self.max:g}; lower min or raise max")
+        return self
+
+    @property
+    def rules(self) -> list[tuple[np.ufunc, float, str]]:
+        """Each bound that is set, as (comparison, limit, text such as `≥ 5`)."""
+        both = ((np.greater_equal, self.min, "≥"), (np.less_equal, self.max, "≤"))
+        return [(compare, limit, f"{sign} {limit:g}") for compare, limit, sign in both if limit is not None]

@@ -30,13 +30,13 @@ Columns = dict[str, list[Any]]
 
 def samples_schema(scores: Sequence[str]) -> pa.Schema:
     """Return the schema of samples.parquet in a root with these scores. Samples can later be excluded by `url` and by
-    `sha256`, the hash of the image file."""
+    `sha256`, the hash of the image file. Tables of older parts lack `license`."""
     return pa.schema(
         [("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
         + [(score, pa.float32()) for score in scores]
         + [("captions", pa.int16())]
         + [(name, pa.int16()) for name in CAPTION_CHANGES]
-        + [("url", pa.string()), ("sha256", pa.string())]
+        + [("url", pa.string()), ("sha256", pa.string()), ("license", pa.string())]
     )
 
 

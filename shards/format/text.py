@@ -33,6 +33,8 @@ exceed a core's cache, and from 32,768 elements on, torch splits the work among 
 are busy decoding."""
 AXES = {"text_latents": 2, "text_scales": 1, "num_tokens": 0, "pooled": 1}
 """Kind of column → number of axes of one caption's array."""
+CAPTION_WEIGHTS = "caption_weights"
+"""Column with the weight of each of a sample's captions, (captions,) int32, in roots whose sources differ in weight."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,15 @@ def has_multiple_captions(sample: dict[str, Any]) -> bool:
 
 
 def unpack(sample: dict[str, Any]) -> list[dict[str, np.ndarray]]:
-    """Split a stored sample into the text columns of each caption.
+    """Split a stored sample into the text columns of each caption, with each caption as often as its weight says."""
+    rows = unpack_stored(sample)
+    if CAPTION_WEIGHTS not in sample:
+        return rows
+    return [row for row, weight in zip(rows, sample[CAPTION_WEIGHTS].tolist(), strict=True) for _ in range(weight)]
+
+
+def unpack_stored(sample: dict[str, Any]) -> list[dict[str, np.ndarray]]:
+    """Split a stored sample into the text columns of each caption, once each.
 
     `num_tokens.NAME` is added for every tower with states. Captions shorter than the sample's longest caption keep
     their zero padding.

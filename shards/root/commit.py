@@ -110,6 +110,7 @@ def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
             refused=part.refused,
             rejects={reason: attempt.bits(keys) for reason, keys in part.rejects.items()},
             captions=part.captions,
+            licenses=part.licenses,
             input=attempt.source,
             shared_files=shared,
             software=attempt.software,

@@ -13,7 +13,7 @@ from shards.base.store import Store
 from shards.format import image
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import Decoder, parse_index, read_offsets, read_sample
-from shards.format.text import dequantise, unpack
+from shards.format.text import dequantise, unpack_stored
 
 
 def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | None = None) -> Iterator[dict[str, Any]]:
@@ -38,9 +38,13 @@ def read_part(folder: Path) -> Iterator[dict[str, Any]]:
 
 def captions(sample: dict[str, Any], encoding: EncodingRecord) -> list[str]:
     """Return a sample's captions, in the order of its text latents."""
-    if not encoding.several:
-        return [sample["caption"]]
-    return [caption for caption in json.loads(sample["caption"]) if caption is not None]
+    return [caption for caption in caption_of_each_source(sample, encoding) if caption is not None]
+
+
+def caption_of_each_source(sample: dict[str, Any], encoding: EncodingRecord) -> list[str | None]:
+    """Return a sample's caption of each of the encoding's sources, or None where it has none."""
+    found: list[str | None] = json.loads(sample["caption"]) if encoding.several else [sample["caption"]]
+    return found
 
 
 def image_latents(sample: dict[str, Any]) -> np.ndarray:
@@ -53,7 +57,7 @@ def text_latents(sample: dict[str, Any], encoding: EncodingRecord) -> list[dict[
     """Return, for each of a sample's captions, a dict from text tower to hidden states, (tokens, width) float32;
     trimmed states have no padding tokens."""
     found: list[dict[str, np.ndarray]] = []
-    for row in unpack(sample):
+    for row in unpack_stored(sample):
         found.append({})
         for name, tower in encoding.texts.items():
             if tower.states:

@@ -1,7 +1,8 @@
 """Write a part (the samples of one tar for one bucket) to a private attempt folder, as MDS files and sample tables."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ from shards.format.tables import (
     write_rows,
 )
 from shards.format.text import TextLatents
+
+MAX_LICENSES = 50
+"""Number of licences that are counted separately in a part."""
+OTHER_LICENSES = "other licences"
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class Sample:
     url: str = ""
     sha256: str = ""
     """SHA-256 of the image file in the tar."""
+    license: str = ""
+    """Licence of the image, as the input states it."""
 
     @property
     def present(self) -> list[Caption]:
@@ -76,9 +83,25 @@ class WrittenPart:
     """Reason → keys of the samples that were refused for a reason other than their size or aspect ratio."""
     captions: dict[str, int]
     """Number of `stored` captions, and for each entry of CAPTION_CHANGES, the number of captions with that change."""
+    licenses: dict[str, int]
+    """Licence → number of stored samples."""
     mds: tuple[MdsFile, ...]
     records: dict[str, FileRecord]
     """Size and SHA-256 of the MDS files, computed while they were written."""
+
+
+def caption_text(texts: Sequence[str | None], encoding: EncodingRecord) -> str:
+    """Return the stored form of a sample's captions, given the caption of each source or None."""
+    return json.dumps(texts, ensure_ascii=False) if encoding.several else str(texts[0])
+
+
+def license_counts(licenses: Iterable[str]) -> dict[str, int]:
+    """Count samples by licence, without those that have none. Rare licences are counted together."""
+    found = Counter(filter(None, licenses)).most_common()
+    counts = dict(found[:MAX_LICENSES])
+    if rest := sum(count for _, count in found[MAX_LICENSES:]):
+        counts[OTHER_LICENSES] = rest
+    return counts
 
 
 class PartWriter:
@@ -102,25 +125,31 @@ class PartWriter:
         for sample, *of_towers in zip(samples, *self._tower_columns(samples), strict=True):
             columns = {
                 "key": sample.key,
-                "caption": self._caption_text(sample.captions),
+                "caption": caption_text([c and c.text for c in sample.captions], self.encoding),
                 "size": np.array(sample.size, np.int32),
                 "scores": sample.scores.astype(np.float32),
             }
+            columns |= self.encoding.weights_of(sample.captions)
             for of_tower in of_towers:
                 columns |= of_tower
             present, scores = sample.present, sample.scores.tolist()
             counts = [sum(name in caption.changes for caption in present) for name in CAPTION_CHANGES]
-            row = (sample.key, *sample.size[:2], *scores, len(present), *counts, sample.url, sample.sha256)
+            row = (
+                sample.key,
+                *sample.size[:2],
+                *scores,
+                len(present),
+                *counts,
+                sample.url,
+                sample.sha256,
+                sample.license,
+            )
             self.append(columns, row)
 
     def append(self, columns: dict[str, Any], row: tuple[Any, ...]) -> None:
         """Append one sample in its stored form: its MDS columns and its row in samples.parquet."""
         self.writer.write(columns)
         self.samples.append(row)
-
-    def _caption_text(self, captions: list[Caption | None]) -> str:
-        texts = [None if caption is None else caption.text for caption in captions]
-        return json.dumps(texts, ensure_ascii=False) if self.encoding.several else str(texts[0])
 
     def _tower_columns(self, samples: Sequence[Sample]) -> Iterator[Iterator[dict[str, np.ndarray]]]:
         """Yield one iterator per tower, which in turn yields the tower's columns for each sample."""
@@ -158,6 +187,7 @@ class PartWriter:
             | ({OTHER_BUCKET: self.elsewhere} if self.elsewhere else {}),
             rejects={reason: rows for reason, rows in sorted(keys.items()) if reason != TOO_SMALL},
             captions=dict(zip(("stored", *CAPTION_CHANGES), counts or [0] * (1 + len(CAPTION_CHANGES)), strict=True)),
+            licenses=license_counts(row[-1] for row in self.samples),
             mds=tuple(self.writer.files),
             records=self.writer.records,
         )

@@ -14,7 +14,7 @@ from shards.format.tables import CAPTION_CHANGES
 from shards.format.towers import TextTower
 from shards.root.committed import TarReceipts, iter_committed_tars
 from shards.root.exclusions import exclusion_ids, load_exclusion
-from shards.tools.stats import RootTotals, caption_counts, captions_once
+from shards.tools.stats import RootTotals, caption_counts, counts_once
 
 CARD = Path(__file__).with_name("card.md")
 ABOUT_POSTERIOR = {
@@ -36,13 +36,14 @@ def dataset_card(store: Store) -> str:
     """Return the dataset card of a latents root as Markdown. Raises RequestError if `store` is not a latents root or
     nothing has been committed to it."""
     encoding, totals, captions = EncodingRecord.load(store), RootTotals(), caption_counts()
-    settings, days = SettingCounts(), set[str]()
+    settings, days, licenses = SettingCounts(), set[str](), Counter[str]()
     for tar_receipts in iter_committed_tars(store):
         totals.add(tar_receipts)
         settings.add(tar_receipts)
         days |= {part.started[:10] for part in tar_receipts.parts.values()}
-        for counts in captions_once(store, tar_receipts):
+        for counts, by_license in counts_once(store, tar_receipts):
             captions.update(counts)
+            licenses.update(by_license)
     sizes = totals.buckets
     bucket = next(iter(sizes))
     record = flatten(encoding.model_dump(mode="json"))
@@ -64,6 +65,7 @@ def dataset_card(store: Store) -> str:
         samples_in=totals.samples_in,
         rejected=_rows((why, f"{n:,}") for why, n in (totals.rejected.most_common() or [("none", 0)])),
         exclusions=_exclusions(store),
+        licenses=_licenses(licenses, totals.encoded),
         settings=_rows([*fixed, *settings.described()]),
         columns=_rows((f"`{name}`", f"`{kind}`{about.get(name, '')}") for name, kind in columns.items()),
         name=store.where().rstrip("/").rpartition("/")[2],
@@ -72,6 +74,15 @@ def dataset_card(store: Store) -> str:
         captions=captions["stored"],
         changes=", ".join(f"{name} {captions[name]:,}" for name in CAPTION_CHANGES),
     )
+
+
+def _licenses(counts: Counter[str], samples: int) -> str:
+    """Return a table of samples by licence, or a sentence if the input states none."""
+    if not counts:
+        return "The input does not state licences of pictures."
+    unknown = [("not stated", samples - counts.total())] if samples > counts.total() else []
+    rows = _rows((name.replace("|", "\\|"), f"{count:,}") for name, count in [*counts.most_common(), *unknown])
+    return f"Licences of the pictures, as the input states them:\n\n| licence | samples |\n| --- | --- |\n{rows}"
 
 
 def _exclusions(store: Store) -> str:
@@ -148,6 +159,9 @@ def _decoding(encoding: EncodingRecord) -> Iterator[str]:
         yield f"A sample can have several captions ({', '.join(encoding.captions)}): `caption` is a JSON list with one"
         yield "entry per caption field, null for a missing caption. The text columns have a leading axis over the"
         yield "captions that exist."
+    if encoding.caption_weights:
+        weights = ", ".join(map(str, encoding.caption_weights))
+        yield f"`caption_weights` says how often training draws each of a sample's captions (in all: {weights})."
 
 
 def _values(values: tuple[float, ...]) -> str:

@@ -1,7 +1,7 @@
 """`python -m shards stats ROOT`: summarise a latents root as a table, JSON or a plot."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,20 +16,23 @@ from shards.format.encoding import EncodingRecord
 from shards.format.tables import CAPTION_CHANGES, read_tables
 from shards.root.committed import TarReceipts, iter_committed_tars
 from shards.root.reading import captions, image_latents, read_parts
+from shards.root.writing import license_counts
 
 
 def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
     """Compute counts from receipts, and latent and caption statistics from each bucket's first `max_samples` samples.
     Raises RequestError if `store` is not a latents root or nothing has been committed to it."""
     encoding, totals, captions = EncodingRecord.load(store), RootTotals(), caption_counts()
+    licenses: Counter[str] = Counter()
     first_parts: dict[str, list[str]] = {}
     for tar_receipts in iter_committed_tars(store):
         for bucket, part in tar_receipts.parts.items():
             if part.samples and totals.samples[bucket] < max_samples:
                 first_parts.setdefault(bucket, []).append(part.part)
         totals.add(tar_receipts)
-        for counts in captions_once(store, tar_receipts):
+        for counts, by_license in counts_once(store, tar_receipts):
             captions.update(counts)
+            licenses.update(by_license)
     return {
         "encoding": encoding.id,
         "shards": totals.shards,
@@ -37,6 +40,7 @@ def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
         "encoded": totals.encoded,
         "rejected": dict(totals.rejected.most_common()),
         "captions": dict(captions),
+        "licenses": dict(licenses.most_common()),
         "buckets": {
             bucket: size
             | sample_stats(islice(read_parts(store, bucket, first_parts.get(bucket, [])), max_samples), encoding)
@@ -88,33 +92,40 @@ def root_totals(store: Store) -> RootTotals:
 
 
 def caption_counts() -> Counter[str]:
-    """Return zero counts for `stored` captions and each of CAPTION_CHANGES, to be updated from `captions_once`."""
+    """Return zero counts for `stored` captions and each of CAPTION_CHANGES, to be updated from `counts_once`."""
     return Counter(dict.fromkeys(("stored", *CAPTION_CHANGES), 0))
 
 
-def captions_once(store: Store, tar_receipts: TarReceipts) -> Iterator[dict[str, int]]:
-    """Yield caption counts for each bucket, excluding samples that were already counted in a smaller bucket."""
+def counts_once(store: Store, tar_receipts: TarReceipts) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
+    """Yield caption counts, and numbers of samples by licence, for each bucket, excluding samples that were already
+    counted in a smaller bucket."""
     counted = np.zeros(tar_receipts.samples_in, bool)
     areas = {name: (size.width * size.height, name) for name in tar_receipts.parts if (size := Bucket.parse(name))}
     for bucket in sorted(areas, key=areas.__getitem__):
         part, stored = tar_receipts.parts[bucket], tar_receipts.parts[bucket].stored_samples
         # usually a bucket's samples are all new (aspect buckets) or were all counted in a smaller bucket
         if not (stored & counted).any():
-            yield part.captions
+            yield part.captions, part.licenses
         elif (stored & ~counted).any():  # the receipt has only totals, so read the table
             table, _ = read_tables(store, part.folder, part.files)
-            columns = ("captions", *CAPTION_CHANGES)
-            rows = sorted(zip(table["key"], zip(*(table[name] for name in columns), strict=True), strict=True))
+            licenses = table.get("license") or [""] * len(table["key"])
+            names = ("captions", *CAPTION_CHANGES)
+            rows = sorted(zip(table["key"], licenses, *(table[name] for name in names), strict=True))
             is_new = ~counted[stored]  # ordered by key, like `rows`
-            new = [row for (_, row), keep in zip(rows, is_new, strict=True) if keep]
-            yield dict(zip(("stored", *CAPTION_CHANGES), map(sum, zip(*new, strict=True)), strict=True))
+            _, names_of_licenses, *counts = zip(
+                *(row for row, keep in zip(rows, is_new, strict=True) if keep), strict=True
+            )
+            yield (
+                dict(zip(("stored", *CAPTION_CHANGES), map(sum, counts), strict=True)),
+                license_counts(names_of_licenses),
+            )
         counted |= stored
 
 
 def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) -> dict[str, Any]:
     """Compute the scaled latents' mean and standard deviation per channel, and percentiles of caption lengths. Return
     an empty dict if there are no samples."""
-    moments, lengths, image = [], [], encoding.image
+    moments, lengths, scores, image = [], [], [], encoding.image
     scale, shift = (np.array(values)[:, None, None] for values in (image.scale, image.shift))
     for sample in samples:
         # for stored moments, this is the posterior's mean
@@ -122,6 +133,7 @@ def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) ->
         latents = (latents - shift) * scale
         moments.append((latents.mean(axis=(1, 2)), (latents**2).mean(axis=(1, 2))))
         lengths += [len(caption) for caption in captions(sample, encoding)]
+        scores.append(sample["scores"])
     if not moments:
         return {}
     means, squares = np.mean(moments, axis=0)
@@ -129,8 +141,18 @@ def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) ->
         "measured_on": len(moments),
         "latent_mean": means.round(4).tolist(),
         "latent_std": np.sqrt(squares - means**2).round(4).tolist(),
-        "caption_characters": {f"p{percent}": float(np.percentile(lengths, percent)) for percent in (5, 50, 95)},
+        "caption_characters": percentiles(lengths),
+        "scores": {
+            name: {"samples": len(known), **percentiles(known)}
+            for name, column in zip(encoding.scores, np.transpose(scores), strict=True)
+            if len(known := column[~np.isnan(column)])
+        },
     }
+
+
+def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Return the percentiles 5, 50 and 95."""
+    return {f"p{percent}": float(np.percentile(values, percent)) for percent in (5, 50, 95)}
 
 
 def stats_table(stats: dict[str, Any]) -> str:
@@ -144,6 +166,8 @@ def stats_table(stats: dict[str, Any]) -> str:
         "rejected: " + (", ".join(f"{reason} {count:,}" for reason, count in stats["rejected"].items()) or "none"),
         "",
     ]
+    if stats["licenses"]:
+        lines.insert(-1, f"licences: {', '.join(f'{name} {count:,}' for name, count in stats['licenses'].items())}")
     rows = [
         ["bucket", "samples", "B/sample", "caption characters", "scaled latents per channel"],
         ["", "", "", "5 / 50 / 95 %", "(std 1 is ideal)"],
@@ -155,7 +179,13 @@ def stats_table(stats: dict[str, Any]) -> str:
             means = ", ".join(f"{value:+.3f}" for value in b["latent_mean"])
             deviations = ", ".join(f"{value:.3f}" for value in b["latent_std"])
             rows[-1][3:] = [lengths, f"mean {means}; std {deviations}; {counted(b['measured_on'], 'sample')}"]
-    return "\n".join([*lines, format_table(rows, ">>>><")])
+    scores = [
+        f"{name} in {bucket}: {' / '.join(f'{found[p]:.3g}' for p in ('p5', 'p50', 'p95'))} (5 / 50 / 95 % of "
+        f"{counted(found['samples'], 'sample')})"
+        for bucket, b in stats["buckets"].items()
+        for name, found in b.get("scores", {}).items()
+    ]
+    return "\n".join([*lines, format_table(rows, ">>>><"), *(["", *scores] if scores else [])])
 
 
 def plot_stats(stats: dict[str, Any], path: Path) -> None:

@@ -17,6 +17,7 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import FileRecord, Receipt, active_receipts, parse_name, parse_receipt
 from shards.format.tables import OTHER_BUCKET, read_tables
+from shards.format.text import CAPTION_WEIGHTS
 from shards.format.towers import TextTower
 from shards.root.commit import content_hash
 from shards.root.committed import TarReceipts, list_commits
@@ -29,6 +30,7 @@ from shards.root.reading import captions, features, read_part, text_latents
 from shards.root.segments import FOLDER as SEGMENTS
 from shards.root.segments import load_segment, merge
 from shards.root.shared import RULES
+from shards.root.writing import license_counts
 
 
 def verify_root(store: Store) -> Iterator[str]:
@@ -135,19 +137,20 @@ def verify_tar(store: Store, receipts: TarReceipts) -> Iterator[str]:
         if refused_counts != Counter(refused["reason"]):
             yield f"{store.where(part.name)} counts refused samples differently than its {bucket} part's table"
         if len(keys) == receipts.samples_in and not _matches_tables(part, keys, stored, refused):
-            yield f"{store.where(part.name)} lists different samples or caption counts than its part's tables"
+            yield f"{store.where(part.name)} lists different samples or counts than its part's tables"
 
 
 def _matches_tables(
     part: Receipt, keys: list[str], stored: dict[str, list[Any]], refused: dict[str, list[Any]]
 ) -> bool:
-    """Return whether a receipt's bitmaps and caption counts match its part's tables."""
+    """Return whether a receipt's bitmaps, and its counts of captions and licences, match its part's tables."""
     rows = [part.stored_samples, *map(part.rejected_samples, part.rejects)]
     found = [{key for key, bit in zip(keys, bits, strict=True) if bit} for bits in rows]
     pairs = list(zip(refused["key"], refused["reason"], strict=True))
     listed = [{key for key, why in pairs if why == reason} for reason in part.rejects]
     counts = {name: sum(stored["captions" if name == "stored" else name]) for name in part.captions}
-    return found == [set(stored["key"]), *listed] and counts == part.captions
+    licenses = license_counts(stored.get("license", []))
+    return found == [set(stored["key"]), *listed] and (counts, licenses) == (part.captions, part.licenses)
 
 
 def verify_file(store: Store, name: str, record: FileRecord, where: str) -> Iterator[str]:
@@ -174,7 +177,7 @@ def verify_samples(folder: Path, where: str, bucket: str, num_samples: int, enco
         if sample["image_latents"].shape != shape or not all(fits):
             shapes = " and ".join(str(array.shape) for array in arrays)
             yield f"{where}: sample {sample['key']} has shapes {shapes}, which do not match encoding.json"
-        elif len(captions(sample, encoding)) != len(texts):
+        elif len({len(captions(sample, encoding)), len(texts), len(sample.get(CAPTION_WEIGHTS, texts))}) > 1:
             yield f"{where}: sample {sample['key']} has different numbers of captions and text latents"
         elif not all(np.isfinite(array).all() for array in (*arrays, *numbers, *features(sample, encoding).values())):
             yield f"{where}: sample {sample['key']} has non-finite values"

@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 from cluster.pool import NODE_ID
 from cluster.start import start_ray
 from precompute.config import describe_encoding, make_recipe
-from precompute.input.tars import list_tars
+from precompute.input.find import find_input
 from precompute.job.ledger import Ledger
 from precompute.job.run import run_job
 from shards.open import open_store
@@ -84,7 +84,7 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
     results: list[Ledger] = []
     job = threading.Thread(
         target=lambda: results.append(
-            run_job(list_tars(config.input), make_recipe(config, encoding), config.output, config.workers)
+            run_job(find_input(config.input).units(), make_recipe(config, encoding), config.output, config.workers)
         )
     )
     job.start()

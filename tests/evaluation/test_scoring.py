@@ -211,7 +211,7 @@ def test_invalid_references_are_refused(drawn: Path, references: Path, tmp_path:
         ),
         (ReferenceConfig(size="64x64"), "No reference is set"),
         (reference(tmp_path / "absent", None), "is not a reference"),
-        (reference(tmp_path / "absent", tmp_path / "made"), "contains neither tars nor image files"),
+        (reference(tmp_path / "absent", tmp_path / "made"), "but no images"),
         (
             reference(tmp_path / "small", tmp_path / "few"),
             "needs at least 24 reference images, but the reference has only 23",

@@ -9,12 +9,12 @@ from cluster.actor import Report
 from precompute.__main__ import main
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
-from precompute.input.tars import InputTar
+from precompute.input.tars import TarUnit
 from shards.root.committed import TarReceipts
 from tests.faults.decoders import poisoned
 
 
-def encode_with_poison(tar: InputTar, attempt: int, report: Report, recipe: Recipe, **options: Any) -> TarReceipts:
+def encode_with_poison(tar: TarUnit, attempt: int, report: Report, recipe: Recipe, **options: Any) -> TarReceipts:
     """Encode with the poisoned decoder in a Ray worker. Ray pickles this function by value, because it is in the main
     script."""
     return encode_on_worker(tar, attempt, report, replace(recipe, decode=poisoned), **options)

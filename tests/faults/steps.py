@@ -1,4 +1,4 @@
-"""A commit, broken at each of its steps: `python -m tests.faults.steps FOLDER MODELS EVERY` prints the outcome as JSON.
+"""A commit, broken at each of its steps: `python -m tests.faults.steps FOLDER MODELS EVERY KIND` prints the outcome.
 
 Every system call that changes the disk (open for writing, write, fsync, rename, mkdir, unlink) is counted, from the
 attempt's first to the index's last. Each run has SIGKILL after one of them, or one that fails with EIO or ENOSPC. The
@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.tar import encode_tar
-from precompute.input.tars import list_tars
+from precompute.input.find import find_input
 from shards.base.scratch import sweep_attempts
 from shards.open import open_store
 from shards.root.committed import load_receipts
@@ -150,7 +150,7 @@ class Encoding:
         encoding, store = describe_encoding(config), open_store(config.output)
         create_root(store, encoding)
         record_rules(store, config.to_fill.rules)
-        for tar in list_tars(config.input):
+        for tar in find_input(config.input).units(store):
             encode_tar(tar, make_recipe(config, encoding), store, self.towers)
         sweep_attempts(store)
         write_indexes(store)
@@ -233,9 +233,30 @@ def disk_full(encoding: Encoding, folder: Path, every: int, tally: Tally) -> dic
     raise AssertionError("no size was enough")
 
 
-def main(folder: Path, models: Path, every: int) -> None:
-    """Test kills, EIO and ENOSPC at every `every`-th step, a full disk, and two concurrent runs."""
-    encoding = Encoding(make_world(folder, models, num_shards=1, num_samples=5))
+def grow(encoding: Encoding, folder: Path, steps: Sequence[int]) -> dict[str, object]:
+    """Kill a run at each of these steps, add an image to the input, and kill the next run as well. Then a last run has
+    to store every image exactly once."""
+    for at in steps:
+        root, added = folder / f"growing-{at}", encoding.world.tars / f"added-{at}.jpg"
+        assert encoding.run(root, Steps(at, kill)) == -signal.SIGKILL
+        shutil.copy(next(iter(sorted(encoding.world.tars.glob("00*.jpg")))), added)
+        added.with_suffix(".txt").write_text("added later")
+        assert encoding.run(root, Steps(at, kill)) == -signal.SIGKILL
+        look(root)
+        assert encoding.run(root, Steps(NEVER, kill)) == OK
+        assert list(verify_root(open_store(root))) == []
+        keys, before = stored_keys(root), stored_keys(encoding.world.reference)
+        assert set(keys.values()) == {1} and {key.partition(".")[0] for _, key in keys - before} == {added.stem}
+        for path in (added, added.with_suffix(".txt")):
+            path.unlink()
+        shutil.rmtree(root)
+    return {"runs": len(steps), "kills": 2 * len(steps)}
+
+
+def main(folder: Path, models: Path, every: int, kind: str) -> None:
+    """Test kills, EIO and ENOSPC at every `every`-th step, a full disk, and two concurrent runs. An input that is a
+    folder also grows meanwhile."""
+    encoding = Encoding(make_world(folder, models, num_shards=1, num_samples=5, kind=kind))
     assert encoding.run(folder / "counted", Steps(COUNT_ONLY, kill)) == OK
     num_steps = int((folder / "steps").read_text())
     figures: dict[str, object] = {"steps": num_steps}
@@ -248,6 +269,8 @@ def main(folder: Path, models: Path, every: int) -> None:
         codes = [break_at(encoding, folder, at, fault, tally) for at in range(1, num_steps + 1, every)]
         assert set(codes) <= wanted, (name, codes)
         figures[name] = {"faults": len(codes), "harmless": codes.count(OK)} | tally.check()
+    if kind == "files":
+        figures["growing input"] = grow(encoding, folder, range(1, num_steps // 2, every))
     tally = Tally()
     outcome = disk_full(encoding, folder, every, tally)
     figures["full file system"] = outcome | (tally.check() if tally.files else {})
@@ -257,8 +280,8 @@ def main(folder: Path, models: Path, every: int) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    folder, models, every = arguments
-    main(Path(folder), Path(models), int(every))
+    folder, models, every, kind = arguments
+    main(Path(folder), Path(models), int(every), kind)
 
 
 if __name__ == "__main__":

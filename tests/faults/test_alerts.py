@@ -18,7 +18,8 @@ from cluster.fleet import Failed, UnderWay
 from cluster.pool import Failure
 from cluster.start import start_ray
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
-from precompute.input.tars import TarsConfig, list_tars
+from precompute.input.find import find_input
+from precompute.input.unit import InputConfig
 from precompute.job.ledger import Ledger
 from precompute.job.metrics import JobMetrics
 from precompute.job.run import run_job
@@ -75,9 +76,9 @@ def test_a_job_with_faults_under_prometheus(
     fsspec.filesystem("s3").put(f"{tmp_path / 'tars'}/", f"{s3}/tars/", recursive=True)
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root")
     workers = config.workers.model_copy(update={"max_in_flight": 1, "tars_at_once": 1, "backoff": 0.1})
-    changes = {"input": f"{s3}/tars", "tars": TarsConfig(policy="salvage"), "workers": workers}
+    changes = {"input": f"{s3}/tars", "tars": InputConfig(policy="salvage"), "workers": workers}
     config = config.model_copy(update=changes)
-    encoding, tars = describe_encoding(config), list_tars(config.input)
+    encoding, tars = describe_encoding(config), find_input(config.input).units()
     create_root(open_store(config.output), encoding)
     # serves the same buckets, on a port that comes and goes
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)

@@ -11,6 +11,7 @@ from shards.root.committed import load_receipts
 from shards.root.reading import read_part
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES, encode_all, precompute_config
+from tests.kinds import KINDS
 from tests.roots import tree
 from tests.tiny import make_samples, make_tar
 
@@ -24,6 +25,7 @@ class World:
 
     models: Path
     tars: Path
+    """The input, which may also be of another kind."""
     reference: Path
 
     def config(self, output: Path, **changes: object) -> PrecomputeConfig:
@@ -32,13 +34,20 @@ class World:
         return precompute_config(self.models, self.tars, output, workers=workers, **changes)
 
 
-def make_world(folder: Path, models: Path, num_shards: int, num_samples: int) -> World:
-    """Make a world below `folder`; in each tar, one sample has no valid picture and one has no caption."""
+def make_world(folder: Path, models: Path, num_shards: int, num_samples: int, kind: str = "tar") -> World:
+    """Make a world below `folder`; in each tar, one sample has no valid picture and one has no caption.
+
+    Args:
+        kind: the kind of input, of `tests.kinds`. All except tars have a single unit.
+    """
     for shard in range(num_shards):
         samples = make_samples(shard, num_samples, SIZES)
         samples.append((f"{shard:05d}9001", {"jpg": b"<html>", "txt": b"not a picture"}))
         samples.append((f"{shard:05d}9002", {"jpg": samples[0][1]["jpg"]}))
-        make_tar(folder / "tars", f"{shard:05d}", samples)
+        if kind == "tar":
+            make_tar(folder / "tars", f"{shard:05d}", samples)
+        else:
+            KINDS[kind](folder / "tars", samples)
     world = World(models, folder / "tars", folder / "reference")
     encode_all(world.config(world.reference), models)
     return world

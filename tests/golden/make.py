@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_roots(folder: Path) -> None:
     """Run stage 1 on small random models: one root for each storage of captions."""
-    from precompute.input.tars import InputTar
+    from precompute.input.tars import TarUnit
     from tests import conftest
     from tests.conftest import encode_all, precompute_config
     from tests.tiny import make_models, make_samples, make_tar
@@ -74,7 +75,8 @@ def make_roots(folder: Path) -> None:
     for shard in range(2):
         make_tar(Path("tars"), f"{shard:05d}", make_samples(shard, 16, [(80, 64), (200, 150), (140, 300), (40, 90)]))
     # relative addresses, without this machine's folders
-    conftest.list_tars = lambda folder: [InputTar(tar.stem, str(tar)) for tar in sorted(Path(folder).glob("*.tar"))]
+    units = [TarUnit(tar.stem, str(tar)) for tar in sorted(Path("tars").glob("*.tar"))]
+    conftest.find_input = lambda folder: SimpleNamespace(units=lambda store: units)  # type: ignore[assignment,return-value]
     storages: dict[str, dict[str, object]] = {
         "float16": {},
         "float8": {"text": {"storage": "float8"}},

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from precompute.__main__ import resolved_precision
+from precompute.__main__ import resolved
 from precompute.config import describe_encoding
 from shards.base import device
 from shards.open import open_store
@@ -21,18 +21,18 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_root_keeps_its_precision(slow: None, models: Path, tars: Path, tmp_path: Path) -> None:
     asked = precompute_config(models, tars, tmp_path / "root", precision="auto")
-    assert resolved_precision(asked) == "float32"
+    assert resolved(asked, None).precision == "float32"
     given = asked.model_copy(update={"precision": "bfloat16"})
     create_root(open_store(tmp_path / "root"), describe_encoding(given))
-    assert resolved_precision(asked) == "bfloat16"
-    assert resolved_precision(asked.model_copy(update={"output": tmp_path / "derived"})) == "float32"
+    assert resolved(asked, None).precision == "bfloat16"
+    assert resolved(asked.model_copy(update={"output": tmp_path / "derived"}), None).precision == "float32"
     derived = asked.model_copy(update={"output": tmp_path / "derived", "source": tmp_path / "root"})
-    assert resolved_precision(derived) == "bfloat16"
+    assert resolved(derived, None).precision == "bfloat16"
 
 
 def test_an_emulated_precision_is_warned_about_once(
     slow: None, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = precompute_config(models, tars, tmp_path / "root", precision="float16")
-    assert resolved_precision(config) == "float16"
+    assert resolved(config, None).precision == "float16"
     assert capsys.readouterr().err.count("warning: this CPU emulates float16") == 1

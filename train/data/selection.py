@@ -7,16 +7,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, create_model, model_validator
 
 from shards.base.config import Config
 from shards.base.store import Store
 from shards.format.mds import MdsIndex, mapped
-from shards.format.scores import SCORES
+from shards.format.scores import Range
 from shards.root.exclusions import Exclusion, read_samples
 
 NUM_READERS = 16
@@ -26,59 +25,17 @@ EXCLUDED = "excluded"
 PARTS_AT_ONCE = 1024
 
 
-class Range(Config):
-    """A lower bound, an upper bound or both. Bounds are inclusive. Values are compared in float32, in which scores are
-    stored."""
+class FilterConfig(Config, extra="allow"):
+    """Bounds on the stored scores, and on the `width` and `height` of the original images in pixels, as in
+    `aesthetic: {min: 5}`. The run trains only on samples within all bounds."""
 
-    min: float | None = None
-    """Lower bound."""
-    max: float | None = None
-    """Upper bound."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "Range":
-        if self.min is None and self.max is None:
-            raise ValueError("set min, max or both")
-        if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min {self.min:g} is greater than max {self.max:g}; lower min or raise max")
-        return self
-
-    @property
-    def rules(self) -> list[tuple[np.ufunc, float, str]]:
-        """Each bound that is set, as (comparison, limit, text such as `≥ 5`)."""
-        both = ((np.greater_equal, self.min, "≥"), (np.less_equal, self.max, "≤"))
-        return [(compare, limit, f"{sign} {limit:g}") for compare, limit, sign in both if limit is not None]
-
-
-class SizeBounds(Config):
-    """Bounds on the size of the original image."""
-
-    width: Range | None = None
-    """Width of the original image in pixels."""
-    height: Range | None = None
-    """Height of the original image in pixels."""
-
-
-if TYPE_CHECKING:
-    ScoreBounds = SizeBounds
-else:  # one field per declared score, so that scores appear on the command line and in the config reference
-    ScoreBounds = create_model(
-        "ScoreBounds",
-        __base__=SizeBounds,
-        __cls_kwargs__={"use_attribute_docstrings": False},  # pydantic would search all modules for its source
-        **{score.name: (Range | None, Field(None, description=f"{score.description}.")) for score in SCORES},
-    )
-
-
-class FilterConfig(ScoreBounds, use_attribute_docstrings=True):
-    """Bounds on the stored sizes and scores. The run trains only on samples within all bounds."""
-
-    missing: Literal["drop", "keep"] = Field("drop")
+    __pydantic_extra__: dict[str, Range | None]
+    missing: Literal["drop", "keep"] = "drop"
     """Whether a sample without a score (NaN) fails (`drop`) or passes (`keep`) a bound on that score."""
 
     @property
     def bounds(self) -> dict[str, Range]:
-        """The bounds that are set, by column."""
+        """The bounds, by column."""
         return {name: bound for name, bound in self if isinstance(bound, Range)}
 
     def describe(self) -> str:

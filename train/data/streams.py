@@ -33,7 +33,7 @@ from shards.root.shared import load_uncond
 from train.data.cache import Cache
 from train.data.node import SizeCheck, check_sizes, node_folder, once_per_node
 from train.data.order import choose_per_epoch
-from train.data.selection import FilterConfig, Selection, SizeBounds, select
+from train.data.selection import FilterConfig, Selection, select
 from train.data.spec import DataConfig, DataSpec, OpenStream, StreamConfig, encoding_differences, keep_towers
 
 SIZE_CHECK_SECONDS = 10.0
@@ -154,7 +154,7 @@ def open_data(config: DataConfig, global_batch_size: int, found: FoundData | Non
         uncond=found.uncond,
         streams=streams,
         steps_per_epoch=sum(stream.chosen for stream in streams) // global_batch_size,
-        num_captions=max(len(theirs.encoding.captions) for theirs in found.streams),
+        num_captions=max(theirs.encoding.most_captions for theirs in found.streams),
         size_check=size_check,
     )
 
@@ -274,7 +274,7 @@ def _map_selection(
     config = config or FilterConfig()
     if not config.bounds and not found.exclusions:
         return None
-    stored = [*SizeBounds.model_fields, *found.encoding.scores]
+    stored = ["width", "height", *found.encoding.scores]
     if missing := [name for name in config.bounds if name not in stored]:
         raise RequestError(
             f"The filter uses {', '.join(missing)}, but {store.where()} stores only {', '.join(stored)}. Filter "

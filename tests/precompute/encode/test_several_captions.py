@@ -168,15 +168,13 @@ def test_the_fields_and_the_limit_are_part_of_the_encoding(
 
 def test_verify_finds_a_lost_caption(models: Path, captioned: Path, tmp_path: Path) -> None:
     """A writer that stores fewer captions than latents is noticed, although the files agree with their receipt."""
-    from shards.root.writing import Caption, PartWriter
+    from shards.root.writing import caption_text
 
-    write = PartWriter._caption_text
-
-    def lose_one(self: PartWriter, captions: list[Caption | None]) -> str:
-        return json.dumps([None, *json.loads(write(self, captions))[1:]])
+    def lose_one(texts: Sequence[str | None], encoding: EncodingRecord) -> str:
+        return json.dumps([None, *json.loads(caption_text(texts, encoding))[1:]])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PartWriter, "_caption_text", lose_one)
+        patch.setattr("shards.root.writing.caption_text", lose_one)
         encoded(models, captioned, tmp_path / "root")
     wrong = list(verify_root(open_store(tmp_path / "root")))
     assert wrong and all("has different numbers of captions and text latents" in line for line in wrong)

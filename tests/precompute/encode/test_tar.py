@@ -23,7 +23,8 @@ from precompute.config import describe_encoding, make_recipe
 from precompute.encode.encoders import ImageEncoder
 from precompute.encode.samples import Rejected
 from precompute.encode.stages import decode_sample
-from precompute.input.tars import RawSample, Tar, TarsConfig
+from precompute.input.tars import Tar
+from precompute.input.unit import InputConfig, RawSample
 from precompute.pixels.decode import decode
 from precompute.pixels.resample import place
 from shards.base.errors import WorkError
@@ -130,7 +131,7 @@ def test_a_bucket_is_not_added_if_the_side_files_count_differently(models: Path,
 
     def encode(bucket: str) -> None:
         config = precompute_config(models, tar.parent, tmp_path / "root", buckets=[bucket])
-        encode_all(config.model_copy(update={"tars": TarsConfig(policy="salvage")}), models)
+        encode_all(config.model_copy(update={"tars": InputConfig(policy="salvage")}), models)
 
     encode("64x64")
     tar.with_suffix(".parquet").unlink()

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import io
 import json
+import lzma
 import random
 import tarfile
 from collections.abc import Callable
@@ -14,7 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.config import PrecomputeConfig
-from precompute.input.tars import InputTar, RawSample, Tar, TarsConfig, list_tars
+from precompute.input.find import find_input
+from precompute.input.tars import Tar, TarUnit
+from precompute.input.unit import InputConfig, RawSample
 from shards.base.errors import DamagedInput
 from shards.open import open_store
 from shards.root.committed import TarReceipts, load_tars
@@ -135,7 +138,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, list[int]]] = {
 
 def read(folder: Path, policy: str) -> tuple[Tar, list[RawSample]]:
     """Read the tar's samples, and compare them with its sidecar files."""
-    shard = list_tars(str(folder))[0]
+    shard = find_input(str(folder)).units()[0]
     tar = Tar(folder / "00000.tar", LIMIT, policy)  # type: ignore[arg-type]
     tar.check(shard)
     return tar, list(tar.samples())
@@ -162,21 +165,26 @@ def test_each_class(name: str, tmp_path: Path) -> None:
         if not sample.lost:
             assert (sample.image, sample.caption) == (whole[sample.key, "jpg"], whole[sample.key, "txt"])
             assert sample.metadata["key"] == sample.key
-    record = tar.record("here")
+    record = tar.record()
     assert record["lost"] == len(lost) and record["lost_unnamed"] == 0 and message in str(record["damage"])
 
 
 @pytest.mark.parametrize("policy", ["reject", "salvage"])
+def test_one_in_a_compression_that_cannot_be_read_is_refused_under_both(policy: str, tmp_path: Path) -> None:
+    path = tar_of(tmp_path, sound())
+    path.write_bytes(lzma.compress(path.read_bytes()))
+    (unit,) = find_input(str(tmp_path)).units()
+    with pytest.raises(DamagedInput, match=r"compressed with xz\. Decompress it"), unit.open(LIMIT, policy):  # type: ignore[arg-type]
+        pass
+
+
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress])
-def test_a_compressed_one_is_refused_under_both(
-    compress: Callable[[bytes], bytes], policy: str, tmp_path: Path
-) -> None:
+def test_compression_is_detected_whatever_the_name(compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
     path = tar_of(tmp_path, sound())
     path.write_bytes(compress(path.read_bytes()))
-    with pytest.raises(
-        DamagedInput, match=r"compressed with (gzip|bzip2), but tars must be uncompressed\. Decompress it"
-    ):
-        read(tmp_path, policy)
+    (unit,) = find_input(str(tmp_path)).units()
+    with unit.open(LIMIT) as source:
+        assert [sample.key for sample in source.samples()] == KEYS
 
 
 @pytest.mark.parametrize("parquet", [True, False])
@@ -186,7 +194,7 @@ def test_losses_without_names(tmp_path: Path, parquet: bool) -> None:
     if not parquet:
         (tmp_path / "00000.parquet").unlink()
     tar, samples = read(tmp_path, "salvage")
-    record = tar.record("here")
+    record = tar.record()
     assert (record["lost"], record["lost_unnamed"]) == ((1, 0) if parquet else (0, 1))
     assert len(samples) == 7 + parquet
 
@@ -244,7 +252,7 @@ def test_a_thousand_headers_before_one_file_are_no_way_in(tmp_path: Path) -> Non
 def config_with(models: Path, folder: Path, root: Path, **tars: object) -> PrecomputeConfig:
     """Make the config of stage 1 on the tars in `folder`."""
     config = precompute_config(models, folder, root, buckets=["64x64"])
-    return config.model_copy(update={"tars": TarsConfig.model_validate(tars)})
+    return config.model_copy(update={"tars": InputConfig.model_validate(tars)})
 
 
 def salvaged(models: Path, folder: Path, **changes: object) -> tuple[Path, TarReceipts]:
@@ -281,7 +289,7 @@ def test_a_bit_of_a_picture(models: Path, tmp_path: Path) -> None:
 
 def test_a_member_over_the_limit_costs_its_sample(tmp_path: Path) -> None:
     make_tar(tmp_path, "00000", [("a", {"jpg": b"x" * 2000, "txt": b"y"}), ("b", {"jpg": b"x" * 1000, "txt": b"y"})])
-    shard = InputTar("00000", str(tmp_path / "00000.tar"))
+    shard = TarUnit("00000", str(tmp_path / "00000.tar"))
     tar = Tar(tmp_path / "00000.tar", 1000)
     tar.check(shard)
     large, small = tar.samples()

@@ -1,4 +1,4 @@
-"""Cleaning of captions, and reading of scores."""
+"""Cleaning of captions, and reading of scores and licences."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precompute.input.captions import CleanCaption, clean_caption, read_captions, read_scores
+from precompute.input.captions import CleanCaption, clean_caption, read_captions, read_license, read_scores
 from precompute.input.reject import Reject
-from precompute.input.tars import RawSample, Tar
+from precompute.input.tars import Tar
+from precompute.input.unit import RawSample
 from shards.format.scores import LAION_SCORES
 from tests.conftest import precompute_config
 from tests.tiny import make_tar
@@ -97,8 +98,9 @@ def test_any_json_in(tmp_path: Path, data: bytes, expected: str | None) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (["blip_caption"], "is not a caption field"),
-        (["json:"], "is not a caption field"),
+        (["json:"], "a caption field has no name"),
+        ([""], "a caption field has no name"),
+        (["a", "json:a"], "a caption field is listed twice in json:a, json:a"),
         (["txt", "txt"], "a caption field is listed twice in txt, txt"),
         ([], "at least 1"),
     ],
@@ -108,19 +110,45 @@ def test_caption_fields_that_make_no_sense(models: Path, tars: Path, fields: lis
         precompute_config(models, tars, tars, captions=fields)
 
 
-@pytest.mark.parametrize("score", [10**400, -(10**39), 1e39, float("inf"), float("nan"), True, "5", None, [5.0]])
+@pytest.mark.parametrize("score", [10**400, -(10**39), 1e39, float("inf"), float("nan"), True, "five", None, [5.0]])
 def test_values_out_of_float32_range_are_not_scores(score: object) -> None:
-    np.testing.assert_array_equal(read_scores({"punsafe": score}, LAION_SCORES), np.full(4, np.nan, np.float32))
+    np.testing.assert_array_equal(
+        read_scores(RawSample("a", metadata={"punsafe": score}), LAION_SCORES), np.full(4, np.nan, np.float32)
+    )
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_all_values_in_float32_range_are_scores(sign: int) -> None:
     largest = float(np.finfo(np.float32).max)
     for score in (largest, np.nextafter(largest, 0), 1e-45, 2**127):
-        np.testing.assert_array_equal(read_scores({"punsafe": sign * score}, LAION_SCORES)[2], np.float32(sign * score))
-    assert np.isnan(read_scores({"punsafe": sign * np.nextafter(largest, np.inf)}, LAION_SCORES)[2])
+        raw = RawSample("a", metadata={"punsafe": sign * score})
+        np.testing.assert_array_equal(read_scores(raw, LAION_SCORES)[2], np.float32(sign * score))
+    too_large = RawSample("a", metadata={"punsafe": sign * np.nextafter(largest, np.inf)})
+    assert np.isnan(read_scores(too_large, LAION_SCORES)[2])
 
 
 def test_scores_under_any_spelling() -> None:
     metadata = {"AESTHETIC_SCORE": 5.5, "punsafe": 0, "similarity": None, "pwatermark": "0.3"}
-    np.testing.assert_array_equal(read_scores(metadata, LAION_SCORES), np.array([5.5, np.nan, 0.0, np.nan], np.float32))
+    found = read_scores(RawSample("a", metadata=metadata), LAION_SCORES)
+    np.testing.assert_array_equal(found, np.array([5.5, np.nan, 0.0, 0.3], np.float32))
+
+
+def test_a_score_from_a_table_replaces_the_one_in_the_json() -> None:
+    raw = RawSample("a", metadata={"hps": 0.5, "punsafe": "0.25"}, tables={"hps": None, "aesthetic": 6.0})
+    found = read_scores(raw, ("aesthetic", "hps", "punsafe"))
+    np.testing.assert_array_equal(found, np.array([6.0, np.nan, 0.25], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "license"),
+    [
+        ({"license": " CC0 "}, "CC0"),
+        ({"LICENSE": "CC BY\n4.0"}, "CC BY 4.0"),
+        ({"license": None, "LICENSE": 4}, "4"),
+        ({"license": ["CC0"]}, ""),
+        ({"license": 500 * "x"}, 100 * "x"),
+        ({}, ""),
+    ],
+)
+def test_licences(metadata: dict[str, object], license: str) -> None:
+    assert read_license(metadata) == license

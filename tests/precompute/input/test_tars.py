@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from precompute.input import tars
-from precompute.input.tars import InputTar, Tar, counted_samples, list_tars
-from shards.base.errors import DamagedInput, RequestError
+from precompute.input.find import find_input
+from precompute.input.tars import Tar, TarUnit, counted_samples
+from shards.base.errors import DamagedInput
 from tests.tiny import make_samples, make_tar
 
 LIMIT = 1 << 20
@@ -33,7 +34,7 @@ def test_members_are_grouped_in_order(tar: Path) -> None:
 
 
 def test_counts_come_from_both_side_files(tar: Path) -> None:
-    shard = InputTar("00007", str(tar))
+    shard = TarUnit("00007", str(tar))
     counted = counted_samples(shard)
     assert counted.counts == {"00007_stats.json": 6, "00007.parquet": 6}
     Tar(tar, LIMIT).check(shard)
@@ -50,7 +51,7 @@ def test_a_flipped_bit_in_any_header_is_found(tar: Path) -> None:
         flipped = data.copy()
         flipped[header + offset] ^= 1
         tar.write_bytes(flipped)
-        with pytest.raises(DamagedInput, match=r"damaged|must be uncompressed"):
+        with pytest.raises(DamagedInput, match=r"damaged|cannot be decompressed"):
             read(tar)
 
 
@@ -59,15 +60,15 @@ def test_truncation_at_any_block_is_found(tar: Path) -> None:
     content_end = len(data.rstrip(b"\0"))
     for length in [*range(0, content_end, 512), content_end + 100]:
         tar.write_bytes(data[:length])
-        with pytest.raises(DamagedInput, match=r"truncated|damaged|must be uncompressed"):
+        with pytest.raises(DamagedInput, match=r"truncated|damaged|cannot be decompressed"):
             read(tar)
 
 
 def test_listing(tar: Path) -> None:
-    assert [shard.name for shard in list_tars(str(tar.parent))] == ["00007"]
+    assert [shard.name for shard in find_input(str(tar.parent)).units()] == ["00007"]
     for name in (".00008.tar", "._00007.tar"):  # hidden files are not tars
         (tar.parent / name).write_bytes(b"")
-    assert [shard.name for shard in list_tars(f"file://{tar.parent}")] == ["00007"]
+    assert [shard.name for shard in find_input(f"file://{tar.parent}").units()] == ["00007"]
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> Path:
@@ -133,7 +134,7 @@ def test_members_without_a_key_and_folders_are_skipped(tmp_path: Path) -> None:
 
 def test_a_bit_of_a_side_file_is_damage_or_nothing(tar: Path) -> None:
     """It never raises an error that would be mistaken for a storage failure or a bug."""
-    shard, random, refused = InputTar("00007", str(tar)), np.random.default_rng(0), 0
+    shard, random, refused = TarUnit("00007", str(tar)), np.random.default_rng(0), 0
     for name in ("00007.parquet", "00007_stats.json"):
         path = tar.parent / name
         data = path.read_bytes()
@@ -155,15 +156,15 @@ def test_a_bit_of_a_side_file_is_damage_or_nothing(tar: Path) -> None:
 def test_odd_counts_are_damage(tar: Path, stats: str) -> None:
     (tar.parent / "00007_stats.json").write_text(stats)
     with pytest.raises(DamagedInput, match=r"00007_stats\.json is damaged"):
-        counted_samples(InputTar("00007", str(tar)))
+        counted_samples(TarUnit("00007", str(tar)))
 
 
 def test_a_parquet_of_too_many_rows_is_not_read(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tars, "MAX_ROWS", 5)
     with pytest.raises(DamagedInput, match="6 rows, more than the limit of 5"):
-        counted_samples(InputTar("00007", str(tar)))
+        counted_samples(TarUnit("00007", str(tar)))
     monkeypatch.setattr(tars, "MAX_ROWS", 6)
-    assert counted_samples(InputTar("00007", str(tar))).counts["00007.parquet"] == 6
+    assert counted_samples(TarUnit("00007", str(tar))).counts["00007.parquet"] == 6
 
 
 def of_names(*names: str) -> dict[str, bytes]:
@@ -215,7 +216,7 @@ def test_damage_next_to_keys_with_dots(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_keys", [5, 6])
 def test_a_record_lists_five_kinds_of_damage_at_most(num_keys: int, tmp_path: Path) -> None:
     names = [f"{key}.{suffix}" for key in range(num_keys) for suffix in ("jpg", "png")]
-    record = Tar(write_tar(tmp_path / "a.tar", of_names(*names)), LIMIT, "salvage").record("here")
+    record = Tar(write_tar(tmp_path / "a.tar", of_names(*names)), LIMIT, "salvage").record()
     assert (record["lost"], record["lost_unnamed"]) == (num_keys, 0)
     damage = str(record["damage"])
     assert damage.count("occurs twice") == 5 and damage.endswith("…") == (num_keys > 5)
@@ -226,13 +227,3 @@ def test_invalid_or_huge_json_costs_only_the_metadata(data: bytes, tmp_path: Pat
     path = write_tar(tmp_path / "00000.tar", {"000.jpg": b"x", "000.txt": b"y", "000.json": data})
     (sample,) = Tar(path, 64 << 20).samples()
     assert sample.metadata == {} and not sample.oversized and sample.caption == b"y"
-
-
-def test_folders_without_tars_say_what_they_hold(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"The `input` folder .*absent does not exist"):
-        list_tars(str(tmp_path / "absent"))
-    with pytest.raises(RequestError, match=r"contains no \*\.tar files"):
-        list_tars(str(tmp_path))
-    (tmp_path / "00000.tar.gz").touch()
-    with pytest.raises(RequestError, match=r"contains only compressed tars, such as 00000\.tar\.gz.* Decompress them"):
-        list_tars(str(tmp_path))

@@ -14,7 +14,8 @@ from precompute.__main__ import run as command
 from precompute.config import describe_encoding, make_recipe
 from precompute.encode.overlap import Stuck
 from precompute.encode.worker import encode_on_worker
-from precompute.input.tars import InputTar, choose_tars
+from precompute.input.find import choose_units
+from precompute.input.tars import TarUnit
 from precompute.job.ledger import Ledger
 from precompute.job.run import announce
 from shards.base.errors import RequestError, UnfitNode, WorkError, exit_code_of
@@ -22,7 +23,7 @@ from shards.root.provenance import source_sha256
 from tests.conftest import precompute_config
 from tests.roots import precompute_arguments, tree
 
-AVAILABLE = [InputTar(f"{i:05d}", f"/tars/{i:05d}.tar") for i in range(12)]
+AVAILABLE = [TarUnit(f"{i:05d}", f"/tars/{i:05d}.tar") for i in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -35,23 +36,23 @@ AVAILABLE = [InputTar(f"{i:05d}", f"/tars/{i:05d}.tar") for i in range(12)]
     ],
 )
 def test_choosing(wanted: str, numbers: list[int]) -> None:
-    assert [int(shard.name) for shard in choose_tars(wanted, AVAILABLE)] == list(numbers)
+    assert [int(shard.name) for shard in choose_units(wanted, AVAILABLE)] == list(numbers)
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("00012", "This tar does not exist: 00012. The input contains 12 tars: 00000 to 00011"),
+        ("00012", "This unit does not exist: 00012. The input contains 12 units: 00000 to 00011"),
         ("00010-00016", r"00012, 00013, 00014, 00015, 00016\. The"),
         ("00010-00017", "00012, 00013, 00014, 00015, 00016 and 1 more"),
-        ("3", "This tar does not exist: 3"),
+        ("3", "This unit does not exist: 3"),
         ("00005-00003", "the end of the range 00005-00003 is before its start"),
-        ("a-b", "--shards a-b is not a selection of tars. Use 00042, 00000-00099"),
+        ("a-b", "--shards a-b is not a selection of units. Use 00042, 00000-00099"),
     ],
 )
 def test_wrong_choices(wanted: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        choose_tars(wanted, AVAILABLE)
+        choose_units(wanted, AVAILABLE)
 
 
 def test_a_job_continues_where_an_earlier_one_stopped(
@@ -72,7 +73,7 @@ def test_a_job_continues_where_an_earlier_one_stopped(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--shards", "00009"], "This tar does not exist: 00009"),
+        (["--shards", "00009"], "This unit does not exist: 00009"),
         (["--bukets", "[]"], "did you mean `buckets`?"),
         (["--workers.batch_size", "0"], "`workers.batch_size` = '0': input should be greater than or equal to 1"),
         (["--buckets", '["100x100"]'], "not a multiple of the VAE's downsampling factor, 8"),
@@ -98,14 +99,17 @@ def test_tars_without_side_files_are_named_once(
     shutil.copytree(tars, tmp_path / "tars")
     arguments = precompute_arguments(models, tmp_path / "tars", tmp_path / "root")
     command(arguments)
-    assert "note: " not in capsys.readouterr().out
+    errors = capsys.readouterr().err
+    assert (
+        "note: " not in errors
+        and f"{tmp_path / 'tars'}, webdataset tars (2 units, 46 samples). Captions: txt" in errors
+    )
     (tmp_path / "tars" / "00000_stats.json").unlink()  # the parquet is there
     (tmp_path / "tars" / "00001_stats.json").unlink()
     (tmp_path / "tars" / "00001.parquet").unlink()
-    for shards, counts in (("all", "1 of 2"), ("00001", "1 of 1")):
-        command([*arguments, "--shards", shards])
-        (line,) = (line for line in capsys.readouterr().out.splitlines() if "note: " in line)
-        assert line.startswith(f"note: {counts} tars in {tmp_path / 'tars'} have no NNNNN_stats.json or NNNNN.parquet")
+    command(arguments)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "note: " in line)
+    assert line.startswith("note: 1 of 2 tars have no NNNNN_stats.json or NNNNN.parquet")
 
 
 def test_a_root_with_another_encoding_is_left_alone(

@@ -1,0 +1,163 @@
+"""Parquet files with the images' bytes in a column, as Hugging Face's datasets store them.
+
+An image is a struct {bytes, path}, or the bytes themselves. All other columns become a sample's metadata.
+"""
+
+import io
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from precompute.input.listing import Listing
+from precompute.input.numbering import Found, Member, NumberedUnit
+from precompute.input.unit import RawSample, Unusable, escaped
+from shards.base.errors import RequestError
+from shards.base.store import Store
+
+IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "bytes")
+"""Names of binary columns that are taken to be images. A struct with a field `bytes` may have any name."""
+KEY_NAMES = ("key", "__key__")
+ROWS_AT_ONCE = 32
+BUFFER_BYTES = 4 << 20
+CONCURRENT_FOOTERS = 16
+
+
+class StoreFile(io.RawIOBase):
+    """A file of a store, read in ranges."""
+
+    def __init__(self, store: Store, name: str, size: int):
+        self.store, self.name, self.size, self.place = store, name, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
+        return self.place
+
+    def read(self, size: int = -1) -> bytes:
+        end = self.size if size is None or size < 0 else min(self.place + size, self.size)
+        data = self.store.read_range(self.name, self.place, end) if end > self.place else b""
+        self.place += len(data)
+        return data
+
+
+@dataclass(frozen=True)
+class ParquetUnit(NumberedUnit):
+    """Row groups of one file."""
+
+    def read(self, member: Member, max_bytes: int) -> Iterator[RawSample]:
+        file, _, group = member.name.rpartition("#")
+        size = self.store.size(file)
+        if size is None:
+            raise FileNotFoundError("the file does not exist")
+        with pq.ParquetFile(StoreFile(self.store, file, size), buffer_size=BUFFER_BYTES) as parquet:
+            schema = parquet.schema_arrow
+            counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.metadata.num_row_groups)]
+            if counts[int(group) : int(group) + 1] != [member.samples] or not (images := image_columns(schema)):
+                raise LookupError(f"the file no longer has a row group {group} with {member.samples} images")
+            key = next((name for name in KEY_NAMES if name in schema.names), None)
+            columns = [images[0], *(column.name for column in schema if column.name == key or _is_plain(column.type))]
+            batches = parquet.iter_batches(ROWS_AT_ONCE, row_groups=[int(group)], columns=columns, use_threads=False)
+            rows = chain.from_iterable(_rows(batch) for batch in batches)
+            for row, values in enumerate(rows):
+                name = None if key is None else values.pop(key)
+                name = escaped(f"{member.name}/{row}" if name is None else str(name))
+                yield _sample(name, values.pop(images[0]), values, max_bytes)
+
+
+def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Convert a batch to rows. Invalid UTF-8 stays recognisable, and affects only the text that contains it."""
+    texts = [column.name for column in batch.schema if pa.types.is_string(column.type)]
+    for name in texts:
+        batch = batch.set_column(batch.schema.get_field_index(name), name, batch[name].cast(pa.binary()))
+    rows: list[dict[str, Any]] = batch.to_pylist()
+    for row in rows:
+        row |= {name: row[name].decode("utf-8", "surrogateescape") for name in texts if row[name] is not None}
+    return rows
+
+
+def _sample(key: str, image: Any, values: dict[str, Any], max_bytes: int) -> RawSample:
+    data = image.get("bytes") if isinstance(image, dict) else image
+    sample = RawSample(key, metadata={name: value for name, value in values.items() if value is not None})
+    if data is not None and len(data) > max_bytes:
+        sample.oversized = f"the image of {key} has {len(data)} bytes, more than {max_bytes}"
+    else:
+        sample.image = data
+    return sample
+
+
+def image_columns(schema: pa.Schema) -> list[str]:
+    """Return the columns that may hold the images: the first one with a name from IMAGE_NAMES or, if there is none,
+    all structs with a field `bytes`."""
+    named = [name for name in IMAGE_NAMES if name in schema.names and _is_image(schema.field(name).type)]
+    structs = [column.name for column in schema if pa.types.is_struct(column.type) and _is_image(column.type)]
+    return named[:1] or structs
+
+
+def _is_image(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        place = kind.get_field_index("bytes")
+        return place >= 0 and _is_image(kind.field(place).type)
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Return whether a column can hold captions, numbers, or lists of them."""
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_dictionary)
+    if any(test(kind) for test in lists):
+        return _is_plain(kind.value_type)
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
+    return any(test(kind) for test in tests)
+
+
+def find_parquet(listing: Listing) -> Found | None:
+    """Find the row groups of all parquet files that have a column with images. Raises RequestError if one of several
+    files cannot be read, or has several columns with images, and Unusable if this is true of all of them."""
+    problems: list[str] = []
+
+    def read_footer(name: str) -> list[Member]:
+        try:
+            with pq.ParquetFile(StoreFile(listing.store, name, listing.files[name])) as parquet:
+                columns = image_columns(parquet.schema_arrow)
+                groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
+                members = [Member(f"{name}#{i}", g.total_byte_size, g.num_rows) for i, g in enumerate(groups)]
+        except (pa.ArrowException, OSError) as error:
+            problems.append(
+                f"{listing.store.where(name)} is not a readable parquet file: {' '.join(str(error).split())}. Download "
+                f"it again, or move it to another folder."
+            )
+            return []
+        if len(columns) > 1:
+            problems.append(
+                f"{listing.store.where(name)} has several columns with images: {', '.join(columns)}. Rename the one to "
+                f"encode to `image`."
+            )
+        return members if len(columns) == 1 else []
+
+    with ThreadPoolExecutor(CONCURRENT_FOOTERS) as pool:
+        files = [name for name in listing.files if name.endswith(".parquet")]
+        members = [member for found in pool.map(read_footer, files) for member in found if member.samples]
+    if problems:
+        raise (RequestError if members else Unusable)(problems[0])
+
+    def make(name: str, members: tuple[Member, ...]) -> ParquetUnit:
+        return ParquetUnit(name, listing.address, listing.store, members)
+
+    def file_of(member: Member) -> str:
+        return member.name.rpartition("#")[0]
+
+    return Found("parquet files with images", listing, members, make, boundary=file_of) if members else None

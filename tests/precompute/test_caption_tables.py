@@ -1,0 +1,229 @@
+"""Captions from tables: when encoding, and as new captions for latents that exist."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.__main__ import run as command
+from precompute.input.captions import read_captions
+from precompute.input.table import TableConfig, load_table, with_tables
+from precompute.input.unit import RawSample
+from shards.__main__ import run as shards
+from shards.base.errors import RequestError, UnfitNode
+from shards.format.text import unpack
+from shards.root.reading import read_part
+from tests.roots import part_of, precompute_arguments, receipts_of_tar
+from tests.tiny import make_samples, make_tar
+
+SAMPLES = make_samples(0, 8, [(200, 150)])
+KEYS = [key for key, _ in SAMPLES]
+NEW = {key: f"a new text about {key}" for key in KEYS[:6]}
+
+
+def table_of(path: Path, rows: Mapping[str, str | None], **options: Any) -> Path:
+    pq.write_table(pa.table({"key": list(rows), "vlm": pa.array(rows.values(), pa.string())}), path, **options)
+    return path
+
+
+def stored(root: Path, bucket: str = "64x64") -> dict[str, dict[str, Any]]:
+    return {sample["key"]: sample for sample in read_part(part_of(root, bucket, "00000"))}
+
+
+def captions_option(*sources: object) -> list[str]:
+    return ["--captions", json.dumps(sources)]
+
+
+@pytest.fixture
+def tars(tmp_path: Path) -> Path:
+    make_tar(tmp_path / "tars", "00000", SAMPLES)
+    return tmp_path / "tars"
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_encoding_with_captions_from_a_table_and_weights(models: Path, tars: Path, tmp_path: Path) -> None:
+    table = table_of(tmp_path / "captions.parquet", {"of no sample": "x"} | NEW, row_group_size=2)
+    source = {"table": str(table), "column": "vlm", "weight": 3}
+    root = tmp_path / "root"
+    command(precompute_arguments(models, tars, root, *captions_option(source, "txt")))
+    found = stored(root)
+    assert [json.loads(found[key]["caption"]) for key in KEYS] == [
+        [NEW.get(key), f"picture {key} of {i} blobs"] for i, key in enumerate(KEYS)
+    ]
+    weights = [found[key]["caption_weights"].tolist() for key in KEYS]
+    assert weights == [[3, 1]] * 6 + [[1]] * 2
+    assert [len(unpack(found[key])) for key in KEYS] == [4] * 6 + [1] * 2
+    first, second, third, last = (row["text_latents.text"] for row in unpack(found[KEYS[0]]))
+    assert np.array_equal(first, second) and np.array_equal(first, third) and not np.array_equal(first, last)
+    receipt = receipts_of_tar(root, "00000").parts["64x64"]
+    assert receipt.settings["tables.vlm"] == str(table) and receipt.settings["tables.vlm.found"] == 6
+    shards(["verify", str(root)])
+    with pytest.raises(RequestError, match="are from a table"):
+        command(precompute_arguments(models, tars, root))
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize("fallback", [None, "txt"])
+def test_new_captions_for_existing_latents(models: Path, tars: Path, tmp_path: Path, fallback: str | None) -> None:
+    """The derived root equals one that is encoded with the new captions, and all samples are accounted for."""
+    table = table_of(tmp_path / "captions.parquet", NEW)
+    source = {"table": str(table), "column": "vlm"} | ({"fallback": fallback} if fallback else {})
+    old, derived, direct = (tmp_path / name for name in ("old", "derived", "direct"))
+    command(precompute_arguments(models, tars, old, "--captions", "txt"))
+    for _ in range(2):  # the second time, nothing is left to do
+        command(precompute_arguments(models, tars, derived, "--source", str(old), *captions_option(source)))
+    command(precompute_arguments(models, tars, direct, *captions_option(source)))
+    for bucket in ("64x64", "128x128"):
+        before, after, expected = (stored(root, bucket) for root in (old, derived, direct))
+        assert list(after) == (KEYS if fallback else KEYS[:6]) == list(expected)
+        for key, sample in after.items():
+            assert np.array_equal(sample["image_latents"], before[key]["image_latents"])
+            assert sample["caption"] == NEW.get(key, before[key]["caption"]) == expected[key]["caption"]
+            assert np.array_equal(sample["text_latents.text"], expected[key]["text_latents.text"])
+        parts = [receipts_of_tar(root, "00000").parts[bucket] for root in (derived, direct)]
+        assert [part.samples for part in parts] == [len(after)] * 2
+        assert [part.refused.get("no_caption", 0) for part in parts] == [0 if fallback else 2] * 2
+        assert "derived.tables.vlm" in parts[0].settings
+    shards(["verify", str(derived)])
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_old_captions_can_stay_beside_new_ones(models: Path, tars: Path, tmp_path: Path) -> None:
+    table = table_of(tmp_path / "captions.parquet", NEW)
+    old, derived = tmp_path / "old", tmp_path / "derived"
+    command(precompute_arguments(models, tars, old, "--captions", "txt"))
+    source = {"table": str(table), "column": "vlm"}
+    options = captions_option(source, {"field": "txt", "weight": 2})
+    command(precompute_arguments(models, tars, derived, "--source", str(old), *options))
+    before, after = stored(old), stored(derived)
+    for key in KEYS:
+        rows = unpack(after[key])
+        assert len(rows) == (3 if key in NEW else 2)
+        assert np.array_equal(rows[-1]["text_latents.text"], before[key]["text_latents.text"])
+    with pytest.raises(RequestError, match="json:absent is not stored in the source, which has txt"):
+        again = precompute_arguments(models, tars, tmp_path / "other", "--source", str(old))
+        command([*again, *captions_option(source, "absent")])
+
+
+def test_lookups_in_any_order_and_with_a_small_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precompute.input.table.CACHE_BYTES", 1)
+    rng = np.random.default_rng(0)
+    rows: dict[str, str | None] = {f"key {number}": f"text {number}" for number in range(500)} | {"null": None}
+    names = list(rows)
+    rng.shuffle(names)
+    path = table_of(tmp_path / "captions.parquet", {name: rows[name] for name in names}, row_group_size=7)
+    config = TableConfig(str(path), "key", ("vlm",), (), "")
+    wanted = [*rows, "absent", "ключ"]
+    rng.shuffle(wanted)
+    found = list(with_tables((RawSample(key) for key in wanted), [config]))
+    assert [sample.key for sample in found] == wanted
+    assert [sample.tables.get("vlm") for sample in found] == [rows.get(key) for key in wanted]
+    assert Counter(sample.tables.get("vlm") for sample in found)[None] == 3
+    assert len(load_table(config).cache) == 1
+
+
+def test_a_table_that_cannot_be_used_is_refused_before_anything_is_written(
+    models: Path, tars: Path, tmp_path: Path
+) -> None:
+    good = table_of(tmp_path / "good.parquet", NEW)
+    (tmp_path / "text.parquet").write_text("key,vlm\n")
+    numbers = tmp_path / "numbers.parquet"
+    pq.write_table(pa.table({"key": ["a"], "vlm": [0.5]}), numbers)
+    for source, said in (
+        ({"table": str(tmp_path / "absent.parquet"), "column": "vlm"}, r"absent\.parquet does not exist"),
+        ({"table": str(tmp_path / "text.parquet"), "column": "vlm"}, "is not a readable parquet file"),
+        ({"table": str(good), "column": "blip"}, "has no column blip; its columns are key, vlm"),
+        ({"table": str(numbers), "column": "vlm"}, "has values of type double, not text"),
+        ({"table": str(good)}, "set `table` and `column` together"),
+        ({"field": "txt", "fallback": "txt"}, "`fallback` requires `table`"),
+        ({"table": str(good), "column": "vlm", "weight": 0}, "greater than or equal to 1"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            command(precompute_arguments(models, tars, tmp_path / "root", *captions_option(source)))
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_changed_table_is_a_new_encoding(models: Path, tars: Path, tmp_path: Path) -> None:
+    """A root never has captions from two versions of a table; a derived root takes the new ones."""
+    table = table_of(tmp_path / "captions.parquet", NEW)
+    option = captions_option({"table": str(table), "column": "vlm"})
+    root, derived = tmp_path / "root", tmp_path / "derived"
+    command(precompute_arguments(models, tars, root, *option))
+    newer = {key: f"an even newer text about {key}" for key in KEYS}
+    table_of(table, newer)
+    with pytest.raises(RequestError, match=r"tables\.vlm"):
+        command(precompute_arguments(models, tars, root, *option))
+    command(precompute_arguments(models, tars, derived, "--source", str(root), *option))
+    found = stored(derived)
+    assert {key: sample["caption"] for key, sample in found.items()} == {key: newer[key] for key in NEW}
+
+
+def test_a_worker_refuses_a_table_that_is_not_the_drivers(tmp_path: Path) -> None:
+    path = table_of(tmp_path / "captions.parquet", NEW)
+    with pytest.raises(UnfitNode, match="differs from the driver's file"):
+        load_table(TableConfig(str(path), "key", ("vlm",), (), 64 * "0"))
+
+
+def test_texts_that_are_not_utf8_are_cleaned_like_others(tmp_path: Path) -> None:
+    path = tmp_path / "bad.parquet"
+    column = pa.array([b"caf\xe9"]).view(pa.string())
+    pq.write_table(pa.table({"key": ["a"], "vlm": column}), path)
+    (sample,) = with_tables([RawSample("a")], [TableConfig(str(path), "key", ("vlm",), (), "")])
+    (caption,) = read_captions(sample, ["table:vlm"], 100)
+    assert caption is not None and caption.text == "caf\ufffd" and caption.changes == {"invalid_utf8"}
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_table_with_other_keys_is_reported(
+    models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = table_of(tmp_path / "captions.parquet", {f"of no sample {key}": "x" for key in KEYS})
+    source = {"table": str(table), "column": "vlm", "fallback": "txt"}
+    command(precompute_arguments(models, tars, tmp_path / "root", *captions_option(source)))
+    assert f"warning: {table} has no vlm for any of the 8 samples of tar 00000." in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_derived_parts_count_their_own_tables(
+    models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table without any of the keys is reported, and a later one is not blamed for it."""
+    wrong = table_of(tmp_path / "wrong.parquet", {"of no sample": "x"})
+    right = table_of(tmp_path / "right.parquet", NEW)
+    source = {"column": "vlm", "fallback": "txt"}
+    roots = [tmp_path / name for name in ("old", "first", "second")]
+    command(precompute_arguments(models, tars, roots[0], "--captions", "txt"))
+    first = ("--source", str(roots[0]), *captions_option(source | {"table": str(wrong)}, "txt"))
+    command(precompute_arguments(models, tars, roots[1], *first))
+    assert f"warning: {wrong} has no vlm for any of the 8 samples" in capsys.readouterr().err
+    second = ("--source", str(roots[1]), *captions_option(source | {"table": str(right)}))
+    command(precompute_arguments(models, tars, roots[2], *second))
+    assert "warning" not in capsys.readouterr().err
+    settings = receipts_of_tar(roots[2], "00000").parts["64x64"].settings
+    tables = {name: value for name, value in settings.items() if "tables." in name}
+    assert tables == {"derived.tables.vlm": str(right), "derived.tables.vlm.found": len(NEW)}
+
+
+def test_a_table_with_a_key_twice_is_refused_before_anything_is_written(
+    models: Path, tars: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "twice.parquet"
+    pq.write_table(pa.table({"key": ["a", "b", "a"], "vlm": ["x", "y", "z"]}), path)
+    with pytest.raises(RequestError, match=r"has the key 'a' twice, in rows 0 and 2"):
+        option = captions_option({"table": str(path), "column": "vlm"})
+        command(precompute_arguments(models, tars, tmp_path / "root", *option))
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_key_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.parquet"
+    pq.write_table(pa.table({"key": ["a", "b", "a"], "vlm": ["x", "y", "z"]}), path)
+    with pytest.raises(RequestError, match=r"has the key 'a' twice, in rows 0 and 2 \(counted from 0\)"):
+        load_table(TableConfig(str(path), "key", ("vlm",), (), ""))
