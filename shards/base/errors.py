@@ -3,6 +3,8 @@
 import errno
 import faulthandler
 import functools
+import os
+import select
 import signal
 import sys
 import textwrap
@@ -51,6 +53,8 @@ class Preempted(WorkError):
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code for Ctrl-C with nothing to save, following the shell convention."""
+PIPE_CLOSED = 128 + signal.SIGPIPE
+"""Exit code if whatever read the output has ended, following the shell convention."""
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
 
 
@@ -60,14 +64,16 @@ def is_storage_error(error: BaseException | None) -> bool:
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:
-    """Run `command`, print user-facing errors to stderr, and return an exit code (0, 1, 2, 75 or 130).
+    """Run `command`, print user-facing errors to stderr, and return an exit code (0, 1, 2, 75, 130 or 141).
 
     Any other exception is a bug and keeps its traceback. So does a crash in a library's native code.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # `sys.stderr` may have been replaced by something without a file descriptor
     try:
-        return command() or 0
+        code = command() or 0
+        sys.stdout.flush()
+        return code
     except (RequestError, WorkError) as error:
         say(error)
         return error.exit_code
@@ -75,10 +81,20 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
         report_interrupt()
         return INTERRUPTED
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python complains about unwritten output at exit
+            return PIPE_CLOSED
         if not is_storage_error(error):
             raise
         say(WorkError(f"{error}. Completed work remains valid. Fix the storage and run the same command again."))
         return WorkError.exit_code
+
+
+def _reader_is_gone() -> bool:
+    """Return whether stdout is a pipe that nobody reads any more, as in `python -m plan | head -1`."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def console(run: Callable[[list[str]], int | None]) -> Callable[[], NoReturn]:

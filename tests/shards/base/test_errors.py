@@ -56,3 +56,21 @@ def test_a_crash_in_native_code_keeps_its_traceback() -> None:
     crashed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert crashed.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in crashed.stderr and "in exit_code_of" in crashed.stderr
+
+
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    """As in `python -m shards stats ROOT | head -1`, with more output than a pipe holds."""
+    code = "from shards.base.errors import console; console(lambda words: print('x' * 200_000))()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(1) == b"x"
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def test_a_broken_connection_is_not_mistaken_for_a_closed_pipe() -> None:
+    def command() -> None:
+        raise BrokenPipeError(errno.EPIPE, "a socket")
+
+    with pytest.raises(BrokenPipeError):
+        exit_code_of(command)
