@@ -270,7 +270,7 @@ def main(folder: Path, models: Path, every: int, kind: str) -> None:
         assert set(codes) <= wanted, (name, codes)
         figures[name] = {"faults": len(codes), "harmless": codes.count(OK)} | tally.check()
     if kind == "files":
-        figures["growing input"] = grow(encoding, folder, range(1, num_steps // 2, every))
+        figures["growing input"] = grow(encoding, folder, range(num_steps // 4, num_steps // 2, every))
     tally = Tally()
     outcome = disk_full(encoding, folder, every, tally)
     figures["full file system"] = outcome | (tally.check() if tally.files else {})
