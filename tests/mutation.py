@@ -309,12 +309,16 @@ def main() -> None:
     print(f"{len(every)} mutants of {len(modules)} modules; {len(drawn)} drawn, {len(left)} left", flush=True)
     for name in LIBRARIES:
         import_module(name)
-    with tempfile.TemporaryDirectory() as folder:
-        for row in examine_all(left, Path(folder), options.processes):
+    # not a TemporaryDirectory, which would be removed at the exit of a process that a test has forked
+    folder = Path(tempfile.mkdtemp())
+    try:
+        for row in examine_all(left, folder, options.processes):
             rows.append(row)
             with options.results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(f"{row['module']}:{row['line']}: {row['noticed'] or 'SURVIVED'} ({row['seconds']} s)", flush=True)
+    finally:
+        shutil.rmtree(folder)
     survivors = [row for row in rows if not row["noticed"]]
     for row in survivors:
         print(f"\n{row['module']}:{row['line']}\n{row['diff']}")
