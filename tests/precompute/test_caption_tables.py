@@ -1,7 +1,6 @@
 """Captions from tables: when encoding, and as new captions for latents that exist."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.__main__ import run as command
-from precompute.input.captions import read_captions
-from precompute.input.table import TableConfig, load_table, with_tables
-from precompute.input.unit import RawSample
 from shards.__main__ import run as shards
-from shards.base.errors import RequestError, UnfitNode
+from shards.base.errors import RequestError
 from shards.format.text import unpack
 from shards.root.reading import read_part
 from tests.roots import part_of, precompute_arguments, receipts_of_tar
@@ -111,23 +107,6 @@ def test_old_captions_can_stay_beside_new_ones(models: Path, tars: Path, tmp_pat
         command([*again, *captions_option(source, "absent")])
 
 
-def test_lookups_in_any_order_and_with_a_small_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("precompute.input.table.CACHE_BYTES", 1)
-    rng = np.random.default_rng(0)
-    rows: dict[str, str | None] = {f"key {number}": f"text {number}" for number in range(500)} | {"null": None}
-    names = list(rows)
-    rng.shuffle(names)
-    path = table_of(tmp_path / "captions.parquet", {name: rows[name] for name in names}, row_group_size=7)
-    config = TableConfig(str(path), "key", ("vlm",), (), "")
-    wanted = [*rows, "absent", "ключ"]
-    rng.shuffle(wanted)
-    found = list(with_tables((RawSample(key) for key in wanted), [config]))
-    assert [sample.key for sample in found] == wanted
-    assert [sample.tables.get("vlm") for sample in found] == [rows.get(key) for key in wanted]
-    assert Counter(sample.tables.get("vlm") for sample in found)[None] == 3
-    assert len(load_table(config).cache) == 1
-
-
 def test_a_table_that_cannot_be_used_is_refused_before_anything_is_written(
     models: Path, tars: Path, tmp_path: Path
 ) -> None:
@@ -163,21 +142,6 @@ def test_a_changed_table_is_a_new_encoding(models: Path, tars: Path, tmp_path: P
     command(precompute_arguments(models, tars, derived, "--source", str(root), *option))
     found = stored(derived)
     assert {key: sample["caption"] for key, sample in found.items()} == {key: newer[key] for key in NEW}
-
-
-def test_a_worker_refuses_a_table_that_is_not_the_drivers(tmp_path: Path) -> None:
-    path = table_of(tmp_path / "captions.parquet", NEW)
-    with pytest.raises(UnfitNode, match="differs from the driver's file"):
-        load_table(TableConfig(str(path), "key", ("vlm",), (), 64 * "0"))
-
-
-def test_texts_that_are_not_utf8_are_cleaned_like_others(tmp_path: Path) -> None:
-    path = tmp_path / "bad.parquet"
-    column = pa.array([b"caf\xe9"]).view(pa.string())
-    pq.write_table(pa.table({"key": ["a"], "vlm": column}), path)
-    (sample,) = with_tables([RawSample("a")], [TableConfig(str(path), "key", ("vlm",), (), "")])
-    (caption,) = read_captions(sample, ["table:vlm"], 100)
-    assert caption is not None and caption.text == "caf\ufffd" and caption.changes == {"invalid_utf8"}
 
 
 @pytest.mark.usefixtures("without_ray")
@@ -220,10 +184,3 @@ def test_a_table_with_a_key_twice_is_refused_before_anything_is_written(
         option = captions_option({"table": str(path), "column": "vlm"})
         command(precompute_arguments(models, tars, tmp_path / "root", *option))
     assert not (tmp_path / "root").exists()
-
-
-def test_a_key_twice_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "twice.parquet"
-    pq.write_table(pa.table({"key": ["a", "b", "a"], "vlm": ["x", "y", "z"]}), path)
-    with pytest.raises(RequestError, match=r"has the key 'a' twice, in rows 0 and 2 \(counted from 0\)"):
-        load_table(TableConfig(str(path), "key", ("vlm",), (), ""))

@@ -1,0 +1,82 @@
+"""Tables with a row per sample: lookups in any order, and tables that cannot be used."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from precompute.input.captions import read_captions
+from precompute.input.table import TableConfig, load_table, with_tables
+from precompute.input.unit import RawSample
+from shards.base.errors import RequestError, UnfitNode
+
+
+def table_of(path: Path, rows: Mapping[str, str | None], **options: Any) -> Path:
+    pq.write_table(pa.table({"key": list(rows), "vlm": pa.array(rows.values(), pa.string())}), path, **options)
+    return path
+
+
+def test_captions_and_numbers_of_any_type(tmp_path: Path) -> None:
+    path = tmp_path / "values.parquet"
+    columns = {
+        "id": ["a", "b"],
+        "long": ["one", None],
+        "short": pa.array(["two", "three"]).dictionary_encode(),
+        "score": pa.array([0.5, None], pa.float32()),
+        "rank": pa.array([2**60 + 1, 3]),
+        "good": [True, False],
+    }
+    pq.write_table(pa.table(columns), path, row_group_size=1)
+    config = TableConfig(str(path), "id", ("long", "short"), ("score", "rank", "good"), "")
+    found = Counter[str]()
+    samples = list(with_tables(map(RawSample, ["b", "absent", "a"]), [config], found))
+    assert [sample.tables for sample in samples] == [
+        {"long": None, "short": "three", "score": None, "rank": 3.0, "good": 0.0},
+        dict.fromkeys(config.columns),
+        {"long": "one", "short": "two", "score": 0.5, "rank": 2.0**60, "good": 1.0},
+    ]
+    assert found == {"long": 1, "short": 2, "score": 1, "rank": 2, "good": 2}
+
+
+def test_lookups_in_any_order_and_with_a_small_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precompute.input.table.CACHE_BYTES", 1)
+    rng = np.random.default_rng(0)
+    rows: dict[str, str | None] = {f"key {number}": f"text {number}" for number in range(500)} | {"null": None}
+    names = list(rows)
+    rng.shuffle(names)
+    path = table_of(tmp_path / "captions.parquet", {name: rows[name] for name in names}, row_group_size=7)
+    config = TableConfig(str(path), "key", ("vlm",), (), "")
+    wanted = [*rows, "absent", "ключ"]
+    rng.shuffle(wanted)
+    found = list(with_tables((RawSample(key) for key in wanted), [config]))
+    assert [sample.key for sample in found] == wanted
+    assert [sample.tables.get("vlm") for sample in found] == [rows.get(key) for key in wanted]
+    assert Counter(sample.tables.get("vlm") for sample in found)[None] == 3
+    assert len(load_table(config).cache) == 1
+
+
+def test_a_worker_refuses_a_table_that_is_not_the_drivers(tmp_path: Path) -> None:
+    path = table_of(tmp_path / "captions.parquet", {"a": "x"})
+    with pytest.raises(UnfitNode, match="differs from the driver's file"):
+        load_table(TableConfig(str(path), "key", ("vlm",), (), 64 * "0"))
+
+
+def test_texts_that_are_not_utf8_are_cleaned_like_others(tmp_path: Path) -> None:
+    path = tmp_path / "bad.parquet"
+    column = pa.array([b"caf\xe9"]).view(pa.string())
+    pq.write_table(pa.table({"key": ["a"], "vlm": column}), path)
+    (sample,) = with_tables([RawSample("a")], [TableConfig(str(path), "key", ("vlm",), (), "")])
+    (caption,) = read_captions(sample, ["table:vlm"], 100)
+    assert caption is not None and caption.text == "caf\ufffd" and caption.changes == {"invalid_utf8"}
+
+
+def test_a_key_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.parquet"
+    pq.write_table(pa.table({"key": ["a", "b", "a"], "vlm": ["x", "y", "z"]}), path)
+    with pytest.raises(RequestError, match=r"has the key 'a' twice, in rows 0 and 2 \(counted from 0\)"):
+        load_table(TableConfig(str(path), "key", ("vlm",), (), ""))
