@@ -74,13 +74,13 @@ class PrecomputeConfig(Config):
     """`moments`, the default, stores the mean and log-variance, so that training can draw a new latent in every epoch;
     `mean` stores only the mean, in half the space. Omit `posterior` for an autoencoder that has none."""
     captions: Annotated[list[CaptionSource], AfterValidator(check_caption_sources), Field(min_length=1)] | None = None
-    """Where a sample's captions are: `txt` is the text file beside the image, and other names are fields of the JSON
-    beside it, or columns of its row (`caption`, `captions[0]`). With several, all captions are stored, and training
+    """Sources of a sample's captions: `txt`, the text file beside the image; other names are fields of the JSON beside
+    it, or columns of its row (`caption`, `captions[0]`). With several, all captions are stored, and training
     draws one of them each time it uses the sample. An entry can also be an object with a weight, or with a column of a
     table, as in `{table: captions.parquet, key: key, column: vlm_long, fallback: txt, weight: 3}`. By default, stage 1
     looks for the captions in the first samples, and asks if there are several."""
     scores: Annotated[list[ScoreSource], AfterValidator(check_score_sources)] = Field(
-        [ScoreSource(field=name) for name in LAION_SCORES]
+        list(LAION_SCORES), validate_default=True
     )
     """Numbers to store with each sample, so that training can filter by them (`data.filter`): fields of the JSON beside
     an image, or columns of its row or of a table, as in `{table: scores.parquet, key: key, column: hps}`."""

@@ -1,4 +1,4 @@
-"""The same captioned images as each kind of input."""
+"""Writers of the same captioned images as each kind of input."""
 
 import csv
 import json

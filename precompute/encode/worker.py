@@ -7,12 +7,11 @@ import os
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -209,13 +208,17 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
     settings |= table_settings(recipe.tables)
     settings = {f"derived.{name}": value for name, value in settings.items()}
     found = Counter[str]()
-    recaption = partial(new_captions, recipe=recipe, found=found) if conversion.has_new_captions else None
-    rescore = partial(new_scores, recipe=recipe, found=found) if conversion.has_new_scores else None
+    with_texts = [replace(table, numbers=()) for table in recipe.tables if table.texts and conversion.has_new_captions]
+    with_numbers = [replace(table, texts=()) for table in recipe.tables if table.numbers and conversion.has_new_scores]
+    recaption, rescore = None, None
+    if conversion.has_new_captions:
+        recaption = partial(new_captions, encoding=recipe.encoding, tables=with_texts, found=found)
+    if conversion.has_new_scores:
+        rescore = partial(new_scores, encoding=recipe.encoding, tables=with_numbers, found=found)
 
     def counts() -> Settings:
-        looked_up = {column for table in recipe.tables for column in (table.texts if recaption else ())}
-        looked_up |= {column for table in recipe.tables for column in (table.numbers if rescore else ())}
-        counted: Settings = {f"derived.tables.{column}.found": found[column] for column in sorted(looked_up)}
+        columns = (column for table in (*with_texts, *with_numbers) for column in table.columns)
+        counted: Settings = {f"derived.tables.{column}.found": found[column] for column in columns}
         found.clear()
         return counted
 
@@ -223,44 +226,44 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
 
 
 def new_captions(
-    keys: list[str], stored: list[dict[str, str]], recipe: Recipe, found: Counter[str]
+    keys: list[str],
+    stored: list[dict[str, str]],
+    encoding: EncodingRecord,
+    tables: Sequence[TableConfig],
+    found: Counter[str],
 ) -> list[list[NewCaption | None]]:
-    """Choose the captions of stored samples from the recipe's tables and from their stored captions. `found` counts the
-    samples that have a caption in a table.
+    """Choose the captions of stored samples from tables and from their stored captions. `found` counts the samples that
+    have a caption in a table.
 
     Implements `shards.derive.part.Recaption`.
     """
     chosen: list[list[NewCaption | None]] = []
-    samples = with_tables((RawSample(key) for key in keys), _only(recipe.tables, "texts"), found)
+    samples = with_tables(map(RawSample, keys), tables, found)
     for raw, by_source in zip(samples, stored, strict=True):
         raw.caption = by_source["txt"].encode() if "txt" in by_source else None
         raw.metadata = {name.removeprefix(JSON_PREFIX): text for name, text in by_source.items()}
         try:
-            captions = read_captions(raw, recipe.encoding.captions, recipe.encoding.max_characters)
+            captions = read_captions(raw, encoding.captions, encoding.max_characters)
         except Reject:  # no source has a caption
-            captions = [None] * len(recipe.encoding.captions)
+            captions = [None] * len(encoding.captions)
         chosen.append([None if caption is None else (caption.text, caption.changes) for caption in captions])
     return chosen
 
 
 def new_scores(
-    keys: list[str], stored: list[dict[str, float]], recipe: Recipe, found: Counter[str]
+    keys: list[str],
+    stored: list[dict[str, float]],
+    encoding: EncodingRecord,
+    tables: Sequence[TableConfig],
+    found: Counter[str],
 ) -> list[np.ndarray]:
-    """Choose the scores of stored samples from the recipe's tables and from their stored scores. `found` counts the
-    samples that have a score in a table.
+    """Choose the scores of stored samples from tables and from their stored scores. `found` counts the samples that
+    have a score in a table.
 
     Implements `shards.derive.part.Rescore`.
     """
     samples = (RawSample(key, metadata=scores) for key, scores in zip(keys, stored, strict=True))
-    with_numbers = with_tables(samples, _only(recipe.tables, "numbers"), found)
-    return [read_scores(raw, recipe.encoding.scores) for raw in with_numbers]
-
-
-def _only(tables: Iterable[TableConfig], kind: Literal["texts", "numbers"]) -> list[TableConfig]:
-    """Return the tables that have columns of a kind, with only these columns."""
-    if kind == "texts":
-        return [replace(table, numbers=()) for table in tables if table.texts]
-    return [replace(table, texts=()) for table in tables if table.numbers]
+    return [read_scores(raw, encoding.scores) for raw in with_tables(samples, tables, found)]
 
 
 @functools.lru_cache(maxsize=1)

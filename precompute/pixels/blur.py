@@ -24,7 +24,7 @@ def boxes_of(metadata: Mapping[str, object], field: str | None) -> list[Box]:
     """Return the boxes in a field of a sample's JSON: a list of [left, top, right, bottom], or its text.
 
     Args:
-        field: None if nothing is to be blurred.
+        field: name of the field, or None to blur nothing.
 
     Raises:
         Reject: `bad_boxes`, if the field is missing or holds anything else. An image without boxes has an empty list.

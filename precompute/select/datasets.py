@@ -28,6 +28,8 @@ COLUMNS: dict[str, tuple[pa.DataType, tuple[str, ...]]] = {
     "sha256": (pa.string(), ("sha256",)),
 }
 """Canonical column name → (type in the selected files, names under which the LAION releases publish the column)."""
+SPELLINGS = {spelling: name for name, (_, spellings) in COLUMNS.items() for spelling in spellings}
+"""LAION's names of a column → canonical name."""
 DATASETS = Path(__file__).with_name("datasets.yaml")
 
 
@@ -35,9 +37,9 @@ class DatasetConfig(Config):
     """Names of a dataset's columns. A column that is not named here is found under any of LAION's names for it."""
 
     columns: dict[str, str] = Field(default_factory=dict)
-    """What a column holds → its name in the metadata, as in `{URL: link, TEXT: alt, AESTHETIC_SCORE: beauty}`. The
-    contents are URL, TEXT, WIDTH, HEIGHT, AESTHETIC_SCORE, similarity, punsafe, pwatermark, LANGUAGE, hash, source_key,
-    license, md5 and sha256."""
+    """Canonical name of a column → its name in the metadata, as in `{URL: link, TEXT: alt, AESTHETIC_SCORE: beauty}`.
+    The canonical names are URL, TEXT, WIDTH, HEIGHT, AESTHETIC_SCORE, similarity, punsafe, pwatermark, LANGUAGE, hash,
+    source_key, license, md5 and sha256."""
     keep: list[str] = Field(default_factory=list)
     """Further columns to keep under their own names."""
 
@@ -49,7 +51,7 @@ class KnownDataset(DatasetConfig):
     recognised_by: tuple[str, ...]
     """Columns that only this dataset has."""
     advice: str = ""
-    """What its users should know."""
+    """Note for its users, which the command prints."""
 
 
 LAION = KnownDataset(title="LAION", recognised_by=())

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from precompute.select import duplicates
 from precompute.select.config import SelectConfig
-from precompute.select.datasets import COLUMNS, DatasetConfig, recognise
+from precompute.select.datasets import SPELLINGS, DatasetConfig, recognise
 from precompute.select.funnel import build_funnel, draw_funnel
 from precompute.select.metadata import (
     WORK_NAME,
@@ -98,7 +98,8 @@ def choose_dataset(config: SelectConfig, schemas: dict[str, pa.Schema]) -> Datas
     Args:
         schemas: address of each file → its schema.
 
-    Raises RequestError if the files belong to different datasets, or none of them has a column that the config names.
+    Raises:
+        RequestError: the files belong to different datasets, or none of them has a column that the config names.
     """
     names = {name for schema in schemas.values() for name in schema.names}
     bounded = [name for name, bound in config.filters.scores.items() if bound is not None]
@@ -123,8 +124,8 @@ def choose_dataset(config: SelectConfig, schemas: dict[str, pa.Schema]) -> Datas
         )
     print(f"Metadata: {counted(len(schemas), 'file')}. Columns: {title}", flush=True)
     columns = {name: spelling for name, spelling in dataset.columns.items() if spelling in names}
-    known_names = {*columns.values(), *(spelling for _, spellings in COLUMNS.values() for spelling in spellings)}
-    bounded = [name for name in bounded if name not in known_names]
+    # bounds on columns that have canonical names need not keep them
+    bounded = [name for name in bounded if name not in {*columns.values(), *SPELLINGS}]
     keep = [name for name in dict.fromkeys((*dataset.keep, *bounded)) if name in names]
     return DatasetConfig(columns=columns, keep=keep)
 

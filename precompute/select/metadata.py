@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from precompute.select.datasets import COLUMNS, LAION, DatasetConfig
+from precompute.select.datasets import COLUMNS, LAION, SPELLINGS, DatasetConfig
 from precompute.select.rules import Rule
 from shards.base.errors import RequestError, WorkError
 from shards.format.scores import SCORES
@@ -60,7 +60,7 @@ def find_files(metadata: str) -> list[str]:
 
 def inspect(address: str, footer: "Footer", rules: list[Rule], dataset: DatasetConfig) -> MetadataFile:
     """Validate a metadata file from its footer, and describe it. Raises RequestError if the file lacks a column that a
-    rule needs or the dataset names, or has a column of an unsuitable type."""
+    rule needs, or has a column of an unsuitable type."""
     found = find_columns(footer.schema, address, dataset)
     needed = [(rule, column) for rule in rules for column in dict.fromkeys(rule.columns) if column not in found]
     if needed:
@@ -76,10 +76,13 @@ def inspect(address: str, footer: "Footer", rules: list[Rule], dataset: DatasetC
         )
     check_types(footer.schema, found, address)
     for rule in rules:
-        for name in set(rule.columns) - COLUMNS.keys():  # bounds on other columns
-            kind = _plain(footer.schema.field(found[name]).type)
+        if rule.option.startswith("filters.scores."):
+            spelling = found[rule.columns[0]]
+            kind = _plain(footer.schema.field(spelling).type)
             if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
-                raise RequestError(f"{address}: the column `{name}` has type {kind}, so {rule.option} cannot bound it.")
+                raise RequestError(
+                    f"{address}: the column `{spelling}` has type {kind}, so {rule.option} cannot bound it."
+                )
     return MetadataFile(address, footer.num_rows, footer.num_bytes, footer.sha256, found)
 
 
@@ -173,7 +176,7 @@ def find_columns(schema: pa.Schema, location: str, dataset: DatasetConfig = LAIO
             found[name] = present[0]
     for name in dataset.keep:
         if name in schema.names and name not in found.values():
-            if any(name in (canonical, *spellings) for canonical, (_, spellings) in COLUMNS.items()):
+            if name in SPELLINGS:
                 raise RequestError(
                     f"dataset.keep has the column {name}, but selected files have another column for this name. "
                     f"Leave it out, or name it in dataset.columns."

@@ -46,7 +46,7 @@ class FilteredFile:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the first and third passes do with every file."""
+    """Settings that the first and third passes share for all files."""
 
     dataset: DatasetConfig
     layout: Layout

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from precompute.select.config import FiltersConfig, UrlsConfig
-from precompute.select.datasets import COLUMNS, LAION, DatasetConfig
+from precompute.select.datasets import LAION, SPELLINGS, DatasetConfig
 from precompute.select.hosts import are_http, are_private
 from shards.base.opt_outs import matching_hosts
 from shards.format.buckets import Bucket
@@ -85,8 +85,7 @@ def build_rules(
             passes = partial(operator.le if sign == "≥" else operator.gt, bound)
             condition = f"{dataset.columns.get(column, column)} {sign} {bound:g}"
             rules.append(Rule(name, condition, (column,), _numeric_predicate(passes), option))
-    canonical = {spelling: column for column, (_, spellings) in COLUMNS.items() for spelling in spellings}
-    canonical |= {spelling: column for column, spelling in dataset.columns.items()}
+    canonical = SPELLINGS | {spelling: column for column, spelling in dataset.columns.items()}
     for name, limits in filters.scores.items():
         if limits is None:
             continue

@@ -34,7 +34,7 @@ def push_folder(
     Args:
         repo: `org/name`.
         card: content of README.md, whose line `license:` is filled in.
-        license: identifier of the licence; there is no default.
+        license: identifier of the licence on the hub; None is refused.
         public: whether a new repository is visible to everyone.
         last: files to upload after all others, because readers start from them.
 

@@ -83,7 +83,7 @@ def test_the_page(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 class Page(HTMLParser):
-    """What a reader of a page sees."""
+    """Content of a page, as its reader sees it."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

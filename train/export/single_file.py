@@ -439,7 +439,7 @@ def flux(component: Component) -> Weights:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each component of a pipeline goes in the file, and how its weights are converted."""
+    """Place of each component of a pipeline in the file, and conversion of its weights."""
 
     components: dict[str, tuple[str | Callable[[Component], str], Callable[[Component], Weights]]]
     architecture: Callable[[Component], str]

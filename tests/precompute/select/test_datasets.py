@@ -137,6 +137,10 @@ def test_a_dataset_described_in_the_config(tmp_path: Path) -> None:
             "the column `source` has type string, so filters.scores.source cannot bound it",
         ),
         (
+            {"filters": NO_SCORES | {"scores": {"caption": {"min": 1}}}},
+            "the column `caption` has type string, so filters.scores.caption cannot bound it",
+        ),
+        (
             {"dataset": {"columns": {"license": "source"}, "keep": ["license"]}},
             "dataset.keep has the column license, but selected files have another column for this name",
         ),
