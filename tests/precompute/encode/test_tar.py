@@ -32,7 +32,8 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.committed import load_tars
-from tests.conftest import encode_all, folder_of, precompute_config
+from tests.conftest import SIZES, encode_all, folder_of, precompute_config
+from tests.faults.decoders import refused_in_child
 from tests.roots import part_of, rejects, rows, tree
 from tests.tiny import make_samples, make_tar
 
@@ -100,6 +101,17 @@ def test_counts_rejects_and_tables_add_up(latents: Path) -> None:
             (row["key"], *row["size"][:2].tolist()) for row in stored
         ]
         np.testing.assert_allclose([row["aesthetic"] for row in table], [row["scores"][0] for row in stored])
+
+
+@pytest.mark.parametrize(("attempt", "in_children"), [(2, False), (3, True)])
+def test_attempts_from_isolate_from_on_decode_in_child_processes(
+    models: Path, tmp_path: Path, attempt: int, in_children: bool
+) -> None:
+    make_tar(tmp_path / "tars", "00000", make_samples(0, 4, SIZES[:1]))
+    config = precompute_config(models, tmp_path / "tars", tmp_path / "root", workers={"isolate_from": 3})
+    encode_all(config, models, attempt, refused_in_child)
+    (receipt,) = load_tars(open_store(tmp_path / "root"))
+    assert receipt.rejected.get("in_child", 0) == (4 if in_children else 0)
 
 
 def test_two_runs_give_the_same_bytes_and_the_next_changes_nothing(
