@@ -1,7 +1,7 @@
 """Config for stage 1, and the encoding record and worker recipe that are derived from it."""
 
 import math
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -11,6 +11,7 @@ from precompute.describe import (
     FeatureTowerConfig,
     FolderOrName,
     ImageConfig,
+    Root,
     TextConfig,
     TextTowerConfig,
     TowerName,
@@ -27,19 +28,13 @@ from precompute.pixels.decode import LimitsConfig, PixelsConfig
 from shards.base.config import Config
 from shards.base.device import PrecisionOption
 from shards.base.errors import RequestError
-from shards.base.store import Place
 from shards.derive.conversion import Conversion
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
+from shards.format.projection import Rows, groups_of
 from shards.format.scores import LAION_SCORES
+from shards.format.towers import TextTower
 from shards.root.publish import IndexConfig
-
-
-def _absolute(place: Path | str) -> Path | str:
-    return place.absolute() if isinstance(place, Path) else place
-
-
-Root = Annotated[Place, AfterValidator(_absolute)]
 
 
 class WorkersConfig(WorkerConfig, FleetConfig):
@@ -162,6 +157,24 @@ def describe_encoding(config: PrecomputeConfig, tables: tuple[TableConfig, ...] 
             step = record.image.downsampling
             raise RequestError(f"{error}. Use multiples of {step} for bucket sides and aspect.step.") from None
     return record
+
+
+def groups_to_project(config: PrecomputeConfig, texts: Mapping[str, TextTower]) -> dict[Rows, int]:
+    """Return the text towers to project, grouped by the projection that they share → number of dimensions.
+
+    Args:
+        texts: the towers' records.
+
+    Raises:
+        RequestError: the towers cannot be projected as requested.
+    """
+    widths = {}
+    for name, tower in texts.items():
+        own = config.texts[name].width
+        width = own or config.text.width
+        if tower.states and width is not None and own != tower.input_width:
+            widths[name] = width
+    return groups_of(texts, widths, tuple(map(tuple, config.text.together)))
 
 
 def make_recipe(

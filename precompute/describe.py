@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, model_validator
 from precompute.encode.networks import model_class, vision_options
 from shards.base.config import Config
 from shards.base.errors import RequestError
+from shards.base.store import Place
 from shards.format.buckets import Bucket
 from shards.format.models import hash_weights, model_folder, read_model_config
 from shards.format.towers import (
@@ -69,13 +70,30 @@ FolderOrName = Annotated[str, AfterValidator(_absolute_folder)]
 different working directory than the driver."""
 
 
+def _absolute(place: Path | str) -> Path | str:
+    return place.absolute() if isinstance(place, Path) else place
+
+
+Root = Annotated[Place, AfterValidator(_absolute)]
+
+
 class TextConfig(Config):
-    """Default storage of text latents, for all text towers."""
+    """Storage of text latents. `storage`, `trim` and `width` are defaults for all text towers."""
 
     storage: TextStorage = "float8"
     """`float16` is exact; `float8` halves the size, with a relative error of 2.6 %."""
     trim: bool = False
     """Store only real tokens, without padding. Training then passes a cross-attention mask to the backbone."""
+    width: int | None = Field(None, ge=1)
+    """Project the hidden states onto this many dimensions: the principal directions of the states of a sample of the
+    input's captions. A network is then trained with this text width, and exported with its original one. null: store
+    them whole."""
+    together: list[list[TowerName]] = Field([])
+    """Text towers that the network reads through the same layer, in the form of `towers` in its `backbone.inputs`. They
+    are projected by one matrix. Needed for SD3, which reads CLIP and T5 through the same layer."""
+    projection: Root | None = None
+    """Latents root whose projections to use, instead of new ones. A run can read only roots with the same
+    projection."""
 
 
 class ImageConfig(Config):
@@ -119,6 +137,8 @@ class TextTowerConfig(Config):
     """Overrides `text.storage` for this tower."""
     trim: bool | None = None
     """Overrides `text.trim` for this tower."""
+    width: int | None = Field(None, ge=1)
+    """Overrides `text.width` for this tower; the number of dimensions of its hidden states stores them whole."""
     weights: Literal["as_stored"] | Quantised = "as_stored"
     """`int8` or `float8` quantises the weights of linear layers to one byte each with torchao, to save GPU memory. The
     outputs differ slightly, so the root gets a different encoding id."""

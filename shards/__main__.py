@@ -72,6 +72,8 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
             for option, about in (
                 ("storage", "float16 or float8 for all text towers, or for one, as in t5=float8"),
                 ("trim", "true to drop padding tokens in all text towers, or in one, as in t5=true"),
+                ("width", "dimensions onto which to project the states of all text towers, or of one, as in t5=256"),
+                ("together", "text towers to project by one matrix, as in clip_l,clip_g t5; see docs/how-to/text.md"),
             ):
                 add(f"--text.{option}", dest=f"text_{option}", nargs="*", default=[], metavar="VALUE", help=about)
             about = "storage of the image latents"
@@ -197,7 +199,8 @@ def clean_up(options: argparse.Namespace) -> None:
 def derive_root(options: argparse.Namespace) -> None:
     """Derive a new root with different storage or fewer towers, without decoding any image."""
     wanted = {name: getattr(options, name) for name in Changes.model_fields}
-    wanted |= {name: by_tower(wanted[name]) for name in ("text_storage", "text_trim")}
+    wanted |= {name: by_tower(wanted[name]) for name in ("text_storage", "text_trim", "text_width")}
+    wanted["text_together"] = [row.split(",") for row in options.text_together]
     try:
         changes = Changes.model_validate(wanted)
     except ValidationError as error:

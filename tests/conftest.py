@@ -25,6 +25,7 @@ from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
 from precompute.encode.worker import _kept_networks, load_networks
 from precompute.input.find import find_input
+from precompute.job.projection import projected
 from precompute.pixels.decode import decode as decode_picture
 from shards.base.durable import locked
 from shards.format.encoding import EncodingRecord
@@ -226,7 +227,7 @@ def encode_all(
     """Run stage 1 in this process, without Ray."""
     as_in_a_fresh_process()
     store = open_store(config.output)
-    encoding = describe_encoding(config)
+    encoding = projected(config, describe_encoding(config), find_input(config.input), ())
     create_root(store, encoding)
     record_rules(store, config.to_fill.rules)
     recipe = replace(make_recipe(config, encoding), decode=decode)
@@ -250,10 +251,13 @@ class InlineFleet:
 @pytest.fixture
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let `python -m precompute` encode in this process."""
-    monkeypatch.setattr("precompute.__main__.start_ray", lambda workers: None)
-    monkeypatch.setattr("precompute.job.run.Fleet", InlineFleet)
+    for module in ("precompute.__main__", "precompute.job.projection"):
+        monkeypatch.setattr(f"{module}.start_ray", lambda workers: None)
+    for module in ("precompute.job.run", "precompute.job.projection"):
+        monkeypatch.setattr(f"{module}.Fleet", InlineFleet)
     for name in ("prepare_process", "scratch_of_process"):
         monkeypatch.setattr(f"precompute.encode.worker.{name}", lambda *_: None)
+    monkeypatch.setattr("precompute.encode.projection.scratch_of_process", lambda *_: None)
     yield
     _kept_networks.cache_clear()
 

@@ -3,12 +3,14 @@
 Nothing in this module changes the run, neither in its folder nor at its URL.
 """
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
@@ -16,6 +18,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from shards.base.device import Precision, resolve_precision
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
+from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from train.config import TrainConfig
 from train.data.spec import DataSpec, keep_towers
@@ -24,12 +27,20 @@ from train.early import no_checkpoint
 from train.export.pipeline import check_pipeline
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
-from train.model.network import build_network, load_pretrained
+from train.model.network import build_network, load_matching, load_pretrained, width_field
 from train.model.optimizer import freeze_except
+from train.model.text_width import (
+    change_of_projection,
+    change_text,
+    hash_projection,
+    text_layers,
+    text_projection,
+)
 from train.objective.alignment import Aligned, find_features, layer_shape, make_head
 from train.objective.validation import FoundValidation, Validation, find_validation, open_validation
 from train.run.checkpoints import local_copy
 from train.run.checkpoints.checkpoint import (
+    WEIGHTS_NAME,
     Checkpoint,
     checkpoint_identities,
     load_head,
@@ -110,10 +121,14 @@ def prepare(
     spec = open_data(config.data, config.global_batch_size, found)
     encoding = found.streams[0].encoding
     backbone = config.backbone.resolved(spec.texts)
-    without_weights = build_network(config.network, None)
+    projection = text_projection(backbone.states, spec.texts)
+    widths = None if projection is None else (projection.shape[0], projection.shape[1])
+    without_weights = build_network(config.network, None, widths)
     check_fit(without_weights, spec, backbone)
     check_precision(without_weights, config.precision)
-    network = build_network(config.network, config.seed)
+    if widths is not None:
+        text_layers(without_weights.config, widths[0])  # fail now if the trained network could not be exported
+    network = build_network(config.network, config.seed, widths)
     freeze_except(network, config.train_only)
     aligned = make_aligned(config, spec, network, backbone, sorted(encoding.features))
 
@@ -130,6 +145,7 @@ def prepare(
         None if held_out is None else held_out.pin,
         config.optimizer.kind,
         config.train_only,
+        hash_projection(projection),
     )
     spec = spec.keep_towers(backbone.text_towers, [] if aligned is None else [aligned.features.name])
     check_same_everywhere(accelerator, fingerprint, spec.size_check.problem if spec.size_check else None)
@@ -137,7 +153,7 @@ def prepare(
         check_resume(checkpoint.folder, checkpoint.fingerprint, fingerprint, config.data.index == "newest")
 
     # weights
-    start_description = load_first_weights(config, network, aligned, checkpoint, start)
+    start_description = load_first_weights(config, network, aligned, checkpoint, start, projection)
     validation = None
     if held_out is not None:
         training = keep_towers(encoding, [f"texts.{name}" for name in spec.texts])
@@ -161,9 +177,17 @@ def prepare(
 
 
 def load_first_weights(
-    config: TrainConfig, network: Any, aligned: Aligned | None, checkpoint: Checkpoint | None, start: Checkpoint | None
+    config: TrainConfig,
+    network: Any,
+    aligned: Aligned | None,
+    checkpoint: Checkpoint | None,
+    start: Checkpoint | None,
+    projection: np.ndarray | None = None,
 ) -> str | None:
     """Load the weights of the checkpoint to resume, of the run to start from, or of a pretrained network.
+
+    Args:
+        projection: projection of the text that the network reads; None: it reads whole states.
 
     Returns:
         A description of the checkpoint to start from; None: the weights come from a different source.
@@ -178,7 +202,11 @@ def load_first_weights(
         load_weights(network, checkpoint.folder / "unet")
     elif start is not None:
         weights = start.weights(config.init_weights)
-        load_weights(network, weights)
+        if start.fingerprint.get("text_projection") == hash_projection(projection):
+            load_weights(network, weights)
+        else:
+            assert config.init_from is not None
+            load_for_projection(network, weights, config.init_from, start, projection)
         shown = weights
         if isinstance(config.init_from, str) and weights.is_relative_to(start.folder):
             shown = weights.relative_to(start.folder.parents[1])  # omits the temporary download folder
@@ -186,6 +214,44 @@ def load_first_weights(
     elif config.init_unet is not None:
         load_pretrained(network, config.init_unet)
     return None
+
+
+def load_for_projection(
+    network: Any, weights: Path, run: Place, start: Checkpoint, projection: np.ndarray | None
+) -> None:
+    """Load weights of a run whose text was projected differently, converted so that the network's output is the same.
+
+    Args:
+        weights: folder with the weights.
+        run: the run.
+        projection: projection of the text that `network` reads; None: it reads whole states.
+
+    Raises:
+        RequestError: the weights cannot be converted exactly.
+    """
+    old = projection_of_run(run) if start.fingerprint.get("text_projection") else None
+    change = change_of_projection(old, projection)
+    if change is None:
+        has, wants = (
+            "whole text states" if of is None else f"text states projected onto {of.shape[1]} dimensions"
+            for of in (old, projection)
+        )
+        raise RequestError(
+            f"init_from: {run} was trained on {has}, and this run's data has {wants}. The weights can be converted "
+            f"exactly only if the data keeps all dimensions on which they were trained. Use data with the same "
+            f"projection (`text.projection` in stage 1), or with whole states."
+        )
+    fields = json.loads((weights / "config.json").read_text())
+    layers, name = text_layers(fields, 1), width_field(fields)
+    fields |= {name: network.config[name]}
+    load_matching(network, weights / WEIGHTS_NAME, fields, lambda tensors: change_text(tensors, layers, change))
+
+
+def projection_of_run(run: Place) -> np.ndarray | None:
+    """Return the projection of the text that a run was trained on, according to its root."""
+    config = TrainConfig.model_validate(yaml.safe_load(open_store(run).read("config.yaml")))
+    encoding = keep_towers(EncodingRecord.load(open_store(config.data.streams[0].root)), config.data.towers)
+    return text_projection(config.backbone.resolved(encoding.texts).states, encoding.texts)
 
 
 def make_aligned(

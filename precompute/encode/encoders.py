@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from precompute.encode.networks import DeviceSettings, Network, model_class, pad, quantise, vision_options
 from shards.base.device import is_accelerator
 from shards.format.buckets import Bucket
+from shards.format.projection import matrix_of, project
 from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, ImageTower, TextTower
 
@@ -96,6 +97,7 @@ class TextEncoder(Network):
         super().__init__(model, self.encode, settings)
         self.tower = tower
         self.kept = torch.tensor(tower.kept)
+        self.matrix = matrix_of(tower.projection).to(settings.device) if tower.projection else None
 
     def encode(self, model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ...]:
         """Encode token ids (N, max_tokens), with a mask of the real tokens, into the outputs that are stored: hidden
@@ -106,7 +108,8 @@ class TextEncoder(Network):
         if self.tower.states:
             states = outputs.hidden_states[self.tower.layer] if by_layer else outputs.last_hidden_state
             keeps_all = len(self.kept) == ids.shape[1]
-            results.append(states if keeps_all else states[:, self.kept.to(states.device)])
+            states = states if keeps_all else states[:, self.kept.to(states.device)]
+            results.append(states if self.matrix is None else project(states, self.matrix))
         if self.tower.pooled:
             projected = getattr(outputs, "text_embeds", None)
             results.append(outputs.pooler_output if projected is None else projected)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from shards.base.config import Config, flatten
@@ -13,7 +14,7 @@ from shards.format.towers import CAUSAL, FeatureTower, ImageStorage, TextStorage
 
 CHANGEABLE = {
     "image": {"storage", "posterior", "scale", "shift", "weights.name"},
-    "texts": {"storage", "trim", "states", "pooled", "weights.name", "tokenizer.name"},
+    "texts": {"storage", "trim", "states", "pooled", "width", "projection", "weights.name", "tokenizer.name"},
     "features": {"storage", "weights.name"},
 }
 """Fields of a tower that may differ between source and target. Among these, the fields that determine how much
@@ -132,6 +133,7 @@ def text_problems(name: str, stored: TextTower | None, wanted: TextTower) -> lis
         problems.append(f"{place}.pooled: {stored.pooled} in the source, {wanted.pooled} requested")
     if wanted.states and stored.states:
         problems += _lost_precision(place, stored.storage, wanted.storage)
+        problems += _lost_dimensions(place, stored, wanted)
         if stored.trim and not wanted.trim:
             problems.append(f"{place}.trim: the states of padding tokens are not stored")
         if wanted.trim and not (stored.trim or stored.masked or CAUSAL.fullmatch(stored.class_name)):
@@ -139,6 +141,22 @@ def text_problems(name: str, stored: TextTower | None, wanted: TextTower) -> lis
                 f"{place}.trim: {stored.class_name} attends to padding, so every token's state depends on the padding"
             )
     return problems
+
+
+def _lost_dimensions(place: str, stored: TextTower, wanted: TextTower) -> list[str]:
+    """List the reason why a tower's stored states cannot be projected as requested, if there is one."""
+    if stored.input_width != wanted.input_width:
+        return [f"{place}.width: {stored.input_width} in the source, {wanted.input_width} requested"]
+    if stored.projection is None or stored.projection == wanted.projection:
+        return []
+    if wanted.projection is None or wanted.width > stored.width:
+        return [
+            f"{place}.width: the states are projected onto {stored.width} dimensions, and their "
+            f"{stored.input_width} dimensions cannot be restored"
+        ]
+    if not np.array_equal(stored.projection.array[:, : wanted.width], wanted.projection.array):
+        return [f"{place}.projection: the states are projected differently, and whole states cannot be restored"]
+    return []
 
 
 def feature_problems(name: str, stored: FeatureTower | None, wanted: FeatureTower) -> list[str]:
@@ -173,6 +191,10 @@ class Changes(Config):
     """Text tower → storage; `*` stands for all towers."""
     text_trim: dict[str, bool] = Field(default_factory=dict)
     """Text tower → whether to drop padding tokens; `*` stands for all towers."""
+    text_width: dict[str, int] = Field(default_factory=dict)
+    """Text tower → number of dimensions onto which its states are projected; `*` stands for all towers."""
+    text_together: tuple[tuple[str, ...], ...] = ()
+    """Text towers that share one projection; see `Projection.together`."""
     image_storage: ImageStorage | None = None
     image_posterior: Literal["mean"] | None = None
 
@@ -182,7 +204,8 @@ def apply_changes(source: EncodingRecord, changes: Changes) -> EncodingRecord:
     no text tower would remain."""
     existing = [f"{kind}.{name}" for kind in ("texts", "features") for name in getattr(source, kind)]
     keep = set(existing if changes.towers is None else changes.towers)
-    named = {f"texts.{name}" for name in (*changes.text_storage, *changes.text_trim) if name != "*"}
+    choices = (*changes.text_storage, *changes.text_trim, *changes.text_width)
+    named = {f"texts.{name}" for name in choices if name != "*"}
     if missing := sorted((keep | named) - set(existing)):
         raise RequestError(
             f"The root has no tower named {' or '.join(missing)}. Choose from its towers: {', '.join(existing)}."

@@ -17,9 +17,12 @@ from shards.base.store import Store
 from shards.base.table import counted
 from shards.derive.conversion import Changes, Conversion, apply_changes, plan_conversion
 from shards.derive.part import ORIGIN, Derivation, SourceTar, counts_tokens, derive_tar, kept_uncond, load_tokenizer
+from shards.derive.projection import learn_from_root
 from shards.format.buckets import Bucket
-from shards.format.encoding import EncodingRecord
+from shards.format.encoding import FILE_NAME, EncodingRecord
+from shards.format.projection import Rows, groups_of, project_texts
 from shards.format.receipts import Receipt, active_parts, generations
+from shards.format.towers import Projection, TextTower
 from shards.open import open_store
 from shards.root.commit import recall
 from shards.root.committed import TarReceipts, committed_parts, list_commits, read_receipts
@@ -41,7 +44,9 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
     stop signal.
     """
     requested = None if buckets is None else dict.fromkeys(buckets)
-    conversion, tars = prepare(source, target, apply_changes(EncodingRecord.load(source), changes), requested)
+    encoding = apply_changes(EncodingRecord.load(source), changes)
+    encoding = projected(source, target, encoding, changes)
+    conversion, tars = prepare(source, target, encoding, requested)
     remaining = missing(target, tars)
     with PeriodicPublisher(target, PUBLISH_SECONDS) as publishing:
         try:
@@ -109,6 +114,31 @@ def prepare(
         recall(target, {receipt.name: receipt.token for receipt in old}, why)
         print(f"Recalled {counted(len(old), 'part')} of {target.where()} to match the recalls in {source.where()}.")
     return conversion, source_tars(parts, wanted)
+
+
+def projected(source: Store, target: Store, encoding: EncodingRecord, changes: Changes) -> EncodingRecord:
+    """Return the target's encoding with the projections that `changes` requests: those of the target if it exists, or
+    else those that the source stores, or else new ones.
+
+    Raises:
+        RequestError: the states cannot be projected as requested.
+    """
+    default = changes.text_width.get("*")
+    widths = {name: width for name in encoding.texts if (width := changes.text_width.get(name, default)) is not None}
+    if not widths:
+        return encoding
+    groups = groups_of(encoding.texts, widths, changes.text_together)
+
+    def learn(texts: dict[str, TextTower], groups: Mapping[Rows, int]) -> dict[str, Projection]:
+        whole = encoding.model_copy(update={"texts": texts})
+        return learn_from_root(source, plan_conversion(EncodingRecord.load(source), whole), groups)
+
+    roots = {
+        str(store.where()): EncodingRecord.load(store).texts
+        for store in (target, source)
+        if store.size(FILE_NAME) is not None
+    }
+    return encoding.model_copy(update={"texts": project_texts(encoding.texts, groups, roots, learn)})
 
 
 def source_tars(parts: Mapping[tuple[str, str], str], buckets: Container[str]) -> list[SourceTar]:

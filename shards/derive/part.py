@@ -21,6 +21,7 @@ from shards.derive.conversion import Conversion
 from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.models import hash_weights, model_folder
+from shards.format.projection import matrix_of, project
 from shards.format.receipts import Receipt
 from shards.format.tables import CAPTION_CHANGES, OTHER_BUCKET, REFUSED_NAME, SAMPLES_NAME
 from shards.format.text import TextLatents, unpack_stored
@@ -303,8 +304,7 @@ def converted(
         if name in how.reencoded:
             latents = [by_tower[name] for by_tower in encoded]
         else:
-            counts = num_tokens(name, how.source.texts[name], wanted, texts, rows)
-            latents = [_text_latents(name, wanted, row, count) for row, count in zip(rows, counts, strict=True)]
+            latents = text_latents(name, how, texts, rows)
         columns |= next(text.pack(name, wanted, [latents], how.target.several))
     for name, feature_tower in how.target.features.items():
         features = decoded(sample, f"features.{name}", f"feature_scales.{name}")
@@ -321,12 +321,29 @@ def image_columns(sample: dict[str, Any], how: Conversion) -> dict[str, np.ndarr
     return next(image.pack(wanted, [torch.from_numpy(image_latents(sample)[: wanted.num_planes])]))
 
 
-def _text_latents(name: str, wanted: TextTower, row: dict[str, np.ndarray], count: int) -> TextLatents:
-    """Recover one caption's text latents as they were before stage 1 stored them."""
-    # lossless: float16 values survive the round trip, and quantising dequantised float8 codes gives the same codes
-    states = torch.from_numpy(decoded(row, f"text_latents.{name}", f"text_scales.{name}")) if wanted.states else None
-    pooled = torch.from_numpy(row[f"pooled.{name}"].astype(np.float32)) if wanted.pooled else None
-    return TextLatents(states, count, pooled)
+def text_latents(name: str, how: Conversion, texts: list[str], rows: list[dict[str, np.ndarray]]) -> list[TextLatents]:
+    """Recover one tower's latents of each of a sample's captions as stage 1 would have computed them for the target.
+    `rows`: the sample's text columns, by caption."""
+    stored, wanted = how.source.texts[name], how.target.texts[name]
+    found = []
+    for row, count in zip(rows, num_tokens(name, stored, wanted, texts, rows), strict=True):
+        states = None
+        if wanted.states:
+            # lossless: float16 values survive, and quantising dequantised float8 codes gives the same codes
+            states = torch.from_numpy(decoded(row, f"text_latents.{name}", f"text_scales.{name}"))
+            states = projected_again(states, stored, wanted)
+        pooled = torch.from_numpy(row[f"pooled.{name}"].astype(np.float32)) if wanted.pooled else None
+        found.append(TextLatents(states, count, pooled))
+    return found
+
+
+def projected_again(states: torch.Tensor, stored: TextTower, wanted: TextTower) -> torch.Tensor:
+    """Convert stored (tokens, width) states to the target's projection."""
+    if wanted.projection is None:
+        return states
+    if stored.projection is None:
+        return project(states, matrix_of(wanted.projection))
+    return states[:, : wanted.width]  # the columns of a projection are ordered
 
 
 def num_tokens(
@@ -366,12 +383,11 @@ def load_tokenizer(name: str, sha256: str) -> Any:
 
 def kept_uncond(empty: Mapping[str, TextLatents], how: Conversion) -> dict[str, TextLatents]:
     """Select the source's empty-caption latents that the target keeps, keyed by text tower."""
-    return {
-        name: TextLatents(
-            empty[name].states if wanted.states else None,
-            empty[name].num_tokens,
-            empty[name].pooled if wanted.pooled else None,
-        )
-        for name, wanted in how.target.texts.items()
-        if name in empty and name not in how.reencoded
-    }
+    kept = {}
+    for name, wanted in how.target.texts.items():
+        if name in empty and name not in how.reencoded:
+            states, number, pooled = empty[name].states, empty[name].num_tokens, empty[name].pooled
+            if states is not None:
+                states = projected_again(states, how.source.texts[name], wanted) if wanted.states else None
+            kept[name] = TextLatents(states, number, pooled if wanted.pooled else None)
+    return kept

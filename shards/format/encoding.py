@@ -27,6 +27,10 @@ FALLBACK = "|"
 replaces captions that the table lacks."""
 
 
+MAX_SHOWN = 500
+"""Maximum number of characters of a value in a message about different encodings."""
+
+
 class EncodingRecord(Config):
     """Complete description of a root's encoding. `id` hashes exactly the fields that affect a sample's stored bytes."""
 
@@ -122,7 +126,7 @@ class EncodingRecord(Config):
         """List every field that differs between the records, as `field: self ≠ other`. Model names are ignored."""
         here, there = (flatten(record.model_dump(mode="json")) for record in (self, other))
         return [
-            f"{path}: {here.get(path, 'absent')!r} ≠ {there.get(path, 'absent')!r}"
+            f"{path}: {_shown(here.get(path, 'absent'))} ≠ {_shown(there.get(path, 'absent'))}"
             for path in here | there
             if here.get(path) != there.get(path) and not path.endswith(".name")
         ]
@@ -170,6 +174,12 @@ class EncodingRecord(Config):
                 f"fields, so a different version wrote the file. Use that version, or encode into a new root."
             )
         return record
+
+
+def _shown(value: Any) -> str:
+    """Return a field's value for a message, or only its hash if it is long, as the matrix of a projection is."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]}…"
 
 
 def _drop_names(fields: Any) -> None:

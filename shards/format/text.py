@@ -59,6 +59,12 @@ class TextLatents:
         return TextLatents(states, self.num_tokens, pooled)
 
 
+def kept_states(latents: TextLatents, tower: TextTower) -> Tensor:
+    """Return the hidden states that are stored for a caption, (tokens, width): without padding if it is trimmed."""
+    assert latents.states is not None
+    return latents.states[: latents.num_tokens if tower.trim else None]
+
+
 def quantise(latents: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise (…, tokens, width) floats to e4m3 codes (as uint8, same shape) and float16 scales (…, tokens).
 
@@ -137,11 +143,7 @@ def pack(
 
 def _arrays(tower: TextTower, captions: Sequence[TextLatents]) -> Iterator[list[tuple[str, np.ndarray]]]:
     """Yield the (kind of column, array) pairs of each caption."""
-    kept = (
-        caption.states[: caption.num_tokens if tower.trim else None]
-        for caption in captions
-        if caption.states is not None
-    )
+    kept = (kept_states(caption, tower) for caption in captions if caption.states is not None)
     states = encode_states(kept, tower.storage) if tower.states else repeat((), len(captions))
     for caption, state_arrays in zip(captions, states, strict=True):
         arrays: list[tuple[str, np.ndarray]] = [*zip(("text_latents", "text_scales"), state_arrays, strict=False)]

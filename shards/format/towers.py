@@ -1,10 +1,13 @@
 """The frozen networks (towers) that produced a root's numbers, identified by content, and how their outputs are
 stored."""
 
+import base64
 import re
-from typing import Annotated, Literal
+from functools import lru_cache
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+import numpy as np
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from shards.base.config import Config
 from shards.format.buckets import Bucket
@@ -64,6 +67,55 @@ class ImageTower(Config):
         return self.channels * (2 if self.posterior == "moments" else 1)
 
 
+class Projection(Config):
+    """Linear map from a text tower's hidden states to the fewer numbers that are stored, `states @ matrix`.
+
+    The columns are the principal directions of the states of a sample of captions, the most energetic first, so the
+    first columns of a projection are a projection onto fewer dimensions.
+    """
+
+    matrix: str
+    """(input_width, width) float16 in C order, base64. `array` decodes it."""
+    input_width: int
+    """Dimension of the tower's hidden states."""
+    energies: tuple[float, ...]
+    """(width,) Share of the squared norm of the sample's states that each column holds."""
+    together: tuple[tuple[str, ...], ...] = ()
+    """Towers that share one projection, because a network reads them through the same layer: those in the same inner
+    tuple side by side, and the inner tuples one after another. `matrix` has the rows for this tower, and the stored
+    states of towers that are side by side are to be added. Empty: the tower has its own projection."""
+    captions: int
+    """Number of captions in the sample, including copies of the empty caption."""
+    sample_sha256: str
+    """SHA-256 of the keys of the sample's captions."""
+
+    @property
+    def array(self) -> np.ndarray:
+        """The matrix, (input_width, width) float16."""
+        return _decoded(self.matrix, self.input_width)
+
+    @property
+    def energy(self) -> float:
+        """Share of the squared norm of the sample's states that the stored states keep."""
+        return sum(self.energies)
+
+    def first(self, width: int) -> "Projection":
+        """Return the projection onto the first `width` columns."""
+        return self.model_copy(
+            update={"matrix": encode_matrix(self.array[:, :width]), "energies": self.energies[:width]}
+        )
+
+
+def encode_matrix(matrix: np.ndarray) -> str:
+    """Encode a matrix as `Projection.matrix`, rounding it to float16."""
+    return base64.b64encode(np.ascontiguousarray(matrix, np.float16).tobytes()).decode()
+
+
+@lru_cache(maxsize=16)
+def _decoded(matrix: str, rows: int) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(matrix), np.float16).reshape(rows, -1)
+
+
 class TextTower(Config):
     """Encoding of captions to text latents."""
 
@@ -91,7 +143,7 @@ class TextTower(Config):
     length: int
     """Number of stored tokens of an untrimmed caption, including padding."""
     width: int
-    """Dimension of a token's hidden state."""
+    """Number of stored numbers per token: the dimension of the tower's hidden states, or less if they are projected."""
     pooled: int = 0
     """Dimension of the pooled output, which represents the whole caption, or 0 if it is not stored."""
     storage: TextStorage
@@ -99,6 +151,29 @@ class TextTower(Config):
     quantised: Quantised | None = None
     """Data type to which the weights of the linear layers were quantised, with one scale per row, or None if they were
     not."""
+    projection: Projection | None = None
+    """Projection of the hidden states onto `width` dimensions, or None if they are stored whole. Written to
+    encoding.json only if there is one."""
+
+    @model_serializer(mode="wrap")
+    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if self.projection is None:
+            fields.pop("projection", None)
+        return fields
+
+    @property
+    def input_width(self) -> int:
+        """Dimension of the tower's hidden states."""
+        return self.width if self.projection is None else self.projection.input_width
+
+    def projected(self, projection: Projection) -> "TextTower":
+        """Return this tower with its states projected."""
+        return self.model_copy(update={"width": len(projection.energies), "projection": projection})
+
+    def unprojected(self) -> "TextTower":
+        """Return this tower with its states stored whole."""
+        return self.model_copy(update={"width": self.input_width, "projection": None})
 
     @property
     def kept(self) -> list[int]:

@@ -172,4 +172,6 @@ def _values(values: tuple[float, ...]) -> str:
 def _about_text(name: str, tower: TextTower) -> str:
     kept = "up to " if tower.trim else ""
     states = f"hidden states ({tower.layer}) of {kept}{tower.length} tokens × {tower.width} in {tower.storage}"
+    if tower.projection:
+        states += f", projected from {tower.input_width} dimensions ({tower.projection.energy:.2%} of their energy)"
     return f"{name}, {' and '.join([states] * tower.states + ['a pooled output'] * bool(tower.pooled))}"

@@ -33,6 +33,7 @@ from shards.format.models import TRAINED_GUIDANCE, hash_weights, model_folder
 from shards.format.towers import Weights
 from shards.open import open_store
 from train.config import TrainConfig
+from train.data.spec import keep_towers
 from train.export.card import model_card
 from train.export.components import (
     check_same_encoders,
@@ -45,6 +46,7 @@ from train.export.components import (
     write_index,
 )
 from train.export.evidence import copy_samples, describe_funnels, evaluations
+from train.export.fold import fold_text
 from train.export.single_file import check_class, is_single_file, modelspec, write_single_file
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
@@ -176,6 +178,8 @@ def _write_pipeline(
         for name, folder in components.items():
             _copy(folder, private / name)
         _copy(weights, private / network_name(pipeline))
+        read = keep_towers(encoding, config.data.towers).texts
+        fold_text(private / network_name(pipeline), config.backbone.resolved(read), read)
         _complete_config(private / network_name(pipeline) / "config.json", config, checkpoint, encoding)
         sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
         scheduler = scheduler_of(pipeline, config.objective, max(sizes, key=math.prod))

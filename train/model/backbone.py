@@ -102,7 +102,8 @@ class BackboneConfig(Config):
         """
         if self.states.towers is not None:
             _check_towers(self, texts)
-            return self
+            added = any(_is_shared(texts[name]) for name in self.states.names)
+            return self._with_states({"added": added}) if added else self
         found = [name for name, tower in texts.items() if tower.states]
         if len(found) != 1:
             raise RequestError(
@@ -110,8 +111,11 @@ class BackboneConfig(Config):
                 f"it selects {' and '.join(found) or 'none'}. Name one such tower in data.towers, as in "
                 f"[texts.{(found or ['NAME'])[0]}], or encode a root that has one."
             )
+        return self._with_states({"towers": [found]})
+
+    def _with_states(self, changes: dict[str, Any]) -> BackboneConfig:
         inputs = {
-            name: item.model_copy(update={"towers": [found]}) if isinstance(item, States) else item
+            name: item.model_copy(update=changes) if isinstance(item, States) else item
             for name, item in self.inputs.items()
         }
         return self.model_copy(update={"inputs": inputs})
@@ -186,7 +190,7 @@ def _check_towers(config: BackboneConfig, texts: dict[str, TextTower]) -> None:
             if isinstance(item, Pooled) and not texts[name].pooled:
                 problems.append(f"{argument} uses the pooled output of {name}, which was encoded without it")
     if not problems:
-        problems = _concatenation_problems(config.states, texts)
+        problems = _concatenation_problems(config.states, texts) + _projection_problems(config.states, texts)
     if problems:
         raise RequestError(
             f"The backbone's inputs do not fit the latents: {'; '.join(problems)}. Change `backbone.inputs` or "
@@ -205,3 +209,21 @@ def _concatenation_problems(states: States, texts: dict[str, TextTower]) -> list
                 f"tokens, masked or trimmed padding): {tokens}"
             )
     return problems
+
+
+def _is_shared(tower: TextTower) -> bool:
+    return tower.projection is not None and len(tower.projection.together) > 0
+
+
+def _projection_problems(states: States, texts: dict[str, TextTower]) -> list[str]:
+    """Describe towers that the network reads through the same layer, but that were not projected together."""
+    projections = [texts[name].projection for name in states.names]
+    shared = {projection.together if projection else () for projection in projections}
+    if len(states.rows) == 1 and shared == {()}:
+        return []  # side by side, they reach different columns of the layer
+    if not any(projections) or (len(shared) == 1 and set(states.rows) <= set(*shared)):
+        return []
+    return [
+        f"the network reads {' and '.join(states.names)} through the same layer, so the states of these towers must be "
+        f"projected together (`text.together: {states.towers}` in stage 1) or not at all"
+    ]

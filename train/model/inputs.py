@@ -5,7 +5,7 @@ torch is imported inside the functions that need it, so that reading a config st
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -65,18 +65,32 @@ class States(Config):
     same width and concatenated along the tokens. null: the only text tower that is read."""
     mask: str | None = None
     """Name of the argument that receives the mask of real tokens, if a tower hides padding."""
+    added: bool = False
+    """Whether towers in the same inner list are added instead. Set automatically for towers that stage 1 projected
+    together (`text.together`)."""
 
     @property
     def names(self) -> list[str]:
         """Names of the text towers."""
         return [name for row in self.towers or [] for name in row]
 
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """The towers, as in `Projection.together`."""
+        return tuple(map(tuple, self.towers or []))
+
+    def row_width(self, row: Sequence[str], texts: Mapping[str, TextTower]) -> int:
+        """Return the width of the states of the towers in one inner list."""
+        widths = [texts[name].width for name in row]
+        return max(widths) if self.added else sum(widths)
+
     def arguments(self, name: str, context: InputContext) -> dict[str, Tensor | None]:
         """Return the states and, if configured, their mask."""
         import torch.nn.functional as F
 
         texts = context.conditioning.texts
-        rows = [_concatenate_width(texts[tower].states for tower in row) for row in self.towers or []]
+        combine = _add if self.added else _concatenate_width
+        rows = [combine(texts[tower].states for tower in row) for row in self.towers or []]
         width = max(row.shape[-1] for row in rows)
         wide = (row if row.shape[-1] == width else F.pad(row, (0, width - row.shape[-1])) for row in rows)
         states = _concatenate_tokens(list(wide))
@@ -207,6 +221,14 @@ def _concatenate_width(parts: Iterable[Tensor | None]) -> Tensor:
 
     found = [part for part in parts if part is not None]
     return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+
+def _add(parts: Iterable[Tensor | None]) -> Tensor:
+    """Add the parts that are not None."""
+    first, *others = [part for part in parts if part is not None]
+    for other in others:
+        first = first + other
+    return first
 
 
 def _concatenate_tokens(parts: list[Tensor]) -> Tensor:

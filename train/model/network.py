@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import diffusers
 import torch
 import yaml
 from safetensors import SafetensorError
+from torch import Tensor
 
 from shards.base.errors import RequestError
 from shards.format.models import model_folder, read_model_config
@@ -34,19 +35,23 @@ BUILD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, Type
 """Exceptions that diffusers' classes raise for inconsistent sizes."""
 
 
-def build_network(path: Path, seed: int | None) -> Any:
+def build_network(path: Path, seed: int | None, text_widths: tuple[int, int] | None = None) -> Any:
     """Build a network from a diffusers config.json, with random weights that depend only on `seed`.
 
     Args:
         seed: seed of the weights; None: the network is built without weights, on the meta device.
+        text_widths: if the network reads projected text, the width in its config, which is that of whole states, and
+            the width to build it with.
 
     Raises:
         RequestError: the file cannot be read, the network's class is not supported, diffusers cannot build the network,
-            or the config enables dropout.
+            the config enables dropout, or its text width is not that of the states.
     """
     fields = read_unet_config(path)
     model_class = class_of(fields, path)
     check_fields(fields, model_class, path)
+    if text_widths is not None:
+        fields = with_text_width(fields, *text_widths, path)
     with torch.random.fork_rng(devices=[]), torch.device("cpu" if seed is not None else "meta"):
         torch.manual_seed(seed or 0)
         try:
@@ -134,6 +139,31 @@ def read_unet_config(path: Path) -> dict[str, object]:
     return fields
 
 
+def width_field(fields: Mapping[str, Any]) -> str:
+    """Return the name of the field in a network's config that holds its text width."""
+    names: list[str] = CLASSES[class_name(fields)]["widths"]
+    return next((name for name in names if fields.get(name) is not None), names[-1])
+
+
+def with_text_width(fields: Mapping[str, Any], replaced: int, width: int, where: object) -> dict[str, Any]:
+    """Return a network's config with the text width `width` instead of `replaced`.
+
+    Args:
+        where: source of the config, for the error message.
+
+    Raises:
+        RequestError: the config has a different text width than `replaced`.
+    """
+    name = width_field(fields)
+    if not same(fields.get(name), replaced):
+        raise RequestError(
+            f"{where} has {name} {fields.get(name)}, but the text latents are states of width {replaced}, projected "
+            f"onto {width} dimensions. Set {name} to {replaced}: the network is trained with {width} and exported "
+            f"with {replaced}."
+        )
+    return {**fields, name: width}
+
+
 def load_pretrained(network: Any, name: str) -> None:
     """Load the weights of a pretrained diffusers network into `network` as float32.
 
@@ -170,12 +200,18 @@ def load_pretrained(network: Any, name: str) -> None:
         raise RequestError(f"init_unet: {error}") from error
 
 
-def load_matching(network: Any, path: Path, theirs: Mapping[str, Any]) -> None:
+def load_matching(
+    network: Any,
+    path: Path,
+    theirs: Mapping[str, Any],
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+) -> None:
     """Load the weights at `path` into `network` as float32.
 
     Args:
         path: a safetensors file, or the index of sharded safetensors files.
-        theirs: diffusers config of the network to which the weights belong.
+        theirs: diffusers config of the network to which the weights belong, once converted.
+        convert: converts the weights first.
 
     Raises:
         RequestError: a file is missing or damaged, or the weights belong to a different architecture; the message names
@@ -187,7 +223,7 @@ def load_matching(network: Any, path: Path, theirs: Mapping[str, Any]) -> None:
             f"Set `backbone.config` to a config that matches {path.parent}/config.json."
         )
     try:
-        network.load_state_dict({key: value.float() for key, value in load_tensors(path).items()})
+        network.load_state_dict(convert({key: value.float() for key, value in load_tensors(path).items()}))
     except (SafetensorError, FileNotFoundError) as error:
         raise RequestError(f"{path} is damaged: {error}. Download it again.") from error
     except RuntimeError as error:

@@ -33,6 +33,7 @@ def make_fingerprint(
     validation: dict[str, Any] | None = None,
     optimizer: str = "adamw",
     train_only: list[str] | None = None,
+    text_projection: str | None = None,
 ) -> dict[str, Any]:
     """Return the fingerprint of a run. Optional features appear in it only if the run uses them.
 
@@ -41,6 +42,7 @@ def make_fingerprint(
         validation: the pinned validation bucket; None: the run has no validation.
         optimizer: kind of optimizer, which determines the format of a checkpoint's optimizer state.
         train_only: name patterns of the parameters to train; None: all are trained.
+        text_projection: SHA-256 of the projection of the text; None: the network reads whole states.
     """
     resolved = (backbone or BackboneConfig()).called.resolved(spec.texts)
     return {
@@ -71,6 +73,7 @@ def make_fingerprint(
         **({"validation": validation} if validation is not None else {}),
         **({"optimizer": optimizer} if optimizer != "adamw" else {}),
         **({"train_only": train_only} if train_only is not None else {}),
+        **({"text_projection": text_projection} if text_projection is not None else {}),
     }
 
 
