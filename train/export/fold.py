@@ -34,5 +34,7 @@ def fold_text(folder: Path, backbone: BackboneConfig, texts: Mapping[str, TextTo
         with safe_open(file, "pt") as opened:
             has_text = not set(layers).isdisjoint(opened.keys())
         if has_text:
-            write_tensors(file, change_text(load_tensors(file), layers, projection.T))
+            new = file.with_suffix(".new")  # the loaded tensors are mapped from the file
+            write_tensors(new, change_text(load_tensors(file), layers, projection.T))
+            new.replace(file)
     path.write_text(json.dumps(fields | {width_field(fields): projection.shape[0]}, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,220 @@
+"""Each family trained on projected text: the exported network, in its stock pipeline, equals the trained one."""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from evaluation.sampling.job import describe_drawing
+from evaluation.sampling.pipeline import PlannedImage, draw, load_pipeline
+from evaluation.sampling.prompts import Prompt
+from evaluation.sampling.settings import SamplingConfig
+from shards.__main__ import run as shards
+from shards.base.errors import RequestError
+from shards.base.store import LocalStore
+from shards.format.encoding import EncodingRecord
+from tests.families.calls import OWN
+from tests.families.small import FAMILIES, Small
+from tests.families.starting import small_run, started
+from tests.families.steps import STEPS, Case, Recorder, captions_of, check_steps
+from train.config import TrainConfig
+from train.data.loader import Loader
+from train.export.pipeline import ExportConfig, write_pipeline
+from train.model.inputs import Conditioning, TextConditioning
+from train.prepare import prepare
+from train.trainer import Trainer
+
+WIDTH = 7
+LIMITS = ("max_sequence_length", "tokenizer_max_length", "complex_human_instruction", "skip_text_cleaning")
+"""Arguments that fit the small text towers; evaluation leaves them at the pipelines' defaults."""
+FOLDED = {
+    "sd2": r"attn2.to_k, attn2.to_v",
+    "sd15": r"attn2.to_k, attn2.to_v",
+    "sdxl": r"attn2.to_k, attn2.to_v",
+    "pixart-sigma": "caption_projection.linear_1",
+    "sd3": "context_embedder",
+    "flux1": "context_embedder",
+    "sana": "caption_projection.linear_1",
+    "prx": "txt_in",
+}
+"""Layers whose weights change at export."""
+
+
+@pytest.fixture(autouse=True)
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shards.base.pool.start_pool", lambda most, *_: ThreadPoolExecutor(most))
+
+
+def towers_of(made: Small) -> dict[str, Any]:
+    """Return the towers with hidden states that the family's network reads."""
+    return {name: tower for name, tower in record(made).texts.items() if tower.states}
+
+
+def record(made: Small) -> EncodingRecord:
+    return EncodingRecord.load(LocalStore(made.root))
+
+
+def projected(made: Small, width: int = WIDTH) -> Small:
+    """Derive a root with projected states."""
+    derived = replace(made, latents=f"projected-{width}")
+    if not derived.root.exists():
+        together = ["--text.together", "clip_l,clip_g", "t5"] if made.family.name == "sd3" else []
+        widths = [f"{name}={width}" for name in towers_of(made)]
+        options = ["--text.width", *widths, *together]
+        shards(["derive", str(made.root), str(derived.root), *options])
+    return derived
+
+
+def begun(made: Small, run_dir: str) -> tuple[TrainConfig, Trainer]:
+    """Make a run with one checkpoint of its initial weights."""
+    fields = small_run(made, run_dir, data={"shuffle": False, "num_canonical_nodes": 1})
+    config = TrainConfig.model_validate(fields)
+    trainer = started(config)
+    trainer.save(is_last=True)
+    return config, trainer
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_stock_pipeline_predicts_what_was_trained(name: str, small: Callable[[str], Small]) -> None:
+    made = projected(small(name))
+    config, trainer = begun(made, "projected")
+    trained = trainer.train_step.network
+    folder = write_pipeline(config.work, ExportConfig(weights="raw"))
+    pipeline = load_pipeline(folder, "cpu", "float32")
+    encode, limits = pipeline.encode_prompt, {key: value for key, value in OWN[name].items() if key in LIMITS}
+    pipeline.encode_prompt = lambda *args, **kwargs: encode(*args, **kwargs | limits)
+    network = getattr(pipeline, "unet", None) or pipeline.transformer
+    assert dict(network.config) | {"_name_or_path": ""} != dict(trained.config)
+
+    recorder = Recorder()
+    recorder.attach(pipeline.scheduler)
+    recorder.watch(network)
+    count = 1 if name == "prx" else 4
+    batch = next(iter(Loader(config.data, prepare(config).spec, count, 0, 0, torch.arange(count))))
+    batch.columns["size"][:] = torch.tensor([64, 64, 0, 0])  # pipelines pass on the size that they draw
+    captions = captions_of(made)
+    samples = [PlannedImage(i, Prompt(key, captions[key]), 0) for i, key in enumerate(batch.keys)]
+    sampling = SamplingConfig(size="64x64", guidance=[2.0], steps=[STEPS])
+    draw(pipeline, samples, describe_drawing(folder, [], sampling, sampling.grid[0]))
+    check_steps(Case(name, config, trained, trainer.train_step.loss, batch, recorder.steps))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_folded_layers_are_exact(name: str, small: Callable[[str], Small]) -> None:
+    """In float64, on random states, and with all other weights unchanged."""
+    made = projected(small(name))
+    config, trainer = begun(made, "folded")
+    folder = write_pipeline(config.work, ExportConfig(weights="raw"))
+    trained, texts, backbone = trainer.train_step.network, record(made).texts, trainer.train_step.loss.backbone
+    path = folder / ("unet" if (folder / "unet").is_dir() else "transformer")
+    folded: Any = type(trained).from_pretrained(path).double()
+    before, after = trained.state_dict(), load_file(path / "diffusion_pytorch_model.safetensors")
+    changed = sorted(
+        {key for key in before if before[key].shape != after[key].shape or (before[key] != after[key]).any()}
+    )
+    layers = FOLDED[name].split(", ")
+    assert changed and all(any(key.endswith(f"{layer}.weight") for layer in layers) for key in changed)
+    assert {layer for layer in layers if any(key.endswith(f"{layer}.weight") for key in changed)} == set(layers)
+
+    trained = type(trained).from_config(trained.config)
+    trained.load_state_dict(before)
+    trained = trained.double()
+    generator = torch.Generator().manual_seed(0)
+    whole, narrow = {}, {}
+    for tower, stored in texts.items():
+        pooled = torch.randn(2, stored.pooled, generator=generator).double() if stored.pooled else None
+        mask = torch.ones(2, stored.length) if stored.hides_padding else None
+        states = (
+            torch.randn(2, stored.length, stored.input_width, generator=generator).double() if stored.states else None
+        )
+        whole[tower] = TextConditioning(states, mask, pooled)
+        if states is not None and stored.projection is not None:
+            states = states @ torch.tensor(stored.projection.array).double()
+        narrow[tower] = TextConditioning(states, mask, pooled)
+    unprojected = config.backbone.resolved({tower: stored.unprojected() for tower, stored in texts.items()})
+    noisy = torch.randn(2, record(made).image.channels, 8, 8, generator=generator).double()
+    times = torch.tensor([300.0, 800.0]).double()
+    with torch.no_grad():
+        sizes = torch.tensor([[64.0, 64, 0, 0]] * 2).double()
+        expected = backbone.predict(trained, noisy, times, Conditioning(narrow, sizes, (64, 64)))
+        found = unprojected.predict(folded, noisy, times, Conditioning(whole, sizes, (64, 64)))
+    assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
+def test_sd3_needs_a_joint_projection(small: Callable[[str], Small]) -> None:
+    made = small("sd3")
+    apart = replace(made, latents="apart")
+    shards(["derive", str(made.root), str(apart.root), "--text.width", "t5=7"])
+    with pytest.raises(RequestError, match=r"must be projected together .`text\.together: \[\['clip_l', 'clip_g'"):
+        prepare(TrainConfig.model_validate(small_run(apart, "apart")))
+
+
+def test_a_config_with_the_wrong_width_is_refused(small: Callable[[str], Small], tmp_path: Path) -> None:
+    made = projected(small("sd2"))
+    fields = small_run(made, "wrong")
+    config = json.loads(Path(fields["backbone"]["config"]).read_text()) | {"cross_attention_dim": WIDTH}
+    (tmp_path / "unet.json").write_text(json.dumps(config))
+    fields["backbone"]["config"] = str(tmp_path / "unet.json")
+    message = rf"cross_attention_dim {WIDTH}, but the text latents are states of width 16, projected onto {WIDTH} dim"
+    with pytest.raises(RequestError, match=message):
+        prepare(TrainConfig.model_validate(fields))
+
+
+def test_runs_start_from_runs_on_other_projections_where_that_is_exact(small: Callable[[str], Small]) -> None:
+    made = small("sd2")
+    narrow, wide = projected(made), projected(made, 11)
+    first, trainer = begun(narrow, "narrow")
+    for target in (wide, made):
+        fields = small_run(target, f"from-narrow-{target.latents}", data={"shuffle": False, "num_canonical_nodes": 1})
+        prepared = prepare(
+            TrainConfig.model_validate(fields | {"init_from": str(first.run_dir), "init_weights": "raw"})
+        )
+        states = torch.randn(2, 16, 16)
+        predictions = []
+        for network, root in ((trainer.train_step.network, narrow), (prepared.network, target)):
+            projection = record(root).texts["text"].projection
+            read = states if projection is None else states @ torch.tensor(projection.array).float()
+            with torch.no_grad():
+                predictions.append(network(torch.ones(2, 4, 8, 8), torch.tensor([5, 700]), read).sample)
+        torch.testing.assert_close(*predictions, rtol=1e-4, atol=1e-5)
+    second, _ = begun(wide, "wide")
+    fields = small_run(narrow, "from-wide") | {"init_from": str(second.run_dir)}
+    with pytest.raises(RequestError, match=r"trained on text states projected onto 11 dimensions, and this run's"):
+        prepare(TrainConfig.model_validate(fields))
+    whole, _ = begun(made, "whole")
+    fields = small_run(narrow, "from-whole") | {"init_from": str(whole.run_dir)}
+    with pytest.raises(RequestError, match=r"was trained on whole text states, and this run's data has text states"):
+        prepare(TrainConfig.model_validate(fields))
+
+
+def test_text_that_passes_through_a_norm_is_refused(small: Callable[[str], Small]) -> None:
+    """A U-Net's addition_embed_type `text` normalises the states before it reads them."""
+    made = projected(small("sd2"))
+    fields = small_run(made, "normed")
+    config = json.loads(Path(fields["backbone"]["config"]).read_text())
+    config |= {"addition_embed_type": "text", "addition_embed_type_num_heads": 1}
+    path = made.folder / "normed.json"
+    path.write_text(json.dumps(config))
+    fields["backbone"]["config"] = str(path)
+    with pytest.raises(RequestError, match=r"reads text through .*add_embedding\.norm1.*not only through linear"):
+        prepare(TrainConfig.model_validate(fields))
+
+
+def test_a_resumed_run_continues_and_a_single_file_has_the_original_width(small: Callable[[str], Small]) -> None:
+    made = projected(small("sd2"))
+    config, _ = begun(made, "resumed")
+    again = started(config)
+    assert again.state.step == 0 and again.train_step.network.config.cross_attention_dim == WIDTH
+    folder = write_pipeline(config.work, ExportConfig(weights="raw"))
+    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(folder)
+    assert pipeline.unet.config.cross_attention_dim == 16
+    file = write_pipeline(config.work, ExportConfig(weights="raw", format="single-file"))
+    (key,) = [key for key in load_file(file) if key.endswith("input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight")]
+    assert load_file(file)[key].shape[1] == 16
