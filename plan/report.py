@@ -24,7 +24,7 @@ from plan.config import Fact, Phase, Plan
 from plan.measured import Rate, Rates, read_rates
 from shards.base.errors import RequestError
 from shards.base.table import counted
-from shards.format.towers import TextTower
+from shards.format.towers import TextStorage, TextTower
 from train.model.config import optimizer_class
 
 BITS, MEGA = 8, 1e6
@@ -61,23 +61,25 @@ class Inputs:
 
     @property
     def texts(self) -> list[TextTower]:
-        """Text encoders. Where an encoder does not set `storage` or `trim`, the plan's default applies."""
+        """Text encoders. Where an encoder does not set `storage`, `trim` or `width`, the plan's default applies."""
         towers = []
         for name, tower in self.work.texts.items():
             override, default = self.plan.networks.texts.get(name), self.plan.text
             storage = (override and override.storage) or default.storage
             trim = default.trim if override is None or override.trim is None else override.trim
-            towers.append(tower.model_copy(update={"storage": storage, "trim": trim and tower.states}))
+            width = min(tower.width, (override and override.width) or default.width or tower.width)
+            changes = {"storage": storage, "trim": trim and tower.states, "width": width}
+            towers.append(tower.model_copy(update=changes))
         return towers
 
-    def sample_bytes(self, bucket: str) -> float:
-        """Return the size of one stored sample of `bucket` in bytes."""
+    def sample_bytes(self, bucket: str, texts: list[TextTower] | None = None) -> float:
+        """Return the size of one stored sample of `bucket` in bytes. `texts` replaces the plan's text encoders."""
         data, work = self.plan.data, self.work
         moments = data.posterior == "moments" and work.has_posterior
         return sample_bytes(
             work.latent_channels * (2 if moments else 1),
             work.latent_hw[bucket],
-            sum(text_bytes(tower, self.plan.text.tokens) for tower in self.texts),
+            sum(text_bytes(tower, self.plan.text.tokens) for tower in texts or self.texts),
             data.string_bytes,
             self.plan.image.storage,
             work.latent_channels,
@@ -223,6 +225,18 @@ def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> t
     return every, best, expected
 
 
+TEXT_SETTINGS: list[tuple[TextStorage, int | None]] = [
+    ("float16", None),
+    ("float8", None),
+    ("float8", 512),
+    ("float8", 256),
+    ("float8", 192),
+    ("float8", 128),
+    ("float8", 64),
+]
+"""Settings of `text.storage` and `text.width` whose sizes are compared."""
+
+
 @dataclass(frozen=True)
 class BucketReport:
     """Size and cost of one bucket's latents. Costs are in $."""
@@ -232,6 +246,8 @@ class BucketReport:
     passes: float
     """Number of planned training passes over the samples."""
     sample_bytes: float
+    bytes_by_setting: dict[str, float]
+    """Setting of `text` → size of one sample with it."""
     stored_tb: float
     price_per_month: float
     encode_cost: float
@@ -280,12 +296,25 @@ def bucket_report(inputs: Inputs, bucket: str) -> BucketReport:
         samples=samples,
         passes=images / samples,
         sample_bytes=inputs.sample_bytes(bucket),
+        bytes_by_setting=bytes_by_setting(inputs, bucket),
         stored_tb=stored,
         price_per_month=stored * plan.storage.price_per_tb_month,
         encode_cost=encode_cost,
         storage_cost=storage_cost,
         pays_from=(encode_cost + storage_cost) / pass_cost,
     )
+
+
+def bytes_by_setting(inputs: Inputs, bucket: str) -> dict[str, float]:
+    """Return the size of one sample of `bucket` in bytes, by the setting of `text.storage` and `text.width`."""
+    found = {}
+    for storage, width in TEXT_SETTINGS:
+        towers = [
+            tower.model_copy(update={"storage": storage, "width": min(width or whole.width, whole.width)})
+            for tower, whole in zip(inputs.texts, inputs.work.texts.values(), strict=True)
+        ]
+        found[f"{storage}, {f'width {width}' if width else 'whole'}"] = inputs.sample_bytes(bucket, towers)
+    return found
 
 
 def training_traffic(inputs: Inputs) -> Traffic:

@@ -1,0 +1,183 @@
+"""Stage 1 with projected text: several towers and captions, damaged input, new captions, and several jobs at once."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from cluster.fleet import Failed, News
+from cluster.pool import Failure
+from precompute.__main__ import run as precompute
+from precompute.job import projection
+from shards.__main__ import run as shards
+from shards.base.errors import DamagedInput, Preempted, RequestError, WorkError
+from shards.base.store import LocalStore
+from shards.format.encoding import EncodingRecord
+from shards.root.committed import load_receipts
+from shards.root.reading import read_part, text_latents
+from shards.tools.verify import verify_root
+from tests.roots import part_of, precompute_arguments
+from tests.tiny_towers import make_towers, texts
+
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("without_ray")]
+WIDTH = 6
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_towers(tmp_path_factory.mktemp("towers"))
+
+
+def run(
+    models: Path, tars: Path, root: Path, *more: str, towers: Path | None = None, captions: str = "txt"
+) -> EncodingRecord:
+    """Encode in float16, with one text tower or, if `towers` is given, three of them."""
+    of_towers = texts(towers, models) if towers else {}
+    options = {f"--texts.{name}.{key}": value for name, tower in of_towers.items() for key, value in tower.items()}
+    words = [word for name, value in options.items() for word in (name, str(value))]
+    precompute([*precompute_arguments(models, tars, root), *words, "--captions", captions, *more])
+    assert list(verify_root(LocalStore(root))) == []
+    return EncodingRecord.load(LocalStore(root))
+
+
+def states_of(root: Path) -> dict[str, list[dict[str, np.ndarray]]]:
+    """Return key → states by tower, of each caption."""
+    encoding, found = EncodingRecord.load(LocalStore(root)), {}
+    for receipt in load_receipts(LocalStore(root)):
+        for sample in read_part(part_of(root, receipt.bucket, receipt.tar)):
+            found[sample["key"]] = text_latents(sample, encoding)
+    return found
+
+
+def check_projected(whole: Path, root: Path) -> None:
+    """Check that every tower's states are those of a root with whole states, projected as encoding.json says."""
+    towers = EncodingRecord.load(LocalStore(root)).texts
+    expected, found = states_of(whole), states_of(root)
+    assert expected.keys() == found.keys() and len(found) > 20
+    for key, captions in expected.items():
+        for one, other in zip(captions, found[key], strict=True):
+            for name, tower in towers.items():
+                states = torch.tensor(one[name])
+                if tower.projection is not None:
+                    states = (states.double() @ torch.tensor(tower.projection.array).double()).half().float()
+                np.testing.assert_array_equal(states, other[name])
+
+
+def test_each_tower_has_its_own_projection(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+    whole = run(models, tars, tmp_path / "whole", towers=towers)
+    clip = whole.texts["clip"]
+    widths = ("--texts.clip.width", str(clip.width), "--texts.t5.width", "5")  # the clip tower's is its whole width
+    encoding = run(models, tars, tmp_path / "root", "--text.width", str(WIDTH), *widths, towers=towers)
+    assert encoding.texts["clip"] == clip
+    assert [encoding.texts[name].width for name in ("text", "t5")] == [WIDTH, 5]
+    check_projected(tmp_path / "whole", tmp_path / "root")
+    # the derived root has other samples' captions in its sample, but is projected in the same way
+    shards(["derive", str(tmp_path / "whole"), str(tmp_path / "derived"), "--text.width", "6", "--processes", "1"])
+    check_projected(tmp_path / "whole", tmp_path / "derived")
+
+
+def test_towers_projected_together(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+    run(models, tars, tmp_path / "whole", towers=towers)
+    together = '[["text", "clip"], ["t5"]]'
+    encoding = run(models, tars, tmp_path / "root", "--text.width", "6", "--text.together", together, towers=towers)
+    made = {name: tower.projection for name, tower in encoding.texts.items()}
+    assert all(p is not None and p.together == (("text", "clip"), ("t5",)) for p in made.values())
+    check_projected(tmp_path / "whole", tmp_path / "root")
+    options = ("--text.width", "6", "--text.projection", str(tmp_path / "root"))
+    with pytest.raises(RequestError, match=r"`text\.together` \[\['text', 'clip'\], \['t5'\]\], but it is unset now"):
+        run(models, tars, tmp_path / "other", *options, towers=towers)
+
+
+def test_captions_of_a_root_are_encoded_by_a_new_tower_and_projected(
+    models: Path, tars: Path, tmp_path: Path, towers: Path
+) -> None:
+    """The root's own states are projected as they are stored."""
+    run(models, tars, tmp_path / "old")
+    run(models, tars, tmp_path / "whole", towers=towers)
+    options = ("--text.width", "6", "--source", str(tmp_path / "old"))
+    encoding = run(models, tars, tmp_path / "root", *options, towers=towers)
+    assert [encoding.texts[name].width for name in ("clip", "t5", "text")] == [6, 6, 6]
+    check_projected(tmp_path / "whole", tmp_path / "root")
+    again = run(models, tars, tmp_path / "again", *options, towers=towers)
+    assert again == encoding
+
+
+def test_new_captions_are_the_sample_of_a_new_projection(models: Path, tars: Path, tmp_path: Path) -> None:
+    run(models, tars, tmp_path / "old")
+    keys = list(states_of(tmp_path / "old"))
+    table = tmp_path / "captions.parquet"
+    pq.write_table(pa.table({"key": keys, "vlm": [f"a new text about {key}" for key in keys]}), table)
+    captions = json.dumps([{"table": str(table), "column": "vlm"}])
+    options = ("--source", str(tmp_path / "old"))
+    run(models, tars, tmp_path / "whole", *options, captions=captions)
+    encoding = run(models, tars, tmp_path / "root", "--text.width", "6", *options, captions=captions)
+    made = encoding.texts["text"].projection
+    stored = sum(receipt.samples for receipt in load_receipts(LocalStore(tmp_path / "old")))
+    assert made is not None and made.captions == stored + -(-stored // 10)  # those of every bucket
+    check_projected(tmp_path / "whole", tmp_path / "root")
+
+
+def test_a_damaged_unit_is_not_in_the_sample(models: Path, tars: Path, tmp_path: Path) -> None:
+    shutil.copytree(tars, tmp_path / "tars")
+    broken = tmp_path / "tars" / "00001.tar"
+    broken.write_bytes(b"not a tar")
+    with pytest.raises(DamagedInput, match="00001.tar is damaged"):
+        run(models, tmp_path / "tars", tmp_path / "root", "--text.width", "6")
+    tower = EncodingRecord.load(LocalStore(tmp_path / "root")).texts["text"]
+    assert tower.projection is not None and tower.projection.captions > 20
+
+
+def test_a_root_that_another_job_has_created_meanwhile_is_extended(
+    models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(models, tars, first, "--text.width", "6")
+    learn = projection.learn_projections
+
+    def slow(*args: Any) -> Any:
+        found = learn(*args)
+        shutil.copytree(first, second)
+        return {name: made.model_copy(update={"sample_sha256": "different"}) for name, made in found.items()}
+
+    monkeypatch.setattr("precompute.job.projection.learn_projections", slow)
+    assert run(models, tars, second, "--text.width", "6") == EncodingRecord.load(LocalStore(first))
+
+
+def test_a_failure_to_project_ends_the_job_before_anything_is_written(
+    models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = Failure(False, False, "no memory", "no memory")
+    events: list[Any] = []
+    monkeypatch.setattr("precompute.job.projection.Fleet", lambda *_: iter(events))
+    events += [News("a node joined"), Failed("projection", None, "attempt 1 of 2 failed", failure, again=True)]
+    with pytest.raises(Preempted, match="before anything was encoded"):
+        run(models, tars, tmp_path / "root", "--text.width", "6")
+    shown = capsys.readouterr().err
+    assert "a node joined" in shown and "projection: attempt 1 of 2 failed: no memory" in shown
+    events.append(Failed("projection", None, "attempt 2 of 2 failed", failure, again=False))
+    with pytest.raises(WorkError, match=r"that `text\.width` requests could not be computed: no memory"):
+        run(models, tars, tmp_path / "root", "--text.width", "6")
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--text.width", "16"], r"states of text have 16 dimensions, so they cannot be projected onto 16"),
+        (["--text.width", "6", "--shards", "00009"], "This unit does not exist: 00009"),
+        (["--text.width", "6", "--text.projection", "none"], "none is not a latents root"),
+        (["--text.width", "6", "--text.together", '[["text"], ["t5"]]'], "there are none of t5"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused_before_anything_is_encoded(
+    models: Path, tars: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        run(models, tars, tmp_path / "root", *options)
+    assert not (tmp_path / "root").exists()
