@@ -31,7 +31,7 @@ from shards.base.errors import RequestError
 from shards.derive.conversion import Conversion
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.projection import Rows, groups_of
+from shards.format.projection import Rows, groups_of, widths_like
 from shards.format.scores import LAION_SCORES
 from shards.format.towers import TextTower
 from shards.root.publish import IndexConfig
@@ -159,22 +159,26 @@ def describe_encoding(config: PrecomputeConfig, tables: tuple[TableConfig, ...] 
     return record
 
 
-def groups_to_project(config: PrecomputeConfig, texts: Mapping[str, TextTower]) -> dict[Rows, int]:
+def groups_to_project(
+    config: PrecomputeConfig, texts: Mapping[str, TextTower], like: Mapping[str, TextTower] | None
+) -> dict[Rows, int]:
     """Return the text towers to project, grouped by the projection that they share → number of dimensions.
 
     Args:
         texts: the towers' records.
+        like: towers of the root `text.projection`, whose widths are the default.
 
     Raises:
         RequestError: the towers cannot be projected as requested.
     """
+    theirs, together = widths_like(texts, like or {})
     widths = {}
     for name, tower in texts.items():
         own = config.texts[name].width
-        width = own or config.text.width
+        width = own or config.text.width or theirs.get(name)
         if tower.states and width is not None and own != tower.input_width:
             widths[name] = width
-    return groups_of(texts, widths, tuple(map(tuple, config.text.together)))
+    return groups_of(texts, widths, tuple(map(tuple, config.text.together)) or together)
 
 
 def make_recipe(

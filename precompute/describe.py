@@ -92,8 +92,8 @@ class TextConfig(Config):
     """Text towers that the network reads through the same layer, in the form of `towers` in its `backbone.inputs`. They
     are projected by one matrix. Needed for SD3, which reads CLIP and T5 through the same layer."""
     projection: Root | None = None
-    """Latents root whose projections to use, instead of new ones. A run can read only roots with the same
-    projection."""
+    """Latents root whose projections to use, instead of new ones, with their widths unless `width` is set. A run can
+    read only roots with the same projection."""
 
 
 class ImageConfig(Config):

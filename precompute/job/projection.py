@@ -14,7 +14,7 @@ from precompute.input.numbering import Found
 from precompute.input.table import TableConfig
 from precompute.input.unit import Unit
 from shards.base.device import worker_device
-from shards.base.errors import Preempted, RequestError, WorkError
+from shards.base.errors import Preempted, WorkError
 from shards.base.store import Store
 from shards.derive.conversion import plan_conversion
 from shards.derive.projection import learn_from_root
@@ -39,18 +39,19 @@ def projected(
         RequestError: the towers cannot be projected as requested.
         WorkError: the projections could not be computed.
     """
-    groups, store = groups_to_project(config, encoding.texts), open_store(config.output)
+    store, roots = open_store(config.output), {}
+    like = None if config.text.projection is None else EncodingRecord.load(open_store(config.text.projection)).texts
+    if like is not None:
+        roots[str(config.text.projection)] = like
+    groups = groups_to_project(config, encoding.texts, like)
     if not groups:
         return encoding
+    if config.source is not None:
+        roots[str(config.source)] = EncodingRecord.load(open_store(config.source)).texts
 
     def learn(texts: dict[str, TextTower], missing: dict[Rows, int]) -> dict[str, Projection]:
         whole = encoding.model_copy(update={"texts": texts})
         check_root(store, whole)
-        if store.size(FILE_NAME) is not None:
-            raise RequestError(
-                f"{config.output} stores the whole states of {' and '.join(map(names_in, missing))}, so `text.width` "
-                f"cannot be used. Remove it, or derive a new root with `shards derive --text.width`."
-            )
         if found is not None:
             units = found.units(store, is_final=False)
             choose_units(config.shards, units)  # fails now if one of them does not exist
@@ -63,15 +64,8 @@ def projected(
             return {name: t.projection for name, t in EncodingRecord.load(store).texts.items() if t.projection}
         return learned
 
-    places = [place for place in (config.output, config.text.projection, config.source) if place is not None]
-    roots = {
-        str(place): EncodingRecord.parse(record[FILE_NAME], str(place)).texts
-        for place in places
-        if (record := open_store(place).read_many([FILE_NAME]))
-    }
-    if config.text.projection is not None and str(config.text.projection) not in roots:
-        raise RequestError(f"text.projection: {config.text.projection} is not a latents root. Check the path.")
-    return encoding.model_copy(update={"texts": project_texts(encoding.texts, groups, roots, learn)})
+    own = (str(config.output), EncodingRecord.load(store).texts) if store.size(FILE_NAME) is not None else None
+    return encoding.model_copy(update={"texts": project_texts(encoding.texts, groups, own, roots, learn)})
 
 
 def learn_from_source(

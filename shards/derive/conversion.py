@@ -9,6 +9,7 @@ from pydantic import Field
 
 from shards.base.config import Config, flatten
 from shards.base.errors import RequestError
+from shards.base.store import Place
 from shards.format.encoding import FALLBACK, TABLE_PREFIX, EncodingRecord
 from shards.format.towers import CAUSAL, FeatureTower, ImageStorage, TextStorage, TextTower
 
@@ -195,6 +196,8 @@ class Changes(Config):
     """Text tower → number of dimensions onto which its states are projected; `*` stands for all towers."""
     text_together: tuple[tuple[str, ...], ...] = ()
     """Text towers that share one projection; see `Projection.together`."""
+    text_projection: Place | None = None
+    """Root whose projections to use, instead of new ones."""
     image_storage: ImageStorage | None = None
     image_posterior: Literal["mean"] | None = None
 

@@ -20,7 +20,7 @@ from shards.derive.part import ORIGIN, Derivation, SourceTar, counts_tokens, der
 from shards.derive.projection import learn_from_root
 from shards.format.buckets import Bucket
 from shards.format.encoding import FILE_NAME, EncodingRecord
-from shards.format.projection import Rows, groups_of, project_texts
+from shards.format.projection import Rows, groups_of, project_texts, widths_like
 from shards.format.receipts import Receipt, active_parts, generations
 from shards.format.towers import Projection, TextTower
 from shards.open import open_store
@@ -117,28 +117,32 @@ def prepare(
 
 
 def projected(source: Store, target: Store, encoding: EncodingRecord, changes: Changes) -> EncodingRecord:
-    """Return the target's encoding with the projections that `changes` requests: those of the target if it exists, or
-    else those that the source stores, or else new ones.
+    """Return the target's encoding with the projections that `changes` requests: those of the target if it exists, of
+    `text_projection`, or of the source, or else new ones.
 
     Raises:
         RequestError: the states cannot be projected as requested.
     """
-    default = changes.text_width.get("*")
-    widths = {name: width for name in encoding.texts if (width := changes.text_width.get(name, default)) is not None}
+    texts, default = encoding.texts, changes.text_width.get("*")
+    widths = {name: width for name in texts if (width := changes.text_width.get(name, default)) is not None}
+    together, roots = changes.text_together, {}
+    if changes.text_projection is not None:
+        like = EncodingRecord.load(open_store(changes.text_projection)).texts
+        roots[str(changes.text_projection)] = like
+        theirs, their_together = widths_like(texts, like)
+        widths, together = theirs | widths, together or their_together
     if not widths:
         return encoding
-    groups = groups_of(encoding.texts, widths, changes.text_together)
+    stored = EncodingRecord.load(source)
+    roots[str(source.where())] = stored.texts
 
     def learn(texts: dict[str, TextTower], groups: Mapping[Rows, int]) -> dict[str, Projection]:
         whole = encoding.model_copy(update={"texts": texts})
-        return learn_from_root(source, plan_conversion(EncodingRecord.load(source), whole), groups)
+        return learn_from_root(source, plan_conversion(stored, whole), groups)
 
-    roots = {
-        str(store.where()): EncodingRecord.load(store).texts
-        for store in (target, source)
-        if store.size(FILE_NAME) is not None
-    }
-    return encoding.model_copy(update={"texts": project_texts(encoding.texts, groups, roots, learn)})
+    own = (str(target.where()), EncodingRecord.load(target).texts) if target.size(FILE_NAME) is not None else None
+    groups = groups_of(texts, widths, together)
+    return encoding.model_copy(update={"texts": project_texts(texts, groups, own, roots, learn)})
 
 
 def source_tars(parts: Mapping[tuple[str, str], str], buckets: Container[str]) -> list[SourceTar]:

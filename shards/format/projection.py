@@ -239,9 +239,22 @@ def names_in(rows: Rows) -> str:
     return " and ".join(name for row in rows for name in row)
 
 
+def widths_like(texts: Mapping[str, TextTower], stored: Mapping[str, TextTower]) -> tuple[dict[str, int], Rows]:
+    """Return the widths, and the towers that share a projection, of a root whose projections are to be used.
+
+    Args:
+        texts: the towers' records.
+        stored: the root's towers.
+    """
+    projected = {name: stored[name] for name in texts if name in stored and stored[name].projection}
+    together = {tower.projection.together for tower in projected.values() if tower.projection}
+    return {name: tower.width for name, tower in projected.items()}, max(together, default=())
+
+
 def project_texts(
     texts: Mapping[str, TextTower],
     groups: Mapping[Rows, int],
+    own: tuple[str, Mapping[str, TextTower]] | None,
     roots: Mapping[str, Mapping[str, TextTower]],
     learn: Callable[[dict[str, TextTower], dict[Rows, int]], Mapping[str, Projection]],
 ) -> dict[str, TextTower]:
@@ -249,22 +262,28 @@ def project_texts(
 
     Args:
         groups: towers that share a projection → number of dimensions.
-        roots: path or URL of a root whose projections may be used → its towers. The first that has one is used.
+        own: path or URL of the root to extend, and its towers; None: the root does not exist yet.
+        roots: path or URL of any other root whose projections may be used → its towers. The first that has one is used.
         learn: computes projections that no root has, given the unprojected towers.
 
     Raises:
-        RequestError: a root stores a projection that does not fit the request.
+        RequestError: a root stores a projection that does not fit the request, or the root to extend has none.
     """
     whole = {name for rows in groups for row in rows for name in row}
     changed = {name: tower.unprojected() if name in whole else tower for name, tower in texts.items()}
     missing = dict(groups)
-    for where, stored in roots.items():
+    for where, stored in [*([own] if own else []), *roots.items()]:
         for rows, width in [*missing.items()]:
             if found := stored_projections(rows, width, texts, stored, where):
                 changed |= {name: changed[name].projected(projection) for name, projection in found.items()}
                 del missing[rows]
+        if own and missing:
+            raise RequestError(
+                f"{own[0]} stores the whole states of {' and '.join(map(names_in, missing))}, so they cannot be "
+                f"projected now. Leave out the width, or derive a new root with `python -m shards derive --text.width`."
+            )
     if missing:
-        changed |= {n: changed[n].projected(projection) for n, projection in learn(changed, missing).items()}
+        changed |= {name: changed[name].projected(made) for name, made in learn(changed, missing).items()}
     return changed
 
 

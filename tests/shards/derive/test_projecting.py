@@ -104,6 +104,10 @@ def test_fewer_dimensions_are_the_first_ones(latents: Path, tmp_path: Path) -> N
     narrow = derive(wide, tmp_path / "narrow", "--text.width", "text=5")
     direct = derive(latents, tmp_path / "direct", "--text.width", "5")
     assert parts(narrow) == parts(direct) and record(narrow) == record(direct)
+    like = derive(latents, tmp_path / "like", "--text.projection", str(narrow))
+    assert parts(like) == parts(direct)
+    with pytest.raises(RequestError, match=r"stores the whole states of text, so they cannot be projected now"):
+        derive(latents, derive(latents, tmp_path / "whole"), "--text.width", "5")
     with pytest.raises(RequestError, match=r"states of text in 5 dimensions, so they are not available in 6"):
         derive(narrow, tmp_path / "wider", "--text.width", "6")
 
@@ -126,7 +130,7 @@ def test_stage_1_projects_onto_the_directions_of_a_sample_of_its_captions(
         precompute(precompute_arguments(models, tars, root, "--text.width", "6"))
     whole = tmp_path / "whole"
     shutil.copytree(latents, whole)
-    with pytest.raises(RequestError, match=r"stores the whole states of text, so `text\.width` cannot be used"):
+    with pytest.raises(RequestError, match=r"stores the whole states of text, so they cannot be projected now"):
         precompute(precompute_arguments(models, tars, whole, "--text.width", "6"))
 
 
