@@ -149,6 +149,7 @@ def describe_encoding(config: PrecomputeConfig, tables: tuple[TableConfig, ...] 
         max_characters=config.limits.max_caption_characters,
         compute_dtype=config.precision,
         scores=tuple(source.name for source in config.scores),
+        shares_text=config.text.share,
     )
     for bucket in config.to_fill.all:
         try:

@@ -88,6 +88,10 @@ class TextConfig(Config):
     """Project the hidden states onto this many dimensions: the principal directions of the states of a sample of the
     input's captions. A network is then trained with this text width, and exported with its original one. null: store
     them whole."""
+    share: bool = False
+    """Store text latents that repeat within an MDS file once, for captions that are templates or class names.
+    `python -m shards stats` shows how many repeat. Other readers of MDS files find empty text columns where text
+    repeats."""
     together: list[list[TowerName]] = Field([])
     """Text towers that the network reads through the same layer, in the form of `towers` in its `backbone.inputs`. They
     are projected by one matrix. Needed for SD3, which reads CLIP and T5 through the same layer."""

@@ -76,6 +76,8 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
                 ("together", "text towers to project by one matrix, as in clip_l,clip_g t5; see docs/how-to/text.md"),
             ):
                 add(f"--text.{option}", dest=f"text_{option}", nargs="*", default=[], metavar="VALUE", help=about)
+            about = "true to store text latents that repeat within a file once"
+            add("--text.share", dest="text_share", metavar="VALUE", help=about)
             about = "root whose projections of text states to use, instead of new ones"
             add("--text.projection", dest="text_projection", metavar="ROOT", help=about)
             about = "storage of the image latents"

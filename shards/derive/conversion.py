@@ -196,6 +196,8 @@ class Changes(Config):
     """Text tower → number of dimensions onto which its states are projected; `*` stands for all towers."""
     text_together: tuple[tuple[str, ...], ...] = ()
     """Text towers that share one projection; see `Projection.together`."""
+    text_share: bool | None = None
+    """Whether to store text latents that repeat within an MDS file once."""
     text_projection: Place | None = None
     """Root whose projections to use, instead of new ones."""
     image_storage: ImageStorage | None = None
@@ -236,6 +238,7 @@ def apply_changes(source: EncodingRecord, changes: Changes) -> EncodingRecord:
         update={
             "image": source.image.model_copy(update={name: value for name, value in image.items() if value}),
             "texts": texts,
+            "shares_text": source.shares_text if changes.text_share is None else changes.text_share,
             "features": {name: tower for name, tower in source.features.items() if f"features.{name}" in keep},
         }
     )

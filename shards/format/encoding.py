@@ -15,7 +15,7 @@ from shards.base.store import Store
 from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.scores import LAION_SCORES
-from shards.format.text import CAPTION_WEIGHTS
+from shards.format.text import CAPTION_WEIGHTS, SHARED_ROW
 from shards.format.towers import FeatureTower, ImageTower, TextTower, Weights
 
 FILE_NAME = "encoding.json"
@@ -55,6 +55,10 @@ class EncodingRecord(Config):
     """Names of the stored scores, in the order of the MDS column `scores`. Written to encoding.json only if they differ
     from the default."""
 
+    shares_text: bool = False
+    """Whether text latents that repeat within an MDS file are stored once; see shards.format.text.SHARED_ROW. Written
+    to encoding.json only if they are."""
+
     @field_validator("texts", "features")
     @classmethod
     def _sort(cls, towers: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +69,7 @@ class EncodingRecord(Config):
         fields: dict[str, Any] = serialize(self)
         if self.scores == LAION_SCORES:
             fields.pop("scores", None)
-        for name in ("caption_weights", "tables"):
+        for name in ("caption_weights", "tables", "shares_text"):
             if not fields.get(name):
                 fields.pop(name, None)
         return fields
@@ -114,11 +118,13 @@ class EncodingRecord(Config):
         """Return a dict from MDS column to type for samples in `bucket`."""
         columns = {"key": "str", "caption": "str", **image.columns(self.image, bucket)}
         for name, tower in self.texts.items():
-            columns |= text.columns(name, tower, several=self.several)
+            columns |= text.columns(name, tower, self.several, self.shares_text)
         for name, feature_tower in self.features.items():
             columns |= image.feature_columns(name, feature_tower, bucket)
         if self.caption_weights:
             columns[CAPTION_WEIGHTS] = "ndarray:int32"
+        if self.shares_text:
+            columns[SHARED_ROW] = "ndarray:int32:1"
         columns |= {"size": SIZE_TYPE, "scores": f"ndarray:float32:{len(self.scores)}"}
         return columns
 

@@ -33,6 +33,9 @@ exceed a core's cache, and from 32,768 elements on, torch splits the work among 
 are busy decoding."""
 AXES = {"text_latents": 2, "text_scales": 1, "num_tokens": 0, "pooled": 1}
 """Kind of column → number of axes of one caption's array."""
+SHARED_ROW = "text_row"
+"""Column with the number of the sample in the same MDS file that stores a sample's text latents, (1,) int32, in roots
+that store repeated text once. In the other samples with the same text, the text columns are empty."""
 CAPTION_WEIGHTS = "caption_weights"
 """Column with the weight of each of a sample's captions, (captions,) int32, in roots whose sources differ in weight."""
 
@@ -174,6 +177,18 @@ def kind_of(column: str) -> str | None:
     return kind if tower and kind in AXES else None
 
 
+def with_shared_text(sample: dict[str, Any], row: int, read: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """Add to a sample the text columns that another sample of its MDS file stores for it.
+
+    Args:
+        row: the sample's number in the file.
+        read: returns another sample of the file, given its number.
+    """
+    if SHARED_ROW not in sample or (first := int(sample[SHARED_ROW][0])) == row:
+        return sample
+    return sample | {column: array for column, array in read(first).items() if kind_of(column)}
+
+
 def has_multiple_captions(sample: dict[str, Any]) -> bool:
     """Return whether a stored sample's text columns have a leading caption axis."""
     kinds = ((kind_of(column), array) for column, array in sample.items())
@@ -206,21 +221,21 @@ def unpack_stored(sample: dict[str, Any]) -> list[dict[str, np.ndarray]]:
     return rows
 
 
-def columns(name: str, tower: TextTower, several: bool = False) -> dict[str, str]:
+def columns(name: str, tower: TextTower, several: bool = False, shared: bool = False) -> dict[str, str]:
     """Return the MDS column types of `pack`'s output.
 
-    The shape is part of the type unless it varies, as it does for trimmed captions and for samples with several
-    captions. In that case, each sample stores its own shape.
+    The shape is part of the type unless it varies, as it does for trimmed captions, for samples with several captions,
+    and if repeated text is stored once. In that case, each sample stores its own shape.
     """
     types = {}
-    fixed = not (tower.trim or several)
+    fixed = not (tower.trim or several or shared)
     if tower.states:
         dtype = "float16" if tower.storage == "float16" else "uint8"
         types[f"text_latents.{name}"] = f"ndarray:{dtype}:{tower.length},{tower.width}" if fixed else f"ndarray:{dtype}"
         if tower.storage == "float8":
             types[f"text_scales.{name}"] = f"ndarray:float16:{tower.length}" if fixed else "ndarray:float16"
         if tower.hides_padding:
-            types[f"num_tokens.{name}"] = "ndarray:int32" if several else "ndarray:int32:1"
+            types[f"num_tokens.{name}"] = "ndarray:int32" if several or shared else "ndarray:int32:1"
     if tower.pooled:
-        types[f"pooled.{name}"] = "ndarray:float16" if several else f"ndarray:float16:{tower.pooled}"
+        types[f"pooled.{name}"] = "ndarray:float16" if several or shared else f"ndarray:float16:{tower.pooled}"
     return types

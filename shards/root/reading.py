@@ -2,18 +2,20 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shards.base.store import Store
 from shards.format import image
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import Decoder, parse_index, read_offsets, read_sample
-from shards.format.text import dequantise, unpack_stored
+from shards.format.text import dequantise, unpack_stored, with_shared_text
 
 
 def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | None = None) -> Iterator[dict[str, Any]]:
@@ -29,11 +31,16 @@ def read_part(folder: Path) -> Iterator[dict[str, Any]]:
     not match the part's index."""
     index = folder / "index.json"
     for name, num_samples, columns in parse_index(index.read_bytes(), str(index)):
-        path, decode = str(folder / name), Decoder(columns)
+        path = str(folder / name)
         with open(path, "rb", buffering=0) as file:
             offsets = read_offsets(file.fileno(), num_samples, path)
-            for row in range(len(offsets) - 1):
-                yield decode(read_sample(file.fileno(), offsets, row, path))
+            read = partial(_read_row, Decoder(columns), file.fileno(), offsets, path)
+            for row in range(num_samples):
+                yield with_shared_text(read(row), row, read)
+
+
+def _read_row(decode: Decoder, descriptor: int, offsets: NDArray[np.uint32], path: str, row: int) -> dict[str, Any]:
+    return decode(read_sample(descriptor, offsets, row, path))
 
 
 def captions(sample: dict[str, Any], encoding: EncodingRecord) -> list[str]:

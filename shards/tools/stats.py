@@ -18,6 +18,9 @@ from shards.root.committed import TarReceipts, iter_committed_tars
 from shards.root.reading import captions, image_latents, read_parts
 from shards.root.writing import license_counts
 
+WORTH_SHARING = 0.05
+"""Share of repeated captions from which a table mentions them."""
+
 
 def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
     """Compute counts from receipts, and latent and caption statistics from each bucket's first `max_samples` samples.
@@ -126,6 +129,7 @@ def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) ->
     """Compute the scaled latents' mean and standard deviation per channel, and percentiles of caption lengths. Return
     an empty dict if there are no samples."""
     moments, lengths, scores, image = [], [], [], encoding.image
+    texts = Counter[str]()
     scale, shift = (np.array(values)[:, None, None] for values in (image.scale, image.shift))
     for sample in samples:
         # for stored moments, this is the posterior's mean
@@ -134,6 +138,7 @@ def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) ->
         moments.append((latents.mean(axis=(1, 2)), (latents**2).mean(axis=(1, 2))))
         lengths += [len(caption) for caption in captions(sample, encoding)]
         scores.append(sample["scores"])
+        texts[sample["caption"]] += 1
     if not moments:
         return {}
     means, squares = np.mean(moments, axis=0)
@@ -142,6 +147,7 @@ def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) ->
         "latent_mean": means.round(4).tolist(),
         "latent_std": np.sqrt(squares - means**2).round(4).tolist(),
         "caption_characters": percentiles(lengths),
+        "repeated_captions": round(1 - len(texts) / len(moments), 4),
         "scores": {
             name: {"samples": len(known), **percentiles(known)}
             for name, column in zip(encoding.scores, np.transpose(scores), strict=True)
@@ -179,13 +185,20 @@ def stats_table(stats: dict[str, Any]) -> str:
             means = ", ".join(f"{value:+.3f}" for value in b["latent_mean"])
             deviations = ", ".join(f"{value:.3f}" for value in b["latent_std"])
             rows[-1][3:] = [lengths, f"mean {means}; std {deviations}; {counted(b['measured_on'], 'sample')}"]
+    repeated = [
+        f"repeated captions in {bucket}: {b['repeated_captions']:.1%} of {counted(b['measured_on'], 'sample')} "
+        f"(`text.share` stores them once)"
+        for bucket, b in stats["buckets"].items()
+        if b.get("repeated_captions", 0) > WORTH_SHARING
+    ]
     scores = [
         f"{name} in {bucket}: {' / '.join(f'{found[p]:.3g}' for p in ('p5', 'p50', 'p95'))} (5 / 50 / 95 % of "
         f"{counted(found['samples'], 'sample')})"
         for bucket, b in stats["buckets"].items()
         for name, found in b.get("scores", {}).items()
     ]
-    return "\n".join([*lines, format_table(rows, ">>>><"), *(["", *scores] if scores else [])])
+    notes = [*repeated, *scores]
+    return "\n".join([*lines, format_table(rows, ">>>><"), *(["", *notes] if notes else [])])
 
 
 def plot_stats(stats: dict[str, Any], path: Path) -> None:

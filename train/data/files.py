@@ -18,6 +18,7 @@ from shards.base.durable import DamagedFile
 from shards.base.errors import WorkError
 from shards.base.store import Store
 from shards.format.mds import HASH, Decoder, MdsIndex, hash_file, read_offsets, read_sample
+from shards.format.text import with_shared_text
 from train.data.cache import Cache
 
 NUM_FETCHERS = 8
@@ -243,8 +244,12 @@ class SampleReader:
         descriptor = None
         while descriptor is None:
             descriptor = bucket.open(number)
-        try:
+
+        def read(row: int) -> dict[str, Any]:
             return bucket.decoder(self._read(descriptor, file, row))
+
+        try:
+            return with_shared_text(read(row), row, read)
         finally:
             os.close(descriptor)
 
