@@ -122,7 +122,7 @@ class PartMDSWriter:
             elif (
                 value.dtype != dtype
                 or shape not in (None, value.shape)
-                or not (value.size or self._may_be_empty(column.name))
+                or not (value.size or self.rows_of_text is not None)
             ):
                 raise ValueError(
                     f"{column.name} has dtype {value.dtype} and shape {value.shape}, but its type is {column.encoding}"
@@ -135,10 +135,6 @@ class PartMDSWriter:
                 sizes.append(sum(map(len, parts)))
             pieces += parts
         return [np.array(sizes, np.uint32).tobytes(), *pieces]
-
-    def _lacks_numbers(self, column: str, value: np.ndarray) -> bool:
-        may_be_empty = self.rows_of_text is not None and kind_of(column) is not None
-        return not value.size and not may_be_empty
 
     def _write_file(self) -> None:
         """Write the buffered samples to one file."""
