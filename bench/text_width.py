@@ -1,0 +1,355 @@
+"""Measure what projecting text states costs in quality: `python -m bench.text_width ROOT VALIDATION`.
+
+Networks are trained from scratch on ROOT with its text in float16, in float8, and projected onto each width, for several
+seeds. The table compares each setting with float16, seed by seed: the validation loss at the end, and the squared
+maximum mean discrepancy between latents that the exported pipeline samples and those of VALIDATION. Results are kept in
+a file, so the same command continues an interrupted comparison.
+
+Without ROOT, the demo's world is compared, with the demo's text encoder and with one that is trained on English
+(`bench/kit/english.py`). For the latter, the projection is computed from English sentences about everything but the
+demo's world, which is the worst case: each dimension that they need is lost for the demo's captions.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+
+from bench.kit.common import machine, mean_and_interval, table
+from shards.base.store import LocalStore
+from shards.format.encoding import EncodingRecord
+
+MODELS = Path("examples/shapes/models")
+NUM_IMAGES, NUM_VALIDATION, NUM_SENTENCES = 4000, 512, 4096
+SAMPLING_STEPS, GUIDANCE = 20, 3.0
+TRANSFORMER = {
+    "_class_name": "PixArtTransformer2DModel",
+    "sample_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "patch_size": 1,
+    "num_layers": 6,
+    "num_attention_heads": 4,
+    "attention_head_dim": 24,
+    "cross_attention_dim": 96,
+    "norm_type": "ada_norm_single",
+    "use_additional_conditions": False,
+    "interpolation_scale": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Storage of text latents."""
+
+    storage: str
+    width: int | None
+
+    @property
+    def name(self) -> str:
+        """Name in the table."""
+        return f"{self.storage}, {'whole' if self.width is None else f'width {self.width}'}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A root and a validation root with whole float16 text, a training config and the settings to compare."""
+
+    name: str
+    root: Path
+    validation: Path
+    config: Path
+    widths: Sequence[int]
+    folder: Path
+    projection: Path | None = None
+    """Root whose projection to use; None: a projection computed from `root`."""
+    can_sample: bool = True
+    """Whether a diffusers pipeline combines the network with the text encoder."""
+
+    @property
+    def settings(self) -> list[Setting]:
+        """All settings, float16 first."""
+        return [Setting("float16", None), Setting("float8", None), *(Setting("float8", width) for width in self.widths)]
+
+    def roots(self, setting: Setting) -> tuple[Path, Path]:
+        """Derive the root and the validation root with a setting, and return their folders."""
+        if setting == Setting("float16", None):
+            return self.root, self.validation
+        made = self.folder / "roots" / f"{self.name}-{setting.storage}-{setting.width}"
+        train, validation = made / "train", made / "validation"
+        options = ["--text.storage", setting.storage]
+        own = [] if setting.width is None else ["--text.width", str(setting.width)]
+        like = ["--text.projection", str(self.projection)] if self.projection and own else []
+        derive(self.root, train, *options, *own, *like)
+        derive(self.validation, validation, *options, *(["--text.projection", str(train)] if own else []))
+        return train, validation
+
+
+def derive(source: Path, target: Path, *options: str) -> None:
+    """Run `shards derive`, which does nothing if the target is complete."""
+    python("shards", "derive", str(source), str(target), *options)
+
+
+def python(module: str, *arguments: str) -> None:
+    """Run a command of this project with one thread."""
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    subprocess.run([sys.executable, "-m", module, *arguments], env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def run_trial(comparison: Comparison, setting: Setting, seed: int, steps: int, samples: int) -> dict[str, Any]:
+    """Train one network, and return its validation loss and, if `samples` is not 0, the discrepancy of its samples."""
+    root, validation = comparison.roots(setting)
+    run = comparison.folder / "runs" / f"{comparison.name}-{setting.storage}-{setting.width}-{seed}"
+    fields = {
+        "run_dir": run,
+        "data.root": root,
+        "validation.root": validation,
+        "seed": seed,
+        "max_steps": steps,
+        "validation.every": steps,
+        "checkpoint.every": steps,
+    }
+    words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    python("train", "--config", str(comparison.config), *words)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found: dict[str, Any] = {"loss": next(line["val_loss"] for line in reversed(lines) if "val_loss" in line)}
+    if samples and comparison.can_sample:
+        python("bench.text_width", "--sample", str(run), str(validation), str(samples))
+        found |= json.loads((run / "samples.json").read_text())
+    return found
+
+
+def sample_run(run: Path, validation: Path, count: int) -> None:
+    """Sample a run's exported pipeline on the captions of a root, and write the discrepancy between the samples' latents
+    and the root's to RUN/samples.json."""
+    import torch
+
+    from evaluation.metrics.kernels import cubic, mmd
+    from evaluation.sampling.pipeline import load_pipeline
+    from shards.root.committed import load_receipts
+    from shards.root.reading import captions, image_latents, read_parts
+    from train.export.pipeline import ExportConfig, write_pipeline
+
+    store, encoding = LocalStore(validation), EncodingRecord.load(LocalStore(validation))
+    receipts = load_receipts(store)
+    bucket = receipts[0].bucket
+    parts = read_parts(store, bucket, [receipt.part for receipt in receipts if receipt.bucket == bucket])
+    stored = list(islice(parts, count))
+    prompts = [captions(sample, encoding)[0] for sample in stored]
+    scale, shift = (np.array(of)[:, None, None] for of in (encoding.image.scale, encoding.image.shift))
+    reference = np.stack([(image_latents(s)[: encoding.image.channels] - shift) * scale for s in stored])
+    pipeline = load_pipeline(write_pipeline(run, ExportConfig()), "cpu", "float32")
+    width, height = map(int, bucket.split("x"))
+    drawn = []
+    for first in range(0, count, 32):
+        texts = prompts[first : first + 32]
+        generators = [torch.Generator().manual_seed(first + i) for i in range(len(texts))]
+        options = {"height": height, "width": width, "guidance_scale": GUIDANCE, "output_type": "latent"}
+        drawn.append(pipeline(texts, num_inference_steps=SAMPLING_STEPS, generator=generators, **options).images)
+    features = torch.cat(drawn).flatten(1).numpy()
+    distance = mmd(features, np.arange(count), reference.reshape(count, -1), cubic).value
+    (run / "samples.json").write_text(json.dumps({"distance": distance}))
+
+
+def results_table(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of the changes from float16, with 95 % intervals over seeds."""
+    by = {(row["storage"], row["width"], row["seed"]): row for row in rows if row["comparison"] == comparison.name}
+    lines = []
+    for setting in comparison.settings:
+        seeds = [seed for storage, width, seed in by if (storage, width) == (setting.storage, setting.width)]
+        pairs = [(by["float16", None, s], by[setting.storage, setting.width, s]) for s in sorted(seeds)]
+        if not pairs:
+            continue
+        losses = [100 * (other["loss"] / whole["loss"] - 1) for whole, other in pairs]
+        distances = [o["distance"] - w["distance"] for w, o in pairs if "distance" in o]
+        lines.append(
+            [
+                setting.name,
+                f"{comparison_energy(comparison, setting):.2%}",
+                len(pairs),
+                f"{np.mean([other['loss'] for _, other in pairs]):.5f}",
+                "" if setting.width is None and setting.storage == "float16" else mean_and_interval(losses, "+.2f"),
+                mean_and_interval(distances, "+.4f") if distances else "",
+            ]
+        )
+    header = ["text", "energy", "seeds", "validation loss", "change in %", "change of the samples' discrepancy"]
+    return table(header, lines)
+
+
+def comparison_energy(comparison: Comparison, setting: Setting) -> float:
+    """Return the share of the states' energy that a setting keeps, in the sample of its projection."""
+    texts = EncodingRecord.load(LocalStore(comparison.roots(setting)[0])).texts.values()
+    return min([tower.projection.energy for tower in texts if tower.projection], default=1.0)
+
+
+def demo_comparisons(folder: Path, language_steps: int) -> list[Comparison]:
+    """Make the demo's world and both text encoders, and encode them into roots."""
+    from bench.kit.english import make_encoder
+    from examples.shapes.world import write_world
+
+    english = folder / "english"
+    if not (english / "text_encoder").exists():
+        make_encoder(english, language_steps)
+    encoders = {"demo's encoder": MODELS, "English encoder": english}
+    for name, count, seed in (("train", NUM_IMAGES, 1), ("validation", NUM_VALIDATION, 2)):
+        if not (folder / "images" / name).exists():
+            pictures = write_world(folder / "images" / f".{name}", count, seed)
+            for picture in pictures:
+                if picture.caption is not None:
+                    path = folder / "images" / f".{name}" / picture.path
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.with_suffix(".txt").write_text(picture.caption)
+            (folder / "images" / f".{name}").rename(folder / "images" / name)
+    write_sentences(folder / "images" / "sentences")
+    comparisons = []
+    for encoder, models in encoders.items():
+        tag = encoder.partition(" ")[0].removesuffix("'s").lower()
+        roots = {name: folder / "roots" / f"{tag}-{name}" for name in ("train", "validation", "sentences")}
+        for name, root in roots.items():
+            if name == "sentences" and models is MODELS:
+                continue
+            more = ["--text.width", "512"] if name == "sentences" else []
+            encode(folder / "images" / name, root, models, *more)
+        width = next(iter(EncodingRecord.load(LocalStore(roots["train"])).texts.values())).width
+        widths = [width // 16, width // 8, width // 4, width // 2] if models is MODELS else [64, 128, 256, 512]
+        for network, fields in networks(width).items():
+            config = folder / f"{tag}-{network}.yaml"
+            write_config(config, folder / f"{tag}-{network}.json", fields, roots["train"], roots["validation"])
+            comparisons.append(
+                Comparison(
+                    f"{network}, {encoder}",
+                    roots["train"],
+                    roots["validation"],
+                    config,
+                    widths,
+                    folder,
+                    None if models is MODELS else roots["sentences"],
+                    can_sample=network == "U-Net",
+                )
+            )
+    return comparisons
+
+
+def write_sentences(folder: Path) -> None:
+    """Write English sentences as captions of blank images."""
+    from bench.kit.english import definitions
+
+    if folder.exists():
+        return
+    texts = definitions()
+    order = np.random.default_rng(0).permutation(len(texts))[:NUM_SENTENCES]
+    partial = folder.with_name(f".{folder.name}")
+    partial.mkdir(parents=True, exist_ok=True)
+    for number, place in enumerate(order):
+        Image.new("RGB", (64, 64), "white").save(partial / f"{number:05d}.png")
+        (partial / f"{number:05d}.txt").write_text(texts[place])
+    partial.rename(folder)
+
+
+def encode(images: Path, root: Path, models: Path, *more: str) -> None:
+    """Encode a folder of images at 64 px with whole float16 text."""
+    fields = {
+        "input": images,
+        "output": root,
+        "texts.text.model": models / "text_encoder",
+        "texts.text.tokenizer": models / "tokenizer",
+        "buckets": '["64x64"]',
+        "captions": "txt",
+        "precision": "float32",
+        "text.storage": "float16",
+        "workers.num_cpus": 1,
+    }
+    words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    python("precompute", "--config", "examples/shapes/configs/precompute.yaml", *words, *more)
+
+
+def networks(width: int) -> dict[str, dict[str, Any]]:
+    """Return the configs of a U-Net and a transformer that read states of this width."""
+    unet = json.loads(Path("examples/shapes/unet.json").read_text())
+    return {
+        "U-Net": unet | {"sample_size": 8, "cross_attention_dim": width},
+        "transformer": TRANSFORMER | {"caption_channels": width},
+    }
+
+
+def write_config(path: Path, network: Path, fields: dict[str, Any], root: Path, validation: Path) -> None:
+    """Write the training config of a network: the demo's first phase, with validation."""
+    network.write_text(json.dumps(fields))
+    config = yaml.safe_load(Path("examples/shapes/configs/phase1.yaml").read_text())
+    config["backbone"] = {"config": str(network.absolute())}
+    config["validation"] = {"root": str(validation), "bucket": "64x64", "batch_size": 32}
+    config["data"]["streams"] = [{"root": str(root), "bucket": "64x64"}]
+    config |= {"ema": {"start_step": None}, "global_batch_size": 32, "microbatch_size": 32}
+    path.write_text(yaml.safe_dump(config))
+
+
+def main() -> None:
+    """Run all trials that have no result yet, and print the tables."""
+    parser = argparse.ArgumentParser(prog="bench.text_width", description=__doc__)
+    parser.add_argument("root", type=Path, nargs="?", help="latents root with whole text in float16")
+    parser.add_argument("validation", type=Path, nargs="?", help="root of held-out samples, encoded in the same way")
+    parser.add_argument("--config", type=Path, default=Path("configs/phase1.yaml"), help="training config")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--language-steps", type=int, default=1200, help="training steps of the English encoder")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--samples", type=int, default=0, help="latents to sample per network; 0: none")
+    parser.add_argument("--processes", type=int, default=1, help="trials at once")
+    parser.add_argument("--folder", type=Path, default=Path("runs/text_width"), help="for roots, runs and results")
+    parser.add_argument("--sample", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.sample:
+        sample_run(Path(options.sample[0]), Path(options.sample[1]), int(options.sample[2]))
+        return
+    folder: Path = options.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.root is None:
+        comparisons = demo_comparisons(folder, options.language_steps)
+    else:
+        roots = (options.root.absolute(), options.validation.absolute())
+        comparisons = [Comparison(options.root.name, *roots, options.config, options.widths, folder)]
+    results = folder / "trials.jsonl"
+    results.touch()
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    done = {(row["comparison"], row["storage"], row["width"], row["seed"], row["steps"]) for row in rows}
+
+    def trial(comparison: Comparison, setting: Setting, seed: int) -> None:
+        found = run_trial(comparison, setting, seed, options.steps, options.samples)
+        row = {"comparison": comparison.name, **asdict(setting), "seed": seed, "steps": options.steps, **found}
+        rows.append(row)
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+
+    for comparison in comparisons:
+        for setting in comparison.settings:
+            comparison.roots(setting)
+    with ThreadPoolExecutor(options.processes) as pool:
+        running = [
+            pool.submit(trial, comparison, setting, seed)
+            for seed in options.seeds
+            for comparison in comparisons
+            for setting in comparison.settings
+            if (comparison.name, setting.storage, setting.width, seed, options.steps) not in done
+        ]
+        for future in running:
+            future.result()
+    print(machine())
+    for comparison in comparisons:
+        chosen = [row for row in rows if row["steps"] == options.steps]
+        print(f"\n{comparison.name}, {options.steps} steps\n\n{results_table(comparison, chosen)}")
+
+
+if __name__ == "__main__":
+    main()
