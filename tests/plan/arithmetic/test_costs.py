@@ -1,6 +1,7 @@
 """Costs and sizes, compared with definitions and with written parts."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,10 +9,13 @@ import torch
 
 from bench.kit.roots import encoding_record
 from plan.arithmetic import costs
+from plan.config import Plan
+from plan.report import make_report
+from shards.base.config import load_config
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.text import TextLatents
-from shards.format.towers import ImageStorage, TextStorage
+from shards.format.towers import ImageStorage, Projection, TextStorage, encode_matrix
 from shards.root.writing import Caption, PartWriter, Sample
 
 
@@ -69,6 +73,49 @@ def test_large_text_towers_are_small_where_they_are_masked(
     latents = {"t5": TextLatents(torch.zeros(512, 4096), 20), "clip": TextLatents(None, 20, torch.zeros(768))}
     caption = "a red square in front of a blue wall, oil on canvas"
     assert least < written_bytes(tmp_path, encoding, Bucket(512, 512), (32, 64, 64), caption, latents, 4) < most
+
+
+CLIPS = [("clip_l", 768, 0, 128), ("clip_g", 1280, 1280, 192)]
+PROJECTED: dict[str, tuple[list[tuple[str, int, int, int]], dict[str, Any], int]] = {
+    "sd2": ([("text", 1024, 0, 192)], {}, 25_000),
+    "sdxl": (CLIPS, {}, 40_000),
+    "pixart-sigma": ([("t5", 4096, 0, 256)], {"masked": True, "trim": True, "max_tokens": 300}, 60_000),
+}
+"""Family → its text towers (name, width, pooled width and width of the projection), their fields, and the maximum size
+of a sample in bytes."""
+
+
+@pytest.mark.parametrize("family", PROJECTED)
+def test_projected_text_takes_as_few_bytes_as_the_plan_says(family: str, tmp_path: Path) -> None:
+    towers, fields, most = PROJECTED[family]
+    length = fields.get("max_tokens", 77)
+    whole = {
+        name: encoding_record(length, width, pooled=pooled, storage="float8", **fields).texts["text"]
+        for name, width, pooled, _ in towers
+    }
+    found = {name: Projection(**projection_fields(width, narrow)) for name, width, _, narrow in towers}
+    texts = {name: tower.projected(found[name]) for name, tower in whole.items()}
+    record = encoding_record(length, 1)
+    image = record.image.model_copy(update={"storage": "int8"})
+    latents = {
+        name: TextLatents(torch.zeros(length, narrow), 20, torch.zeros(pooled) if pooled else None)
+        for name, _, pooled, narrow in towers
+    }
+    encoding = record.model_copy(update={"image": image, "texts": texts})
+    caption = "a red square in front of a blue wall, oil on canvas and then som"
+    written = written_bytes(tmp_path, encoding, Bucket(256, 256), (8, 32, 32), caption, latents, 50)
+    names = {name: f"networks.texts.{name}" if len(towers) > 1 else "text" for name in texts}
+    overrides = [word for name, _, _, narrow in towers for word in (f"--{names[name]}.width", str(narrow))]
+    plan = load_config(Plan, f"configs/{family}/plan.yaml", [*overrides, "--data.string_bytes", "73"], "plan")
+    (planned,) = (bucket.sample_bytes for bucket in make_report(plan).buckets if bucket.bucket == "256x256")
+    assert abs(written / planned - 1) < 0.01
+    assert written < most
+
+
+def projection_fields(width: int, narrow: int) -> dict[str, Any]:
+    matrix = encode_matrix(np.zeros((width, narrow)))
+    energies = (1 / narrow,) * narrow
+    return {"matrix": matrix, "input_width": width, "energies": energies, "captions": 1, "sample_sha256": "0"}
 
 
 def written_bytes(
