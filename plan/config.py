@@ -132,8 +132,8 @@ class Text(Config):
     trim: bool = False
     """Store only non-padding tokens."""
     width: int | None = Field(None, ge=1)
-    """Dimensions onto which hidden states are projected; null: they are stored whole. The FLOPs of the network are
-    those with whole states; projected ones take slightly fewer."""
+    """Number of dimensions onto which hidden states are projected; null: no projection. The FLOPs are those of
+    full-width states, so they are slightly too high for projected text."""
     tokens: float = fact("real tokens per caption", 20, gt=0)
     """Mean number of non-padding tokens, including the start and end tokens; used when `trim` is on."""
 

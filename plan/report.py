@@ -234,7 +234,7 @@ TEXT_SETTINGS: list[tuple[TextStorage, int | None]] = [
     ("float8", 128),
     ("float8", 64),
 ]
-"""Settings of `text.storage` and `text.width` whose sizes are compared."""
+"""Combinations of `text.storage` and `text.width` in the table of sizes."""
 
 
 @dataclass(frozen=True)
@@ -246,8 +246,8 @@ class BucketReport:
     passes: float
     """Number of planned training passes over the samples."""
     sample_bytes: float
-    bytes_by_setting: dict[str, float]
-    """Setting of `text` → size of one sample with it."""
+    bytes_by_text_setting: dict[str, float]
+    """Storage and width of text → bytes per sample."""
     stored_tb: float
     price_per_month: float
     encode_cost: float
@@ -296,7 +296,7 @@ def bucket_report(inputs: Inputs, bucket: str) -> BucketReport:
         samples=samples,
         passes=images / samples,
         sample_bytes=inputs.sample_bytes(bucket),
-        bytes_by_setting=bytes_by_setting(inputs, bucket),
+        bytes_by_text_setting=bytes_by_text_setting(inputs, bucket),
         stored_tb=stored,
         price_per_month=stored * plan.storage.price_per_tb_month,
         encode_cost=encode_cost,
@@ -305,15 +305,15 @@ def bucket_report(inputs: Inputs, bucket: str) -> BucketReport:
     )
 
 
-def bytes_by_setting(inputs: Inputs, bucket: str) -> dict[str, float]:
-    """Return the size of one sample of `bucket` in bytes, by the setting of `text.storage` and `text.width`."""
+def bytes_by_text_setting(inputs: Inputs, bucket: str) -> dict[str, float]:
+    """Return the size of one sample of `bucket` in bytes, by storage and width of text."""
     found = {}
     for storage, width in TEXT_SETTINGS:
         towers = [
-            tower.model_copy(update={"storage": storage, "width": min(width or whole.width, whole.width)})
-            for tower, whole in zip(inputs.texts, inputs.work.texts.values(), strict=True)
+            tower.model_copy(update={"storage": storage, "width": min(width or full.width, full.width)})
+            for tower, full in zip(inputs.texts, inputs.work.texts.values(), strict=True)
         ]
-        found[f"{storage}, {f'width {width}' if width else 'whole'}"] = inputs.sample_bytes(bucket, towers)
+        found[f"{storage}, {f'width {width}' if width else 'full width'}"] = inputs.sample_bytes(bucket, towers)
     return found
 
 

@@ -144,8 +144,10 @@ def _latents(report: Report, stars: dict[str, str]) -> str:
     ]
     checkpoints = ", ".join(f"{size:.1f}" for size in report.checkpoint_gb)
     settings = [[f"  text{size}", *(f"{bucket.bucket}, B per sample" for bucket in report.buckets)]]
-    for setting in report.buckets[0].bytes_by_setting:
-        settings.append([f"  {setting}", *(f"{bucket.bytes_by_setting[setting]:,.0f}" for bucket in report.buckets)])
+    for setting in report.buckets[0].bytes_by_text_setting:
+        settings.append(
+            [f"  {setting}", *(f"{bucket.bytes_by_text_setting[setting]:,.0f}" for bucket in report.buckets)]
+        )
     return (
         f"Latents: {report.stored_tb:.1f} TB{size}, ${report.price_per_month:,.0f}{price} per month\n"
         f"{table(report.buckets, columns)}\n"

@@ -23,7 +23,7 @@ from precompute.input.find import Named, choose_caption_fields, choose_units, fi
 from precompute.input.numbering import Found
 from precompute.input.table import CaptionSource, describe_tables
 from precompute.job.ledger import Ledger
-from precompute.job.projection import projected
+from precompute.job.projection import resolve_projections
 from precompute.job.run import announce, conclude, not_committed, run_job
 from shards.base.config import load_from_args
 from shards.base.errors import RequestError, console
@@ -46,7 +46,7 @@ def run(arguments: list[str]) -> None:
     # check the whole request before writing anything
     tables = describe_tables(config.captions or (), config.scores)
     encoding, store = describe_encoding(config, tables), open_store(config.output)
-    encoding = projected(config, encoding, found, tables)
+    encoding = resolve_projections(config, encoding, found, tables)
     wanted: Sequence[Named]
     waiting: Sequence[Named]
     check_root(store, encoding)

@@ -31,7 +31,7 @@ from shards.base.errors import RequestError
 from shards.derive.conversion import Conversion
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.projection import Rows, groups_of, widths_like
+from shards.format.projection import TowerGroup, groups_of, inherited_widths
 from shards.format.scores import LAION_SCORES
 from shards.format.towers import TextTower
 from shards.root.publish import IndexConfig
@@ -149,7 +149,7 @@ def describe_encoding(config: PrecomputeConfig, tables: tuple[TableConfig, ...] 
         max_characters=config.limits.max_caption_characters,
         compute_dtype=config.precision,
         scores=tuple(source.name for source in config.scores),
-        shares_text=config.text.share,
+        deduplicates_text=config.text.deduplicate,
     )
     for bucket in config.to_fill.all:
         try:
@@ -162,8 +162,8 @@ def describe_encoding(config: PrecomputeConfig, tables: tuple[TableConfig, ...] 
 
 def groups_to_project(
     config: PrecomputeConfig, texts: Mapping[str, TextTower], like: Mapping[str, TextTower] | None
-) -> dict[Rows, int]:
-    """Return the text towers to project, grouped by the projection that they share → number of dimensions.
+) -> dict[TowerGroup, int]:
+    """Return each group of towers to project → its number of dimensions.
 
     Args:
         texts: the towers' records.
@@ -172,14 +172,13 @@ def groups_to_project(
     Raises:
         RequestError: the towers cannot be projected as requested.
     """
-    theirs, together = widths_like(texts, like or {})
+    inherited, joint = inherited_widths(texts, like, str(config.text.projection)) if like is not None else ({}, ())
     widths = {}
     for name, tower in texts.items():
-        own = config.texts[name].width
-        width = own or config.text.width or theirs.get(name)
-        if tower.states and width is not None and own != tower.input_width:
+        width = config.texts[name].width or config.text.width or inherited.get(name)
+        if tower.states and width is not None:
             widths[name] = width
-    return groups_of(texts, widths, tuple(map(tuple, config.text.together)) or together)
+    return groups_of(texts, widths, tuple(map(tuple, config.text.joint)) or joint)
 
 
 def make_recipe(

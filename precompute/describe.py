@@ -85,19 +85,20 @@ class TextConfig(Config):
     trim: bool = False
     """Store only real tokens, without padding. Training then passes a cross-attention mask to the backbone."""
     width: int | None = Field(None, ge=1)
-    """Project the hidden states onto this many dimensions: the principal directions of the states of a sample of the
-    input's captions. A network is then trained with this text width, and exported with its original one. null: store
-    them whole."""
-    share: bool = False
-    """Store text latents that repeat within an MDS file once, for captions that are templates or class names.
-    `python -m shards stats` shows how many repeat. Other readers of MDS files find empty text columns where text
-    repeats."""
-    together: list[list[TowerName]] = Field([])
-    """Text towers that the network reads through the same layer, in the form of `towers` in its `backbone.inputs`. They
-    are projected by one matrix. Needed for SD3, which reads CLIP and T5 through the same layer."""
+    """Project hidden states onto this many dimensions, chosen from a subset of the input's captions. Networks are
+    trained with this text width, and the export restores the encoder's width. Encoders that are no wider, and pooled
+    outputs, are not projected. null: no projection."""
+    joint: list[list[TowerName]] = Field([])
+    """Text towers to project jointly, in the form of `towers` in `backbone.inputs`. Required if the network
+    concatenates towers along the tokens, as SD3 does with CLIP and T5, because one linear layer then reads all of
+    them."""
     projection: Root | None = None
-    """Latents root whose projections to use, instead of new ones, with their widths unless `width` is set. A run can
-    read only roots with the same projection."""
+    """Latents root whose projections are reused instead of computing new ones. Its widths are the defaults. All
+    training and validation roots of a run must have the same projection."""
+    deduplicate: bool = False
+    """Store identical text latents only once per MDS file. Useful if captions are class names or come from templates;
+    `python -m shards stats` shows how many repeat. Other readers of MDS files find empty text columns in the
+    duplicates."""
 
 
 class ImageConfig(Config):
@@ -142,7 +143,7 @@ class TextTowerConfig(Config):
     trim: bool | None = None
     """Overrides `text.trim` for this tower."""
     width: int | None = Field(None, ge=1)
-    """Overrides `text.width` for this tower; the number of dimensions of its hidden states stores them whole."""
+    """Overrides `text.width` for this tower. Towers that are no wider are not projected."""
     weights: Literal["as_stored"] | Quantised = "as_stored"
     """`int8` or `float8` quantises the weights of linear layers to one byte each with torchao, to save GPU memory. The
     outputs differ slightly, so the root gets a different encoding id."""

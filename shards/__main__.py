@@ -72,13 +72,16 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
             for option, about in (
                 ("storage", "float16 or float8 for all text towers, or for one, as in t5=float8"),
                 ("trim", "true to drop padding tokens in all text towers, or in one, as in t5=true"),
-                ("width", "dimensions onto which to project the states of all text towers, or of one, as in t5=256"),
-                ("together", "text towers to project by one matrix, as in clip_l,clip_g t5; see docs/how-to/text.md"),
+                (
+                    "width",
+                    "number of dimensions to project hidden states onto, for all text towers, or one, as in t5=256",
+                ),
+                ("joint", "text towers to project jointly, as in clip_l,clip_g t5; see docs/how-to/text-storage.md"),
             ):
                 add(f"--text.{option}", dest=f"text_{option}", nargs="*", default=[], metavar="VALUE", help=about)
-            about = "true to store text latents that repeat within a file once"
-            add("--text.share", dest="text_share", metavar="VALUE", help=about)
-            about = "root whose projections of text states to use, instead of new ones"
+            about = "true to store identical text latents only once per file"
+            add("--text.deduplicate", dest="text_deduplicate", metavar="VALUE", help=about)
+            about = "root whose projections are reused instead of computing new ones"
             add("--text.projection", dest="text_projection", metavar="ROOT", help=about)
             about = "storage of the image latents"
             add("--image.storage", dest="image_storage", choices=("float16", "int8"), help=about)
@@ -204,7 +207,7 @@ def derive_root(options: argparse.Namespace) -> None:
     """Derive a new root with different storage or fewer towers, without decoding any image."""
     wanted = {name: getattr(options, name) for name in Changes.model_fields}
     wanted |= {name: by_tower(wanted[name]) for name in ("text_storage", "text_trim", "text_width")}
-    wanted["text_together"] = [row.split(",") for row in options.text_together]
+    wanted["text_joint"] = [row.split(",") for row in options.text_joint]
     try:
         changes = Changes.model_validate(wanted)
     except ValidationError as error:

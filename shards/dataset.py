@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shards.format import image
 from shards.format.encoding import EncodingRecord
-from shards.format.text import pad_tokens, unpack_stored, with_shared_text
+from shards.format.text import pad_tokens, unpack_stored, with_duplicate_text
 from shards.open import open_store
 from shards.root.reading import captions, decoded, features, image_latents
 
@@ -24,8 +24,7 @@ class LatentDataset(StreamingDataset):
     captions            list of str
     image_latents       (C, h, w), normalised: (latents - shift) × scale. If the root stores moments, every access
                         draws a new sample from the posterior
-    text.NAME           (captions, tokens, width), with padding; zeros where the root stores trimmed states, and
-                        projected if the root stores projected states
+    text.NAME           (captions, tokens, width), zero-padded where trimmed; width is the stored (projected) width
     text_mask.NAME      (captions, tokens) bool, True for tokens that the model may attend to
     pooled.NAME         (captions, pooled)
     features.NAME       (tokens, width)
@@ -59,7 +58,7 @@ class LatentDataset(StreamingDataset):
         number = at % self.size
         _, row = self.spanner[number]
         read = super().__getitem__
-        return self.decode(with_shared_text(stored, row, lambda first: read(number - row + first)))
+        return self.decode(with_duplicate_text(stored, row, lambda first: read(number - row + first)))
 
     def decode(self, columns: dict[str, Any]) -> dict[str, Any]:
         """Convert one sample's stored columns to the entries listed in the class docstring."""

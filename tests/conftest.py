@@ -25,7 +25,7 @@ from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
 from precompute.encode.worker import _kept_networks, load_networks
 from precompute.input.find import find_input
-from precompute.job.projection import projected
+from precompute.job.projection import resolve_projections
 from precompute.pixels.decode import decode as decode_picture
 from shards.base.durable import locked
 from shards.format.encoding import EncodingRecord
@@ -227,7 +227,7 @@ def encode_all(
     """Run stage 1 in this process, without Ray."""
     as_in_a_fresh_process()
     store = open_store(config.output)
-    encoding = projected(config, describe_encoding(config), find_input(config.input), ())
+    encoding = resolve_projections(config, describe_encoding(config), find_input(config.input), ())
     create_root(store, encoding)
     record_rules(store, config.to_fill.rules)
     recipe = replace(make_recipe(config, encoding), decode=decode)

@@ -30,9 +30,9 @@ from train.model.fit import check_fit, check_precision, on_meta
 from train.model.network import build_network, load_matching, load_pretrained, width_field
 from train.model.optimizer import freeze_except
 from train.model.text_width import (
-    change_of_projection,
-    change_text,
+    conversion_matrix,
     hash_projection,
+    multiply_text_layers,
     text_layers,
     text_projection,
 )
@@ -128,6 +128,11 @@ def prepare(
     check_precision(without_weights, config.precision)
     if widths is not None:
         text_layers(without_weights.config, widths[0])  # fail now if the trained network could not be exported
+        if config.init_unet is not None:
+            raise RequestError(
+                f"init_unet: the weights of {config.init_unet} read full-width text, but this run's data has text "
+                f"projected onto {widths[1]} dimensions. Train on a root without `text.width`."
+            )
     network = build_network(config.network, config.seed, widths)
     freeze_except(network, config.train_only)
     aligned = make_aligned(config, spec, network, backbone, sorted(encoding.features))
@@ -187,7 +192,7 @@ def load_first_weights(
     """Load the weights of the checkpoint to resume, of the run to start from, or of a pretrained network.
 
     Args:
-        projection: projection of the text that the network reads; None: it reads whole states.
+        projection: projection of the text that the network reads; None: it reads full-width text.
 
     Returns:
         A description of the checkpoint to start from; None: the weights come from a different source.
@@ -206,7 +211,7 @@ def load_first_weights(
             load_weights(network, weights)
         else:
             assert config.init_from is not None
-            load_for_projection(network, weights, config.init_from, start, projection)
+            load_converted(network, weights, config.init_from, start, projection)
         shown = weights
         if isinstance(config.init_from, str) and weights.is_relative_to(start.folder):
             shown = weights.relative_to(start.folder.parents[1])  # omits the temporary download folder
@@ -216,39 +221,47 @@ def load_first_weights(
     return None
 
 
-def load_for_projection(
-    network: Any, weights: Path, run: Place, start: Checkpoint, projection: np.ndarray | None
-) -> None:
-    """Load weights of a run whose text was projected differently, converted so that the network's output is the same.
+def load_converted(network: Any, weights: Path, run: Place, start: Checkpoint, projection: np.ndarray | None) -> None:
+    """Load a run's weights that were trained on a different projection, converted so that the output does not change.
 
     Args:
         weights: folder with the weights.
         run: the run.
-        projection: projection of the text that `network` reads; None: it reads whole states.
+        projection: projection of the text that `network` reads; None: it reads full-width text.
 
     Raises:
         RequestError: the weights cannot be converted exactly.
     """
-    old = projection_of_run(run) if start.fingerprint.get("text_projection") else None
-    change = change_of_projection(old, projection)
+    old = None
+    if expected := start.fingerprint.get("text_projection"):
+        old = projection_of_run(run)
+        if hash_projection(old) != expected:
+            raise RequestError(
+                f"init_from: the root of {run} now has a different projection than the one on which the run was "
+                f"trained, so its weights cannot be converted. Use data with the original projection "
+                f"(`text.projection` in stage 1)."
+            )
+    change = conversion_matrix(old, projection)
     if change is None:
-        has, wants = (
-            "whole text states" if of is None else f"text states projected onto {of.shape[1]} dimensions"
-            for of in (old, projection)
-        )
+        has = "full-width text" if old is None else f"text projected onto {old.shape[1]} dimensions"
+        wants = "full-width text"
+        if projection is not None:
+            wants = f"text with a different projection, onto {projection.shape[1]} dimensions"
         raise RequestError(
-            f"init_from: {run} was trained on {has}, and this run's data has {wants}. The weights can be converted "
-            f"exactly only if the data keeps all dimensions on which they were trained. Use data with the same "
-            f"projection (`text.projection` in stage 1), or with whole states."
+            f"init_from: {run} was trained on {has}, but this run's data has {wants}. Converting the weights would "
+            f"lose information. Use data with that run's projection (`text.projection: ROOT` in stage 1), or "
+            f"full-width data."
         )
     fields = json.loads((weights / "config.json").read_text())
     layers, name = text_layers(fields, 1), width_field(fields)
     fields |= {name: network.config[name]}
-    load_matching(network, weights / WEIGHTS_NAME, fields, lambda tensors: change_text(tensors, layers, change))
+    load_matching(
+        network, weights / WEIGHTS_NAME, fields, lambda tensors: multiply_text_layers(tensors, layers, change)
+    )
 
 
 def projection_of_run(run: Place) -> np.ndarray | None:
-    """Return the projection of the text that a run was trained on, according to its root."""
+    """Return the projection of the text that a run was trained on, as recorded in its first root."""
     config = TrainConfig.model_validate(yaml.safe_load(open_store(run).read("config.yaml")))
     encoding = keep_towers(EncodingRecord.load(open_store(config.data.streams[0].root)), config.data.towers)
     return text_projection(config.backbone.resolved(encoding.texts).states, encoding.texts)

@@ -1,4 +1,4 @@
-"""The projections of text latents that a job uses: those of an existing root, or new ones from a sample of captions."""
+"""The projections of text latents that a job uses: those of an existing root, or new ones from calibration captions."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from functools import partial
 from cluster.fleet import Done, Failed, Fleet, FleetConfig, News
 from cluster.start import start_ray
 from precompute.config import PrecomputeConfig, groups_to_project, make_recipe
-from precompute.encode.projection import learn_on_worker
+from precompute.encode.projection import compute_on_worker
 from precompute.encode.recipe import Recipe
 from precompute.input.find import choose_units
 from precompute.input.numbering import Found
@@ -15,118 +15,129 @@ from precompute.input.table import TableConfig
 from precompute.input.unit import Unit
 from shards.base.device import worker_device
 from shards.base.errors import Preempted, WorkError
-from shards.base.store import Store
+from shards.base.store import Place, Store
 from shards.derive.conversion import plan_conversion
-from shards.derive.projection import learn_from_root
+from shards.derive.job import check_request
+from shards.derive.projection import STOPPED, compute_from_root
 from shards.format.encoding import FILE_NAME, EncodingRecord
-from shards.format.projection import Rows, names_in, project_texts, sample_order
+from shards.format.projection import TowerGroup, hash_order, project_texts, towers_in
 from shards.format.towers import Projection, TextTower
 from shards.open import open_store
 from shards.root.provenance import source_sha256
 from shards.root.shared import check_root
 
-MAX_SAMPLED_UNITS = 64
-"""Maximum number of units from which the sample of captions is taken."""
+MAX_CALIBRATION_UNITS = 64
+"""Maximum number of units from which calibration captions are taken."""
 
 
-def projected(
+def resolve_projections(
     config: PrecomputeConfig, encoding: EncodingRecord, found: Found | None, tables: tuple[TableConfig, ...]
 ) -> EncodingRecord:
-    """Return the encoding with the projections of text latents that the config requests: those of the existing root,
-    of `text.projection`, or of the source, or else new ones, which are computed on a worker.
+    """Return the encoding with the projections of text latents that the config requests. They come from the first of
+    these that has them: the existing root, `text.projection`, the source. Otherwise they are computed.
 
     Raises:
         RequestError: the towers cannot be projected as requested.
         WorkError: the projections could not be computed.
     """
-    store, roots = open_store(config.output), {}
-    like = None if config.text.projection is None else EncodingRecord.load(open_store(config.text.projection)).texts
-    if like is not None:
-        roots[str(config.text.projection)] = like
-    groups = groups_to_project(config, encoding.texts, like)
+    store = open_store(config.output)
+    like, source = (_root(place) if place is not None else None for place in (config.text.projection, config.source))
+    groups = groups_to_project(config, encoding.texts, like[1] if like else None)
     if not groups:
         return encoding
-    if config.source is not None:
-        roots[str(config.source)] = EncodingRecord.load(open_store(config.source)).texts
 
-    def learn(texts: dict[str, TextTower], missing: dict[Rows, int]) -> dict[str, Projection]:
-        whole = encoding.model_copy(update={"texts": texts})
-        check_root(store, whole)
+    def compute(texts: dict[str, TextTower], missing: dict[TowerGroup, int]) -> dict[str, Projection]:
+        unprojected = encoding.model_copy(update={"texts": texts})
+        check_root(store, unprojected)
         if found is not None:
             units = found.units(store, is_final=False)
-            choose_units(config.shards, units)  # fails now if one of them does not exist
+            choose_units(config.shards, units)  # fail early if a requested unit does not exist
             start_ray(config.workers)
-            learned = learn_projections(units, make_recipe(config, whole, None, tables), missing, config.workers)
+            recipe = make_recipe(config, unprojected, None, tables)
+            computed = compute_projections(units, recipe, missing, config.workers)
         else:
             assert config.source is not None
-            learned = learn_from_source(config, whole, open_store(config.source), missing, tables)
-        if store.size(FILE_NAME) is not None:  # another job has created the root in the meantime
-            return {name: t.projection for name, t in EncodingRecord.load(store).texts.items() if t.projection}
-        return learned
+            buckets = {str(bucket): rule for bucket, rule in config.to_fill.rules.items()}
+            check_request(open_store(config.source), store, buckets)
+            computed = compute_from_source(config, unprojected, open_store(config.source), missing, tables)
+        return computed
 
-    own = (str(config.output), EncodingRecord.load(store).texts) if store.size(FILE_NAME) is not None else None
-    return encoding.model_copy(update={"texts": project_texts(encoding.texts, groups, own, roots, learn)})
+    existing = _root(config.output) if store.size(FILE_NAME) is not None else None
+    texts = project_texts(encoding.texts, groups, existing, like, source, compute)
+    if existing is None and store.size(FILE_NAME) is not None:  # another job has created the root in the meantime
+        texts = project_texts(encoding.texts, groups, _root(config.output), None, None, compute)
+    return encoding.model_copy(update={"texts": texts})
 
 
-def learn_from_source(
+def _root(place: Place) -> tuple[str, dict[str, TextTower]]:
+    return str(place), EncodingRecord.load(open_store(place)).texts
+
+
+def compute_from_source(
     config: PrecomputeConfig,
-    whole: EncodingRecord,
+    unprojected: EncodingRecord,
     source: Store,
-    groups: dict[Rows, int],
+    groups: dict[TowerGroup, int],
     tables: tuple[TableConfig, ...],
 ) -> dict[str, Projection]:
     """Compute projections for a root to be derived: from the states that the source stores or, for towers that encode
-    captions anew, from a sample of these captions.
+    captions again, from calibration captions.
 
     Args:
-        whole: the new root's encoding, in which the towers of `groups` are unprojected.
+        unprojected: the new root's encoding, in which the towers of `groups` are unprojected.
     """
-    conversion = plan_conversion(EncodingRecord.load(source), whole, may_encode=True)
-    encoded = {
-        rows: width for rows, width in groups.items() if conversion.reencoded & {name for row in rows for name in row}
-    }
-    stored = {rows: width for rows, width in groups.items() if rows not in encoded}
-    learned = learn_from_root(source, conversion, stored) if stored else {}
+    conversion = plan_conversion(EncodingRecord.load(source), unprojected, may_encode=True)
+    encoded = {group: width for group, width in groups.items() if not conversion.reencoded.isdisjoint(towers_in(group))}
+    stored = {group: width for group, width in groups.items() if group not in encoded}
+    computed = compute_from_root(source, conversion, stored) if stored else {}
     if encoded:
         start_ray(config.workers)
-        learned |= learn_projections([], make_recipe(config, whole, conversion, tables), encoded, config.workers)
-    return learned
+        recipe = make_recipe(config, unprojected, conversion, tables)
+        computed |= compute_projections([], recipe, encoded, config.workers)
+    return computed
 
 
-def learn_projections(
-    units: Sequence[Unit], recipe: Recipe, groups: Mapping[Rows, int], workers: FleetConfig
+def compute_projections(
+    units: Sequence[Unit], recipe: Recipe, groups: Mapping[TowerGroup, int], workers: FleetConfig
 ) -> dict[str, Projection]:
-    """Compute projections of text latents on one worker, from a sample of the captions of `units` or of the recipe's
+    """Compute projections of text latents on one worker, from calibration captions of `units` or of the recipe's
     source. Ray must be running.
 
     Args:
         recipe: a recipe in which the towers of `groups` are unprojected.
-        groups: towers that share a projection → number of dimensions.
+        groups: group of towers → number of dimensions.
 
     Raises:
         WorkError: the projections could not be computed.
         Preempted: the job was stopped.
     """
-    widths = ", ".join(f"{names_in(rows)} onto {width}" for rows, width in groups.items())
-    print(f"Encoding a sample of captions to choose the dimensions to store: {widths}.", file=sys.stderr, flush=True)
+    widths = ", ".join(f"{' and '.join(towers_in(group))} onto {width}" for group, width in groups.items())
+    print(f"Encoding calibration captions to compute the projection: {widths} dimensions.", file=sys.stderr, flush=True)
     work = partial(
-        learn_on_worker,
+        compute_on_worker,
         recipe=recipe,
         groups=groups,
         device=worker_device(workers.num_gpus),
         num_cpus=workers.num_cpus,
         source=source_sha256(),
     )
-    order = {name: place for place, name in enumerate(sample_order(unit.name for unit in units))}
-    chosen = sorted(units, key=lambda unit: order[unit.name])[:MAX_SAMPLED_UNITS]
-    for event in Fleet(workers, work, [("projection", chosen)], 1):
+    order = {name: place for place, name in enumerate(hash_order(unit.name for unit in units))}
+    chosen = sorted(units, key=lambda unit: order[unit.name])[:MAX_CALIBRATION_UNITS]
+    found: dict[str, Projection] | None = None
+    for event in Fleet(workers, work, [("projection", chosen)], 1):  # to the end, so that the worker is released
         match event:
             case Done(result=projections):
-                return projections
+                found = projections
             case Failed(which=which, failure=failure, again=True):
                 print(f"projection: {which}: {failure.text}", file=sys.stderr, flush=True)
             case Failed(failure=failure):
-                raise WorkError(f"The projection that `text.width` requests could not be computed: {failure.line}")
+                raise WorkError(
+                    f"The projection for `text.width` could not be computed: {failure.line} Nothing was written. Fix "
+                    f"the cause and run the same command again, or use the projection of an existing root "
+                    f"(`text.projection`)."
+                )
             case News(text=text):
                 print(text, file=sys.stderr, flush=True)
-    raise Preempted("Stopped by a signal before anything was encoded. Run the same command again.")
+    if found is not None:
+        return found
+    raise Preempted(STOPPED)

@@ -147,16 +147,22 @@ def text_problems(name: str, stored: TextTower | None, wanted: TextTower) -> lis
 def _lost_dimensions(place: str, stored: TextTower, wanted: TextTower) -> list[str]:
     """List the reason why a tower's stored states cannot be projected as requested, if there is one."""
     if stored.input_width != wanted.input_width:
-        return [f"{place}.width: {stored.input_width} in the source, {wanted.input_width} requested"]
+        return [
+            f"{place}: the hidden states have {stored.input_width} dimensions in the source, but {wanted.input_width} "
+            f"in the requested encoding"
+        ]
     if stored.projection is None or stored.projection == wanted.projection:
         return []
     if wanted.projection is None or wanted.width > stored.width:
         return [
-            f"{place}.width: the states are projected onto {stored.width} dimensions, and their "
-            f"{stored.input_width} dimensions cannot be restored"
+            f"{place}.width: the source keeps only {stored.width} of {stored.input_width} dimensions, so "
+            f"{wanted.width} cannot be restored"
         ]
     if not np.array_equal(stored.projection.array[:, : wanted.width], wanted.projection.array):
-        return [f"{place}.projection: the states are projected differently, and whole states cannot be restored"]
+        return [
+            f"{place}.projection: the source uses a different projection, and projected states cannot be converted to "
+            f"the requested one"
+        ]
     return []
 
 
@@ -194,12 +200,12 @@ class Changes(Config):
     """Text tower → whether to drop padding tokens; `*` stands for all towers."""
     text_width: dict[str, int] = Field(default_factory=dict)
     """Text tower → number of dimensions onto which its states are projected; `*` stands for all towers."""
-    text_together: tuple[tuple[str, ...], ...] = ()
-    """Text towers that share one projection; see `Projection.together`."""
-    text_share: bool | None = None
-    """Whether to store text latents that repeat within an MDS file once."""
+    text_joint: tuple[tuple[str, ...], ...] = ()
+    """Text towers that are projected jointly; see `Projection.joint`."""
+    text_deduplicate: bool | None = None
+    """Whether to store identical text latents only once per MDS file."""
     text_projection: Place | None = None
-    """Root whose projections to use, instead of new ones."""
+    """Root whose projections are reused instead of computing new ones."""
     image_storage: ImageStorage | None = None
     image_posterior: Literal["mean"] | None = None
 
@@ -238,7 +244,9 @@ def apply_changes(source: EncodingRecord, changes: Changes) -> EncodingRecord:
         update={
             "image": source.image.model_copy(update={name: value for name, value in image.items() if value}),
             "texts": texts,
-            "shares_text": source.shares_text if changes.text_share is None else changes.text_share,
+            "deduplicates_text": source.deduplicates_text
+            if changes.text_deduplicate is None
+            else changes.text_deduplicate,
             "features": {name: tower for name, tower in source.features.items() if f"features.{name}" in keep},
         }
     )

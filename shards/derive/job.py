@@ -2,6 +2,7 @@
 
 import functools
 import signal
+import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -17,10 +18,10 @@ from shards.base.store import Store
 from shards.base.table import counted
 from shards.derive.conversion import Changes, Conversion, apply_changes, plan_conversion
 from shards.derive.part import ORIGIN, Derivation, SourceTar, counts_tokens, derive_tar, kept_uncond, load_tokenizer
-from shards.derive.projection import learn_from_root
+from shards.derive.projection import compute_from_root
 from shards.format.buckets import Bucket
 from shards.format.encoding import FILE_NAME, EncodingRecord
-from shards.format.projection import Rows, groups_of, project_texts, widths_like
+from shards.format.projection import TowerGroup, groups_of, inherited_widths, project_texts
 from shards.format.receipts import Receipt, active_parts, generations
 from shards.format.towers import Projection, TextTower
 from shards.open import open_store
@@ -45,7 +46,7 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
     """
     requested = None if buckets is None else dict.fromkeys(buckets)
     encoding = apply_changes(EncodingRecord.load(source), changes)
-    encoding = projected(source, target, encoding, changes)
+    encoding = resolve_projections(source, target, encoding, changes, requested)
     conversion, tars = prepare(source, target, encoding, requested)
     remaining = missing(target, tars)
     with PeriodicPublisher(target, PUBLISH_SECONDS) as publishing:
@@ -87,11 +88,7 @@ def prepare(
     Return the conversion, and the tars of the source with parts in these buckets. Raises RequestError if the source
     cannot be converted as requested, or if the target is an unrelated root or the source itself.
     """
-    if source.where() == target.where():
-        raise RequestError(
-            f"{source.where()} cannot be derived from itself, because latents are never replaced. Choose a different "
-            f"target root."
-        )
+    check_request(source, target, buckets)
     conversion = plan_conversion(EncodingRecord.load(source), encoding, may_encode)
     check_root(target, encoding)
     for name in conversion.target.texts.keys() - conversion.reencoded:
@@ -101,7 +98,6 @@ def prepare(
     parts = active_parts(list_commits(source))
     rules = rules_of(source, parts)
     wanted = dict.fromkeys(rules) if buckets is None else buckets
-    check_buckets(source, rules, wanted)
     empty = load_uncond(source)
     create_root(target, encoding)
     for id in exclusion_ids(source):  # they also apply to tars that are added later, and to training runs
@@ -116,33 +112,47 @@ def prepare(
     return conversion, source_tars(parts, wanted)
 
 
-def projected(source: Store, target: Store, encoding: EncodingRecord, changes: Changes) -> EncodingRecord:
-    """Return the target's encoding with the projections that `changes` requests: those of the target if it exists, of
-    `text_projection`, or of the source, or else new ones.
+def resolve_projections(
+    source: Store,
+    target: Store,
+    encoding: EncodingRecord,
+    changes: Changes,
+    buckets: Mapping[str, str | None] | None,
+) -> EncodingRecord:
+    """Return the target's encoding with the projections that `changes` requests. They come from the first of these that
+    has them: the existing target, `text_projection`, the source. Otherwise they are computed.
+
+    Args:
+        buckets: the buckets to derive; None: all.
 
     Raises:
         RequestError: the states cannot be projected as requested.
+        Preempted: after a stop signal.
     """
-    texts, default = encoding.texts, changes.text_width.get("*")
-    widths = {name: width for name in texts if (width := changes.text_width.get(name, default)) is not None}
-    together, roots = changes.text_together, {}
+    texts = encoding.texts
+    default = {name: changes.text_width["*"] for name in texts if "*" in changes.text_width and texts[name].states}
+    widths = default | {name: width for name, width in changes.text_width.items() if name != "*"}
+    joint, like = changes.text_joint, None
     if changes.text_projection is not None:
-        like = EncodingRecord.load(open_store(changes.text_projection)).texts
-        roots[str(changes.text_projection)] = like
-        theirs, their_together = widths_like(texts, like)
-        widths, together = theirs | widths, together or their_together
+        like = (str(changes.text_projection), EncodingRecord.load(open_store(changes.text_projection)).texts)
+        inherited, inherited_joint = inherited_widths(texts, like[1], like[0])
+        widths, joint = inherited | widths, joint or inherited_joint
     if not widths:
         return encoding
     stored = EncodingRecord.load(source)
-    roots[str(source.where())] = stored.texts
 
-    def learn(texts: dict[str, TextTower], groups: Mapping[Rows, int]) -> dict[str, Projection]:
-        whole = encoding.model_copy(update={"texts": texts})
-        return learn_from_root(source, plan_conversion(stored, whole), groups)
+    def compute(texts: dict[str, TextTower], groups: Mapping[TowerGroup, int]) -> dict[str, Projection]:
+        check_request(source, target, buckets)
+        conversion = plan_conversion(stored, encoding.model_copy(update={"texts": texts}))
+        use_scratch(None)
+        print("Computing the projection from stored states.", file=sys.stderr, flush=True)
+        with StopSignal() as stop:
+            return compute_from_root(source, conversion, groups, buckets, lambda: stop.received)
 
-    own = (str(target.where()), EncodingRecord.load(target).texts) if target.size(FILE_NAME) is not None else None
-    groups = groups_of(texts, widths, together)
-    return encoding.model_copy(update={"texts": project_texts(texts, groups, own, roots, learn)})
+    own = (str(source.where()), stored.texts)
+    existing = (str(target.where()), EncodingRecord.load(target).texts) if target.size(FILE_NAME) is not None else None
+    groups = groups_of(texts, widths, joint)
+    return encoding.model_copy(update={"texts": project_texts(texts, groups, existing, like, own, compute)})
 
 
 def source_tars(parts: Mapping[tuple[str, str], str], buckets: Container[str]) -> list[SourceTar]:
@@ -180,6 +190,24 @@ def superseded(source: Store, target: Store) -> list[Receipt]:
         if (origin := str(receipt.settings.get(ORIGIN, ""))).startswith(f"{id}/")
         and origin != f"{id}/{current.get((receipt.tar, receipt.bucket))}"
     ]
+
+
+def check_request(source: Store, target: Store, buckets: Mapping[str, str | None] | None) -> None:
+    """Check that a root can be derived at `target` from these buckets of the source, whatever its encoding.
+
+    Raises:
+        RequestError: the target is the source, or neither empty nor a root; or the source lacks a bucket, or filled it
+            by a different rule.
+    """
+    if source.where() == target.where():
+        raise RequestError(
+            f"{source.where()} cannot be derived from itself, because latents are never replaced. Choose a different "
+            f"target root."
+        )
+    if target.size(FILE_NAME) is None:
+        check_root(target, EncodingRecord.load(source))
+    if buckets is not None:
+        check_buckets(source, rules_of(source, active_parts(list_commits(source))), buckets)
 
 
 def check_buckets(source: Store, rules: Mapping[str, str], wanted: Mapping[str, str | None]) -> None:

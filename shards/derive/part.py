@@ -268,10 +268,14 @@ def _append(
     if not all(_is_finite(latents) for by_tower, _ in encoded for latents in by_tower.values()):
         writer.refuse(row["key"], row.get("url", ""), NON_FINITE, "not finite in float16, even when encoded in float32")
         return
+    try:
+        columns = converted(sample, texts, [by_tower for by_tower, _ in encoded], conversion)
+    except OverflowError as error:
+        writer.refuse(row["key"], row.get("url", ""), NON_FINITE, str(error))
+        return
     values = row | {"truncated": max(row["truncated"], sum(was_truncated for _, was_truncated in encoded))}
-    columns = {name: sample[name] for name in ("key", "caption", "size", "scores")}
+    columns |= {name: sample[name] for name in ("key", "caption", "size", "scores")}
     columns |= conversion.target.weights_of(captions)
-    columns |= converted(sample, texts, [by_tower for by_tower, _ in encoded], conversion)
     writer.append(columns, tuple(values.get(name, "") for name in writer.schema.names))
 
 
@@ -297,7 +301,8 @@ def _places(part: Path, receipt: Receipt) -> dict[str, int]:
 def converted(
     sample: dict[str, Any], texts: list[str], encoded: Sequence[dict[str, TextLatents]], how: Conversion
 ) -> dict[str, Any]:
-    """Convert a stored sample's tower columns to the target's encoding. `texts` holds the sample's captions, and
+    """Convert a stored sample's tower columns to the target's encoding. Raises OverflowError if projected states are
+    too large for float16. `texts` holds the sample's captions, and
     `encoded` holds, for each caption, the latents of the re-encoded text towers."""
     columns, rows = image_columns(sample, how), unpack_stored(sample)
     for name, wanted in how.target.texts.items():
@@ -322,7 +327,7 @@ def image_columns(sample: dict[str, Any], how: Conversion) -> dict[str, np.ndarr
 
 
 def text_latents(name: str, how: Conversion, texts: list[str], rows: list[dict[str, np.ndarray]]) -> list[TextLatents]:
-    """Recover one tower's latents of each of a sample's captions as stage 1 would have computed them for the target.
+    """Return one tower's latents for every caption of a sample, as stage 1 would have computed them for the target.
     `rows`: the sample's text columns, by caption."""
     stored, wanted = how.source.texts[name], how.target.texts[name]
     found = []
@@ -331,19 +336,23 @@ def text_latents(name: str, how: Conversion, texts: list[str], rows: list[dict[s
         if wanted.states:
             # lossless: float16 values survive, and quantising dequantised float8 codes gives the same codes
             states = torch.from_numpy(decoded(row, f"text_latents.{name}", f"text_scales.{name}"))
-            states = projected_again(states, stored, wanted)
+            states = to_target_projection(states, stored, wanted)
         pooled = torch.from_numpy(row[f"pooled.{name}"].astype(np.float32)) if wanted.pooled else None
         found.append(TextLatents(states, count, pooled))
     return found
 
 
-def projected_again(states: torch.Tensor, stored: TextTower, wanted: TextTower) -> torch.Tensor:
-    """Convert stored (tokens, width) states to the target's projection."""
+def to_target_projection(states: torch.Tensor, stored: TextTower, wanted: TextTower) -> torch.Tensor:
+    """Convert stored (tokens, width) states to the target's projection. Raises OverflowError if they become too large
+    for float16."""
     if wanted.projection is None:
         return states
     if stored.projection is None:
-        return project(states, matrix_of(wanted.projection))
-    return states[:, : wanted.width]  # the columns of a projection are ordered
+        projected = project(states, matrix_of(wanted.projection))
+        if not projected.isfinite().all():
+            raise OverflowError("not finite in float16 once projected")
+        return projected
+    return states[:, : wanted.width]  # columns are in decreasing order of energy
 
 
 def num_tokens(
@@ -388,6 +397,6 @@ def kept_uncond(empty: Mapping[str, TextLatents], how: Conversion) -> dict[str, 
         if name in empty and name not in how.reencoded:
             states, number, pooled = empty[name].states, empty[name].num_tokens, empty[name].pooled
             if states is not None:
-                states = projected_again(states, how.source.texts[name], wanted) if wanted.states else None
+                states = to_target_projection(states, how.source.texts[name], wanted) if wanted.states else None
             kept[name] = TextLatents(states, number, pooled if wanted.pooled else None)
     return kept

@@ -15,7 +15,7 @@ from shards.base.store import Store
 from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.scores import LAION_SCORES
-from shards.format.text import CAPTION_WEIGHTS, SHARED_ROW
+from shards.format.text import CAPTION_WEIGHTS, TEXT_SAMPLE
 from shards.format.towers import FeatureTower, ImageTower, TextTower, Weights
 
 FILE_NAME = "encoding.json"
@@ -27,7 +27,7 @@ FALLBACK = "|"
 replaces captions that the table lacks."""
 
 
-MAX_SHOWN = 500
+MAX_VALUE_LENGTH = 500
 """Maximum number of characters of a value in a message about different encodings."""
 
 
@@ -55,9 +55,9 @@ class EncodingRecord(Config):
     """Names of the stored scores, in the order of the MDS column `scores`. Written to encoding.json only if they differ
     from the default."""
 
-    shares_text: bool = False
-    """Whether text latents that repeat within an MDS file are stored once; see shards.format.text.SHARED_ROW. Written
-    to encoding.json only if they are."""
+    deduplicates_text: bool = False
+    """Whether identical text latents are stored only once per MDS file; see shards.format.text.TEXT_SAMPLE. Written to
+    encoding.json only if they are."""
 
     @field_validator("texts", "features")
     @classmethod
@@ -69,7 +69,7 @@ class EncodingRecord(Config):
         fields: dict[str, Any] = serialize(self)
         if self.scores == LAION_SCORES:
             fields.pop("scores", None)
-        for name in ("caption_weights", "tables", "shares_text"):
+        for name in ("caption_weights", "tables", "deduplicates_text"):
             if not fields.get(name):
                 fields.pop(name, None)
         return fields
@@ -118,13 +118,13 @@ class EncodingRecord(Config):
         """Return a dict from MDS column to type for samples in `bucket`."""
         columns = {"key": "str", "caption": "str", **image.columns(self.image, bucket)}
         for name, tower in self.texts.items():
-            columns |= text.columns(name, tower, self.several, self.shares_text)
+            columns |= text.columns(name, tower, self.several, self.deduplicates_text)
         for name, feature_tower in self.features.items():
             columns |= image.feature_columns(name, feature_tower, bucket)
         if self.caption_weights:
             columns[CAPTION_WEIGHTS] = "ndarray:int32"
-        if self.shares_text:
-            columns[SHARED_ROW] = "ndarray:int32:1"
+        if self.deduplicates_text:
+            columns[TEXT_SAMPLE] = "ndarray:int32:1"
         columns |= {"size": SIZE_TYPE, "scores": f"ndarray:float32:{len(self.scores)}"}
         return columns
 
@@ -183,9 +183,9 @@ class EncodingRecord(Config):
 
 
 def _shown(value: Any) -> str:
-    """Return a field's value for a message, or only its hash if it is long, as the matrix of a projection is."""
+    """Format a value for a message; long values, such as a projection's matrix, are replaced by their hash."""
     text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]}…"
+    return text if len(text) <= MAX_VALUE_LENGTH else f"SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]}…"
 
 
 def _drop_names(fields: Any) -> None:

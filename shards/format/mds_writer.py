@@ -24,7 +24,7 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import HASH, Column, array_type, shape_header
 from shards.format.receipts import FileRecord, MdsFile
-from shards.format.text import SHARED_ROW, kind_of
+from shards.format.text import TEXT_SAMPLE, kind_of
 
 FILE_BYTES = 1 << 27
 BLOCK_BYTES = 1 << 20
@@ -60,9 +60,8 @@ class PartMDSWriter:
         self.columns = [(column, *array_type(column.encoding)) for column in columns]
         self.config = file_config(columns)
         self.config_data = json.dumps(self.config, sort_keys=True).encode()
-        self.rows_of_text: dict[int, int] | None = {} if encoding.shares_text else None
-        """Hash of the text latents of buffered samples → number of the first of these samples; None if repeated text is
-        stored each time."""
+        self.first_with_text: dict[int, int] | None = {} if encoding.deduplicates_text else None
+        """Hash of text latents → number of the first buffered sample with it; None: no de-duplication."""
         self.files: list[MdsFile] = []
         """Files written so far."""
         self.records: dict[str, FileRecord] = {}
@@ -79,13 +78,13 @@ class PartMDSWriter:
     def write(self, sample: dict[str, Any]) -> None:
         """Append one sample. Raises ValueError if an array is empty, or its dtype or shape does not match its
         column."""
-        pieces = self._pieces(self._without_repeats(sample))
+        pieces = self._pieces(*self._without_repeats(sample))
         size = sum(map(len, pieces))
         # header: the number of samples, each sample's start, the last sample's end, and the JSON of the columns
         header_bytes = 4 + 4 * (len(self.ends) + 1) + len(self.config_data)
         if header_bytes + self.ends[-1] + size > FILE_BYTES:
             self._write_file()
-            pieces = self._pieces(self._without_repeats(sample))  # the text may have been stored in the full file
+            pieces = self._pieces(*self._without_repeats(sample))  # it may refer to a sample in the file just written
             size = sum(map(len, pieces))
         at = self.ends[-1]
         if at + size > len(self.buffer):  # a single sample larger than a file
@@ -96,21 +95,22 @@ class PartMDSWriter:
             at += len(piece)
         self.ends.append(at)
 
-    def _without_repeats(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Replace a sample's text columns by empty arrays if a buffered sample has the same text latents."""
-        if self.rows_of_text is None:
-            return sample
+    def _without_repeats(self, sample: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Set the sample's `text_sample`, and replace its text columns with empty arrays if a buffered sample has the
+        same text. Also return whether it has."""
+        if self.first_with_text is None:
+            return sample, False
         text = {name: np.ascontiguousarray(value) for name, value in sample.items() if kind_of(name)}
         digest = xxhash.xxh3_128()
         for name in sorted(text):
             digest.update(f"{name} {text[name].shape} ")
             digest.update(text[name].data.cast("B"))
         row = len(self.ends) - 1
-        first = self.rows_of_text.setdefault(digest.intdigest(), row)
+        first = self.first_with_text.setdefault(digest.intdigest(), row)
         empty = {name: np.empty(0, value.dtype) for name, value in text.items()} if first != row else {}
-        return sample | empty | {SHARED_ROW: np.array([first], np.int32)}
+        return sample | empty | {TEXT_SAMPLE: np.array([first], np.int32)}, first != row
 
-    def _pieces(self, sample: dict[str, Any]) -> list[bytes | memoryview]:
+    def _pieces(self, sample: dict[str, Any], is_repeat: bool) -> list[bytes | memoryview]:
         """Return the sizes of the variable-size columns, followed by each column's bytes."""
         sizes: list[int] = []
         pieces: list[bytes | memoryview] = []
@@ -122,7 +122,7 @@ class PartMDSWriter:
             elif (
                 value.dtype != dtype
                 or shape not in (None, value.shape)
-                or not (value.size or self.rows_of_text is not None)
+                or not (value.size or (is_repeat and kind_of(column.name)))
             ):
                 raise ValueError(
                     f"{column.name} has dtype {value.dtype} and shape {value.shape}, but its type is {column.encoding}"
@@ -155,8 +155,8 @@ class PartMDSWriter:
         self.records[name] = FileRecord(bytes=size, sha256=sha256.hexdigest())
         self.syncing.append(self.disk.submit(fsync_file, self.folder / name, forget=True))
         self.ends = [0]
-        if self.rows_of_text is not None:
-            self.rows_of_text = {}
+        if self.first_with_text is not None:
+            self.first_with_text = {}
 
     def finish(self) -> None:
         """Write the remaining samples and the index. On return, every file except the index has been flushed to disk.

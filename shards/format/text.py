@@ -33,9 +33,9 @@ exceed a core's cache, and from 32,768 elements on, torch splits the work among 
 are busy decoding."""
 AXES = {"text_latents": 2, "text_scales": 1, "num_tokens": 0, "pooled": 1}
 """Kind of column → number of axes of one caption's array."""
-SHARED_ROW = "text_row"
-"""Column with the number of the sample in the same MDS file that stores a sample's text latents, (1,) int32, in roots
-that store repeated text once. In the other samples with the same text, the text columns are empty."""
+TEXT_SAMPLE = "text_sample"
+"""Column with the number, within the MDS file, of the sample that stores the text, (1,) int32, in roots with
+de-duplicated text. In the other samples with the same text, the text columns are empty."""
 CAPTION_WEIGHTS = "caption_weights"
 """Column with the weight of each of a sample's captions, (captions,) int32, in roots whose sources differ in weight."""
 
@@ -60,12 +60,6 @@ class TextLatents:
         """Return a copy that owns its memory."""
         states, pooled = (None if tensor is None else tensor.clone() for tensor in (self.states, self.pooled))
         return TextLatents(states, self.num_tokens, pooled)
-
-
-def kept_states(latents: TextLatents, tower: TextTower) -> Tensor:
-    """Return the hidden states that are stored for a caption, (tokens, width): without padding if it is trimmed."""
-    assert latents.states is not None
-    return latents.states[: latents.num_tokens if tower.trim else None]
 
 
 def quantise(latents: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +140,11 @@ def pack(
 
 def _arrays(tower: TextTower, captions: Sequence[TextLatents]) -> Iterator[list[tuple[str, np.ndarray]]]:
     """Yield the (kind of column, array) pairs of each caption."""
-    kept = (kept_states(caption, tower) for caption in captions if caption.states is not None)
+    kept = (
+        caption.states[: caption.num_tokens if tower.trim else None]
+        for caption in captions
+        if caption.states is not None
+    )
     states = encode_states(kept, tower.storage) if tower.states else repeat((), len(captions))
     for caption, state_arrays in zip(captions, states, strict=True):
         arrays: list[tuple[str, np.ndarray]] = [*zip(("text_latents", "text_scales"), state_arrays, strict=False)]
@@ -177,14 +175,14 @@ def kind_of(column: str) -> str | None:
     return kind if tower and kind in AXES else None
 
 
-def with_shared_text(sample: dict[str, Any], row: int, read: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-    """Add to a sample the text columns that another sample of its MDS file stores for it.
+def with_duplicate_text(sample: dict[str, Any], row: int, read: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """Fill in a sample's text columns from the sample that stores them.
 
     Args:
         row: the sample's number in the file.
         read: returns another sample of the file, given its number.
     """
-    if SHARED_ROW not in sample or (first := int(sample[SHARED_ROW][0])) == row:
+    if TEXT_SAMPLE not in sample or (first := int(sample[TEXT_SAMPLE][0])) == row:
         return sample
     return sample | {column: array for column, array in read(first).items() if kind_of(column)}
 
@@ -221,21 +219,21 @@ def unpack_stored(sample: dict[str, Any]) -> list[dict[str, np.ndarray]]:
     return rows
 
 
-def columns(name: str, tower: TextTower, several: bool = False, shared: bool = False) -> dict[str, str]:
+def columns(name: str, tower: TextTower, several: bool = False, deduplicates: bool = False) -> dict[str, str]:
     """Return the MDS column types of `pack`'s output.
 
     The shape is part of the type unless it varies, as it does for trimmed captions, for samples with several captions,
-    and if repeated text is stored once. In that case, each sample stores its own shape.
+    and if text is de-duplicated. In that case, each sample stores its own shape.
     """
     types = {}
-    fixed = not (tower.trim or several or shared)
+    fixed = not (tower.trim or several or deduplicates)
     if tower.states:
         dtype = "float16" if tower.storage == "float16" else "uint8"
         types[f"text_latents.{name}"] = f"ndarray:{dtype}:{tower.length},{tower.width}" if fixed else f"ndarray:{dtype}"
         if tower.storage == "float8":
             types[f"text_scales.{name}"] = f"ndarray:float16:{tower.length}" if fixed else "ndarray:float16"
         if tower.hides_padding:
-            types[f"num_tokens.{name}"] = "ndarray:int32" if several or shared else "ndarray:int32:1"
+            types[f"num_tokens.{name}"] = "ndarray:int32" if several or deduplicates else "ndarray:int32:1"
     if tower.pooled:
-        types[f"pooled.{name}"] = "ndarray:float16" if several or shared else f"ndarray:float16:{tower.pooled}"
+        types[f"pooled.{name}"] = "ndarray:float16" if several or deduplicates else f"ndarray:float16:{tower.pooled}"
     return types

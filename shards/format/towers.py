@@ -68,26 +68,27 @@ class ImageTower(Config):
 
 
 class Projection(Config):
-    """Linear map from a text tower's hidden states to the fewer numbers that are stored, `states @ matrix`.
+    """Linear map from a text tower's hidden states to the stored vectors, `states @ matrix`.
 
-    The columns are the principal directions of the states of a sample of captions, the most energetic first, so the
-    first columns of a projection are a projection onto fewer dimensions.
+    The columns are the principal directions of the states of the calibration captions, in decreasing order of energy
+    (sum of squares), so the first k columns are the projection onto k dimensions.
     """
 
     matrix: str
     """(input_width, width) float16 in C order, base64. `array` decodes it."""
     input_width: int
     """Dimension of the tower's hidden states."""
-    energies: tuple[float, ...]
-    """(width,) Share of the squared norm of the sample's states that each column holds."""
-    together: tuple[tuple[str, ...], ...] = ()
-    """Towers that share one projection, because a network reads them through the same layer: those in the same inner
-    tuple side by side, and the inner tuples one after another. `matrix` has the rows for this tower, and the stored
-    states of towers that are side by side are to be added. Empty: the tower has its own projection."""
-    captions: int
-    """Number of captions in the sample, including copies of the empty caption."""
-    sample_sha256: str
-    """SHA-256 of the keys of the sample's captions."""
+    energy_shares: tuple[float, ...]
+    """(width,) Fraction of the energy of the calibration captions' states that each column holds. For a joint
+    projection, of the average over the inner tuples, each scaled to the same energy."""
+    joint: tuple[tuple[str, ...], ...] = ()
+    """Towers that are projected jointly, with one matrix: concatenated along the width within an inner tuple, and along
+    the tokens across tuples. `matrix` is this tower's block of the joint matrix, and the stored states of the towers in
+    an inner tuple must be summed. Empty: the tower has its own projection."""
+    calibration_captions: int
+    """Number of calibration captions, including copies of the empty caption."""
+    calibration_sha256: str
+    """SHA-256 of the calibration captions' keys."""
 
     @property
     def array(self) -> np.ndarray:
@@ -95,15 +96,14 @@ class Projection(Config):
         return _decoded(self.matrix, self.input_width)
 
     @property
-    def energy(self) -> float:
-        """Share of the squared norm of the sample's states that the stored states keep."""
-        return sum(self.energies)
+    def energy_kept(self) -> float:
+        """Fraction of the energy of the calibration captions' states that the stored states keep."""
+        return sum(self.energy_shares)
 
     def first(self, width: int) -> "Projection":
         """Return the projection onto the first `width` columns."""
-        return self.model_copy(
-            update={"matrix": encode_matrix(self.array[:, :width]), "energies": self.energies[:width]}
-        )
+        changes = {"matrix": encode_matrix(self.array[:, :width]), "energy_shares": self.energy_shares[:width]}
+        return self.model_copy(update=changes)
 
 
 def encode_matrix(matrix: np.ndarray) -> str:
@@ -143,7 +143,7 @@ class TextTower(Config):
     length: int
     """Number of stored tokens of an untrimmed caption, including padding."""
     width: int
-    """Number of stored numbers per token: the dimension of the tower's hidden states, or less if they are projected."""
+    """Number of values stored per token: the dimension of the tower's hidden states, or less if they are projected."""
     pooled: int = 0
     """Dimension of the pooled output, which represents the whole caption, or 0 if it is not stored."""
     storage: TextStorage
@@ -152,7 +152,7 @@ class TextTower(Config):
     """Data type to which the weights of the linear layers were quantised, with one scale per row, or None if they were
     not."""
     projection: Projection | None = None
-    """Projection of the hidden states onto `width` dimensions, or None if they are stored whole. Written to
+    """Projection of the hidden states onto `width` dimensions, or None if they are stored in full width. Written to
     encoding.json only if there is one."""
 
     @model_serializer(mode="wrap")
@@ -167,12 +167,12 @@ class TextTower(Config):
         """Dimension of the tower's hidden states."""
         return self.width if self.projection is None else self.projection.input_width
 
-    def projected(self, projection: Projection) -> "TextTower":
+    def with_projection(self, projection: Projection) -> "TextTower":
         """Return this tower with its states projected."""
-        return self.model_copy(update={"width": len(projection.energies), "projection": projection})
+        return self.model_copy(update={"width": len(projection.energy_shares), "projection": projection})
 
     def unprojected(self) -> "TextTower":
-        """Return this tower with its states stored whole."""
+        """Return this tower with its states stored in full width."""
         return self.model_copy(update={"width": self.input_width, "projection": None})
 
     @property

@@ -15,7 +15,7 @@ from shards.base.store import Store
 from shards.format import image
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import Decoder, parse_index, read_offsets, read_sample
-from shards.format.text import dequantise, unpack_stored, with_shared_text
+from shards.format.text import dequantise, unpack_stored, with_duplicate_text
 
 
 def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | None = None) -> Iterator[dict[str, Any]]:
@@ -36,7 +36,7 @@ def read_part(folder: Path) -> Iterator[dict[str, Any]]:
             offsets = read_offsets(file.fileno(), num_samples, path)
             read = partial(_read_row, Decoder(columns), file.fileno(), offsets, path)
             for row in range(num_samples):
-                yield with_shared_text(read(row), row, read)
+                yield with_duplicate_text(read(row), row, read)
 
 
 def _read_row(decode: Decoder, descriptor: int, offsets: NDArray[np.uint32], path: str, row: int) -> dict[str, Any]:

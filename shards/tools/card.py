@@ -47,7 +47,8 @@ def dataset_card(store: Store) -> str:
     sizes = totals.buckets
     bucket = next(iter(sizes))
     record = flatten(encoding.model_dump(mode="json"))
-    fixed = [(path, value) for path, value in record.items() if not path.endswith((".name", ".sha256"))]
+    hidden = (".name", ".sha256", ".matrix", ".energy_shares")
+    fixed = [(path, value) for path, value in record.items() if not path.endswith(hidden)]
     columns = encoding.columns(Bucket.parse(bucket))
     about = ABOUT_COLUMNS | {"scores": f": {', '.join(encoding.scores)}; NaN where absent"}
     return CARD.read_text().format(
@@ -173,5 +174,6 @@ def _about_text(name: str, tower: TextTower) -> str:
     kept = "up to " if tower.trim else ""
     states = f"hidden states ({tower.layer}) of {kept}{tower.length} tokens × {tower.width} in {tower.storage}"
     if tower.projection:
-        states += f", projected from {tower.input_width} dimensions ({tower.projection.energy:.2%} of their energy)"
+        share = f"{tower.projection.energy_kept:.2%} of their energy"
+        states += f", projected from {tower.input_width} dimensions ({share})"
     return f"{name}, {' and '.join([states] * tower.states + ['a pooled output'] * bool(tower.pooled))}"

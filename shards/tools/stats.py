@@ -18,8 +18,8 @@ from shards.root.committed import TarReceipts, iter_committed_tars
 from shards.root.reading import captions, image_latents, read_parts
 from shards.root.writing import license_counts
 
-WORTH_SHARING = 0.05
-"""Share of repeated captions from which a table mentions them."""
+MIN_REPORTED_REPEATS = 0.05
+"""Fraction of repeated captions above which the table reports them."""
 
 
 def root_stats(store: Store, max_samples: int) -> dict[str, Any]:
@@ -187,9 +187,9 @@ def stats_table(stats: dict[str, Any]) -> str:
             rows[-1][3:] = [lengths, f"mean {means}; std {deviations}; {counted(b['measured_on'], 'sample')}"]
     repeated = [
         f"repeated captions in {bucket}: {b['repeated_captions']:.1%} of {counted(b['measured_on'], 'sample')} "
-        f"(`text.share` stores them once)"
+        f"(`text.deduplicate` stores each once per MDS file)"
         for bucket, b in stats["buckets"].items()
-        if b.get("repeated_captions", 0) > WORTH_SHARING
+        if b.get("repeated_captions", 0) > MIN_REPORTED_REPEATS
     ]
     scores = [
         f"{name} in {bucket}: {' / '.join(f'{found[p]:.3g}' for p in ('p5', 'p50', 'p95'))} (5 / 50 / 95 % of "

@@ -93,7 +93,7 @@ def _lines(entry: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield name, weights["name"]
         yield "", f"sha256 {weights['sha256']}"
     for name, value in flatten(encoding).items():
-        if not name.endswith((".name", ".sha256")):
+        if not name.endswith((".name", ".sha256", ".matrix", ".energy_shares")):
             yield name, _shown(value)
     for section in ("settings", "software", "made_by", "started", "attempts", "generation"):
         values = {bucket: made[section] for bucket, made in entry["parts"].items()}

@@ -1,6 +1,7 @@
 """Each family trained on projected text: the exported network, in its stock pipeline, equals the trained one."""
 
 import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,6 +29,7 @@ from train.config import TrainConfig
 from train.data.loader import Loader
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.model.inputs import Conditioning, TextConditioning
+from train.model.network import build_network
 from train.prepare import prepare
 from train.trainer import Trainer
 
@@ -61,13 +63,13 @@ def record(made: Small) -> EncodingRecord:
     return EncodingRecord.load(LocalStore(made.root))
 
 
-def projected(made: Small, width: int = WIDTH) -> Small:
+def derive_projected(made: Small, width: int = WIDTH) -> Small:
     """Derive a root with projected states."""
     derived = replace(made, latents=f"projected-{width}")
     if not derived.root.exists():
-        together = ["--text.together", "clip_l,clip_g", "t5"] if made.family.name == "sd3" else []
+        joint = ["--text.joint", "clip_l,clip_g", "t5"] if made.family.name == "sd3" else []
         widths = [f"{name}={width}" for name in towers_of(made)]
-        options = ["--text.width", *widths, *together]
+        options = ["--text.width", *widths, *joint]
         shards(["derive", str(made.root), str(derived.root), *options])
     return derived
 
@@ -82,8 +84,8 @@ def begun(made: Small, run_dir: str) -> tuple[TrainConfig, Trainer]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_stock_pipeline_predicts_what_was_trained(name: str, small: Callable[[str], Small]) -> None:
-    made = projected(small(name))
+def test_the_stock_pipeline_matches_the_trained_network(name: str, small: Callable[[str], Small]) -> None:
+    made = derive_projected(small(name))
     config, trainer = begun(made, "projected")
     trained = trainer.train_step.network
     folder = write_pipeline(config.work, ExportConfig(weights="raw"))
@@ -108,8 +110,8 @@ def test_the_stock_pipeline_predicts_what_was_trained(name: str, small: Callable
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_folded_layers_are_exact(name: str, small: Callable[[str], Small]) -> None:
-    """In float64, on random states, and with all other weights unchanged."""
-    made = projected(small(name))
+    """Compare in float64 on random states; all other weights must be unchanged."""
+    made = derive_projected(small(name))
     config, trainer = begun(made, "folded")
     folder = write_pipeline(config.work, ExportConfig(weights="raw"))
     trained, texts, backbone = trainer.train_step.network, record(made).texts, trainer.train_step.loss.backbone
@@ -152,24 +154,24 @@ def test_sd3_needs_a_joint_projection(small: Callable[[str], Small]) -> None:
     made = small("sd3")
     apart = replace(made, latents="apart")
     shards(["derive", str(made.root), str(apart.root), "--text.width", "t5=7"])
-    with pytest.raises(RequestError, match=r"must be projected together .`text\.together: \[\['clip_l', 'clip_g'"):
+    with pytest.raises(RequestError, match=r"must be projected jointly .`text\.joint: \[\['clip_l', 'clip_g'"):
         prepare(TrainConfig.model_validate(small_run(apart, "apart")))
 
 
 def test_a_config_with_the_wrong_width_is_refused(small: Callable[[str], Small], tmp_path: Path) -> None:
-    made = projected(small("sd2"))
+    made = derive_projected(small("sd2"))
     fields = small_run(made, "wrong")
     config = json.loads(Path(fields["backbone"]["config"]).read_text()) | {"cross_attention_dim": WIDTH}
     (tmp_path / "unet.json").write_text(json.dumps(config))
     fields["backbone"]["config"] = str(tmp_path / "unet.json")
-    message = rf"cross_attention_dim {WIDTH}, but the text latents are states of width 16, projected onto {WIDTH} dim"
+    message = rf"cross_attention_dim {WIDTH}, but must have the width of the text encoder\'s states, 16\."
     with pytest.raises(RequestError, match=message):
         prepare(TrainConfig.model_validate(fields))
 
 
-def test_runs_start_from_runs_on_other_projections_where_that_is_exact(small: Callable[[str], Small]) -> None:
+def test_init_from_converts_weights_where_that_is_exact(small: Callable[[str], Small]) -> None:
     made = small("sd2")
-    narrow, wide = projected(made), projected(made, 11)
+    narrow, wide = derive_projected(made), derive_projected(made, 11)
     first, trainer = begun(narrow, "narrow")
     for target in (wide, made):
         fields = small_run(target, f"from-narrow-{target.latents}", data={"shuffle": False, "num_canonical_nodes": 1})
@@ -186,29 +188,34 @@ def test_runs_start_from_runs_on_other_projections_where_that_is_exact(small: Ca
         torch.testing.assert_close(*predictions, rtol=1e-4, atol=1e-5)
     second, _ = begun(wide, "wide")
     fields = small_run(narrow, "from-wide") | {"init_from": str(second.run_dir)}
-    with pytest.raises(RequestError, match=r"trained on text states projected onto 11 dimensions, and this run's"):
+    with pytest.raises(
+        RequestError,
+        match=r"on text projected onto 11 dimensions, but this run's data has text with",
+    ):
         prepare(TrainConfig.model_validate(fields))
+    with pytest.raises(RequestError, match=r"init_unet: the weights of .* read full-width text, but this run's data"):
+        prepare(TrainConfig.model_validate(small_run(narrow, "from-unet") | {"init_unet": str(made.folder)}))
     whole, _ = begun(made, "whole")
     fields = small_run(narrow, "from-whole") | {"init_from": str(whole.run_dir)}
-    with pytest.raises(RequestError, match=r"was trained on whole text states, and this run's data has text states"):
+    with pytest.raises(RequestError, match=r"was trained on full-width text, but this run's data has text with a"):
         prepare(TrainConfig.model_validate(fields))
 
 
 def test_text_that_passes_through_a_norm_is_refused(small: Callable[[str], Small]) -> None:
     """A U-Net's addition_embed_type `text` normalises the states before it reads them."""
-    made = projected(small("sd2"))
+    made = derive_projected(small("sd2"))
     fields = small_run(made, "normed")
     config = json.loads(Path(fields["backbone"]["config"]).read_text())
     config |= {"addition_embed_type": "text", "addition_embed_type_num_heads": 1}
     path = made.folder / "normed.json"
     path.write_text(json.dumps(config))
     fields["backbone"]["config"] = str(path)
-    with pytest.raises(RequestError, match=r"reads text through .*add_embedding\.norm1.*not only through linear"):
+    with pytest.raises(RequestError, match=r"reads text through .*add_embedding\.norm1.*, which cannot be converted"):
         prepare(TrainConfig.model_validate(fields))
 
 
-def test_a_resumed_run_continues_and_a_single_file_has_the_original_width(small: Callable[[str], Small]) -> None:
-    made = projected(small("sd2"))
+def test_resuming_and_a_single_file_keep_the_right_widths(small: Callable[[str], Small]) -> None:
+    made = derive_projected(small("sd2"))
     config, _ = begun(made, "resumed")
     again = started(config)
     assert again.state.step == 0 and again.train_step.network.config.cross_attention_dim == WIDTH
@@ -218,3 +225,32 @@ def test_a_resumed_run_continues_and_a_single_file_has_the_original_width(small:
     file = write_pipeline(config.work, ExportConfig(weights="raw", format="single-file"))
     (key,) = [key for key in load_file(file) if key.endswith("input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight")]
     assert load_file(file)[key].shape[1] == 16
+
+
+def test_a_root_whose_projection_has_changed_is_not_used_for_conversions(small: Callable[[str], Small]) -> None:
+    """Neither to export a run, nor to start from one."""
+    made = small("sd2")
+    source = derive_projected(made)
+    changing = replace(made, latents="changing")
+    shutil.copytree(source.root, changing.root)
+    config, _ = begun(changing, "changing-run")
+    shutil.rmtree(changing.root)
+    shards(["derive", str(made.root), str(changing.root), "--text.width", "9"])
+    with pytest.raises(RequestError, match=r"has a different projection of the text than the one on which the run was"):
+        write_pipeline(config.work, ExportConfig(weights="raw"))
+    fields = small_run(changing, "from-changing") | {"init_from": str(config.run_dir)}
+    with pytest.raises(RequestError, match=r"now has a different projection than the one on which the run was trained"):
+        prepare(TrainConfig.model_validate(fields))
+
+
+def test_the_model_card_names_both_widths(small: Callable[[str], Small]) -> None:
+    config, _ = begun(derive_projected(small("sd2")), "card")
+    card = (write_pipeline(config.work, ExportConfig(weights="raw")) / "README.md").read_text()
+    assert "in training, on text projected from 16 onto 7 dimensions; this export reads full-width text" in card
+
+
+def test_a_config_may_rely_on_diffusers_default_width(small: Callable[[str], Small], tmp_path: Path) -> None:
+    fields = json.loads((small("flux1").folder / "backbone.json").read_text())
+    del fields["joint_attention_dim"]
+    (tmp_path / "backbone.json").write_text(json.dumps(fields))
+    assert build_network(tmp_path / "backbone.json", None, (4096, 7)).config.joint_attention_dim == 7

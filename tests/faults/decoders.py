@@ -47,7 +47,7 @@ def killed_once(data: bytes, *args: Any) -> Picture:
     return decode(data, *args)
 
 
-def refused_in_child(data: bytes, *args: Any) -> Picture:
+def reject_in_child(data: bytes, *args: Any) -> Picture:
     """Decode like `pixels.decode`, except that a child process rejects every picture."""
     if Path(sys.argv[0]).name == "isolation.py":
         raise Reject("in_child", "decoded in a child process")

@@ -47,7 +47,7 @@ def run(
 
 
 def states_of(root: Path) -> dict[str, list[dict[str, np.ndarray]]]:
-    """Return key → states by tower, of each caption."""
+    """Return key → its captions' states, by tower."""
     encoding, found = EncodingRecord.load(LocalStore(root)), {}
     for receipt in load_receipts(LocalStore(root)):
         for sample in read_part(part_of(root, receipt.bucket, receipt.tar)):
@@ -72,30 +72,30 @@ def check_projected(whole: Path, root: Path) -> None:
 def test_each_tower_has_its_own_projection(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
     whole = run(models, tars, tmp_path / "whole", towers=towers)
     clip = whole.texts["clip"]
-    widths = ("--texts.clip.width", str(clip.width), "--texts.t5.width", "5")  # the clip tower's is its whole width
+    widths = ("--texts.clip.width", str(clip.width), "--texts.t5.width", "5")  # clip keeps its full width
     encoding = run(models, tars, tmp_path / "root", "--text.width", str(WIDTH), *widths, towers=towers)
     assert encoding.texts["clip"] == clip
     assert [encoding.texts[name].width for name in ("text", "t5")] == [WIDTH, 5]
     check_projected(tmp_path / "whole", tmp_path / "root")
-    # the derived root has other samples' captions in its sample, but is projected in the same way
+    # the derived root has different calibration captions, but is projected in the same way
     shards(["derive", str(tmp_path / "whole"), str(tmp_path / "derived"), "--text.width", "6", "--processes", "1"])
     check_projected(tmp_path / "whole", tmp_path / "derived")
 
 
-def test_towers_projected_together(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
+def test_towers_are_projected_jointly(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
     run(models, tars, tmp_path / "whole", towers=towers)
-    together = '[["text", "clip"], ["t5"]]'
-    encoding = run(models, tars, tmp_path / "root", "--text.width", "6", "--text.together", together, towers=towers)
+    joint = '[["text", "clip"], ["t5"]]'
+    encoding = run(models, tars, tmp_path / "root", "--text.width", "6", "--text.joint", joint, towers=towers)
     made = {name: tower.projection for name, tower in encoding.texts.items()}
-    assert all(p is not None and p.together == (("text", "clip"), ("t5",)) for p in made.values())
+    assert all(p is not None and p.joint == (("text", "clip"), ("t5",)) for p in made.values())
     check_projected(tmp_path / "whole", tmp_path / "root")
     like = ("--text.projection", str(tmp_path / "root"))
     assert run(models, tars, tmp_path / "like", *like, towers=towers) == encoding
-    with pytest.raises(RequestError, match=r"`text\.together` \[\['text', 'clip'\], \['t5'\]\], but it is"):
-        run(models, tars, tmp_path / "o", *like, "--text.together", '[["text"], ["clip"], ["t5"]]', towers=towers)
+    with pytest.raises(RequestError, match=r"with `text\.joint: \[\['text', 'clip'\], \['t5'\]\]`, but"):
+        run(models, tars, tmp_path / "o", *like, "--text.joint", '[["text"], ["clip"], ["t5"]]', towers=towers)
 
 
-def test_captions_of_a_root_are_encoded_by_a_new_tower_and_projected(
+def test_a_new_tower_encodes_stored_captions_and_is_projected(
     models: Path, tars: Path, tmp_path: Path, towers: Path
 ) -> None:
     """The root's own states are projected as they are stored."""
@@ -109,7 +109,7 @@ def test_captions_of_a_root_are_encoded_by_a_new_tower_and_projected(
     assert again == encoding
 
 
-def test_new_captions_are_the_sample_of_a_new_projection(models: Path, tars: Path, tmp_path: Path) -> None:
+def test_a_projection_is_computed_from_new_captions(models: Path, tars: Path, tmp_path: Path) -> None:
     run(models, tars, tmp_path / "old")
     keys = list(states_of(tmp_path / "old"))
     table = tmp_path / "captions.parquet"
@@ -120,49 +120,63 @@ def test_new_captions_are_the_sample_of_a_new_projection(models: Path, tars: Pat
     encoding = run(models, tars, tmp_path / "root", "--text.width", "6", *options, captions=captions)
     made = encoding.texts["text"].projection
     stored = sum(receipt.samples for receipt in load_receipts(LocalStore(tmp_path / "old")))
-    assert made is not None and made.captions == stored + -(-stored // 10)  # those of every bucket
+    assert made is not None and made.calibration_captions == stored + -(-stored // 10)  # those of all buckets
     check_projected(tmp_path / "whole", tmp_path / "root")
 
 
-def test_a_damaged_unit_is_not_in_the_sample(models: Path, tars: Path, tmp_path: Path) -> None:
+def test_a_damaged_unit_is_not_in_the_calibration(models: Path, tars: Path, tmp_path: Path) -> None:
     shutil.copytree(tars, tmp_path / "tars")
     broken = tmp_path / "tars" / "00001.tar"
     broken.write_bytes(b"not a tar")
     with pytest.raises(DamagedInput, match=r"00001\.tar is damaged"):
         run(models, tmp_path / "tars", tmp_path / "root", "--text.width", "6")
     tower = EncodingRecord.load(LocalStore(tmp_path / "root")).texts["text"]
-    assert tower.projection is not None and tower.projection.captions > 20
+    assert tower.projection is not None and tower.projection.calibration_captions > 20
 
 
-def test_a_root_that_another_job_has_created_meanwhile_is_extended(
+def test_a_root_created_by_a_concurrent_job_is_extended(
     models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     run(models, tars, first, "--text.width", "6")
-    learn = projection.learn_projections
+    learn = projection.compute_projections
 
     def slow(*args: Any) -> Any:
         found = learn(*args)
         shutil.copytree(first, second)
-        return {name: made.model_copy(update={"sample_sha256": "different"}) for name, made in found.items()}
+        return {name: made.model_copy(update={"calibration_sha256": "different"}) for name, made in found.items()}
 
-    monkeypatch.setattr("precompute.job.projection.learn_projections", slow)
+    monkeypatch.setattr("precompute.job.projection.compute_projections", slow)
     assert run(models, tars, second, "--text.width", "6") == EncodingRecord.load(LocalStore(first))
 
 
-def test_a_failure_to_project_ends_the_job_before_anything_is_written(
+def test_a_root_with_full_width_states_created_by_a_concurrent_job_is_refused(
+    latents: Path, models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = projection.compute_projections
+
+    def slow(*args: Any) -> Any:
+        shutil.copytree(latents, tmp_path / "root")
+        return compute(*args)
+
+    monkeypatch.setattr("precompute.job.projection.compute_projections", slow)
+    with pytest.raises(RequestError, match="already stores full-width states of text"):
+        run(models, tars, tmp_path / "root", "--text.width", "6")
+
+
+def test_a_failed_projection_writes_nothing(
     models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failure = Failure(False, False, "no memory", "no memory")
     events: list[Any] = []
     monkeypatch.setattr("precompute.job.projection.Fleet", lambda *_: iter(events))
     events += [News("a node joined"), Failed("projection", None, "attempt 1 of 2 failed", failure, again=True)]
-    with pytest.raises(Preempted, match="before anything was encoded"):
+    with pytest.raises(Preempted, match="before the projection was computed"):
         run(models, tars, tmp_path / "root", "--text.width", "6")
     shown = capsys.readouterr().err
     assert "a node joined" in shown and "projection: attempt 1 of 2 failed: no memory" in shown
     events.append(Failed("projection", None, "attempt 2 of 2 failed", failure, again=False))
-    with pytest.raises(WorkError, match=r"that `text\.width` requests could not be computed: no memory"):
+    with pytest.raises(WorkError, match=r"for `text\.width` could not be computed: no memory Nothing was written"):
         run(models, tars, tmp_path / "root", "--text.width", "6")
     assert not (tmp_path / "root").exists()
 
@@ -170,13 +184,13 @@ def test_a_failure_to_project_ends_the_job_before_anything_is_written(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--text.width", "16"], r"states of text have 16 dimensions, so they cannot be projected onto 16"),
+        (["--text.width", "16"], r"`text\.width` 16 saves nothing"),
         (["--text.width", "6", "--shards", "00009"], "This unit does not exist: 00009"),
         (["--text.width", "6", "--text.projection", "none"], "none is not a latents root: it has no encoding"),
-        (["--text.width", "6", "--text.together", '[["text"], ["t5"]]'], "there are none of t5"),
+        (["--text.width", "6", "--text.joint", '[["text"], ["t5"]]'], "t5 cannot be projected"),
     ],
 )
-def test_requests_that_make_no_sense_are_refused_before_anything_is_encoded(
+def test_invalid_requests_are_refused_before_encoding(
     models: Path, tars: Path, tmp_path: Path, options: list[str], message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):

@@ -18,7 +18,7 @@ from shards.base.durable import DamagedFile
 from shards.base.errors import WorkError
 from shards.base.store import Store
 from shards.format.mds import HASH, Decoder, MdsIndex, hash_file, read_offsets, read_sample
-from shards.format.text import with_shared_text
+from shards.format.text import with_duplicate_text
 from train.data.cache import Cache
 
 NUM_FETCHERS = 8
@@ -249,7 +249,7 @@ class SampleReader:
             return bucket.decoder(self._read(descriptor, file, row))
 
         try:
-            return with_shared_text(read(row), row, read)
+            return with_duplicate_text(read(row), row, read)
         finally:
             os.close(descriptor)
 

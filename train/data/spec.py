@@ -201,7 +201,7 @@ def keep_towers(record: EncodingRecord, towers: list[str] | None) -> EncodingRec
 def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
     """List the differences that make two roots' latents incompatible, as `field: a ≠ b`."""
     # Crop, resampling, decoder, dtype, caption sources and scores may differ: they change the images and captions, but
-    # not the meaning of their latents. Nor does storing repeated text once.
+    # not the meaning of their latents. Text de-duplication does not matter either.
     image = ("image.crop", "image.resampl", "image.decoder", "image.color")
-    irrelevant = (*image, "captions", "max_characters", "compute_dtype", "scores", "shares_text")
+    irrelevant = (*image, "captions", "max_characters", "compute_dtype", "scores", "deduplicates_text")
     return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]

@@ -41,6 +41,7 @@ def model_card(
     trimmed: bool = False,
     samples: Sequence[str] = (),
     funnel: str = "",
+    text_widths: tuple[int, int] | None = None,
 ) -> str:
     """Return the text of an export's README.md.
 
@@ -52,6 +53,7 @@ def model_card(
         trimmed: whether the pipeline is the one in trimmed_pipeline.py.
         samples: names of images in the export.
         funnel: description of the data, from `describe_funnel`.
+        text_widths: (full width, width in training) of the text if it was projected; None: it was not.
     """
     fingerprint, pipeline = checkpoint["fingerprint"], config.backbone.pipeline.class_name
     sizes = trained_sizes(fingerprint)
@@ -81,12 +83,22 @@ def model_card(
         objective=_describe_objective(config.objective),
         scheduler=type(scheduler).__name__,
         streams="\n".join(streams),
-        network=", ".join(f"{key} {value}" for key, value in fingerprint["unet"].items() if key in SIZES),
+        network=_describe_network(fingerprint["unet"], text_widths),
         weights_sha256=hashes[0] if hashes else "unknown",
         samples=describe_samples(list(samples)),
         evaluation=describe_evaluations(evaluations(run_dir, checkpoint, weights)),
         cost=_describe_cost(run_dir, checkpoint["state"]["step"], fingerprint["global_batch_size"]),
         funnel=funnel,
+    )
+
+
+def _describe_network(fields: dict[str, Any], text_widths: tuple[int, int] | None) -> str:
+    sizes = ", ".join(f"{key} {value}" for key, value in fields.items() if key in SIZES)
+    if text_widths is None:
+        return sizes
+    return (
+        f"{sizes} in training, on text projected from {text_widths[0]} onto {text_widths[1]} dimensions; this export "
+        f"reads full-width text"
     )
 
 

@@ -179,7 +179,8 @@ def _write_pipeline(
             _copy(folder, private / name)
         _copy(weights, private / network_name(pipeline))
         read = keep_towers(encoding, config.data.towers).texts
-        fold_text(private / network_name(pipeline), config.backbone.resolved(read), read)
+        trained = checkpoint.content["fingerprint"].get("text_projection")
+        projection = fold_text(private / network_name(pipeline), config.backbone.resolved(read), read, trained)
         _complete_config(private / network_name(pipeline) / "config.json", config, checkpoint, encoding)
         sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
         scheduler = scheduler_of(pipeline, config.objective, max(sizes, key=math.prod))
@@ -194,7 +195,8 @@ def _write_pipeline(
         samples = copy_samples(run_dir, evaluations(run_dir, checkpoint.content, weights.name), private)
         funnel = describe_funnels(stream.root for stream in config.data.streams)
         described = (config, checkpoint.content, encoding, texts, weights.name, scheduler)
-        card = model_card(run_dir, target, *described, trimmed, samples, funnel)
+        widths = None if projection is None else (projection.shape[0], projection.shape[1])
+        card = model_card(run_dir, target, *described, trimmed, samples, funnel, widths)
         (private / "README.md").write_text(card)
     return target
 

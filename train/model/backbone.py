@@ -102,8 +102,8 @@ class BackboneConfig(Config):
         """
         if self.states.towers is not None:
             _check_towers(self, texts)
-            added = any(_is_shared(texts[name]) for name in self.states.names)
-            return self._with_states({"added": added}) if added else self
+            summed = any(_is_jointly_projected(texts[name]) for name in self.states.names)
+            return self._with_states({"summed": summed})
         found = [name for name, tower in texts.items() if tower.states]
         if len(found) != 1:
             raise RequestError(
@@ -211,19 +211,19 @@ def _concatenation_problems(states: States, texts: dict[str, TextTower]) -> list
     return problems
 
 
-def _is_shared(tower: TextTower) -> bool:
-    return tower.projection is not None and len(tower.projection.together) > 0
+def _is_jointly_projected(tower: TextTower) -> bool:
+    return tower.projection is not None and len(tower.projection.joint) > 0
 
 
 def _projection_problems(states: States, texts: dict[str, TextTower]) -> list[str]:
-    """Describe towers that the network reads through the same layer, but that were not projected together."""
+    """Describe towers that must be projected jointly but are not."""
     projections = [texts[name].projection for name in states.names]
-    shared = {projection.together if projection else () for projection in projections}
-    if len(states.rows) == 1 and shared == {()}:
-        return []  # side by side, they reach different columns of the layer
-    if not any(projections) or (len(shared) == 1 and set(states.rows) <= set(*shared)):
+    joint = {projection.joint if projection else () for projection in projections}
+    if len(states.lists) == 1 and joint == {()}:
+        return []  # concatenated along the width, each tower has its own input columns of the layer
+    if not any(projections) or (len(joint) == 1 and set(states.lists) <= set(*joint)):
         return []
     return [
-        f"the network reads {' and '.join(states.names)} through the same layer, so the states of these towers must be "
-        f"projected together (`text.together: {states.towers}` in stage 1) or not at all"
+        f"the network reads {' and '.join(states.names)} through one layer, so they must be projected jointly "
+        f"(`text.joint: {states.towers}` in stage 1) or not at all"
     ]

@@ -139,7 +139,7 @@ def _text_problems(network: Any, spec: DataSpec, backbone: BackboneConfig) -> It
     """Compare the widths of hidden states and pooled outputs, and check that padding can be masked."""
     config, facts, texts = network.config, _class_facts(network), spec.texts
     expected = next((config[field] for field in facts["widths"] if config.get(field) is not None), None)
-    width = max(backbone.states.row_width(row, texts) for row in backbone.states.rows)
+    width = backbone.states.width(texts)
     if not same(expected, width):
         yield f"it attends to states of width {expected}, but the text latents have width {width}"
     if "pooled" in facts:

@@ -5,7 +5,7 @@ torch is imported inside the functions that need it, so that reading a config st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -65,9 +65,9 @@ class States(Config):
     same width and concatenated along the tokens. null: the only text tower that is read."""
     mask: str | None = None
     """Name of the argument that receives the mask of real tokens, if a tower hides padding."""
-    added: bool = False
-    """Whether towers in the same inner list are added instead. Set automatically for towers that stage 1 projected
-    together (`text.together`)."""
+    summed: bool = False
+    """Add the states of towers in the same inner list instead of concatenating them. Set automatically for towers that
+    stage 1 projected jointly (`text.joint`); do not set it yourself."""
 
     @property
     def names(self) -> list[str]:
@@ -75,21 +75,21 @@ class States(Config):
         return [name for row in self.towers or [] for name in row]
 
     @property
-    def rows(self) -> tuple[tuple[str, ...], ...]:
-        """The towers, as in `Projection.together`."""
+    def lists(self) -> tuple[tuple[str, ...], ...]:
+        """The inner lists of towers, as in `Projection.joint`."""
         return tuple(map(tuple, self.towers or []))
 
-    def row_width(self, row: Sequence[str], texts: Mapping[str, TextTower]) -> int:
-        """Return the width of the states of the towers in one inner list."""
-        widths = [texts[name].width for name in row]
-        return max(widths) if self.added else sum(widths)
+    def width(self, texts: Mapping[str, TextTower]) -> int:
+        """Return the width of the network's text input, given the towers' records."""
+        combine = max if self.summed else sum
+        return max(combine([texts[name].width for name in towers]) for towers in self.lists)
 
     def arguments(self, name: str, context: InputContext) -> dict[str, Tensor | None]:
         """Return the states and, if configured, their mask."""
         import torch.nn.functional as F
 
         texts = context.conditioning.texts
-        combine = _add if self.added else _concatenate_width
+        combine = _add if self.summed else _concatenate_width
         rows = [combine(texts[tower].states for tower in row) for row in self.towers or []]
         width = max(row.shape[-1] for row in rows)
         wide = (row if row.shape[-1] == width else F.pad(row, (0, width - row.shape[-1])) for row in rows)

@@ -40,12 +40,11 @@ def build_network(path: Path, seed: int | None, text_widths: tuple[int, int] | N
 
     Args:
         seed: seed of the weights; None: the network is built without weights, on the meta device.
-        text_widths: if the network reads projected text, the width in its config, which is that of whole states, and
-            the width to build it with.
+        text_widths: (full width, as in the config; projected width, to build with); None: text is not projected.
 
     Raises:
         RequestError: the file cannot be read, the network's class is not supported, diffusers cannot build the network,
-            the config enables dropout, or its text width is not that of the states.
+            the config enables dropout, or its text width is not the full width.
     """
     fields = read_unet_config(path)
     model_class = class_of(fields, path)
@@ -155,11 +154,13 @@ def with_text_width(fields: Mapping[str, Any], replaced: int, width: int, where:
         RequestError: the config has a different text width than `replaced`.
     """
     name = width_field(fields)
-    if not same(fields.get(name), replaced):
+    default = inspect.signature(class_of(fields, str(where)).__init__).parameters[name].default
+    found = fields.get(name, default)
+    if not same(found, replaced):
         raise RequestError(
-            f"{where} has {name} {fields.get(name)}, but the text latents are states of width {replaced}, projected "
-            f"onto {width} dimensions. Set {name} to {replaced}: the network is trained with {width} and exported "
-            f"with {replaced}."
+            f"{where} has {name} {found}, but must have the width of the text encoder's states, {replaced}. "
+            f"Set {name} to {replaced}; the trainer builds the network with the projected width, {width}, and the "
+            f"export restores {replaced}."
         )
     return {**fields, name: width}
 
@@ -210,8 +211,8 @@ def load_matching(
 
     Args:
         path: a safetensors file, or the index of sharded safetensors files.
-        theirs: diffusers config of the network to which the weights belong, once converted.
-        convert: converts the weights first.
+        theirs: diffusers config of the network to which the weights belong, after conversion.
+        convert: applied to the weights before loading.
 
     Raises:
         RequestError: a file is missing or damaged, or the weights belong to a different architecture; the message names

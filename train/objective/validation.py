@@ -18,7 +18,7 @@ from shards.base.store import LocalStore, Store
 from shards.base.table import counted
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import Decoder, hash_file, header_size, parse_offsets
-from shards.format.text import with_shared_text
+from shards.format.text import with_duplicate_text
 from shards.open import open_store
 from shards.root.exclusions import load_exclusion
 from shards.root.index import index_columns
@@ -253,7 +253,7 @@ class Reader:
 
     def _sample(self, row: tuple[HeldOutFile, int]) -> dict[str, Any]:
         file, number = row
-        return with_shared_text(self._stored(file, number), number, lambda first: self._stored(file, first))
+        return with_duplicate_text(self._stored(file, number), number, lambda first: self._stored(file, first))
 
     def _stored(self, file: HeldOutFile, number: int) -> dict[str, Any]:
         name = f"{self.bucket}/{file.name}"

@@ -42,7 +42,7 @@ def make_fingerprint(
         validation: the pinned validation bucket; None: the run has no validation.
         optimizer: kind of optimizer, which determines the format of a checkpoint's optimizer state.
         train_only: name patterns of the parameters to train; None: all are trained.
-        text_projection: SHA-256 of the projection of the text; None: the network reads whole states.
+        text_projection: SHA-256 of the projection of the text; None: the network reads full-width text.
     """
     resolved = (backbone or BackboneConfig()).called.resolved(spec.texts)
     return {

@@ -86,7 +86,7 @@ of a sample in bytes."""
 
 
 @pytest.mark.parametrize("family", PROJECTED)
-def test_projected_text_takes_as_few_bytes_as_the_plan_says(family: str, tmp_path: Path) -> None:
+def test_planned_sizes_of_projected_text_are_those_of_written_parts(family: str, tmp_path: Path) -> None:
     towers, fields, most = PROJECTED[family]
     length = fields.get("max_tokens", 77)
     whole = {
@@ -94,7 +94,7 @@ def test_projected_text_takes_as_few_bytes_as_the_plan_says(family: str, tmp_pat
         for name, width, pooled, _ in towers
     }
     found = {name: Projection(**projection_fields(width, narrow)) for name, width, _, narrow in towers}
-    texts = {name: tower.projected(found[name]) for name, tower in whole.items()}
+    texts = {name: tower.with_projection(found[name]) for name, tower in whole.items()}
     record = encoding_record(length, 1)
     image = record.image.model_copy(update={"storage": "int8"})
     latents = {
@@ -114,8 +114,8 @@ def test_projected_text_takes_as_few_bytes_as_the_plan_says(family: str, tmp_pat
 
 def projection_fields(width: int, narrow: int) -> dict[str, Any]:
     matrix = encode_matrix(np.zeros((width, narrow)))
-    energies = (1 / narrow,) * narrow
-    return {"matrix": matrix, "input_width": width, "energies": energies, "captions": 1, "sample_sha256": "0"}
+    calibration = {"calibration_captions": 1, "calibration_sha256": "0"}
+    return {"matrix": matrix, "input_width": width, "energy_shares": (1 / narrow,) * narrow, **calibration}
 
 
 def written_bytes(

@@ -33,7 +33,7 @@ from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.committed import load_tars
 from tests.conftest import SIZES, encode_all, folder_of, precompute_config
-from tests.faults.decoders import refused_in_child
+from tests.faults.decoders import reject_in_child
 from tests.roots import part_of, rejects, rows, tree
 from tests.tiny import make_samples, make_tar
 
@@ -109,7 +109,7 @@ def test_attempts_from_isolate_from_on_decode_in_child_processes(
 ) -> None:
     make_tar(tmp_path / "tars", "00000", make_samples(0, 4, SIZES[:1]))
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root", workers={"isolate_from": 3})
-    encode_all(config, models, attempt, refused_in_child)
+    encode_all(config, models, attempt, reject_in_child)
     (receipt,) = load_tars(open_store(tmp_path / "root"))
     assert receipt.rejected.get("in_child", 0) == (4 if in_children else 0)
 

@@ -1,4 +1,4 @@
-"""Text latents that repeat within an MDS file are stored once, and every reader of the product returns them whole."""
+"""Identical text latents are stored only once per MDS file, and latentmill's readers restore them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -16,7 +16,7 @@ from shards.base.store import LocalStore
 from shards.dataset import LatentDataset
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.text import SHARED_ROW, TextLatents
+from shards.format.text import TEXT_SAMPLE, TextLatents
 from shards.root.committed import load_receipts
 from shards.root.reading import read_part
 from shards.root.writing import Caption, PartWriter, Sample
@@ -35,7 +35,7 @@ CAPTIONS = ["a cat", "a dog", "a cat", "a cow", "a dog", "a cat"]
 
 def write(folder: Path, shares: bool, **text: Any) -> EncodingRecord:
     """Write a part of samples whose text latents depend only on the caption."""
-    encoding = encoding_record(6, 16, pooled=8, **text).model_copy(update={"shares_text": shares})
+    encoding = encoding_record(6, 16, pooled=8, **text).model_copy(update={"deduplicates_text": shares})
     writer = PartWriter(folder, encoding, Bucket(64, 64))
     for number, caption in enumerate(CAPTIONS * 3):
         random = torch.Generator().manual_seed(len(caption) + ord(caption[-1]))
@@ -48,22 +48,22 @@ def write(folder: Path, shares: bool, **text: Any) -> EncodingRecord:
 
 
 def plain(sample: dict[str, Any]) -> dict[str, Any]:
-    return {name: np.asarray(value).tolist() for name, value in sample.items() if name != SHARED_ROW}
+    return {name: np.asarray(value).tolist() for name, value in sample.items() if name != TEXT_SAMPLE}
 
 
 @pytest.mark.parametrize("text", [{}, {"storage": "float8"}, {"trim": True}, {"masked": True}])
 @pytest.mark.parametrize("file_bytes", [1 << 27, 12_000])
-def test_reading_a_part_gives_the_same_samples(
+def test_deduplicated_parts_read_back_identically(
     text: dict[str, Any], file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the part has several files, none of which refers to a different one."""
+    """References never cross MDS files."""
     monkeypatch.setattr("shards.format.mds_writer.FILE_BYTES", file_bytes)
     write(tmp_path / "shared", True, **text)
     write(tmp_path / "whole", False, **text)
     assert len([*(tmp_path / "shared").glob("*.mds")]) == (1 if file_bytes > 1 << 20 else 2)
     found = [*read_part(tmp_path / "shared")]
     assert [plain(sample) for sample in found] == [plain(sample) for sample in read_part(tmp_path / "whole")]
-    first = [int(sample[SHARED_ROW][0]) for sample in found]
+    first = [int(sample[TEXT_SAMPLE][0]) for sample in found]
     if file_bytes > 1 << 20:
         assert first == [0, 1, 0, 3, 1, 0] + [0, 1, 0, 3, 1, 0] * 2
     sizes = [sum(path.stat().st_size for path in (tmp_path / name).glob("*.mds")) for name in ("shared", "whole")]
@@ -75,13 +75,11 @@ def test_other_readers_find_empty_columns_where_text_repeats(tmp_path: Path) -> 
     dataset = StreamingDataset(local=str(tmp_path / "part"), shuffle=False, batch_size=1)
     sizes = [dataset[number]["text_latents.text"].size for number in range(6)]
     assert sizes == [96, 96, 0, 96, 0, 0]
-    assert dataset[5][SHARED_ROW].tolist() == [0] and dataset[5]["image_latents"].shape == (8, 8, 8)
+    assert dataset[5][TEXT_SAMPLE].tolist() == [0] and dataset[5]["image_latents"].shape == (8, 8, 8)
 
 
 @pytest.mark.heavy
-def test_a_root_is_encoded_derived_verified_and_trained_on(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deduplicated_root_end_to_end(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shards.base.pool.start_pool", lambda most, *_: ThreadPoolExecutor(most))
     samples = make_samples(0, 12, [(80, 64)])
     for number, (_, members) in enumerate(samples):
@@ -89,12 +87,12 @@ def test_a_root_is_encoded_derived_verified_and_trained_on(
     make_tar(tmp_path / "tars", "00000", samples)
     roots = {name: tmp_path / name for name in ("whole", "shared")}
     for name, root in roots.items():
-        text = {"share": name == "shared"}
+        text = {"deduplicate": name == "shared"}
         encode_all(precompute_config(models, tmp_path / "tars", root, buckets=["64x64"], text=text), models)
         assert list(verify_root(LocalStore(root))) == []
     for source, target, value in (("whole", "shared", "true"), ("shared", "whole", "false")):
         derived = tmp_path / f"derived-{target}"
-        shards(["derive", str(roots[source]), str(derived), "--text.share", value])
+        shards(["derive", str(roots[source]), str(derived), "--text.deduplicate", value])
         for part in (receipt.folder for receipt in load_receipts(LocalStore(roots[target]))):
             expected, found = tree(roots[target] / part), tree(derived / part)
             assert expected == found
