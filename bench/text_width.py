@@ -1,13 +1,12 @@
-"""Measure what projecting text states costs in quality: `python -m bench.text_width ROOT VALIDATION`.
+"""Measure how projecting text affects quality: `python -m bench.text_width ROOT VALIDATION`.
 
-Networks are trained from scratch on ROOT with its text in float16, in float8, and projected onto each width, for several
-seeds. The table compares each setting with float16, seed by seed: the validation loss at the end, and the squared
-maximum mean discrepancy between latents that the exported pipeline samples and those of VALIDATION. Results are kept in
-a file, so the same command continues an interrupted comparison.
+Networks are trained from scratch on ROOT with text in float16, in float8, and projected onto each number of dimensions,
+for several seeds. The table reports the validation loss and the squared maximum mean discrepancy (MMD) between
+generated and real latents, as paired differences from float16. Running the command again resumes.
 
-Without ROOT, the demo's world is compared, with the demo's text encoder and with one that is trained on English
-(`bench/kit/english.py`). For the latter, the projection is computed from English sentences about everything but the
-demo's world, which is the worst case: each dimension that they need is lost for the demo's captions.
+Without ROOT, it uses the demo's images, with the demo's text encoder and with one trained on English
+(`bench/kit/english.py`). For the latter, the projection is computed from sentences unrelated to the demo: a worst case,
+because it may drop dimensions that the demo's captions use.
 """
 
 import argparse
@@ -59,12 +58,12 @@ class Setting:
     @property
     def name(self) -> str:
         """Name in the table."""
-        return f"{self.storage}, {'whole' if self.width is None else f'width {self.width}'}"
+        return f"{self.storage}, {'full width' if self.width is None else f'width {self.width}'}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A root and a validation root with whole float16 text, a training config and the settings to compare."""
+    """A root and a validation root with full-width float16 text, a training config and the settings to compare."""
 
     name: str
     root: Path
@@ -75,7 +74,7 @@ class Comparison:
     projection: Path | None = None
     """Root whose projection to use; None: a projection computed from `root`."""
     can_sample: bool = True
-    """Whether a diffusers pipeline combines the network with the text encoder."""
+    """Whether a diffusers pipeline exists for this network and text encoder."""
 
     @property
     def settings(self) -> list[Setting]:
@@ -108,7 +107,7 @@ def python(module: str, *arguments: str) -> None:
 
 
 def run_trial(comparison: Comparison, setting: Setting, seed: int, steps: int, samples: int) -> dict[str, Any]:
-    """Train one network, and return its validation loss and, if `samples` is not 0, the discrepancy of its samples."""
+    """Train one network, and return its validation loss and, if `samples` is not 0, the MMD of its samples."""
     root, validation = comparison.roots(setting)
     run = comparison.folder / "runs" / f"{comparison.name}-{setting.storage}-{setting.width}-{seed}"
     fields = {
@@ -131,8 +130,8 @@ def run_trial(comparison: Comparison, setting: Setting, seed: int, steps: int, s
 
 
 def sample_run(run: Path, validation: Path, count: int) -> None:
-    """Sample a run's exported pipeline on the captions of a root, and write the discrepancy between the samples' latents
-    and the root's to RUN/samples.json."""
+    """Sample a run's exported pipeline on the captions of a root, and write the MMD between the generated latents and
+    the root's to RUN/samples.json."""
     import torch
 
     from evaluation.metrics.kernels import cubic, mmd
@@ -183,14 +182,14 @@ def results_table(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
                 mean_and_interval(distances, "+.4f") if distances else "",
             ]
         )
-    header = ["text", "energy", "seeds", "validation loss", "change in %", "change of the samples' discrepancy"]
+    header = ["text", "energy kept", "seeds", "validation loss", "change in %", "change in MMD"]
     return table(header, lines)
 
 
 def comparison_energy(comparison: Comparison, setting: Setting) -> float:
-    """Return the share of the states' energy that a setting keeps, in the sample of its projection."""
+    """Return the fraction of energy that a setting keeps on its calibration captions."""
     texts = EncodingRecord.load(LocalStore(comparison.roots(setting)[0])).texts.values()
-    return min([tower.projection.energy for tower in texts if tower.projection], default=1.0)
+    return min([tower.projection.energy_kept for tower in texts if tower.projection], default=1.0)
 
 
 def demo_comparisons(folder: Path, language_steps: int) -> list[Comparison]:
@@ -258,7 +257,7 @@ def write_sentences(folder: Path) -> None:
 
 
 def encode(images: Path, root: Path, models: Path, *more: str) -> None:
-    """Encode a folder of images at 64 px with whole float16 text."""
+    """Encode a folder of images at 64 px with float16 text, full-width by default."""
     fields = {
         "input": images,
         "output": root,
@@ -297,7 +296,7 @@ def write_config(path: Path, network: Path, fields: dict[str, Any], root: Path, 
 def main() -> None:
     """Run all trials that have no result yet, and print the tables."""
     parser = argparse.ArgumentParser(prog="bench.text_width", description=__doc__)
-    parser.add_argument("root", type=Path, nargs="?", help="latents root with whole text in float16")
+    parser.add_argument("root", type=Path, nargs="?", help="latents root with full-width text in float16")
     parser.add_argument("validation", type=Path, nargs="?", help="root of held-out samples, encoded in the same way")
     parser.add_argument("--config", type=Path, default=Path("configs/phase1.yaml"), help="training config")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
@@ -305,8 +304,10 @@ def main() -> None:
     parser.add_argument("--language-steps", type=int, default=1200, help="training steps of the English encoder")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--samples", type=int, default=0, help="latents to sample per network; 0: none")
-    parser.add_argument("--processes", type=int, default=1, help="trials at once")
-    parser.add_argument("--folder", type=Path, default=Path("runs/text_width"), help="for roots, runs and results")
+    parser.add_argument("--processes", type=int, default=1, help="trials to run in parallel")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/text_width"), help="folder for roots, runs and results"
+    )
     parser.add_argument("--sample", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.sample:

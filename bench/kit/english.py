@@ -1,7 +1,7 @@
-"""A text encoder of CLIP-L's width that is trained on English, for benchmarks that need states with a natural spectrum.
+"""A text encoder of CLIP-L's width trained on English, for benchmarks that need states with a realistic spectrum.
 
 No pretrained encoder is part of this project. This one is trained here, as a language model on WordNet's definitions
-(Debian's wordnet-base), so its states hold what predicts the next word of an English sentence.
+(Debian's wordnet-base), so its states encode what is needed to predict the next word of an English sentence.
 """
 
 import json

@@ -56,7 +56,7 @@ def states_of(root: Path) -> dict[str, list[dict[str, np.ndarray]]]:
 
 
 def check_projected(whole: Path, root: Path) -> None:
-    """Check that every tower's states are those of a root with whole states, projected as encoding.json says."""
+    """Check that every tower's states are those of a root with full-width states, projected as encoding.json says."""
     towers = EncodingRecord.load(LocalStore(root)).texts
     expected, found = states_of(whole), states_of(root)
     assert expected.keys() == found.keys() and len(found) > 20

@@ -104,7 +104,7 @@ def test_counts_rejects_and_tables_add_up(latents: Path) -> None:
 
 
 @pytest.mark.parametrize(("attempt", "in_children"), [(2, False), (3, True)])
-def test_attempts_from_isolate_from_on_decode_in_child_processes(
+def test_decoding_moves_to_child_processes_at_attempt_isolate_from(
     models: Path, tmp_path: Path, attempt: int, in_children: bool
 ) -> None:
     make_tar(tmp_path / "tars", "00000", make_samples(0, 4, SIZES[:1]))

@@ -1,4 +1,4 @@
-"""Roots with projected text: derived from whole states, or written by stage 1 with the same projection."""
+"""Roots with projected text: derived from full-width states, or written by stage 1 with the same projection."""
 
 import os
 import shutil
