@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import yaml
 from PIL import Image
 
 from bench.kit.common import machine, mean_and_interval, table
+from shards.base.device import Precision
 from shards.base.store import LocalStore
 from shards.format.encoding import EncodingRecord
 
@@ -293,6 +294,43 @@ def write_config(path: Path, network: Path, fields: dict[str, Any], root: Path, 
     path.write_text(yaml.safe_dump(config))
 
 
+def speed(width: int, rounds: int = 7) -> str:
+    """Compare the time to encode captions with and without a projection, for a text encoder of SD2's shape with random
+    weights."""
+    import tempfile
+
+    from bench.encode import CONFIGS, load_encoders, save_models, sizes_for
+    from bench.kit.common import timed_in_turn
+    from precompute.encode.encoders import TextEncoder
+    from precompute.encode.networks import DeviceSettings
+    from shards.base.device import choose_device
+    from shards.format.towers import Projection, encode_matrix
+
+    device = torch.device(choose_device())
+    sizes = sizes_for(device)
+    fields = json.loads((CONFIGS / "text_encoder" / "sd2.json").read_text())
+    count = 64 if device.type == "cuda" else 8
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        save_models(replace(sizes, text_encoder=fields), folder)
+        precision: Precision = "bfloat16" if device.type == "cuda" else "float32"
+        _, full = load_encoders(folder, device, precision, False)
+        matrix = np.linalg.qr(np.random.default_rng(0).standard_normal((full.tower.width, width)))[0]
+        made = Projection(
+            matrix=encode_matrix(matrix),
+            input_width=full.tower.width,
+            energy_shares=(1 / width,) * width,
+            calibration_captions=0,
+            calibration_sha256="",
+        )
+        settings = DeviceSettings(device, precision)
+        tower = full.tower.with_projection(made)
+        narrow = TextEncoder(folder / "text_encoder", folder / "tokenizer", tower, settings)
+        captions = ["a red square in front of a blue wall"] * count
+        pair = timed_in_turn(lambda: narrow(captions, count), lambda: full(captions, count), rounds)
+    return f"encoding rate with width {width}, relative to full width: {pair.ratio:.3f} ({pair.spread})"
+
+
 def main() -> None:
     """Run all trials that have no result yet, and print the tables."""
     parser = argparse.ArgumentParser(prog="bench.text_width", description=__doc__)
@@ -308,10 +346,14 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/text_width"), help="folder for roots, runs and results"
     )
+    parser.add_argument("--speed", type=int, metavar="WIDTH", help="only compare the time to encode captions")
     parser.add_argument("--sample", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.sample:
         sample_run(Path(options.sample[0]), Path(options.sample[1]), int(options.sample[2]))
+        return
+    if options.speed:
+        print(f"{machine()}\n\n{speed(options.speed)}")
         return
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
