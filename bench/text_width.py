@@ -299,6 +299,8 @@ def speed(width: int, rounds: int = 7) -> str:
     weights."""
     import tempfile
 
+    import torch
+
     from bench.encode import CONFIGS, load_encoders, save_models, sizes_for
     from bench.kit.common import timed_in_turn
     from precompute.encode.encoders import TextEncoder
