@@ -27,7 +27,7 @@ FALLBACK = "|"
 replaces captions that the table lacks."""
 
 
-MAX_VALUE_LENGTH = 500
+MAX_VALUE_LENGTH = 200
 """Maximum number of characters of a value in a message about different encodings."""
 
 

@@ -1,6 +1,7 @@
 """Each family trained on projected text: the exported network, in its stock pipeline, equals the trained one."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +26,15 @@ from tests.families.calls import OWN
 from tests.families.small import FAMILIES, Small
 from tests.families.starting import small_run, started
 from tests.families.steps import STEPS, Case, Recorder, captions_of, check_steps
+from tests.runs import curve, write_config
+from train.__main__ import run as train
 from train.config import TrainConfig
 from train.data.loader import Loader
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.model.inputs import Conditioning, TextConditioning
 from train.model.network import build_network
 from train.prepare import prepare
+from train.run.reporting.json_lines import read_json_lines
 from train.trainer import Trainer
 
 WIDTH = 7
@@ -254,3 +258,28 @@ def test_a_config_may_rely_on_diffusers_default_width(small: Callable[[str], Sma
     del fields["joint_attention_dim"]
     (tmp_path / "backbone.json").write_text(json.dumps(fields))
     assert build_network(tmp_path / "backbone.json", None, (4096, 7)).config.joint_attention_dim == 7
+
+
+def test_validation_resumption_and_post_hoc_averages(small: Callable[[str], Small], tmp_path: Path) -> None:
+    """A run in two parts equals one in a single part, and its rebuilt average is exported with the original width."""
+    made = derive_projected(small("sd2"))
+    validation = {"root": str(made.root), "bucket": "64x64", "samples": 8, "batch_size": 8, "every": 4}
+    changes = {"ema": {"snapshot_every": 4}, "checkpoint": {"every": 4}, "validation": validation}
+    for name, parts in (("whole", [8]), ("parts", [4, 8])):
+        for max_steps in parts:
+            fields = made.train_fields(made.folder / f"projected-{name}", max_steps=max_steps, **changes)
+            train(["--config", str(write_config(tmp_path, fields))])
+    whole, in_parts = (made.folder / f"projected-{name}" for name in ("whole", "parts"))
+    assert curve(whole) == curve(in_parts)
+    losses = [line["val_loss"] for line in read_json_lines(whole / "metrics.jsonl") if "val_loss" in line]
+    assert len(losses) >= 2 and all(map(math.isfinite, losses))
+    train(["ema", str(whole), "--std", "0.07"])
+    (average,) = (whole / "posthoc").glob("std-0.070-*")
+    folder = write_pipeline(whole, ExportConfig(weights=str(average), output=tmp_path / "export"))
+    unet = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet")
+    assert unet.config.cross_attention_dim == 16
+
+    fields["validation"]["root"] = str(small("sd2").root)
+    fields["run_dir"] = str(made.folder / "other-validation")
+    with pytest.raises(RequestError, match=r"texts\.text\.width: 7 ≠ 16; texts\.text\.projection\.matrix: SHA-256 "):
+        prepare(TrainConfig.model_validate(fields))
