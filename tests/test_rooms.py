@@ -8,7 +8,7 @@ from tests.rooms import MAY_IMPORT, ROOT, circles, floors, modules
 
 FLOORS = floors()
 WHOLE_CONFIG = {
-    "PrecomputeConfig": {"precompute/__main__.py", "precompute/config.py"},
+    "PrecomputeConfig": {"precompute/__main__.py", "precompute/config.py", "precompute/job/projection.py"},
     "TrainConfig": {
         "train/__main__.py",
         "train/launch.py",

@@ -144,7 +144,6 @@ def resolve_projections(
     def compute(texts: dict[str, TextTower], groups: Mapping[TowerGroup, int]) -> dict[str, Projection]:
         check_request(source, target, buckets)
         conversion = plan_conversion(stored, encoding.model_copy(update={"texts": texts}))
-        use_scratch(None)
         print("Computing the projection from stored states.", file=sys.stderr, flush=True)
         with StopSignal() as stop:
             return compute_from_root(source, conversion, groups, buckets, lambda: stop.received)
