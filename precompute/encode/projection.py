@@ -16,7 +16,7 @@ from shards.base.device import is_accelerator
 from shards.base.errors import DamagedInput
 from shards.derive.part import present
 from shards.derive.projection import calibration_samples
-from shards.format.projection import CAPTIONS_PER_PRODUCT, MAX_PER_UNIT, ProjectionBuilder, TowerGroup, hash_order
+from shards.format.projection import CAPTIONS_PER_PRODUCT, ProjectionBuilder, TowerGroup, captions_per_unit, hash_order
 from shards.format.towers import Projection
 from shards.open import open_store
 from shards.root.reading import caption_of_each_source
@@ -84,7 +84,7 @@ def captions_of_units(units: Sequence[Unit], recipe: Recipe) -> Iterator[list[Ca
                     found += [(f"{raw.key} {i}", caption.text) for i, caption in enumerate(captions) if caption]
         except DamagedInput:
             continue
-        yield calibration_subset(found)
+        yield calibration_subset(found, len(units))
 
 
 def captions_of_root(recipe: Recipe, source: SourceRoot) -> Iterator[list[Caption]]:
@@ -92,24 +92,24 @@ def captions_of_root(recipe: Recipe, source: SourceRoot) -> Iterator[list[Captio
     record, how = source.conversion.source, source.conversion
     buckets = {str(bucket) for bucket in recipe.buckets.all}
     for samples in calibration_samples(open_store(source.place), buckets):
-        keys, stored = [], []
-        for sample, _ in samples:
-            keys.append(sample["key"])
-            stored.append(caption_of_each_source(sample, record))
+        captions: list[Caption] = []
+        keys, by_source = [], []
+        for sample, chosen in samples:
+            stored = caption_of_each_source(sample, record)
+            if how.has_new_captions:
+                named = zip(record.captions, stored, strict=True)
+                keys.append(sample["key"])
+                by_source.append({name: text for name, text in named if text is not None})
+            else:
+                captions += [(f"{sample['key']} {i}", present(stored)[i]) for i in chosen]
         if how.has_new_captions:
-            by_source = [
-                {name: text for name, text in zip(record.captions, texts, strict=True) if text is not None}
-                for texts in stored
-            ]
-            chosen = new_captions(keys, by_source, recipe.encoding, recipe.tables, Counter())
-            stored = [[None if caption is None else caption[0] for caption in captions] for captions in chosen]
-        named = zip(keys, stored, strict=True)
-        yield calibration_subset(
-            [(f"{key} {i}", text) for key, texts in named for i, text in enumerate(present(texts))]
-        )
+            new = new_captions(keys, by_source, recipe.encoding, recipe.tables, Counter())
+            for key, found in zip(keys, new, strict=True):
+                captions += [(f"{key} {i}", caption[0]) for i, caption in enumerate(found) if caption is not None]
+        yield captions
 
 
-def calibration_subset(captions: Sequence[Caption]) -> list[Caption]:
-    """Choose calibration captions among those of one unit, by the hashes of their names."""
+def calibration_subset(captions: Sequence[Caption], num_units: int) -> list[Caption]:
+    """Choose calibration captions among those of one of `num_units` units, by the hashes of their names."""
     by_name = dict(captions)
-    return [(name, by_name[name]) for name in hash_order(by_name)[:MAX_PER_UNIT]]
+    return [(name, by_name[name]) for name in hash_order(by_name)[: captions_per_unit(num_units)]]

@@ -12,7 +12,13 @@ from shards.base.errors import Preempted
 from shards.base.store import Store
 from shards.derive.conversion import Conversion
 from shards.derive.part import check_part, text_latents
-from shards.format.projection import CAPTIONS_PER_PRODUCT, MAX_PER_UNIT, ProjectionBuilder, TowerGroup, hash_order
+from shards.format.projection import (
+    CAPTIONS_PER_PRODUCT,
+    ProjectionBuilder,
+    TowerGroup,
+    captions_per_unit,
+    hash_order,
+)
 from shards.format.receipts import active_parts
 from shards.format.tables import SAMPLES_NAME
 from shards.format.text import TextLatents, unpack_stored
@@ -102,7 +108,7 @@ def calibration_samples(
             kept = table.filter(pa.array(~is_excluded)).select(["key", "captions"]).to_pylist()
             names = [f"{row['key']} {i}" for row in kept for i in range(row["captions"])]
             chosen: dict[str, list[int]] = {}
-            for name in hash_order(names)[:MAX_PER_UNIT]:
+            for name in hash_order(names)[: captions_per_unit(len(receipts))]:
                 key, _, index = name.rpartition(" ")
                 chosen.setdefault(key, []).append(int(index))
             samples = (sample for sample in read_part(part) if sample["key"] in chosen)

@@ -34,8 +34,8 @@ TowerGroup = tuple[tuple[str, ...], ...]
 own is the group `((NAME,),)`."""
 CALIBRATION_CAPTIONS = 4096
 """Number of captions after which no more are added to the calibration captions. Smaller inputs have fewer."""
-MAX_PER_UNIT = CALIBRATION_CAPTIONS // 8
-"""Maximum number of calibration captions per unit or, in a root, of samples per part."""
+MIN_UNITS = 8
+"""Minimum number of units, or of parts of a root, that calibration captions are from, if there are so many."""
 EMPTY_FRACTION = 0.1
 """Number of copies of the empty caption that are added, as a fraction of the calibration captions. Caption dropout in
 training is about as frequent, and guidance relies on the empty caption."""
@@ -63,6 +63,11 @@ def matrix_of(projection: Projection) -> Tensor:
 def hash_order(names: Iterable[str]) -> list[str]:
     """Sort names by their hash: a pseudo-random order that depends only on the names."""
     return sorted(names, key=lambda name: hashlib.sha256(f"sample {name}".encode()).digest())
+
+
+def captions_per_unit(num_units: int) -> int:
+    """Return the maximum number of calibration captions from each of `num_units` units or parts."""
+    return CALIBRATION_CAPTIONS // max(1, min(num_units, MIN_UNITS))
 
 
 def towers_in(group: TowerGroup) -> list[str]:
