@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import fsspec
+import hypothesis
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -79,7 +80,10 @@ class NamesFailuresAtOnce:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the reporter in the main process only: xdist's workers have no terminal."""
+    """Register the reporter in the main process only, because xdist's workers have no terminal. No test fails because a
+    machine is slow."""
+    hypothesis.settings.register_profile("any speed", deadline=None)
+    hypothesis.settings.load_profile("any speed")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(NamesFailuresAtOnce(config.pluginmanager.getplugin("terminalreporter")))
 

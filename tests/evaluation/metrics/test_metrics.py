@@ -50,7 +50,7 @@ def features(seed: int, count: int = 120, dimensions: int = 5, shift: float = 0.
 # --- Fréchet ---
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 6), seeds)
 def test_frechet_distance_matches_its_closed_form_for_diagonal_covariances(dimensions: int, seed: int) -> None:
     """The closed form is Σ (m₁ − m₂)² + (s₁ − s₂)²."""
@@ -61,7 +61,7 @@ def test_frechet_distance_matches_its_closed_form_for_diagonal_covariances(dimen
     assert found == pytest.approx(((m1 - m2) ** 2 + (s1 - s2) ** 2).sum(), abs=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seeds)
 def test_frechet_distance_matches_scipy_and_is_symmetric_and_invariant_to_rotation(seed: int) -> None:
     x, y = features(seed), features(seed + 1, shift=1)
@@ -118,7 +118,7 @@ def test_too_few_samples_are_refused() -> None:
 # --- properties of all metrics ---
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(seeds)
 def test_metrics_are_invariant_to_order_and_rotation(seed: int) -> None:
     """Order may matter only through the assignment to groups, which `fid_infinity` depends on."""
@@ -178,7 +178,7 @@ def manifold_by_loops(points: np.ndarray, queries: np.ndarray) -> np.ndarray:
     return (cdist(queries, points) <= radii).any(1)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seeds)
 def test_precision_and_recall_match_their_definition(seed: int) -> None:
     x, y = features(seed, count=80), features(seed + 1, count=70, shift=2)
@@ -282,7 +282,7 @@ def test_wilsons_interval_matches_published_values(hits: int, count: int, low: f
     assert wilson(hits / count, count, 1.959964) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seeds)
 def test_jackknife_of_the_mean_and_the_squared_mean(seed: int) -> None:
     """The mean has its textbook variance and no bias; its square has a known unbiased estimate."""

@@ -246,7 +246,7 @@ def test_the_grid_has_each_combination_once() -> None:
     assert len(config.grid) == 8
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 50))
 @example(30_000, 1, 256)  # MLPerf's prompts
 def test_each_sample_is_in_exactly_one_part(count: int, per_prompt: int, part_size: int) -> None:

@@ -194,7 +194,7 @@ def test_gold_items_from_a_file(tmp_path: Path) -> None:
 # --- the schedule ---
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 60), st.integers(2, 12), st.data())
 def test_items_are_assigned_evenly(items: int, raters: int, data: st.DataObject) -> None:
     votes = data.draw(st.integers(1, raters))

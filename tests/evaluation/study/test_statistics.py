@@ -66,7 +66,7 @@ def random_votes(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 # --- the preference ---
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seeds)
 def test_the_variance_equals_a_sum_over_pairs_of_votes(seed: int) -> None:
     """Sum e·e' over pairs that share a prompt or a rater, minus the mean over pairs that share neither, in a loop."""
@@ -87,7 +87,7 @@ def test_the_variance_equals_a_sum_over_pairs_of_votes(seed: int) -> None:
     assert preference(scores, prompts, raters).variance == pytest.approx(max(expected, least), rel=1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seeds)
 def test_properties_of_a_preference(seed: int) -> None:
     scores, prompts, raters = random_votes(seed)
@@ -221,7 +221,7 @@ def test_more_raters_and_prompts_have_more_power() -> None:
 # --- strengths ---
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seeds, st.integers(2, 5))
 def test_strengths_maximise_the_likelihood(seed: int, count: int) -> None:
     wins = np.random.default_rng(seed).integers(0, 30, (count, count)) * 0.5

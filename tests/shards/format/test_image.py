@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.kit.roots import encoding_record
@@ -45,7 +45,6 @@ def test_rounding_is_torch_s() -> None:
         assert torch.equal(fast_round(values), values.round())
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**16), st.floats(1e-4, 1e4))
 def test_the_error_is_as_stated(seed: int, size: float) -> None:
     latents = moments(seed, size)

@@ -46,7 +46,10 @@ def captions(names: dict[str, int], count: int, seed: int = 0) -> list[dict[str,
 
 
 def stacked(found: list[dict[str, TextLatents]], name: str, trim: bool = False) -> np.ndarray:
-    kept = [caption[name].states[: caption[name].num_tokens if trim else None] for caption in found]
+    kept = []
+    for latents in (caption[name] for caption in found):
+        assert latents.states is not None
+        kept.append(latents.states[: latents.num_tokens if trim else None])
     return torch.cat(kept).double().numpy()
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.kit.roots import encoding_record
@@ -58,7 +58,6 @@ def pack_one(latents: torch.Tensor, num_tokens: int, storage: str, trim: bool) -
     return next(pack("text", tower(storage, trim), [[TextLatents(latents, num_tokens)]], several=False))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 16), st.sampled_from(["float16", "float8"]), st.booleans())
 def test_pack_fits_its_columns(num_tokens: int, storage: str, trim: bool) -> None:
     latents = torch.randn(16, 8)
@@ -84,7 +83,6 @@ def test_what_trimming_keeps_is_as_it_was(storage: str) -> None:
         np.testing.assert_array_equal(array, whole[name][:5])
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**16), st.lists(st.integers(1, 40), max_size=8), st.sampled_from([8, 1000, 20_000]))
 def test_pieces_change_no_byte(seed: int, lengths: list[int], width: int) -> None:
     """Compare tensors that share a piece, and tensors in several pieces, with separate quantisation."""
@@ -95,7 +93,6 @@ def test_pieces_change_no_byte(seed: int, lengths: list[int], width: int) -> Non
             np.testing.assert_array_equal(array, alone.numpy())
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=4), st.sampled_from(["float16", "float8"]), st.booleans())
 def test_several_captions_come_back_as_each_alone(lengths: list[int], storage: str, trim: bool) -> None:
     captions = [TextLatents(torch.randn(16, 8), num_tokens) for num_tokens in lengths]

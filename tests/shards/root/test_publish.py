@@ -39,7 +39,7 @@ def names(store: Store, manifest: Manifest, bucket: str = BUCKET) -> list[str]:
 
 
 @given(st.lists(st.lists(st.integers(0, 99), max_size=6), max_size=8))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_what_a_manifest_says_depends_on_the_set_of_parts_alone(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[int]]
 ) -> None:

@@ -227,7 +227,7 @@ def test_a_global_batch_has_a_single_shape() -> None:
     assert max(counts[sample] for sample in passing_samples(square)) == 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_files=st.integers(1, 12),
     samples=st.integers(GLOBAL_BATCH, 60),
