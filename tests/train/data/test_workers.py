@@ -1,5 +1,6 @@
 """Loader workers deliver batches in order, and neither their deaths nor the trainer's leave anything hanging."""
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -34,6 +35,8 @@ class Fake:
         return Batch([str(step)], torch.zeros(1), {"size": torch.tensor([step, os.getpid()]).share_memory_()})
 
     def reconnect(self) -> None:
+        """Called in the worker, which inherits pytest's fault handler. Writing a stack trace may crash in a fork."""
+        faulthandler.disable()
         self.connected = True
 
 
