@@ -288,7 +288,8 @@ def write_config(path: Path, network: Path, fields: dict[str, Any], root: Path, 
     network.write_text(json.dumps(fields))
     config = yaml.safe_load(Path("examples/shapes/configs/phase1.yaml").read_text())
     config["backbone"] = {"config": str(network.absolute())}
-    config["validation"] = {"root": str(validation), "bucket": "64x64", "batch_size": 32}
+    samples = NUM_VALIDATION * 3 // 4  # stage 1 rejects some of the demo's images
+    config["validation"] = {"root": str(validation), "bucket": "64x64", "batch_size": 32, "samples": samples}
     config["data"]["streams"] = [{"root": str(root), "bucket": "64x64"}]
     config |= {"ema": {"start_step": None}, "global_batch_size": 32, "microbatch_size": 32}
     path.write_text(yaml.safe_dump(config))
