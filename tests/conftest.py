@@ -261,7 +261,6 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(f"{module}.Fleet", InlineFleet)
     for name in ("prepare_process", "scratch_of_process"):
         monkeypatch.setattr(f"precompute.encode.worker.{name}", lambda *_: None)
-    monkeypatch.setattr("precompute.encode.projection.scratch_of_process", lambda *_: None)
     yield
     _kept_networks.cache_clear()
 

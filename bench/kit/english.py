@@ -4,9 +4,7 @@ No pretrained encoder is part of this project. This one is trained here, as a la
 (Debian's wordnet-base), so its states encode what is needed to predict the next word of an English sentence.
 """
 
-import json
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,13 +13,13 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from examples.shapes.encoders.text import save_tokenizer
 from shards.base.errors import RequestError
 
 WORDNET = Path("/usr/share/wordnet")
 WORDS = ("noun", "verb", "adj", "adv")
 VOCABULARY, LENGTH, WIDTH, LAYERS = 8192, 77, 768, 4
 BATCH, LEARNING_RATE, WARMUP = 16, 5e-4, 100
-START, END = "<|startoftext|>", "<|endoftext|>"
 
 
 def definitions(folder: Path = WORDNET) -> list[str]:
@@ -45,17 +43,7 @@ def build_tokenizer(texts: Sequence[str], folder: Path) -> CLIPTokenizer:
     ascii_only = [re.sub(r"[^ -~]", " ", text) for text in texts]
     size = VOCABULARY - 2 * 256 - 2
     bpe.train_from_iterator(ascii_only, trainers.BpeTrainer(vocab_size=size, end_of_word_suffix="</w>"))
-    merges = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*symbols, *(f"{symbol}</w>" for symbol in symbols), *dict.fromkeys(a + b for a, b in merges), START, END]
-    tokens = list(dict.fromkeys(tokens))
-    with tempfile.TemporaryDirectory() as scratch:
-        vocabulary, pairs = Path(scratch, "vocab.json"), Path(scratch, "merges.txt")
-        vocabulary.write_text(json.dumps({token: place for place, token in enumerate(tokens)}))
-        pairs.write_text("\n".join(["#version: 0.2", *(f"{a} {b}" for a, b in merges), ""]))
-        tokenizer = CLIPTokenizer(str(vocabulary), str(pairs), model_max_length=LENGTH)
-    tokenizer.save_pretrained(folder)
-    return tokenizer
+    return save_tokenizer(bpe, LENGTH, folder)
 
 
 def make_encoder(folder: Path, steps: int, seed: int = 0) -> None:

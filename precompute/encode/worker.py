@@ -7,7 +7,8 @@ import os
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -66,21 +67,35 @@ def encode_on_worker(
     Raises:
         UnfitNode: this node has different code or models, or does not see the latents root that the job created.
     """
-    check_source(source)
-    with LOADING:
-        scratch_of_process(recipe.worker.scratch)
-    # on the CPU, encoders use all of the worker's cores; with a GPU, torch only resizes images, in decoding threads,
-    # each of which uses one core
-    torch.set_num_threads(1 if is_accelerator(device) else max(1, int(num_cpus)))
-    store = open_store(output)
-    check_shared_root(store, recipe.encoding)
-    try:
+    with working(recipe, device, num_cpus, source):
+        store = open_store(output)
+        check_shared_root(store, recipe.encoding)
         if isinstance(tar, SourceTar):
             with TURNS.device:
                 return derive_tar(tar, with_fresh_towers(recipe, store, device), attempt, report)
         with LOADING:
             towers = load_towers(recipe, device)
         return encode_tar(tar, recipe, store, towers, attempt, report, TURNS)
+
+
+@contextmanager
+def working(recipe: Recipe, device: str, num_cpus: float, source: str) -> Iterator[None]:
+    """Set up this process for an attempt, and end the process after an error from which it cannot recover.
+
+    Args:
+        source: SHA-256 of the driver's source code.
+
+    Raises:
+        UnfitNode: this node has different code.
+    """
+    check_source(source)
+    with LOADING:
+        scratch_of_process(recipe.worker.scratch)
+    # on the CPU, encoders use all of the worker's cores; with a GPU, torch only resizes images, in decoding threads,
+    # each of which uses one core
+    torch.set_num_threads(1 if is_accelerator(device) else max(1, int(num_cpus)))
+    try:
+        yield
     except RuntimeError as error:
         if not is_device_error(error) and not isinstance(error, Stuck):
             raise

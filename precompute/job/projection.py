@@ -13,7 +13,7 @@ from precompute.input.find import choose_units
 from precompute.input.numbering import Found
 from precompute.input.table import TableConfig
 from precompute.input.unit import Unit
-from shards.base.device import worker_device
+from precompute.job.run import worker_settings
 from shards.base.errors import Preempted, WorkError
 from shards.base.store import Place, Store
 from shards.derive.conversion import plan_conversion
@@ -23,7 +23,6 @@ from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.projection import TowerGroup, hash_order, project_texts, towers_in
 from shards.format.towers import Projection, TextTower
 from shards.open import open_store
-from shards.root.provenance import source_sha256
 from shards.root.shared import check_root
 
 MAX_CALIBRATION_UNITS = 64
@@ -54,13 +53,11 @@ def resolve_projections(
             choose_units(config.shards, units)  # fail early if a requested unit does not exist
             start_ray(config.workers)
             recipe = make_recipe(config, unprojected, None, tables)
-            computed = compute_projections(units, recipe, missing, config.workers)
-        else:
-            assert config.source is not None
-            buckets = {str(bucket): rule for bucket, rule in config.to_fill.rules.items()}
-            check_request(open_store(config.source), store, buckets)
-            computed = compute_from_source(config, unprojected, open_store(config.source), missing, tables)
-        return computed
+            return compute_projections(units, recipe, missing, config.workers)
+        assert config.source is not None
+        buckets = {str(bucket): rule for bucket, rule in config.to_fill.rules.items()}
+        check_request(open_store(config.source), store, buckets)
+        return compute_from_source(config, unprojected, open_store(config.source), missing, tables)
 
     existing = _root(config.output) if store.size(FILE_NAME) is not None else None
     texts = project_texts(encoding.texts, groups, existing, like, source, compute)
@@ -113,14 +110,7 @@ def compute_projections(
     """
     widths = ", ".join(f"{' and '.join(towers_in(group))} onto {width}" for group, width in groups.items())
     print(f"Encoding calibration captions to compute the projection: {widths} dimensions.", file=sys.stderr, flush=True)
-    work = partial(
-        compute_on_worker,
-        recipe=recipe,
-        groups=groups,
-        device=worker_device(workers.num_gpus),
-        num_cpus=workers.num_cpus,
-        source=source_sha256(),
-    )
+    work = partial(compute_on_worker, recipe=recipe, groups=groups, **worker_settings(workers))
     order = {name: place for place, name in enumerate(hash_order(unit.name for unit in units))}
     chosen = sorted(units, key=lambda unit: order[unit.name])[:MAX_CALIBRATION_UNITS]
     found: dict[str, Projection] | None = None

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cluster.failure_log import FailureLog, summarize
 from cluster.fleet import Done, Fleet, FleetConfig
@@ -39,14 +40,7 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
         WorkError: for `workers.wait_for_resources` seconds, no node in the cluster had room for a worker; or
             `workers.outage_probes` attempts in a row failed because of storage, credentials, models or the cluster.
     """
-    work = partial(
-        encode_on_worker,
-        recipe=recipe,
-        output=output,
-        device=worker_device(workers.num_gpus),
-        num_cpus=workers.num_cpus,
-        source=source_sha256(),
-    )
+    work = partial(encode_on_worker, recipe=recipe, output=output, **worker_settings(workers))
     has_warned = False
     with FailureLog(output) as failures:
         ledger = Ledger(len(tars), failures)
@@ -61,6 +55,12 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
                         has_warned = True
                         ledger.progress.say(warning)
     return ledger
+
+
+def worker_settings(workers: FleetConfig) -> dict[str, Any]:
+    """Return the arguments that tell every function on a worker about its process: device, CPUs, and the driver's
+    source code."""
+    return {"device": worker_device(workers.num_gpus), "num_cpus": workers.num_cpus, "source": source_sha256()}
 
 
 def caption_warning(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> str | None:

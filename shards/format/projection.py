@@ -255,8 +255,9 @@ def _check_towers(texts: Mapping[str, TextTower], names: set[str]) -> None:
     having_states = [name for name, tower in texts.items() if tower.states]
     if unknown := sorted(names - set(having_states)):
         raise RequestError(
-            f"{' and '.join(unknown)} cannot be projected: there is no text tower of this name with hidden states, "
-            f"only {', '.join(having_states) or 'none'}. Correct `text.width` or `text.joint`."
+            f"Only hidden states of text towers can be projected, which are stored for "
+            f"{', '.join(having_states) or 'no tower'}, but not for {' and '.join(unknown)}. Correct `text.width` or "
+            f"`text.joint`."
         )
 
 
@@ -384,8 +385,8 @@ def stored_projections(
         return {}
     if len(found) < len(names):
         raise RequestError(
-            f"{where} projects {' and '.join(found)}, but not all of {' and '.join(names)}, which are to be projected "
-            f"jointly. Use a root that projects all of them."
+            f"{where} projects {' and '.join(found)}, but {' and '.join(names)} need a joint projection. Use a root "
+            f"that projects all of them."
         )
     projections = {}
     for name, projection in found.items():

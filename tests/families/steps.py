@@ -5,12 +5,17 @@ output of each step are recorded, and the trainer makes the same prediction from
 """
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.families.calls import TOLD, arguments
+from evaluation.sampling.job import describe_drawing
+from evaluation.sampling.pipeline import PlannedImage, draw, load_pipeline
+from evaluation.sampling.prompts import Prompt
+from evaluation.sampling.settings import SamplingConfig
+from tests.families.calls import OWN, TOLD, arguments
 from tests.families.small import Small, stir
 from tests.tiny import read_tar
 from train.config import TrainConfig
@@ -21,8 +26,11 @@ from train.model.backbone import pack, unpack
 from train.objective.loss import DiffusionLoss
 from train.objective.paths import noise_path
 from train.prepare import prepare
+from train.trainer import Trainer
 
 STEPS = 3
+LIMITS = ("max_sequence_length", "tokenizer_max_length", "complex_human_instruction", "skip_text_cleaning")
+"""Arguments that fit the small text towers; evaluation leaves them at the pipelines' defaults."""
 CPU = torch.device("cpu")
 
 
@@ -105,6 +113,30 @@ def make_case(made: Small) -> Case:
     prepared.network._forward_hooks.clear()
     loss = DiffusionLoss(config.objective, prepared.spec, CPU, prepared.backbone)
     return Case(name, config, prepared.network, loss, batch, recorder.steps)
+
+
+def exported_case(made: Small, config: TrainConfig, trainer: Trainer, folder: Path, trained: Any = None) -> Case:
+    """Run a run's exported pipeline as evaluation does, on the captions of its samples.
+
+    Args:
+        folder: the export.
+        trained: the network whose predictions to compare; None: the exported one.
+    """
+    name = made.family.name
+    pipeline = load_pipeline(folder, "cpu", "float32")
+    encode, limits = pipeline.encode_prompt, {key: value for key, value in OWN[name].items() if key in LIMITS}
+    pipeline.encode_prompt = lambda *args, **kwargs: encode(*args, **kwargs | limits)
+    recorder, network = Recorder(), getattr(pipeline, "unet", None) or pipeline.transformer
+    recorder.attach(pipeline.scheduler)
+    recorder.watch(network)
+    count = 1 if name == "prx" else 4
+    batch = next(iter(Loader(config.data, prepare(config).spec, count, 0, 0, torch.arange(count))))
+    batch.columns["size"][:] = torch.tensor([64, 64, 0, 0])  # pipelines pass on the size that they generate
+    captions = captions_of(made)
+    samples = [PlannedImage(i, Prompt(key, captions[key]), 0) for i, key in enumerate(batch.keys)]
+    sampling = SamplingConfig(size="64x64", guidance=[2.0], steps=[STEPS])
+    draw(pipeline, samples, describe_drawing(folder, [], sampling, sampling.grid[0]))
+    return Case(name, config, network if trained is None else trained, trainer.train_step.loss, batch, recorder.steps)
 
 
 def captions_of(small: Small) -> dict[str, str]:

@@ -7,24 +7,15 @@ from typing import Any
 
 import diffusers
 import pytest
-import torch
 
-from evaluation.sampling.job import describe_drawing
-from evaluation.sampling.pipeline import PlannedImage, draw, has_guidance_input, load_pipeline
-from evaluation.sampling.prompts import Prompt
-from evaluation.sampling.settings import SamplingConfig
-from tests.families.calls import OWN
+from evaluation.sampling.pipeline import has_guidance_input
 from tests.families.small import FAMILIES, Small, stir
 from tests.families.starting import small_run, started
-from tests.families.steps import STEPS, Case, Recorder, captions_of, check_steps
+from tests.families.steps import check_steps, exported_case
 from train.config import TrainConfig
-from train.data.loader import Loader
 from train.export.pipeline import ExportConfig, write_pipeline
-from train.prepare import prepare
 from train.trainer import Trainer
 
-LIMITS = ("max_sequence_length", "tokenizer_max_length", "complex_human_instruction", "skip_text_cleaning")
-"""Arguments that fit the small text towers; evaluation leaves them at the pipelines' defaults."""
 TRAINED = 2.5
 """Value of the guidance input in training, unlike any pipeline's default."""
 
@@ -50,22 +41,7 @@ def test_the_networks_inputs_are_those_of_training(name: str, small: Callable[[s
     made = small(name)
     config, trainer = begun(made, "drawn")
     folder = write_pipeline(config.work, ExportConfig(weights="raw"))
-    pipeline = load_pipeline(folder, "cpu", "float32")
-    encode, limits = pipeline.encode_prompt, {key: value for key, value in OWN[name].items() if key in LIMITS}
-    pipeline.encode_prompt = lambda *args, **kwargs: encode(*args, **kwargs | limits)
-    recorder, network = Recorder(), getattr(pipeline, "unet", None) or pipeline.transformer
-    recorder.attach(pipeline.scheduler)
-    recorder.watch(network)
-
-    count = 1 if name == "prx" else 4
-    batch = next(iter(Loader(config.data, prepare(config).spec, count, 0, 0, torch.arange(count))))
-    batch.columns["size"][:] = torch.tensor([64, 64, 0, 0])  # pipelines pass on the size that they draw
-    captions = captions_of(made)
-    samples = [PlannedImage(i, Prompt(key, captions[key]), 0) for i, key in enumerate(batch.keys)]
-    sampling = SamplingConfig(size="64x64", guidance=[2.0], steps=[STEPS])
-    draw(pipeline, samples, describe_drawing(folder, [], sampling, sampling.grid[0]))
-
-    check_steps(Case(name, config, network, trainer.train_step.loss, batch, recorder.steps))
+    check_steps(exported_case(made, config, trainer, folder))
 
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     compile(code, "README.md", "exec")

@@ -14,22 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evaluation.sampling.job import describe_drawing
-from evaluation.sampling.pipeline import PlannedImage, draw, load_pipeline
-from evaluation.sampling.prompts import Prompt
-from evaluation.sampling.settings import SamplingConfig
 from shards.__main__ import run as shards
 from shards.base.errors import RequestError
 from shards.base.store import LocalStore
 from shards.format.encoding import EncodingRecord
-from tests.families.calls import OWN
 from tests.families.small import FAMILIES, Small
 from tests.families.starting import small_run, started
-from tests.families.steps import STEPS, Case, Recorder, captions_of, check_steps
+from tests.families.steps import check_steps, exported_case
 from tests.runs import curve, write_config
 from train.__main__ import run as train
 from train.config import TrainConfig
-from train.data.loader import Loader
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.model.inputs import Conditioning, TextConditioning
 from train.model.network import build_network
@@ -38,8 +32,6 @@ from train.run.reporting.json_lines import read_json_lines
 from train.trainer import Trainer
 
 WIDTH = 7
-LIMITS = ("max_sequence_length", "tokenizer_max_length", "complex_human_instruction", "skip_text_cleaning")
-"""Arguments that fit the small text towers; evaluation leaves them at the pipelines' defaults."""
 FOLDED = {
     "sd2": r"attn2.to_k, attn2.to_v",
     "sd15": r"attn2.to_k, attn2.to_v",
@@ -93,23 +85,9 @@ def test_the_stock_pipeline_matches_the_trained_network(name: str, small: Callab
     config, trainer = begun(made, "projected")
     trained = trainer.train_step.network
     folder = write_pipeline(config.work, ExportConfig(weights="raw"))
-    pipeline = load_pipeline(folder, "cpu", "float32")
-    encode, limits = pipeline.encode_prompt, {key: value for key, value in OWN[name].items() if key in LIMITS}
-    pipeline.encode_prompt = lambda *args, **kwargs: encode(*args, **kwargs | limits)
-    network = getattr(pipeline, "unet", None) or pipeline.transformer
-    assert dict(network.config) | {"_name_or_path": ""} != dict(trained.config)
-
-    recorder = Recorder()
-    recorder.attach(pipeline.scheduler)
-    recorder.watch(network)
-    count = 1 if name == "prx" else 4
-    batch = next(iter(Loader(config.data, prepare(config).spec, count, 0, 0, torch.arange(count))))
-    batch.columns["size"][:] = torch.tensor([64, 64, 0, 0])  # pipelines pass on the size that they draw
-    captions = captions_of(made)
-    samples = [PlannedImage(i, Prompt(key, captions[key]), 0) for i, key in enumerate(batch.keys)]
-    sampling = SamplingConfig(size="64x64", guidance=[2.0], steps=[STEPS])
-    draw(pipeline, samples, describe_drawing(folder, [], sampling, sampling.grid[0]))
-    check_steps(Case(name, config, trained, trainer.train_step.loss, batch, recorder.steps))
+    case = exported_case(made, config, trainer, folder, trained)
+    assert case.unet is trained
+    check_steps(case)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -187,7 +187,7 @@ def test_a_failed_projection_writes_nothing(
         (["--text.width", "16"], r"`text\.width` 16 saves nothing"),
         (["--text.width", "6", "--shards", "00009"], "This unit does not exist: 00009"),
         (["--text.width", "6", "--text.projection", "none"], "none is not a latents root: it has no encoding"),
-        (["--text.width", "6", "--text.joint", '[["text"], ["t5"]]'], "t5 cannot be projected"),
+        (["--text.width", "6", "--text.joint", '[["text"], ["t5"]]'], "stored for text, but not for t5"),
     ],
 )
 def test_invalid_requests_are_refused_before_encoding(

@@ -89,7 +89,7 @@ def multiply_text_layers(weights: Mapping[str, Tensor], layers: Sequence[str], m
 
 def conversion_matrix(old: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
     """Return M such that W M on text projected by `new` gives the same output as W on text projected by `old`, or None
-    if there is no such matrix.
+    if none exists.
 
     Args:
         old, new: different projections, (original width, projected width); None: the text has full width.

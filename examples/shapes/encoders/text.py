@@ -37,6 +37,11 @@ def build_tokenizer(folder: Path) -> CLIPTokenizer:
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     bpe.train_from_iterator(words, trainers.BpeTrainer(vocab_size=10_000, end_of_word_suffix="</w>", min_frequency=1))
+    return save_tokenizer(bpe, NUM_TOKENS, folder)
+
+
+def save_tokenizer(bpe: Tokenizer, num_tokens: int, folder: Path) -> CLIPTokenizer:
+    """Turn a trained BPE model into a byte-level tokenizer for captions of `num_tokens` tokens, and save it."""
     merges = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*symbols, *(f"{symbol}</w>" for symbol in symbols), *dict.fromkeys(a + b for a, b in merges), START, END]
@@ -44,7 +49,7 @@ def build_tokenizer(folder: Path) -> CLIPTokenizer:
         vocab_file, merges_file = Path(scratch, "vocab.json"), Path(scratch, "merges.txt")
         vocab_file.write_text(json.dumps({token: place for place, token in enumerate(tokens)}))
         merges_file.write_text("\n".join(["#version: 0.2", *(f"{a} {b}" for a, b in merges), ""]))
-        tokenizer = CLIPTokenizer(str(vocab_file), str(merges_file), model_max_length=NUM_TOKENS)
+        tokenizer = CLIPTokenizer(str(vocab_file), str(merges_file), model_max_length=num_tokens)
     tokenizer.save_pretrained(folder)
     return tokenizer
 

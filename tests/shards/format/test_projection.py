@@ -138,8 +138,8 @@ def test_captions_that_span_too_few_dimensions_are_refused() -> None:
     [
         ({"text": 24}, (), r"`text\.width` 24 saves nothing, because no .* more dimensions \(text 24\)"),
         ({"text": 0}, (), r"must be at least 1, but is 0"),
-        ({"txt": 4}, (), r"txt cannot be projected: there is no text tower of this name .* only text, wide, long\."),
-        ({"pooled": 4}, (), r"pooled cannot be projected"),
+        ({"txt": 4}, (), r"stored for text, wide, long, but not for txt\."),
+        ({"pooled": 4}, (), r"but not for pooled\."),
         ({"text": 4}, (("text",), ("wide",)), r"lists text and wide, which are projected with one matrix"),
         ({"text": 4, "wide": 4}, (("text", "text"), ("wide",)), r"List each tower once"),
         ({"text": 4, "long": 4}, (("text", "long"),), r"concatenates text and long along the width, but they differ"),
@@ -155,7 +155,7 @@ def test_invalid_requests_are_refused(widths: dict[str, int], joint: TowerGroup,
 def test_towers_are_projected_in_groups() -> None:
     texts = {"text": tower(), "wide": tower(40), "other": tower()}
     assert groups_of(texts, {"text": 4, "wide": 5}) == {ONE: 4, (("wide",),): 5}
-    assert groups_of(texts, {"text": 30, "wide": 30}) == {(("wide",),): 30}  # the other one is no wider
+    assert groups_of(texts, {"text": 30, "wide": 30}) == {(("wide",),): 30}  # text has only 24 dimensions
     both: TowerGroup = (("text",), ("wide",))
     assert groups_of(texts, {"text": 30, "wide": 30, "other": 3}, both) == {both: 30, (("other",),): 3}
     assert groups_of(texts, {"other": 3}, both) == {(("other",),): 3}
@@ -181,7 +181,7 @@ def test_a_root_with_only_some_of_the_towers_keeps_its_joint_projection() -> Non
     only_c = {"c": stored["c"]}
     assert project_three(only_c, (("c",),), {"c": texts["c"]})["c"] == whole["c"]
     assert inherited_widths({"c": texts["c"]}, stored, "ROOT") == ({"c": 9}, (("c",),))
-    with pytest.raises(RequestError, match=r"ROOT projects c, but not all of a and b and c"):
+    with pytest.raises(RequestError, match=r"ROOT projects c, but a and b and c need a joint projection"):
         project_three(only_c, THREE, texts)
     with pytest.raises(RequestError, match=r"c with `text\.joint: \[\['a', 'b'\], \['c'\]\]`, but \[\] is"):
         project_three(stored, (("c",),), texts)
