@@ -78,7 +78,7 @@ def replace_table(page: str, head: tuple[str, str], rows: list[str]) -> None:
     path = HOW_TO / page
     before, after = path.read_text().split(f"{head[0]}\n")
     rest = after.splitlines(keepends=True)
-    end = next(i for i, line in enumerate(rest) if not line.startswith("|"))
+    end = next((i for i, line in enumerate(rest) if not line.startswith("|")), len(rest))
     path.write_text("\n".join([f"{before}{head[0]}", head[1], *rows, "".join(rest[end:])]))
 
 

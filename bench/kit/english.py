@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from examples.shapes.encoders.text import save_tokenizer
+from shards.base.device import resolve_precision
 from shards.base.errors import RequestError
 
 WORDNET = Path("/usr/share/wordnet")
@@ -71,10 +72,12 @@ def make_encoder(folder: Path, steps: int, seed: int = 0) -> None:
         optimizer, lambda step: min((step + 1) / WARMUP, max(0.05, 1 - step / steps))
     )
     rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+    lowers = resolve_precision("auto", "cpu") == "bfloat16"
     for step in range(steps):
         batch = rows[torch.arange(step * BATCH, (step + 1) * BATCH) % len(rows)]
-        states = model(batch).last_hidden_state
-        logits = states @ model.get_input_embeddings().weight.T
+        with torch.autocast("cpu", torch.bfloat16, enabled=lowers):
+            states = model(batch).last_hidden_state
+            logits = (states @ model.get_input_embeddings().weight.T).float()
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,17 +1,20 @@
 """Each kind of model input, compared with arithmetic by hand and with diffusers."""
 
 import io
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxPipeline
+from diffusers import FluxPipeline, SanaTransformer2DModel
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
+from bench.gpu_check.families import SMALL
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from shards.format.buckets import Bucket
 from tests.train.specs import make_batch, spec
@@ -51,10 +54,25 @@ def test_states_stand_beside_and_behind_each_other() -> None:
     assert states is not None and mask is not None
     a, b, c = (told.texts[name].states for name in "abc")
     assert a is not None and b is not None and c is not None
-    assert states.shape == (N, 6, 10)
+    assert states.shape == (N, 8, 10)
     assert states[:, :4, :3].equal(a) and states[:, :4, 3:8].equal(b) and not states[:, :4, 8:].any()
-    assert states[:, 4:].equal(c)
-    assert mask[:, :4].all() and torch.equal(mask[:, 4:], present(told.texts["c"].mask))
+    assert states[:, 4:6].equal(c) and not states[:, 6:].any()
+    assert mask[:, :4].all() and torch.equal(mask[:, 4:6], present(told.texts["c"].mask))
+    assert mask.shape == (N, 8) and not mask[:, 6:].any()
+
+
+def test_masked_states_are_padded_without_changing_the_prediction() -> None:
+    fields = json.loads(Path("configs/sana/backbone.json").read_text()) | SMALL["sana"]
+    torch.manual_seed(0)
+    network = SanaTransformer2DModel.from_config(fields).eval()
+    told = conditioning(a=(13, fields["caption_channels"], True))
+    states, mask = present(told.texts["a"].states), present(told.texts["a"].mask)
+    latents, times = torch.randn(N, fields["in_channels"], 4, 4), torch.full((N,), 500)
+    inputs = {"encoder_hidden_states": States(towers=[["a"]], mask="encoder_attention_mask")}
+    with torch.no_grad():
+        found = BackboneConfig(inputs=inputs).predict(network, latents, times, told)
+        expected = network(latents, states, times, encoder_attention_mask=mask).sample
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_pooled_outputs_stand_beside_each_other() -> None:
