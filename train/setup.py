@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from diffusers import UNet2DConditionModel
 
 from shards.base.config import save_config
 from shards.base.device import device_module, is_accelerator
@@ -71,7 +72,9 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         state = restore(prepared.checkpoint, network, torch_optimizer, averages, head)
 
     if config.compile:
-        compile_network(network, len({stream.latent_hw for stream in prepared.spec.streams}))
+        num_shapes = len({stream.latent_hw for stream in prepared.spec.streams})
+        by_block = is_sharded or not isinstance(network, UNet2DConditionModel)
+        compile_network(network, num_shapes, by_block=by_block)
     # with evaluation_mode, accelerate applies autocast to a sharded model but does not wrap it in DDP, which would keep
     # all weights in every process
     model = accelerator.prepare_model(aligned or network, device_placement=False, evaluation_mode=is_sharded)
@@ -87,7 +90,7 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         seed=config.seed,
         model=model,
         averages=averages,
-        compiled=config.compile and not is_sharded,
+        compiled=config.compile,
     )
     return step, state
 

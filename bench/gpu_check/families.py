@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch import nn
 from torch._dynamo.utils import counters
 
 from bench.gpu_check.findings import Findings
@@ -26,7 +24,6 @@ from bench.train_step import release, seconds_of_steps
 from shards.base.config import load_config
 from train.config import TrainConfig
 from train.metrics import peak_memory
-from train.model.blocks import find_blocks
 from train.model.fit import on_meta
 from train.model.flops import training_flops
 from train.model.network import compile_network
@@ -94,10 +91,8 @@ class FamilyPhase:
         start = time.perf_counter()
         prepared = prepare(config, accelerator)
         step, _ = build_step(config, prepared, accelerator)
-        if how == "blocks":
-            compile_blocks(step.network)
-        elif how == "whole":
-            compile_network(step.network, 1)
+        if how != "eager":
+            compile_network(step.network, 1, by_block=how == "blocks")
         made = time.perf_counter() - start
         batches = iter(make_loader(config, prepared, 0, 0))
         waited: list[float] = []
@@ -170,13 +165,3 @@ class FamilyPhase:
         }
         words = [word for name, value in overrides.items() for word in (f"--{name}", str(value))]
         return load_config(TrainConfig, path, words, "train")
-
-
-def compile_blocks(network: nn.Module) -> None:
-    """Compile each block of a network in place. Blocks of the same class and shapes share a static graph."""
-    blocks = find_blocks(network).values()
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, len(blocks))
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, limits.recompile_limit)
-    for block in blocks:
-        block.compile(dynamic=False)
