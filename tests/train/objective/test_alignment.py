@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import weakref
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.train.specs import CHANNELS, TOKENS, WIDTH, Answer, make_batch, spec
 from train.__main__ import run as command
 from train.config import TrainConfig
 from train.data.draws import Draws
-from train.model.network import build_network
+from train.model.network import build_network, compile_network
 from train.objective.alignment import (
     Aligned,
     StoredFeatures,
@@ -48,6 +49,8 @@ TOWER = feature_tower(FEATURES)
 """A tower that resizes 64x64 pictures to 56x56, which gives 4x4 tokens."""
 OF = StoredFeatures("dino", TOWER, 8)
 LAYER = "down_blocks.1"
+INNER_LAYER = "down_blocks.0.attentions.0.transformer_blocks.0"
+"""A layer inside a block, which gradient checkpointing computes again."""
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
@@ -299,16 +302,22 @@ def test_the_next_phase_starts_with_the_head(whole: Path, root: Path, tmp_path: 
     assert all(value.equal(saved[name]) for name, value in aligned.head.state_dict().items())
 
 
-@pytest.mark.parametrize("layer", [LAYER, "down_blocks.0.attentions.0.transformer_blocks.0"])
-@pytest.mark.parametrize("how", ["gradient_checkpointing", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("how", "layer"),
+    [
+        ("gradient_checkpointing", LAYER),
+        ("gradient_checkpointing", INNER_LAYER),
+        ("compile by block", INNER_LAYER),
+        pytest.param("compile", LAYER, marks=pytest.mark.slow),
+        pytest.param("compile", INNER_LAYER, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_or_computed_again_the_gradients_are_the_same(
-    root: Path, tmp_path: Path, how: str, layer: str
+    root: Path, tmp_path: Path, how: str, layer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare the gradients of network and head from both losses; Dynamo traces the hook.
-
-    The second layer is inside what gradient checkpointing recomputes.
-    """
+    """Compare the gradients of network and head from both losses; Dynamo traces the hook."""
     gradients = []
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     config = TrainConfig.model_validate(fields_of(root, tmp_path / "run", repa={"layer": layer, "hidden": 24}))
     prepared = prepare(config)
     assert prepared.aligned is not None
@@ -317,8 +326,8 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
         unet = build_network(UNET, seed=3)
         prepared.aligned.head.zero_grad()
         aligned = Aligned(unet, prepared.aligned.head, config.repa, prepared.aligned.features)
-        if on and how == "compile":
-            unet.compile(backend="aot_eager")
+        if on and how != "gradient_checkpointing":
+            compile_network(unet, num_shapes=1, by_block=how == "compile by block")
         elif on:
             unet.enable_gradient_checkpointing()
         loss = DiffusionLoss(config.objective, prepared.spec, torch.device("cpu"), aligned=aligned)
