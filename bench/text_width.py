@@ -14,6 +14,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -86,7 +88,7 @@ class Comparison:
         """Derive the root and the validation root with a setting, and return their folders."""
         if setting == Setting("float16", None):
             return self.root, self.validation
-        made = self.folder / "roots" / f"{self.name}-{setting.storage}-{setting.width}"
+        made = self.folder / "roots" / f"{self.root.name}-{setting.storage}-{setting.width}"
         train, validation = made / "train", made / "validation"
         options = ["--text.storage", setting.storage]
         own = [] if setting.width is None else ["--text.width", str(setting.width)]
@@ -295,11 +297,9 @@ def write_config(path: Path, network: Path, fields: dict[str, Any], root: Path, 
     path.write_text(yaml.safe_dump(config))
 
 
-def speed(width: int, rounds: int = 7) -> str:
-    """Compare the time to encode captions with and without a projection, for a text encoder of SD2's shape with random
-    weights."""
-    import tempfile
-
+def encoding_speed(width: int, rounds: int = 15) -> str:
+    """Compare the CPU time to encode captions with and without a projection, for a text encoder of SD2's shape with
+    random weights."""
     import torch
 
     from bench.encode import CONFIGS, load_encoders, save_models, sizes_for
@@ -310,12 +310,11 @@ def speed(width: int, rounds: int = 7) -> str:
     from shards.format.towers import Projection, encode_matrix
 
     device = torch.device(choose_device())
-    sizes = sizes_for(device)
     fields = json.loads((CONFIGS / "text_encoder" / "sd2.json").read_text())
     count = 64 if device.type == "cuda" else 8
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        save_models(replace(sizes, text_encoder=fields), folder)
+        save_models(replace(sizes_for(device), text_encoder=fields), folder)
         precision: Precision = "bfloat16" if device.type == "cuda" else "float32"
         _, full = load_encoders(folder, device, precision, False)
         matrix = np.linalg.qr(np.random.default_rng(0).standard_normal((full.tower.width, width)))[0]
@@ -330,8 +329,26 @@ def speed(width: int, rounds: int = 7) -> str:
         tower = full.tower.with_projection(made)
         narrow = TextEncoder(folder / "text_encoder", folder / "tokenizer", tower, settings)
         captions = ["a red square in front of a blue wall"] * count
-        pair = timed_in_turn(lambda: narrow(captions, count), lambda: full(captions, count), rounds)
-    return f"encoding rate with width {width}, relative to full width: {pair.ratio:.3f} ({pair.spread})"
+        clock = time.perf_counter if device.type == "cuda" else time.process_time
+        pair = timed_in_turn(lambda: narrow(captions, count), lambda: full(captions, count), rounds, clock)
+    return f"captions encoded per second, relative to full width: {pair.ratio:.3f} ({pair.spread})"
+
+
+def reading_speed(width: int, rounds: int = 15) -> str:
+    """Compare the time to read samples of SD2's size at 256 px from the page cache with projected and full-width
+    text."""
+    from bench.kit.common import timed_in_turn
+    from bench.kit.roots import make_root
+    from bench.loader import BATCH, SD2_BUCKET, SD2_TEXT, Reading
+
+    samples = {SD2_BUCKET: [8 * BATCH] * 2}
+    with tempfile.TemporaryDirectory() as temporary:
+        narrow, full = (
+            Reading(make_root(Path(temporary) / str(size), samples, (SD2_TEXT[0], size)), SD2_BUCKET, 0)
+            for size in (width, SD2_TEXT[1])
+        )
+        pair = timed_in_turn(narrow, full, rounds)
+    return f"samples read per second, relative to full width: {pair.ratio:.3f} ({pair.spread})"
 
 
 def main() -> None:
@@ -349,14 +366,14 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/text_width"), help="folder for roots, runs and results"
     )
-    parser.add_argument("--speed", type=int, metavar="WIDTH", help="only compare the time to encode captions")
+    parser.add_argument("--speed", type=int, metavar="WIDTH", help="only compare the time to encode and to read")
     parser.add_argument("--sample", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.sample:
         sample_run(Path(options.sample[0]), Path(options.sample[1]), int(options.sample[2]))
         return
     if options.speed:
-        print(f"{machine()}\n\n{speed(options.speed)}")
+        print(f"{machine()}\n\n{encoding_speed(options.speed)}\n{reading_speed(options.speed)}")
         return
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
