@@ -14,6 +14,7 @@ import numpy as np
 import yaml
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
+from diffusers import UNet2DConditionModel
 
 from shards.base.device import Precision, resolve_precision
 from shards.base.errors import RequestError, WorkError
@@ -36,7 +37,7 @@ from train.model.text_width import (
     text_layers,
     text_projection,
 )
-from train.objective.alignment import Aligned, find_features, layer_shape, make_head
+from train.objective.alignment import Aligned, check_whole_block, find_features, layer_shape, make_head
 from train.objective.validation import FoundValidation, Validation, find_validation, open_validation
 from train.run.checkpoints import local_copy
 from train.run.checkpoints.checkpoint import (
@@ -285,6 +286,8 @@ def make_aligned(
     for latent_hw in sorted({stream.latent_hw for stream in spec.streams}):
         copy, call = on_meta(network, backbone, spec, latent_hw)
         shapes[latent_hw] = layer_shape(copy, config.repa, call)
+    if config.compile and config.gradient_checkpointing and not isinstance(network, UNet2DConditionModel):
+        check_whole_block(network, config.repa.layer)
     head = make_head(config.repa, shapes, features.tower.width, config.seed)
     return Aligned(network, head, config.repa, features)
 

@@ -86,13 +86,21 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         network=network,
         loss=DiffusionLoss(config.objective, prepared.spec, accelerator.device, prepared.backbone, aligned=aligned),
         optimizer=optimizer,
-        microbatch_size=min(config.microbatch_size, config.global_batch_size // prepared.world.size),
+        microbatch_size=microbatch_size(config, prepared.world.size),
         seed=config.seed,
         model=model,
         averages=averages,
         compiled=config.compile,
     )
     return step, state
+
+
+def microbatch_size(config: TrainConfig, num_processes: int) -> int:
+    """Return the microbatch size to use. A compiled step fills its last microbatch, so it uses the smallest size that
+    takes no more microbatches than the configured one."""
+    share = config.global_batch_size // num_processes
+    size = min(config.microbatch_size, share)
+    return -(-share // -(-share // size)) if config.compile else size
 
 
 def build_trainer(

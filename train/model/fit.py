@@ -155,6 +155,11 @@ def _text_problems(network: Any, spec: DataSpec, backbone: BackboneConfig) -> It
             f"backbone.inputs gives the network no mask (name the mask argument, or encode the captions with `masked` "
             f"and `trim` set to false)"
         )
+    if hiding and config.get("addition_embed_type") == "text":
+        yield (
+            f"with addition_embed_type text, it averages over all tokens, but captions for {' and '.join(hiding)} were "
+            f"encoded with `masked` or `trim`, which hides padding (encode them with both set to false)"
+        )
 
 
 def _side_problems(config: Any, spec: DataSpec, backbone: BackboneConfig) -> Iterator[str]:

@@ -80,9 +80,10 @@ def compile_network(network: Any, num_shapes: int, *, by_block: bool = False) ->
             instead of minutes, and it also works for a network that gathers its weights block by block.
     """
     modules = list(find_blocks(network).values()) if by_block else [network]
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, len(modules) * (num_shapes + 1))  # one more for validation
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, limits.recompile_limit)
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, len(modules) * (num_shapes + 1))  # one more for validation
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, dynamo.recompile_limit)
+    dynamo.skip_nnmodule_hook_guards = False  # otherwise, a block with a hook inside would use another block's graph
     for module in modules:
         module.compile(dynamic=False)
 

@@ -22,7 +22,7 @@ from shards.format.text import dequantise
 from shards.format.towers import FeatureTower
 from train.data.batch import Batch
 from train.data.spec import DataSpec
-from train.model.blocks import BlockHook, add_hook
+from train.model.blocks import BlockHook, add_hook, find_blocks
 from train.objective.config import RepaConfig
 
 
@@ -218,3 +218,18 @@ def layer_shape(network: nn.Module, config: RepaConfig, call: Callable[[], objec
             f"tensor. Choose a different layer, or a different output (repa.output)."
         )
     return tuple(chosen.shape)
+
+
+def check_whole_block(network: nn.Module, layer: str) -> None:
+    """Check that a layer is not inside a block. Otherwise, the block's graph differs between the forward pass, which
+    records the layer's output, and the recomputation, which does not.
+
+    Raises:
+        RequestError: the layer is inside a block.
+    """
+    for block in find_blocks(network):
+        if layer.startswith(f"{block}."):
+            raise RequestError(
+                f"repa.layer {layer} is inside the block {block}, which is not possible with both `compile` and "
+                f"`gradient_checkpointing`. Set repa.layer to {block}, or set one of these two fields to false."
+            )

@@ -101,11 +101,15 @@ class Validation:
         # the graph compiled for training expects gradients to be enabled
         with torch.enable_grad():
             errors = []
-            for microbatch in noisy.microbatches(size, filled=True):
+            microbatches = list(noisy.microbatches(size, filled=True))
+            # a short batch takes as many passes as the other ranks' batches, because all ranks must call a sharded
+            # network equally often
+            num_more = -(-self.config.batch_size // size) - len(microbatches)
+            for microbatch in [*microbatches, *microbatches[:1] * num_more]:
                 errors.append(loss.squared_error(network, microbatch).detach())
                 if loss.aligned is not None:
                     loss.aligned.discard()
-            return torch.cat(errors)
+            return torch.cat(errors[: len(microbatches)])
 
 
 class HeldOutFile(NamedTuple):

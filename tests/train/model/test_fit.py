@@ -107,6 +107,17 @@ def test_a_unet_that_does_not_fit_the_latents(
     assert words in message and "Set `backbone.config` to a network that fits them, or train on a different" in message
 
 
+def test_a_unet_that_averages_over_hidden_padding(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    masked = another(root, tmp_path / "masked", "text", masked=True)
+    fields = json.loads(UNET.read_text()) | {"addition_embed_type": "text", "addition_embed_type_num_heads": 1}
+    (unet := tmp_path / "unet.json").write_text(json.dumps(fields | {"encoder_hid_dim": 16}))
+    backbone, data = {"config": str(unet)}, {"streams": [{"root": str(masked), "bucket": "64x64"}]}
+    message = refusal(tmp_path, train_fields(masked, tmp_path / "run", backbone=backbone, data=data), capsys)
+    assert "with addition_embed_type text, it averages over all tokens" in message
+
+
 ONE_LEVEL = {"block_out_channels": [8], "down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
 SANA = {
     "_class_name": "SanaTransformer2DModel", "in_channels": 4, "out_channels": 4, "caption_channels": 16,

@@ -1,17 +1,23 @@
 """The shipped configs are Stable Diffusion 2 base."""
 
 import json
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from shards.base.config import load_config
 from shards.base.errors import RequestError
 from tests.runs import UNET
 from train.config import TrainConfig
+from train.model.blocks import BlockHook, add_hook
 from train.model.config import AdamWConfig
 from train.model.network import build_network, compile_network, load_pretrained
+from train.setup import microbatch_size
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -48,6 +54,34 @@ def test_every_latent_shape_may_compile_a_graph() -> None:
         compile_network(torch.nn.Identity(), num_shapes=20)
         limits = torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
     assert min(limits) > 20  # one more for validation
+
+
+def test_a_hook_inside_one_of_several_equal_blocks_runs_when_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    linears = [nn.Linear(2, 2) for _ in range(3)]
+    network = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(linear, nn.Tanh()) for linear in linears)})
+    add_hook(network, ["blocks.1.0"], Negate())
+    compile_network(network, num_shapes=1, by_block=True)
+    ones = torch.ones(1, 2)
+    found = [network.get_submodule(f"blocks.{number}")(ones) for number in range(3)]
+    torch.compiler.reset()
+    for output, linear, sign in zip(found, linears, (1, -1, 1), strict=True):
+        torch.testing.assert_close(output, torch.tanh(sign * F.linear(ones, linear.weight, linear.bias)))
+
+
+@pytest.mark.parametrize(("compiled", "expected"), [(False, 32), (True, 20)])
+def test_a_compiled_step_fills_as_few_samples_as_possible(compiled: bool, expected: int) -> None:
+    """40 samples per process take two microbatches, of 32 and 8 or of 20 each."""
+    config = load_config(TrainConfig, CONFIGS / "phase1.yaml", [], "train")
+    changed = config.model_copy(update={"global_batch_size": 2560, "microbatch_size": 32, "compile": compiled})
+    assert microbatch_size(changed, 64) == expected
+
+
+class Negate(BlockHook):
+    """Negates the output of a module."""
+
+    def after(self, name: str, output: Any) -> Any:
+        return -output
 
 
 def test_dropout_is_refused(tmp_path: Path) -> None:

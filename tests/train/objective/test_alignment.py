@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from bench.kit.roots import feature_tower, make_root
-from shards.base.errors import RequestError
+from shards.base.errors import RequestError, exit_code_of
 from shards.format.buckets import Bucket
 from shards.format.text import quantise
 from tests import ranks
@@ -198,6 +198,22 @@ def test_layers_of_transformers_can_be_aligned() -> None:
     assert found == [(1, 16, 8), (1, 16, 32)] and token_grid(16, (8, 8)) == (4, 4)
 
 
+def test_a_layer_inside_a_compiled_and_checkpointed_block_of_a_transformer(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sana = {
+        "_class_name": "SanaTransformer2DModel", "in_channels": 4, "out_channels": 4, "caption_channels": 16,
+        "attention_head_dim": 4, "num_attention_heads": 2, "cross_attention_head_dim": 4,
+        "num_cross_attention_heads": 2, "cross_attention_dim": 8, "num_layers": 2,
+    }  # fmt: skip
+    (tmp_path / "backbone.json").write_text(json.dumps(sana))
+    backbone = {"config": str(tmp_path / "backbone.json")}
+    changes = {"backbone": backbone, "compile": True, "gradient_checkpointing": True}
+    fields = fields_of(root, tmp_path / "run", repa={"layer": "transformer_blocks.1.attn1"}, **changes)
+    assert exit_code_of(lambda: command(["check", "--config", str(write_config(tmp_path, fields))])) == 2
+    assert "repa.layer transformer_blocks.1.attn1 is inside the block transformer_blocks.1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -308,6 +324,7 @@ def test_the_next_phase_starts_with_the_head(whole: Path, root: Path, tmp_path: 
         ("gradient_checkpointing", LAYER),
         ("gradient_checkpointing", INNER_LAYER),
         ("compile by block", INNER_LAYER),
+        ("both", INNER_LAYER),
         pytest.param("compile", LAYER, marks=pytest.mark.slow),
         pytest.param("compile", INNER_LAYER, marks=pytest.mark.slow),
     ],
@@ -317,7 +334,7 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
 ) -> None:
     """Compare the gradients of network and head from both losses; Dynamo traces the hook."""
     gradients = []
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition"))
     config = TrainConfig.model_validate(fields_of(root, tmp_path / "run", repa={"layer": layer, "hidden": 24}))
     prepared = prepare(config)
     assert prepared.aligned is not None
@@ -327,8 +344,8 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
         prepared.aligned.head.zero_grad()
         aligned = Aligned(unet, prepared.aligned.head, config.repa, prepared.aligned.features)
         if on and how != "gradient_checkpointing":
-            compile_network(unet, num_shapes=1, by_block=how == "compile by block")
-        elif on:
+            compile_network(unet, num_shapes=1, by_block=how != "compile")
+        if on and how in ("gradient_checkpointing", "both"):
             unet.enable_gradient_checkpointing()
         loss = DiffusionLoss(config.objective, prepared.spec, torch.device("cpu"), aligned=aligned)
         data = make_batch(list("abcd"), torch.arange(4), torch.randn(4, 8, 8, 8).half(), torch.randn(4, 16, 16).half())

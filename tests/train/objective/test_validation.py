@@ -55,10 +55,10 @@ def test_each_sample_at_all_timesteps_or_at_one_in_turn(dealt: bool, places: str
         slots = torch.arange(start, min(start + 4, SAMPLES))
         latents, text = torch.randn(len(slots), CHANNELS, 8, 8).half(), torch.randn(len(slots), TOKENS, WIDTH).half()
         batches.append(make_batch([""] * len(slots), slots, latents, text))
-    validation = Validation(batches, 0, ValidationConfig(timesteps=places, dealt=dealt))
+    validation = Validation(batches, 0, ValidationConfig(timesteps=places, dealt=dealt, batch_size=4))
     loss = TracingLoss()
     found = validation(torch.nn.Identity(), loss, Accelerator(cpu=True), microbatch_size)  # type: ignore[arg-type]
-    sizes = [3] * 11 if microbatch_size else [4] * 5 + [1]  # every microbatch is filled
+    sizes = [3] * 12 if microbatch_size else [4] * 5 + [1]  # every microbatch is filled, and every batch takes two
     assert sorted(loss.sizes) == sorted(sizes * (1 if dealt else 8))
     filled = Validation([*batches, batches[0]], 0, validation.config, filler=True)
     assert filled(torch.nn.Identity(), loss, Accelerator(cpu=True), microbatch_size) == found  # type: ignore[arg-type]
