@@ -7,14 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from examples.shapes.demo import Demo
+from evaluation.config import EvaluateConfig
+from examples.shapes.demo import CONFIGS, Demo
 from examples.shapes.progress import Progress, Step, describe, seconds_left
+from precompute.config import PrecomputeConfig
+from shards.base.config import Config, load_config
+from train.config import TrainConfig
 
 STEPS = [
     Step("encode", "encode", 60, "data", lambda: None),
     Step("first", "first phase", 100, "training", lambda: None),
     Step("second", "second phase", 200, "training", lambda: None),
 ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("precompute", PrecomputeConfig), ("phase1", TrainConfig), ("phase2", TrainConfig), ("evaluate", EvaluateConfig)],
+)
+def test_its_configs_are_valid(name: str, kind: type[Config]) -> None:
+    load_config(kind, CONFIGS / f"{name}.yaml", [], "demo")
 
 
 def test_the_estimate_follows_the_speed_of_steps_of_the_same_kind() -> None:
