@@ -116,10 +116,11 @@ def test_calls_in_a_row_are_timed_separately_and_stop_with_the_pool() -> None:
 
 def test_a_call_that_never_ends_does_not_hide_another_error() -> None:
     """The error of the consumer closes all stages, and leaving the pool notices the call that does not end."""
-    end = threading.Event()
+    begun, end = threading.Event(), threading.Event()
 
     def work(item: int) -> int:
         if item:
+            begun.set()
             end.wait(60)
         return item
 
@@ -128,6 +129,7 @@ def test_a_call_that_never_ends_does_not_hide_another_error() -> None:
             results = in_background(map_in_order(pool, work, range(9), ahead=4, seconds=0.3), ahead=1)
             with closing(results):
                 assert next(results) == 0
+                begun.wait(60)  # a call that has not begun is cancelled
                 raise ValueError("no room")
         assert isinstance(caught.value.__cause__, ValueError)
     finally:
