@@ -33,6 +33,7 @@ from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root, record_rules
+from tests.graphs import Graphs, capture_graphs
 from tests.tiny import make_models, make_samples, make_tar
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -287,3 +288,10 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield f"s3://{tmp_path.name}"
     clients.clear_instance_cache()
     server.stop()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
+    """The graphs that are compiled during the test."""
+    with capture_graphs(monkeypatch) as captured:
+        yield captured

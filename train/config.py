@@ -75,7 +75,7 @@ class TrainConfig(Config):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, which saves memory but takes more time."""
     compile: bool = False
-    """Compile the network with torch.compile: a U-Net that is not sharded as a whole, any other network block by
+    """Compile the network with torch.compile. An unsharded U-Net is compiled as a whole, any other network block by
     block."""
     sharding: Sharding = "none"
     """What is sharded across processes: `none`: nothing (DDP, in which every process holds everything); `grad_op`:

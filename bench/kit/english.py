@@ -72,10 +72,10 @@ def make_encoder(folder: Path, steps: int, seed: int = 0) -> None:
         optimizer, lambda step: min((step + 1) / WARMUP, max(0.05, 1 - step / steps))
     )
     rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
-    lowers = resolve_precision("auto", "cpu") == "bfloat16"
+    in_bfloat16 = resolve_precision("auto", "cpu") == "bfloat16"
     for step in range(steps):
         batch = rows[torch.arange(step * BATCH, (step + 1) * BATCH) % len(rows)]
-        with torch.autocast("cpu", torch.bfloat16, enabled=lowers):
+        with torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16):
             states = model(batch).last_hidden_state
             logits = (states @ model.get_input_embeddings().weight.T).float()
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())

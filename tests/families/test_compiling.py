@@ -1,22 +1,19 @@
-"""With `compile`, every block of a family runs in a compiled graph, sharded or not, and the losses do not change."""
+"""`compile` compiles every block of each family, with and without sharding, and does not change the losses."""
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partialmethod
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from tests.families.small import FAMILIES, Small, stir
 from tests.families.starting import small_run, started
+from tests.graphs import Graphs
 from train.config import TrainConfig
 from train.data.batch import Batch
-from train.data.draws import Draws, philox
+from train.data.draws import Draws
 from train.data.loader import Loader
 from train.model.blocks import find_blocks
 from train.model.network import compile_network
@@ -26,34 +23,6 @@ from train.prepare import prepare
 
 UNETS = ("sd2", "sd15", "sdxl")
 NUM_MICROBATCHES = 2
-
-
-@dataclass
-class Graphs:
-    """Counts the graphs that are captured, and their calls. They are executed eagerly."""
-
-    calls: int = 0
-    made: list[torch.fx.GraphModule] = field(default_factory=list)
-
-    def capture(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        self.made.append(graph)
-
-        def run(*arguments: Any) -> Any:
-            self.calls += 1
-            return graph.forward(*arguments)
-
-        return run
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
-    """The graphs that are compiled during the test."""
-    found = Graphs()
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=found.capture))
-    monkeypatch.setattr("train.data.draws.fused_philox", lambda: philox)
-    counters.clear()
-    yield found
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -71,14 +40,13 @@ def test_every_block_is_compiled_once_per_latent_shape(
         step = started(config).train_step
         whole, cut = shapes(config)
         losses[compiled] = [step(batch, number).sums.total for number, batch in enumerate([whole, cut])]
-        num_graphs = len(graphs.made)
-        calls = graphs.calls
+        num_graphs, calls = len(graphs.captured), graphs.calls
         losses[compiled] += [step(batch, 2 + number).sums.total for number, batch in enumerate([whole, cut] * 2)]
     blocks = 1 if name in UNETS else len(find_blocks(step.network))
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
     assert calls == 2 * NUM_MICROBATCHES * blocks * (1 + checkpointed) and graphs.calls == 3 * calls
-    assert len(graphs.made) == num_graphs
-    assert not counters["graph_break"]
+    assert len(graphs.captured) == num_graphs
+    assert not graphs.breaks
 
 
 def shapes(config: TrainConfig) -> tuple[Batch, Batch]:
@@ -119,8 +87,8 @@ def test_every_block_of_a_sharded_network_is_compiled(name: str, small: Callable
             total.backward()
             losses.append(float(total.detach()))
         if number == 1:
-            num_graphs = len(graphs.made)
+            num_graphs = len(graphs.captured)
     assert found == pytest.approx(expected, rel=1e-5)
     assert graphs.calls == 4 * len(find_blocks(prepared.network))
-    assert len(graphs.made) == num_graphs
-    assert not counters["graph_break"]
+    assert len(graphs.captured) == num_graphs
+    assert not graphs.breaks

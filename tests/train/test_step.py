@@ -19,15 +19,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch._dynamo.backends.distributed import DDPOptimizer
-from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shards.format.text import quantise
+from tests.graphs import Graphs
 from tests.runs import UNET, curve, train_fields, write_config
 from tests.train.specs import CHANNELS, make_batch, spec
 from train.__main__ import run as train
 from train.data.batch import Batch
-from train.data.draws import philox
 from train.data.loader import Loader
 from train.data.spec import DataConfig
 from train.data.streams import open_data
@@ -269,22 +268,6 @@ def test_a_whole_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
-    """The graphs that are compiled during the test. They are captured but executed eagerly."""
-    captured: list[torch.fx.GraphModule] = []
-
-    def capture(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        captured.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=capture))
-    monkeypatch.setattr("train.data.draws.fused_philox", lambda: philox)
-    counters.clear()
-    yield captured
-    torch.compiler.reset()
-
-
-@pytest.fixture
 def accelerator() -> Iterator[Accelerator]:
     """A bfloat16 accelerator. Its state is reset, because accelerate keeps the precision for the whole process."""
     AcceleratorState._reset_state()
@@ -333,9 +316,7 @@ def test_a_placed_network_uses_attention_kernels_that_are_safe_for_training() ->
     assert not torch.backends.cuda.flash_sdp_enabled()
 
 
-def test_each_latent_shape_compiles_one_graph(
-    graphs: list[torch.fx.GraphModule], accelerator: Accelerator, tmp_path: Path
-) -> None:
+def test_each_latent_shape_compiles_one_graph(graphs: Graphs, accelerator: Accelerator, tmp_path: Path) -> None:
     """All microbatches of a step share a graph, including the smaller last one, and validation with other batch sizes
     uses it, too. A second latent shape compiles a second graph. Captions are trimmed."""
     level = {"block_out_channels": [16], "down_block_types": ["CrossAttnDownBlock2D"]}
@@ -352,7 +333,7 @@ def test_each_latent_shape_compiles_one_graph(
         held_out = [make_share(width, tokens, size=size, shape=shape) for size in (4, 1)]
         fields = Validation(held_out, 0, ValidationConfig(dealt=True))(unet, loss, accelerator, SIZE)
         assert len(fields["val_loss_by_timestep"]) == 8
-        assert len(graphs) == number and not counters["graph_break"]
+        assert len(graphs.captured) == number and not graphs.breaks
 
 
 def test_ddp_has_few_large_buckets() -> None:

@@ -168,8 +168,8 @@ class DdpConfig(Config):
     """Gradient exchange between processes if each process holds the whole network (`sharding: none`)."""
 
     bucket_mb: int = Field(500, ge=1)
-    """Size in MB of the buckets that are all-reduced during the backward pass. A compiled graph with larger
-    gradients is split at the bucket boundaries."""
+    """Size in MB of the buckets that are all-reduced during the backward pass. If the gradients of a
+    compiled graph take more than this, the graph is split at the bucket boundaries."""
     gradients: Literal["float32", "bfloat16"] = "float32"
     """Data type of all-reduced gradients. bfloat16 halves the traffic, and rounds to within 1/256 of each value."""
 

@@ -157,8 +157,9 @@ def _text_problems(network: Any, spec: DataSpec, backbone: BackboneConfig) -> It
         )
     if hiding and config.get("addition_embed_type") == "text":
         yield (
-            f"with addition_embed_type text, it averages over all tokens, but captions for {' and '.join(hiding)} were "
-            f"encoded with `masked` or `trim`, which hides padding (encode them with both set to false)"
+            f"with addition_embed_type text, it averages over all tokens, including padding, but captions for "
+            f"{' and '.join(hiding)} were encoded with `masked` or `trim`, which hides padding (encode them with both "
+            f"set to false)"
         )
 
 

@@ -17,9 +17,9 @@ from shards.format.towers import TextTower
 if TYPE_CHECKING:
     from torch import Tensor
 
-MASKED_TOKENS = 8
-"""Masked states get hidden tokens up to a multiple of this. With other lengths, PyTorch's compiler may lay out the mask
-in a way that attention on a GPU rejects ("(*bias): last dimension must be contiguous")."""
+TOKEN_MULTIPLE = 8
+"""Masked states are padded with hidden tokens to a multiple of this number. With other lengths, PyTorch's compiler may
+lay out the mask in a way that attention on a GPU rejects ("(*bias): last dimension must be contiguous")."""
 SizeName = Literal["original", "crop", "target", "aspect_ratio"]
 
 
@@ -88,7 +88,7 @@ class States(Config):
         return max(combine([texts[name].width for name in towers]) for towers in self.lists)
 
     def arguments(self, name: str, context: InputContext) -> dict[str, Tensor | None]:
-        """Return the states and, if configured, their mask. Masked states are padded to a multiple of MASKED_TOKENS."""
+        """Return the states and, if configured, their mask, padded to a multiple of TOKEN_MULTIPLE tokens if masked."""
         import torch.nn.functional as F
 
         texts = context.conditioning.texts
@@ -103,7 +103,7 @@ class States(Config):
         if all(mask is None for mask in masks):
             return {name: states, self.mask: None}
         whole = [row.new_ones(row.shape[:2]) if mask is None else mask for row, mask in zip(rows, masks, strict=True)]
-        padding = -states.shape[1] % MASKED_TOKENS
+        padding = -states.shape[1] % TOKEN_MULTIPLE
         return {
             name: F.pad(states, (0, 0, 0, padding)),
             self.mask: F.pad(_concatenate_tokens(whole), (0, padding)),

@@ -230,6 +230,6 @@ def check_whole_block(network: nn.Module, layer: str) -> None:
     for block in find_blocks(network):
         if layer.startswith(f"{block}."):
             raise RequestError(
-                f"repa.layer {layer} is inside the block {block}, which is not possible with both `compile` and "
+                f"repa.layer {layer} is inside the block {block}, which does not work with both `compile` and "
                 f"`gradient_checkpointing`. Set repa.layer to {block}, or set one of these two fields to false."
             )
