@@ -4,6 +4,7 @@ examples:
   python -m plan --gpus 64
   python -m plan --config configs/sana/plan.yaml --gpu.price_per_hour 2.5 --out runs/plan
   python -m plan --compare configs/plan/h100.yaml configs/plan/h200.yaml
+  python -m plan --memory configs/phase1.yaml configs/phase2.yaml
 """
 
 import shards.base.interrupt  # noqa: F401
@@ -32,10 +33,22 @@ def run(arguments: list[str]) -> None:
     parser.add_argument(
         "--compare", nargs="+", default=[], help="more plan files to compare with; overrides do not apply to them"
     )
+    parser.add_argument(
+        "--memory",
+        nargs="+",
+        default=[],
+        type=Path,
+        help="training configs; print only the memory that they need on each GPU (about a minute per config)",
+    )
     parser.add_argument("--out", type=Path, help="folder to write plan.txt, plan.json and plan.png to")
     options, overrides = parser.parse_known_args(arguments)
     overrides += ["--gpus", options.gpus] if options.gpus else []
     plans = [load_config(Plan, options.config, overrides, PROG)]
+    if options.memory:
+        from plan.memory import memory_report
+
+        print(memory_report(plans[0], options.memory))
+        return
     plans += [load_config(Plan, path, [], PROG) for path in options.compare]
     reports = [make_report(plan) for plan in plans]
     text = "\n\n".join([*map(render, reports), *([render_comparison(plans, reports)] if options.compare else [])])

@@ -16,7 +16,9 @@ WHOLE_CONFIG = {
         "train/start.py",
         "train/config.py",
         "train/prepare.py",
+        "train/memory.py",
         "train/setup.py",
+        "plan/memory.py",
         # config of a finished run, read from its folder
         "train/export/pipeline.py",
         "train/export/card.py",

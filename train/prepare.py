@@ -16,7 +16,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from diffusers import UNet2DConditionModel
 
-from shards.base.device import Precision, resolve_precision
+from shards.base.device import Precision, is_accelerator, memory_of, resolve_precision
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
 from shards.format.encoding import EncodingRecord
@@ -26,6 +26,7 @@ from train.data.spec import DataSpec, keep_towers
 from train.data.streams import FoundData, find_data, open_data
 from train.early import no_checkpoint
 from train.export.pipeline import check_pipeline
+from train.memory import check_memory, largest_shape, step_settings
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
 from train.model.network import build_network, load_matching, load_pretrained, width_field
@@ -127,6 +128,11 @@ def prepare(
     without_weights = build_network(config.network, None, widths)
     check_fit(without_weights, spec, backbone)
     check_precision(without_weights, config.precision)
+    freeze_except(without_weights, config.train_only)
+    if accelerator is not None and is_accelerator(accelerator.device):
+        shape = largest_shape({stream.latent_hw for stream in spec.streams})
+        settings, capacity = step_settings(config, world.size), memory_of(accelerator.device)
+        on_main_process(accelerator, lambda: check_memory(without_weights, backbone, spec, shape, settings, capacity))
     if widths is not None:
         text_layers(without_weights.config, widths[0])  # fail now if the trained network could not be exported
         if config.init_unet is not None:

@@ -6,18 +6,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from diffusers import UNet2DConditionModel
 
 from shards.base.config import save_config
 from shards.base.device import device_module, is_accelerator
 from train.config import TrainConfig
 from train.data.draws import global_slots
 from train.data.loader import Loader
+from train.memory import microbatch_size
 from train.metrics import Metrics
 from train.model.ema import make_averages
 from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
-from train.model.network import compile_network
+from train.model.network import compile_network, compiles_by_block
 from train.model.optimizer import Optimizer, build_optimizer
 from train.model.sharding import shard_weights
 from train.objective.loss import DiffusionLoss
@@ -73,8 +73,7 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
 
     if config.compile:
         num_shapes = len({stream.latent_hw for stream in prepared.spec.streams})
-        by_block = is_sharded or not isinstance(network, UNet2DConditionModel)
-        compile_network(network, num_shapes, by_block=by_block)
+        compile_network(network, num_shapes, by_block=compiles_by_block(network, is_sharded))
     # with evaluation_mode, accelerate applies autocast to a sharded model but does not wrap it in DDP, which would keep
     # all weights in every process
     model = accelerator.prepare_model(aligned or network, device_placement=False, evaluation_mode=is_sharded)
@@ -93,14 +92,6 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         compiled=config.compile,
     )
     return step, state
-
-
-def microbatch_size(config: TrainConfig, num_processes: int) -> int:
-    """Return the microbatch size to use. A compiled step fills its last microbatch, so it uses the smallest size that
-    takes no more microbatches than the configured one."""
-    share = config.global_batch_size // num_processes
-    size = min(config.microbatch_size, share)
-    return -(-share // -(-share // size)) if config.compile else size
 
 
 def build_trainer(

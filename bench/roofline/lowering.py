@@ -81,27 +81,6 @@ def lowered(network: nn.Module, call: Callable[[], Tensor], training: bool) -> t
     return kernels, saved[0]
 
 
-class Float32GroupNorm(nn.GroupNorm):
-    """Group norm in float32, as under autocast on a GPU, but not on a CPU."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise (N, C, …) in float32."""
-        with torch.autocast("cpu", enabled=False):
-            return F.group_norm(input.float(), self.num_groups, self.weight, self.bias, self.eps)
-
-
-class Float32LayerNorm(nn.LayerNorm):
-    """Layer norm in float32, as under autocast on a GPU, but not on a CPU."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise (…, *normalized_shape) in float32."""
-        with torch.autocast("cpu", enabled=False):
-            return F.layer_norm(input.float(), self.normalized_shape, self.weight, self.bias, self.eps)
-
-
-FLOAT32: dict[type[nn.Module], type[nn.Module]] = {nn.GroupNorm: Float32GroupNorm, nn.LayerNorm: Float32LayerNorm}
-
-
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Make all new tensors fake, and attention flash attention, within the context."""
@@ -115,19 +94,6 @@ def fake_tensors() -> Iterator[None]:
         patch.object(F, "scaled_dot_product_attention", attention),
     ):
         yield
-
-
-def without_values(network: nn.Module) -> nn.Module:
-    """Replace a meta-device network's weights by fake CPU tensors with the same strides. Call under `fake_tensors`."""
-    for module in network.modules():
-        module.__class__ = FLOAT32.get(type(module), type(module))
-        stores: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for store in stores:
-            for name, value in store.items():
-                if value is not None:
-                    fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-                    store[name] = nn.Parameter(fake) if isinstance(value, nn.Parameter) else fake
-    return network
 
 
 def _schedule(graph: torch.fx.GraphModule, inputs: list[Any], is_backward: bool, is_inference: bool) -> list[Kernel]:

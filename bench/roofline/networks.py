@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bench.roofline.eager import operations
 from bench.roofline.kernels import DeviceWork, add_up
-from bench.roofline.lowering import fake_tensors, lowered, without_values
+from bench.roofline.lowering import fake_tensors, lowered
 from bench.roofline.pretend import cudnn_layouts
 from plan.config import Networks
 from precompute.encode.encoders import attend_by_products
@@ -22,6 +22,7 @@ from precompute.encode.networks import lowered as with_weights_in
 from shards.format.buckets import Bucket
 from shards.format.towers import ONLY_TEXT
 from train.model.channels_last import keep_channels_last
+from train.model.memory import without_values
 from train.model.network import build_network
 from train.model.norms import use_low_precision_norms
 

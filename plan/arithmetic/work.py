@@ -60,9 +60,8 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
     read_configs(networks)  # fail on a wrong path before the slow import of torch
     import torch
 
+    vae, image, encoders = build_towers(networks)
     with torch.device("meta"), torch.no_grad():
-        vae, image = build_image_tower(networks.vae)
-        encoders = {name: build_text_tower(name, tower) for name, tower in networks.texts.items()}
         try:
             shapes = {name: Bucket.parse(name).latent_hw(image.downsampling) for name in buckets}
         except ValueError as error:
@@ -167,6 +166,19 @@ def _backbone(networks: Networks) -> tuple[Any, str]:
     section = _read(networks.backbone, yaml.safe_load).get("backbone", {})
     backbone = BackboneConfig.model_validate(section)
     return backbone, str(backbone.config)
+
+
+def build_towers(networks: Networks) -> tuple[Any, ImageTower, dict[str, tuple[Any, TextTower]]]:
+    """Build the encoders without weights.
+
+    Returns:
+        The autoencoder with its record, and the text encoders with their records, by name.
+    """
+    import torch
+
+    with torch.device("meta"), torch.no_grad():
+        vae, image = build_image_tower(networks.vae)
+        return vae, image, {name: build_text_tower(name, tower) for name, tower in networks.texts.items()}
 
 
 def build_image_tower(path: str) -> tuple[Any, ImageTower]:

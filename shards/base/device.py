@@ -59,6 +59,12 @@ def device_module() -> Any:
     return torch.get_device_module(ACCELERATOR)
 
 
+def memory_of(device: "torch.device") -> int:
+    """Return the size of an accelerator's memory in bytes."""
+    _, total = device_module().mem_get_info(device)
+    return int(total)
+
+
 def best_device() -> str:
     """Return the type of the accelerator if torch can use one, and `cpu` otherwise."""
     return ACCELERATOR if has_accelerator() else "cpu"

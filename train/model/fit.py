@@ -73,16 +73,27 @@ def on_meta(
 
     Both use the meta device, so a call computes only shapes. Nothing but the config of `network` is used.
     """
+    return dry_call(network, backbone, data, latent_hw, 1, "meta")
+
+
+def dry_call(
+    network: Any,
+    backbone: BackboneConfig,
+    data: DataSpec | EncodingRecord,
+    latent_hw: tuple[int, int],
+    num_samples: int,
+    device: str,
+) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """Return a copy of the network on the meta device, and a function that calls it on samples created on `device`."""
     target = (latent_hw[0] * data.image.downsampling, latent_hw[1] * data.image.downsampling)
     with torch.device("meta"):
         copy: nn.Module = class_of(network.config, "the config").from_config(network.config)
-        latents = torch.empty(1, data.image.channels, *latent_hw)
-        conditioning = example(data.texts, target)
-        timesteps = torch.empty(1)
 
     def call() -> torch.Tensor:
-        with torch.device("meta"):
-            return backbone.predict(copy, latents, timesteps, conditioning)
+        with torch.device(device):
+            latents = torch.empty(num_samples, data.image.channels, *latent_hw)
+            conditioning = example(data.texts, target, num_samples)
+            return backbone.predict(copy, latents, torch.empty(num_samples), conditioning)
 
     return copy, call
 

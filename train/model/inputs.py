@@ -199,20 +199,20 @@ class Guidance(Config):
 Input = Annotated[States | Pooled | Sizes | Positions | Guidance, Field(discriminator="kind")]
 
 
-def example(texts: dict[str, TextTower], target: tuple[int, int]) -> Conditioning:
-    """Create dummy conditioning for one sample on the default device, with the shapes of these towers' outputs."""
+def example(texts: dict[str, TextTower], target: tuple[int, int], num_samples: int = 1) -> Conditioning:
+    """Create dummy conditioning on the default device, with the shapes of these towers' outputs."""
     import torch
 
     return Conditioning(
         {
             name: TextConditioning(
-                torch.zeros(1, tower.length, tower.width) if tower.states else None,
-                torch.ones(1, tower.length) if tower.states and tower.hides_padding else None,
-                torch.zeros(1, tower.pooled) if tower.pooled else None,
+                torch.zeros(num_samples, tower.length, tower.width) if tower.states else None,
+                torch.ones(num_samples, tower.length) if tower.states and tower.hides_padding else None,
+                torch.zeros(num_samples, tower.pooled) if tower.pooled else None,
             )
             for name, tower in texts.items()
         },
-        torch.ones(1, 4),
+        torch.ones(num_samples, 4),
         target,
     )
 

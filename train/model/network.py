@@ -69,7 +69,12 @@ def build_network(path: Path, seed: int | None, text_widths: tuple[int, int] | N
     return network
 
 
-def compile_network(network: Any, num_shapes: int, *, by_block: bool = False) -> None:
+def compiles_by_block(network: Any, is_sharded: bool) -> bool:
+    """Return whether each block of this network is compiled separately rather than the network as a whole."""
+    return is_sharded or class_name(network.config) != UNET
+
+
+def compile_network(network: Any, num_shapes: int, *, by_block: bool = False, backend: str | None = None) -> None:
     """Compile a network in place, with static graphs for each of `num_shapes` latent shapes.
 
     By default, torch would compile a single, slower dynamic graph for the second and all later shapes, and would stop
@@ -78,6 +83,7 @@ def compile_network(network: Any, num_shapes: int, *, by_block: bool = False) ->
     Args:
         by_block: whether to compile each block separately. Blocks of the same class share graphs, so this takes seconds
             instead of minutes, and it also works for a network that gathers its weights block by block.
+        backend: torch.compile's backend; None: the default, which generates kernels.
     """
     modules = list(find_blocks(network).values()) if by_block else [network]
     dynamo = torch._dynamo.config
@@ -85,7 +91,7 @@ def compile_network(network: Any, num_shapes: int, *, by_block: bool = False) ->
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, dynamo.recompile_limit)
     dynamo.skip_nnmodule_hook_guards = False  # otherwise, a block with a hook inside would use another block's graph
     for module in modules:
-        module.compile(dynamic=False)
+        module.compile(dynamic=False, **({} if backend is None else {"backend": backend}))
 
 
 def class_name(fields: Mapping[str, Any]) -> str:

@@ -1,0 +1,90 @@
+"""Compare estimates of GPU memory with measured peaks: `python -m bench.memory`. It needs no GPU.
+
+The peaks are from docs/evidence/gpu-h200.txt. Steps had two microbatches and no moving averages.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bench.gpu_check.families import SHORTENED
+from bench.kit.common import section, table
+from bench.kit.families import CONFIGS, read_family
+from shards.base.config import load_config
+from shards.format.buckets import Bucket
+from train.config import TrainConfig
+from train.model.memory import GIB, StepSettings, step_memory
+from train.model.network import class_of
+
+ADAMW_BYTES = 8
+MICROBATCHES = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The peak memory of a step on an H200."""
+
+    family: str
+    phase: int
+    microbatch_size: int
+    gib: float
+    compile: bool = False
+    others: dict[str, Any] = field(default_factory=dict)
+
+    def estimate(self) -> float:
+        """Estimate the peak in GiB."""
+        config = load_config(TrainConfig, CONFIGS / self.family / f"phase{self.phase}.yaml", [], "train")
+        encoding = read_family(self.family).encoding
+        fields = json.loads(config.network.read_text()) | SHORTENED.get(self.family, {})
+        with torch.device("meta"):
+            network = class_of(fields, config.network).from_config(fields)
+        shape = Bucket.parse(config.data.streams[0].bucket).latent_hw(encoding.image.downsampling)
+        settings = StepSettings(
+            precision="bfloat16",
+            microbatch_size=self.microbatch_size,
+            images=MICROBATCHES * self.microbatch_size,
+            optimizer_bytes=ADAMW_BYTES,
+            num_averages=0,
+            compile=self.compile,
+            **self.others,
+        )
+        backbone = config.backbone.resolved(encoding.texts)
+        return step_memory(network, backbone, encoding, shape, settings).total / GIB
+
+
+LOW, CHECKPOINTED = {"low_precision_norms": True}, {"gradient_checkpointing": True}
+MEASURED = (
+    Measured("pixart-sigma", 1, 64, 42.4),
+    Measured("pixart-sigma", 1, 64, 36.4, compile=True),
+    Measured("prx", 1, 32, 42.2),
+    Measured("prx", 1, 32, 31.9, compile=True),
+    Measured("sana", 1, 32, 61.5),
+    Measured("sd3", 1, 32, 58.2, compile=True),
+    Measured("sdxl", 1, 16, 52.6),
+    Measured("sdxl", 1, 16, 51.1, others=LOW),
+    Measured("sdxl", 1, 64, 74.2, others=LOW),
+    Measured("flux1", 2, 4, 44.7, others=CHECKPOINTED),
+    Measured("flux1", 2, 4, 39.9, compile=True, others=CHECKPOINTED),
+    Measured("sd2", 2, 32, 38.44, compile=True, others=LOW),
+    Measured("sd2", 1, 128, 38.77, compile=True, others=LOW),
+)
+
+
+def main() -> None:
+    """Print a Markdown section."""
+    rows = []
+    for each in MEASURED:
+        estimate = each.estimate()
+        name = f"{each.family}, phase {each.phase}"
+        name += f", {', '.join(key.replace('_', ' ') for key in each.others)}" if each.others else ""
+        how = "compiled" if each.compile else "eager"
+        ratio = f"{estimate / each.gib:.3f}"
+        rows.append([name, each.microbatch_size, how, f"{each.gib:.1f}", f"{estimate:.1f}", ratio])
+    header = ["step", "microbatch", "", "measured, GiB", "estimated, GiB", "ratio"]
+    print(section("Memory of a training step", "bench.memory", table(header, rows)))
+
+
+if __name__ == "__main__":
+    main()
