@@ -133,7 +133,7 @@ class PhaseRow:
     """Rate predicted from a measurement on a different GPU count, even if this GPU count was measured."""
     step: StepTime
     split_speedup: float
-    """Speedup from sharding weights within each node (HSDP), which the trainer does not support."""
+    """Speedup from sharding weights within each node (HSDP)."""
     bottleneck: str
     days: float
     read_per_node: float
@@ -487,9 +487,9 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
         if phase.split_speedup > MIN_SHARDING_SPEEDUP
     ]
     if sharding_gains:
+        within = f"`sharding: full` and `sharding_group: {inputs.plan.gpu.gpus_per_node}`"
         notes.append(
-            f"Sharding weights within each node (HSDP), which the trainer does not support, would speed up training: "
-            f"{'; '.join(sharding_gains)}."
+            f"Sharding weights within each node ({within}) would speed up training: {'; '.join(sharding_gains)}."
         )
     notes += _decoding_notes(inputs)
     underfilled = [row for row in rows if any(phase.images_per_gpu < MIN_IMAGES_PER_GPU for phase in row.phases)]

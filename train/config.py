@@ -80,6 +80,9 @@ class TrainConfig(Config):
     sharding: Sharding = "none"
     """What is sharded across processes: `none`: nothing (DDP, in which every process holds everything); `grad_op`:
     gradients and optimizer state; `full`: weights as well."""
+    sharding_group: int | None = Field(None, ge=2)
+    """Number of processes across which weights are sharded, usually those of a node. Each such group holds a complete
+    copy, and gradients are averaged across groups once per step (HSDP). null: all processes."""
     ddp: DdpConfig = DdpConfig()
     collective_timeout: float = Field(600.0, gt=0)
     """Seconds that processes wait for each other in a collective before the run fails. This must exceed the time needed

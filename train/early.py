@@ -19,7 +19,7 @@ from train.run.checkpoints.checkpoint import list_checkpoints, step_folder, step
 from train.run.checkpoints.local_copy import parse_folder, remote_folder, stored_checkpoints
 from train.run.preflight import check_run_dir
 
-LAUNCHER_FIELDS = ("num_processes", "sharding")
+LAUNCHER_FIELDS = ("num_processes", "sharding", "sharding_group")
 """Config fields that a launcher may override, so they may differ between the launches of a run."""
 
 

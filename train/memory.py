@@ -33,7 +33,7 @@ def step_settings(config: TrainConfig, num_processes: int) -> StepSettings:
         gradient_checkpointing=config.gradient_checkpointing,
         low_precision_norms=config.low_precision_norms,
         sharding=config.sharding,
-        num_processes=num_processes,
+        num_processes=min(config.sharding_group or num_processes, num_processes),
     )
 
 

@@ -111,7 +111,7 @@ def prepare(
     world = world or World.launched()
     check_tracker(config.log.tracker)
     check_launch(accelerator, world)
-    world.check(config.num_processes, config.global_batch_size)
+    world.check(config.num_processes, config.global_batch_size, config.sharding_group)
 
     # checkpoints and indexes may change at any time, so the main process looks them up once for all processes
     seen, checkpoint, start, found, held_out = on_main_process(accelerator, lambda: find_all(config, world, downloads))

@@ -19,7 +19,7 @@ from train.model.fit import on_meta
 from train.model.flops import peak_tflops, training_flops
 from train.model.network import compile_network, compiles_by_block
 from train.model.optimizer import Optimizer, build_optimizer
-from train.model.sharding import shard_weights
+from train.model.sharding import group_mesh, shard_weights
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
 from train.run.checkpoints.checkpoint import SNAPSHOTS, drop_later, restore, trained
@@ -48,6 +48,7 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
     assert config.precision != "auto", "`auto` must be resolved first"
     network, aligned = prepared.network, prepared.aligned
     is_sharded = config.sharding != "none" and accelerator.num_processes > 1
+    mesh = group_mesh(config.sharding_group, accelerator.num_processes, accelerator.device.type) if is_sharded else None
     place_network(
         network,
         accelerator.device,
@@ -56,11 +57,12 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         gradient_checkpointing=config.gradient_checkpointing,
         sharding=config.sharding if is_sharded else "none",
         precision=config.precision,
+        mesh=mesh,
     )
     if aligned is not None:
         aligned.head.to(accelerator.device)
         if is_sharded:
-            shard_weights(aligned.head, config.sharding, config.precision)
+            shard_weights(aligned.head, config.sharding, config.precision, mesh)
 
     # after sharding, which replaces the parameters
     head = aligned and aligned.head

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shards.base.device import Precision, choose_attention, is_accelerator
@@ -22,7 +23,7 @@ from train.model.config import Sharding
 from train.model.ema import SNAPSHOT_DTYPES, Ema
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer
-from train.model.sharding import shard_weights
+from train.model.sharding import shard_weights, sharded_modules
 from train.objective.alignment import Aligned
 from train.objective.loss import DiffusionLoss, Losses, NoisyBatch
 from train.objective.sums import LossSums
@@ -71,6 +72,7 @@ class TrainStep:
     def __post_init__(self) -> None:
         if self.model is None:
             self.model = self.network
+        self.sharded = sharded_modules(self.model)
         if self.weight_casts is None:
             self.weight_casts = torch.autocast(self.accelerator.device.type, enabled=False)
 
@@ -86,8 +88,11 @@ class TrainStep:
         losses: list[Losses] = []
         with self.weight_casts:
             for microbatch in microbatches:
-                # gradients are all-reduced once, on the last microbatch; sharded weights reduce on every microbatch
+                # gradients are averaged once, on the last microbatch; those of sharded weights are averaged within a
+                # group of processes on every microbatch, and across groups on the last one
                 is_last = microbatch is microbatches[-1]
+                for module in self.sharded:
+                    module.set_requires_all_reduce(is_last, recurse=False)
                 with nullcontext() if is_last else self.accelerator.no_sync(self.model):
                     microbatch_losses = self.loss(self.model, microbatch)
                     self.accelerator.backward(microbatch_losses.total.sum() / len(batch))
@@ -165,6 +170,7 @@ def place_network(
     gradient_checkpointing: bool = False,
     sharding: Sharding = "none",
     precision: Precision = "float32",
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """Move a network to the device in place, and apply the memory format, norms, checkpointing and sharding.
 
@@ -174,6 +180,7 @@ def place_network(
         channels_last: whether to use the channels-last memory format; None: only on GPUs.
         sharding: modes other than `none` need a process group.
         precision: data type in which sharded weights are gathered.
+        mesh: see `shard_weights`.
     """
     if gradient_checkpointing:
         network.enable_gradient_checkpointing()  # type: ignore[operator]
@@ -186,4 +193,4 @@ def place_network(
         keep_channels_last(network)
     choose_attention(device)
     if is_sharded:
-        shard_weights(network, sharding, precision)
+        shard_weights(network, sharding, precision, mesh)

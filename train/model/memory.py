@@ -59,6 +59,7 @@ class StepSettings:
     low_precision_norms: bool = False
     sharding: Sharding = "none"
     num_processes: int = 1
+    """Number of processes across which the weights are sharded."""
 
 
 @dataclass(frozen=True)

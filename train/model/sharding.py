@@ -9,6 +9,7 @@ import os
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -45,11 +46,25 @@ def launched_sharding() -> Sharding | None:
     return "full" if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true" else "grad_op"
 
 
-def shard_weights(network: nn.Module, sharding: Sharding, precision: Precision) -> None:
+def group_mesh(size: int | None, num_processes: int, device_type: str) -> DeviceMesh | None:
+    """Return the mesh that shards weights within groups of `size` consecutive processes and replicates them across the
+    groups (HSDP), or None if one group contains all processes.
+
+    All processes must call this. Their number must be a multiple of `size`, unless it is smaller.
+    """
+    if size is None or size >= num_processes:
+        return None
+    return init_device_mesh(device_type, (num_processes // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard_weights(network: nn.Module, sharding: Sharding, precision: Precision, mesh: DeviceMesh | None = None) -> None:
     """Shard every weight across processes, in place. All processes must hold the same weights beforehand.
 
     Weights are gathered block by block. With `grad_op`, they stay gathered from the forward pass until the end of the
     backward pass. Gradients are averaged in float32 after each microbatch, so that no process holds all gradients.
+
+    Args:
+        mesh: the processes across which weights are sharded and replicated; None: sharded across all processes.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bfloat16" else None,
@@ -57,15 +72,19 @@ def shard_weights(network: nn.Module, sharding: Sharding, precision: Precision) 
         cast_forward_inputs=False,  # autocast casts them
     )
     for module in find_blocks(network).values():
-        fully_shard(module, mp_policy=policy, reshard_after_forward=sharding == "full")
-    fully_shard(network, mp_policy=policy, reshard_after_forward=sharding == "full")
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding == "full")
+    fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding == "full")
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules whose weights are gathered together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(network: nn.Module) -> None:
     """Free gathered weights after a forward pass that is not followed by a backward pass."""
-    for module in network.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in sharded_modules(network):
+        module.reshard()
 
 
 def gather(tensor: Tensor) -> Tensor:

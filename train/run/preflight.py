@@ -51,14 +51,16 @@ class World:
         launched = cls.launched()
         return launched if launched.size > 1 or num_processes is None else cls(num_processes, num_processes)
 
-    def check(self, num_processes: int | None, global_batch_size: int) -> None:
+    def check(self, num_processes: int | None, global_batch_size: int, sharding_group: int | None = None) -> None:
         """Check the number of processes against the config.
 
         Args:
             num_processes: number of processes that the config requests; None: any number.
+            sharding_group: number of processes that share a copy of the weights; None: all.
 
         Raises:
-            RequestError: a different number of processes was started, or they cannot share the global batch evenly.
+            RequestError: a different number of processes was started, or they cannot share the global batch evenly or
+                form groups of that size.
         """
         if num_processes not in (None, self.size):
             started = "1 process was" if self.size == 1 else f"{self.size} processes were"
@@ -72,6 +74,11 @@ class World:
                 f"global_batch_size {global_batch_size} is not divisible by the number of processes ({self.size}). A "
                 f"run must keep its batch size, so change the number of processes to a divisor of it. For a new run, "
                 f"you can also set global_batch_size to a multiple of {self.size}."
+            )
+        if sharding_group is not None and self.size % min(sharding_group, self.size):
+            raise RequestError(
+                f"sharding_group {sharding_group} does not divide the number of processes ({self.size}). Set it to a "
+                f"divisor, such as the number of GPUs on a node."
             )
 
 

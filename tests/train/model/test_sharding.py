@@ -1,8 +1,13 @@
 """FSDP2 on gloo: losses, checkpoints and skipped steps are the same as without, and checkpoints interchangeable."""
 
+import json
+import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 
 from shards.base.errors import RequestError
 from tests import ranks
@@ -89,6 +95,55 @@ def test_grad_op_gives_the_curve_and_the_checkpoints_of_ddp(whole: Path, latents
     grad_op = train(tmp_path, latents, "grad_op", 2, sharding="grad_op", max_steps=2, validation=validation)
     assert curve(grad_op)[0] == pytest.approx(curve(whole)[0][:2], rel=1e-5)
     same_weights(whole, grad_op, 2)
+
+
+def test_groups_of_processes_give_the_curve_and_the_checkpoints_of_ddp(
+    whole: Path, latents: Path, tmp_path: Path
+) -> None:
+    """Weights are sharded in two groups of two processes (HSDP), and training goes on with another layout."""
+    groups = train(tmp_path, latents, "groups", 4, sharding="full", sharding_group=2, max_steps=2)
+    assert curve(groups)[0] == pytest.approx(curve(whole)[0][:2], rel=1e-5)
+    assert rows(groups, "grad_norm") == pytest.approx(rows(whole, "grad_norm")[:2], rel=1e-4)
+    same_weights(whole, groups, 2)
+    resumed = train(tmp_path, latents, "groups", 1)
+    assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss"), rel=1e-5)
+    same_weights(whole, resumed, STEPS)
+
+
+def test_a_group_that_does_not_divide_the_processes_is_refused(latents: Path, tmp_path: Path) -> None:
+    fields = train_fields(latents, tmp_path / "run", sharding="full", sharding_group=3)
+    with pytest.raises(RequestError, match="sharding_group 3 does not divide the number of processes \\(8\\)"):
+        command(["check", "--config", str(write_config(tmp_path, fields)), "--num_processes", "8"])
+
+
+def count_averages(arguments: list[str]) -> None:
+    """The trainer; each all-reduce of gradients across groups is counted in a file of this process."""
+    all_reduce: Any = dist.all_reduce
+    calls = Counter[int]()
+
+    def counted(tensor: Tensor, *others: Any, group: Any = None, **named: Any) -> Any:
+        calls[dist.get_world_size(group)] += tensor.numel()
+        return all_reduce(tensor, *others, group=group, **named)
+
+    path, *rest = arguments
+    with patch.object(fsdp_collectives, "dist", SimpleNamespace(**vars(dist) | {"all_reduce": counted})):
+        command(rest)
+    Path(f"{path}.{os.getpid()}").write_text(json.dumps(calls))
+
+
+def test_gradients_cross_groups_once_per_step(latents: Path, tmp_path: Path) -> None:
+    """A step of several microbatches averages each process's shards across groups only once."""
+    fields = train_fields(latents, tmp_path / "run", max_steps=1, microbatch_size=1, sharding="full", sharding_group=2)
+    arguments = [str(tmp_path / "calls"), "--config", str(write_config(tmp_path, fields))]
+    program = "tests.train.model.test_sharding:count_averages"
+    assert ranks.wait(ranks.start(tmp_path / "log", arguments, 4, program=program)) == [0] * 4, (
+        tmp_path / "log"
+    ).read_text()
+    averaged = [json.loads(path.read_text())["2"] for path in tmp_path.glob("calls.*")]
+    assert len(averaged) == 4
+    count = sum(tensor.numel() for tensor in load_tensors(step_folder(tmp_path / "run", 1) / FILES[0]).values())
+    # a process averages its half of the weights, which is padded to the size of the other half
+    assert all(count / 2 <= each < 0.6 * count for each in averaged)
 
 
 def copy_of_step_2(run: Path, target: Path) -> None:
