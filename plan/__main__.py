@@ -20,7 +20,7 @@ from plan.report import Report, make_report
 from plan.text import render, render_comparison
 from shards.base.config import load_config
 from shards.base.durable import canonical_json, write_atomically
-from shards.base.errors import console
+from shards.base.errors import RequestError, console
 
 PROG = "plan"
 
@@ -38,12 +38,14 @@ def run(arguments: list[str]) -> None:
         nargs="+",
         default=[],
         type=Path,
-        help="training configs; print only the memory that they need on each GPU (about a minute per config)",
+        help="training configs; print only the memory that they need on each GPU (minutes per compiled config)",
     )
     parser.add_argument("--out", type=Path, help="folder to write plan.txt, plan.json and plan.png to")
     options, overrides = parser.parse_known_args(arguments)
     overrides += ["--gpus", options.gpus] if options.gpus else []
     plans = [load_config(Plan, options.config, overrides, PROG)]
+    if options.memory and (options.compare or options.out):
+        raise RequestError("--memory prints only a table of memory, so it cannot be combined with --compare or --out.")
     if options.memory:
         from plan.memory import memory_report
 

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from plan.arithmetic.work import build_towers
 from plan.config import Plan
+from plan.report import stored_texts
 from shards.base.config import load_config
 from shards.base.errors import RequestError
 from shards.base.table import counted, format_table
@@ -12,63 +14,83 @@ from shards.format.buckets import Bucket
 from train.config import TrainConfig
 from train.data.spec import DataSpec
 from train.memory import largest_shape, step_settings
+from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit
-from train.model.memory import GIB, StepSettings, largest_microbatch, step_memory
+from train.model.memory import GIB, StepSettings, is_sharded, largest_microbatch, step_memory
 from train.model.network import build_network
+from train.model.optimizer import freeze_except
+from train.run.preflight import World
 
 CAPACITIES = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8}
 """GB in a GPU's name → GiB that its driver reports, for an RTX 4090, A100, H100 and H200."""
 
 
 def memory_report(plan: Plan, paths: list[Path]) -> str:
-    """Tabulate the memory of each training config on the plan's networks and number of GPUs.
+    """Tabulate the memory of each training config with the plan's encoders, at full width, and number of GPUs.
 
     Raises:
         RequestError: a config is missing or invalid, or its network does not fit the plan's encoders.
     """
     num_gpus = plan.gpus or plan.gpu.gpus_per_node
     _, image, encoders = build_towers(plan.networks)
-    data = DataSpec(image, {name: tower for name, (_, tower) in encoders.items()}, {}, {}, (), 1)
+    texts = {name: tower for name, (_, tower) in encoders.items()}
+    stored = stored_texts(plan, texts).items()
+    texts = {name: tower.model_copy(update={"width": texts[name].width}) for name, tower in stored}
+    data = DataSpec(image, texts, {}, {}, (), 1)
     header = ["training config", "microbatch", "", "state", "averages", "batch", "activations", "total"]
     rows = [[*header, *(f"in {size} GB" for size in CAPACITIES)]]
     for path in paths:
         config = load_config(TrainConfig, path, [], "plan")
-        if config.global_batch_size % num_gpus:
-            raise RequestError(
-                f"{path}: global_batch_size {config.global_batch_size} cannot be split evenly across "
-                f"{counted(num_gpus, 'GPU')}. Choose a different number with `--gpus`."
-            )
-        network, backbone = build_network(config.network, None), config.backbone.resolved(data.texts)
-        check_fit(network, data, backbone)
-        shape = largest_shape(
-            {Bucket.parse(stream.bucket).latent_hw(image.downsampling) for stream in config.data.streams}
-        )
+        world = World(num_gpus, min(num_gpus, plan.gpu.gpus_per_node))
+        world.check(None, config.global_batch_size, config.active_group)
+        network, backbone, shape = read_network(config, data)
         for settings in variants(step_settings(config, num_gpus)):
-            first, second = (
-                (size, step_memory(network, backbone, data, shape, replace(settings, microbatch_size=size)))
-                for size in (settings.microbatch_size, 2 * settings.microbatch_size)
-            )
-            memory = first[1]
+            size = settings.microbatch_size
+            estimates = {
+                each: step_memory(network, backbone, data, shape, replace(settings, microbatch_size=each))
+                for each in sorted({1, size, 2 * size})
+            }
+            memory = estimates[size]
             state = memory.weights + memory.gradients + memory.optimizer
             parts = (state, memory.averages, memory.batch, memory.activations, memory.total)
-            fits = (largest_microbatch(first, second, int(size * GIB)) for size in CAPACITIES.values())
+            fits = (largest_microbatch(estimates, int(capacity * GIB)) for capacity in CAPACITIES.values())
             rows.append(
-                [str(path), str(settings.microbatch_size), describe(settings)]
+                [str(path), str(size), describe(settings)]
                 + [f"{part / GIB:.1f}" for part in parts]
-                + ["-" if size == 0 else "all" if size >= settings.images else str(size) for size in fits]
+                + ["-" if fit == 0 else "all" if fit >= settings.images else str(fit) for fit in fits]
             )
     return (
         f"Memory of each GPU in GiB, on {counted(num_gpus, 'GPU')}, and the largest microbatch that fits\n\n"
         f"{format_table(rows, '<><' + '>' * (len(rows[0]) - 3))}\n\n"
         f"state: weights, gradients and optimizer   averages: moving averages of the weights, from the step at which "
-        f"they start\nall: a GPU's share of a global batch   -: none"
+        f"they start\nall: the GPU's whole share of a global batch fits   -: not even one image fits"
     )
+
+
+def read_network(config: TrainConfig, data: DataSpec) -> tuple[Any, BackboneConfig, tuple[int, int]]:
+    """Build the network of a training config without weights, and return it with its inputs and its largest latents.
+
+    Raises:
+        RequestError: the network or its buckets do not fit the plan's encoders.
+    """
+    network = build_network(config.network, None)
+    try:
+        backbone = config.backbone.resolved(data.texts)
+        check_fit(network, data, backbone)
+        shapes = {Bucket.parse(stream.bucket).latent_hw(data.image.downsampling) for stream in config.data.streams}
+    except (RequestError, ValueError) as error:
+        raise RequestError(
+            f"{config.network} does not fit the encoders of the plan. Pass the plan of the same model family with "
+            f"`--config`. {error}"
+        ) from None
+    freeze_except(network, config.train_only)
+    return network, backbone, largest_shape(shapes)
 
 
 def variants(settings: StepSettings) -> list[StepSettings]:
     """Return the settings as configured and, unless they already checkpoint, with gradient checkpointing.
 
-    The latter are estimated without compilation, which is faster and hardly changes the few activations that remain.
+    The latter are estimated without compilation, which is faster and gives an upper bound.
     """
     if settings.gradient_checkpointing:
         return [settings]
@@ -78,5 +100,5 @@ def variants(settings: StepSettings) -> list[StepSettings]:
 def describe(settings: StepSettings) -> str:
     """Describe what affects the memory."""
     compiled = ["compiled"] if settings.compile else []
-    sharded = [f"sharding {settings.sharding}"] if settings.sharding != "none" else []
+    sharded = [f"sharding {settings.sharding} over {settings.num_processes}"] if is_sharded(settings) else []
     return ", ".join([*compiled, *sharded, *(["checkpointing"] if settings.gradient_checkpointing else [])])

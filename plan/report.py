@@ -4,6 +4,7 @@ Speeds come from measurements or, for stages without a measurement, from an assu
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,16 +62,8 @@ class Inputs:
 
     @property
     def texts(self) -> list[TextTower]:
-        """Text encoders. Where an encoder does not set `storage`, `trim` or `width`, the plan's default applies."""
-        towers = []
-        for name, tower in self.work.texts.items():
-            override, default = self.plan.networks.texts.get(name), self.plan.text
-            storage = (override and override.storage) or default.storage
-            trim = default.trim if override is None or override.trim is None else override.trim
-            width = min(tower.width, (override and override.width) or default.width or tower.width)
-            changes = {"storage": storage, "trim": trim and tower.states, "width": width}
-            towers.append(tower.model_copy(update=changes))
-        return towers
+        """Text encoders with the plan's storage."""
+        return list(stored_texts(self.plan, self.work.texts).values())
 
     def sample_bytes(self, bucket: str, texts: list[TextTower] | None = None) -> float:
         """Return the size of one stored sample of `bucket` in bytes. `texts` replaces the plan's text encoders."""
@@ -117,6 +110,20 @@ class Inputs:
             self.work.backward[phase.bucket],
             optimizer_class(self.plan.optimizer).step_bytes(),
         )
+
+
+def stored_texts(plan: Plan, texts: Mapping[str, TextTower]) -> dict[str, TextTower]:
+    """Return the text encoders with the plan's storage. Where an encoder does not set `storage`, `trim` or `width`, the
+    plan's default applies."""
+    towers = {}
+    for name, tower in texts.items():
+        override, default = plan.networks.texts.get(name), plan.text
+        storage = (override and override.storage) or default.storage
+        trim = default.trim if override is None or override.trim is None else override.trim
+        width = min(tower.width, (override and override.width) or default.width or tower.width)
+        changes = {"storage": storage, "trim": trim and tower.states, "width": width}
+        towers[name] = tower.model_copy(update=changes)
+    return towers
 
 
 @dataclass(frozen=True)
@@ -489,7 +496,8 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
     if sharding_gains:
         within = f"`sharding: full` and `sharding_group: {inputs.plan.gpu.gpus_per_node}`"
         notes.append(
-            f"Sharding weights within each node ({within}) would speed up training: {'; '.join(sharding_gains)}."
+            f"Compared with DDP, sharding weights within each node ({within}) would speed up training: "
+            f"{'; '.join(sharding_gains)}."
         )
     notes += _decoding_notes(inputs)
     underfilled = [row for row in rows if any(phase.images_per_gpu < MIN_IMAGES_PER_GPU for phase in row.phases)]

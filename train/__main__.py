@@ -52,7 +52,7 @@ def check_without_torch(config: TrainConfig, arguments: list[str], world: World)
     Raises:
         RequestError: the number of processes is wrong, or an input of the run is missing.
     """
-    world.check(config.num_processes, config.global_batch_size, config.sharding_group)
+    world.check(config.num_processes, config.global_batch_size, config.active_group)
     is_alone = World.launched().size == 1
     return early.check_without_torch(config, early.config_file(arguments)) if is_alone else None
 

@@ -81,8 +81,8 @@ class TrainConfig(Config):
     """What is sharded across processes: `none`: nothing (DDP, in which every process holds everything); `grad_op`:
     gradients and optimizer state; `full`: weights as well."""
     sharding_group: int | None = Field(None, ge=2)
-    """Number of processes across which weights are sharded, usually those of a node. Each such group holds a complete
-    copy, and gradients are averaged across groups once per step (HSDP). null: all processes."""
+    """Number of processes across which `sharding` shards, usually the number of GPUs on a node. Each group of this size
+    holds a complete copy, and gradients are averaged across groups once per step (HSDP). null: all processes."""
     ddp: DdpConfig = DdpConfig()
     collective_timeout: float = Field(600.0, gt=0)
     """Seconds that processes wait for each other in a collective before the run fails. This must exceed the time needed
@@ -138,6 +138,11 @@ class TrainConfig(Config):
     def start_timeout(self) -> float:
         """Timeout in seconds for collectives in the first steps, which is long enough for `data.first_timeout`."""
         return max(self.collective_timeout, self.data.first_timeout + self.data.timeout)
+
+    @property
+    def active_group(self) -> int | None:
+        """Number of processes across which weights are sharded; None: all, or weights are not sharded."""
+        return None if self.sharding == "none" else self.sharding_group
 
     def patience(self, seconds: float, num_processes: int) -> float:
         """Limit a timeout for storage, so that a process reports its error before the other processes' collective

@@ -20,7 +20,7 @@ from train.run.checkpoints.local_copy import parse_folder, remote_folder, stored
 from train.run.preflight import check_run_dir
 
 LAUNCHER_FIELDS = ("num_processes", "sharding", "sharding_group")
-"""Config fields that a launcher may override, so they may differ between the launches of a run."""
+"""Config fields that depend on the launched processes, so they may differ between the launches of a run."""
 
 
 def check_without_torch(config: TrainConfig, file: Path | None) -> str | None:

@@ -9,7 +9,10 @@ from train.config import TrainConfig
 from train.data.spec import DataSpec
 from train.model.backbone import BackboneConfig
 from train.model.ema import make_averages
-from train.model.memory import GIB, StepSettings, largest_microbatch, step_memory, usable
+from train.model.memory import GIB, RESERVED, StepMemory, StepSettings, largest_microbatch, step_memory, usable
+
+MAX_ERROR = 0.05
+"""Relative error of the estimates that were compared with measurements."""
 
 
 def microbatch_size(config: TrainConfig, num_processes: int) -> int:
@@ -28,12 +31,12 @@ def step_settings(config: TrainConfig, num_processes: int) -> StepSettings:
         microbatch_size=microbatch_size(config, num_processes),
         images=config.global_batch_size // num_processes,
         optimizer_bytes=config.optimizer.state_bytes,
-        num_averages=sum(start is not None and start < config.max_steps for start in averages),
+        num_averages=sum(start is not None and start <= config.max_steps for start in averages),
         compile=config.compile,
         gradient_checkpointing=config.gradient_checkpointing,
         low_precision_norms=config.low_precision_norms,
         sharding=config.sharding,
-        num_processes=min(config.sharding_group or num_processes, num_processes),
+        num_processes=min(config.active_group or num_processes, num_processes),
     )
 
 
@@ -50,30 +53,56 @@ def check_memory(
     settings: StepSettings,
     capacity: int,
 ) -> None:
-    """Check that a step fits on a GPU with `capacity` bytes, and print a warning if it might not.
-
-    Without compilation, a step needs more memory, and its trace takes seconds instead of a minute. So the compiled step
-    is traced only if the step might not fit without compilation.
+    """Refuse a step that cannot fit on a GPU with `capacity` bytes, and print a warning if it might not fit.
 
     Raises:
-        RequestError: the step does not fit.
+        RequestError: the step cannot fit.
     """
-    if step_memory(network, backbone, data, latent_hw, replace(settings, compile=False)).total <= usable(capacity):
+    try:
+        estimates = estimate(network, backbone, data, latent_hw, settings, capacity)
+    except Exception as error:  # such as an operation that cannot be traced; training itself may well work
+        print(f"warning: the memory of a step cannot be estimated: {type(error).__name__}: {error}", flush=True)
         return
-    memory = step_memory(network, backbone, data, latent_hw, settings)
+    memory = estimates[settings.microbatch_size]
     if memory.total <= usable(capacity):
         return
-    # between two sizes, linear interpolation is an upper bound, because the peak is convex in the size
-    other = replace(settings, microbatch_size=1 if settings.microbatch_size > 1 else 2)
-    low = (other.microbatch_size, step_memory(network, backbone, data, latent_hw, other))
-    size = largest_microbatch(low, (settings.microbatch_size, memory), capacity)
-    remedies = [f"set `microbatch_size` to {size}, which does not change the losses"] if size else []
-    remedies += [] if settings.gradient_checkpointing else ["set `gradient_checkpointing` to true"]
-    remedies += [] if settings.sharding == "full" else ["shard the weights of several GPUs with `sharding: full`"]
+    size = largest_microbatch(estimates, capacity)
+    remedies = [f"lower microbatch_size to {size}, which does not change the losses"] if size else []
+    remedies += [] if settings.gradient_checkpointing else ["set gradient_checkpointing to true"]
+    remedies += [] if settings.sharding == "full" else ["shard the weights across several GPUs (`sharding: full`)"]
     message = (
-        f"A step with microbatches of {settings.microbatch_size} needs about {memory} on each GPU, which has "
-        f"{capacity / GIB:.1f} GiB. To save memory, {', or '.join(remedies or ['train on more GPUs'])}."
+        f"A step with microbatches of {settings.microbatch_size} needs about {memory} on each GPU. The GPU has "
+        f"{capacity / GIB:.1f} GiB, of which about {RESERVED:.0%} are needed for other purposes. To save memory, "
+        f"{', or '.join(remedies or ['shard the weights across more GPUs'])}."
     )
-    if memory.total > capacity:
+    if (1 - MAX_ERROR) * memory.total > capacity:
         raise RequestError(message)
     print(f"warning: {message}", flush=True)
+
+
+def estimate(
+    network: Any,
+    backbone: BackboneConfig,
+    data: DataSpec | EncodingRecord,
+    latent_hw: tuple[int, int],
+    settings: StepSettings,
+    capacity: int,
+) -> dict[int, StepMemory]:
+    """Estimate the memory of a step with the configured microbatch size and, if that might not fit, with one image.
+
+    Without compilation, a step needs more memory, and its trace takes seconds instead of a minute. So a compiled step
+    is traced only if it might not fit without compilation.
+
+    Returns:
+        Microbatch size → memory.
+    """
+
+    def trace(**changes: Any) -> StepMemory:
+        return step_memory(network, backbone, data, latent_hw, replace(settings, **changes))
+
+    size, memory = settings.microbatch_size, trace(compile=False)
+    if memory.total > usable(capacity) and settings.compile:
+        memory = trace()
+    if memory.total <= usable(capacity) or size == 1:
+        return {size: memory}
+    return {1: trace(microbatch_size=1), size: memory}

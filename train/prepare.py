@@ -111,7 +111,7 @@ def prepare(
     world = world or World.launched()
     check_tracker(config.log.tracker)
     check_launch(accelerator, world)
-    world.check(config.num_processes, config.global_batch_size, config.sharding_group)
+    world.check(config.num_processes, config.global_batch_size, config.active_group)
 
     # checkpoints and indexes may change at any time, so the main process looks them up once for all processes
     seen, checkpoint, start, found, held_out = on_main_process(accelerator, lambda: find_all(config, world, downloads))
@@ -128,11 +128,6 @@ def prepare(
     without_weights = build_network(config.network, None, widths)
     check_fit(without_weights, spec, backbone)
     check_precision(without_weights, config.precision)
-    freeze_except(without_weights, config.train_only)
-    if accelerator is not None and is_accelerator(accelerator.device):
-        shape = largest_shape({stream.latent_hw for stream in spec.streams})
-        settings, capacity = step_settings(config, world.size), memory_of(accelerator.device)
-        on_main_process(accelerator, lambda: check_memory(without_weights, backbone, spec, shape, settings, capacity))
     if widths is not None:
         text_layers(without_weights.config, widths[0])  # fail now if the trained network could not be exported
         if config.init_unet is not None:
@@ -163,6 +158,11 @@ def prepare(
     check_same_everywhere(accelerator, fingerprint, spec.size_check.problem if spec.size_check else None)
     if checkpoint is not None:
         check_resume(checkpoint.folder, checkpoint.fingerprint, fingerprint, config.data.index == "newest")
+    has_steps_left = checkpoint is None or checkpoint.state.step < config.max_steps
+    if accelerator is not None and is_accelerator(accelerator.device) and has_steps_left:
+        shape = largest_shape({stream.latent_hw for stream in spec.streams})
+        settings, capacity = step_settings(config, world.size), memory_of(accelerator.device)
+        on_main_process(accelerator, lambda: check_memory(network, backbone, spec, shape, settings, capacity))
 
     # weights
     start_description = load_first_weights(config, network, aligned, checkpoint, start, projection)

@@ -30,7 +30,7 @@ from train.run.health.heartbeat import HeartbeatReporter
 from train.run.health.output import outdated
 from train.run.lease.folder import publish
 from train.run.lease.lease import Lease
-from train.run.processes import print_once
+from train.run.processes import print_once, set_collective_timeout
 from train.run.reporting.log import Log
 from train.run.state import TrainState
 from train.step import TrainStep, place_network
@@ -48,7 +48,7 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
     assert config.precision != "auto", "`auto` must be resolved first"
     network, aligned = prepared.network, prepared.aligned
     is_sharded = config.sharding != "none" and accelerator.num_processes > 1
-    mesh = group_mesh(config.sharding_group, accelerator.num_processes, accelerator.device.type) if is_sharded else None
+    mesh = group_mesh(config.active_group, accelerator.num_processes, accelerator.device.type) if is_sharded else None
     place_network(
         network,
         accelerator.device,
@@ -92,6 +92,7 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         model=model,
         averages=averages,
         compiled=config.compile,
+        mesh=mesh,
     )
     return step, state
 
@@ -115,6 +116,7 @@ def build_trainer(
     print_start(config, prepared, accelerator, lease)
     begin_folder(config, accelerator, lease, remote, state.step)
     heartbeat = heartbeat or HeartbeatReporter()
+    set_collective_timeout(heartbeat, config.start_timeout, train_step.groups)  # new groups have torch's timeout
     writers = make_writers(config, prepared, accelerator, lease, remote, network_json, heartbeat.store)
     peak = device_peak(config, accelerator.device)
     settings = config.model_dump(mode="json")  # for trackers

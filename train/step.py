@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,6 +69,9 @@ class TrainStep:
     weight_casts: AbstractContextManager[object] | None = None
     """Context around all microbatches of a step. The default is a disabled autocast, inside which torch caches the
     casts of the weights, so that each weight is cast once per step instead of once per microbatch."""
+
+    mesh: DeviceMesh | None = None
+    """The mesh of the sharded weights; None: they are not sharded, or across all processes."""
 
     def __post_init__(self) -> None:
         if self.model is None:
@@ -130,6 +134,11 @@ class TrainStep:
             with self.weight_casts:
                 self.loss(self.model, microbatch).total.sum().backward()
             self.optimizer.forget_gradients()
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of this process, other than the default group."""
+        return [] if self.mesh is None else self.mesh.get_all_groups()
 
     @property
     def aligned(self) -> Aligned | None:

@@ -87,7 +87,7 @@ class Trainer:
                 if self.log.is_due(state.step):
                     self._write_line()
                 if state.step == first_step + self.loader.num_first:
-                    set_collective_timeout(self.heartbeat, self.collective_timeout)
+                    set_collective_timeout(self.heartbeat, self.collective_timeout, self.train_step.groups)
                 self._snapshot_averages()
                 self.checkpoints.check()
                 agreed = shutdown.check(state.step)

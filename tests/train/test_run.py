@@ -424,7 +424,7 @@ def test_the_collective_timeout_is_set_after_the_first_batch_of_each_loader_work
     """The first batch of each worker may take `data.first_timeout`, while the other ranks wait in a collective."""
     steps: list[int] = []
     monkeypatch.setattr(
-        "train.trainer.set_collective_timeout", lambda heartbeat, timeout: steps.append(heartbeat.status.step)
+        "train.trainer.set_collective_timeout", lambda heartbeat, timeout, groups: steps.append(heartbeat.status.step)
     )
     fields = train_fields(latents, tmp_path / "run", max_steps=4, data={"num_workers": 2})
     command(["--config", str(write_config(tmp_path, fields))])

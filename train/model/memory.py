@@ -8,8 +8,10 @@ not included; `RESERVED` leaves room for them.
 
 import math
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ RESERVED = 0.08
 """Share of a GPU's memory that is left for everything that the estimate does not include."""
 ALLOCATION = 512
 """Granularity in bytes of torch's allocator on GPUs."""
+COMPILER_SETTINGS = ("recompile_limit", "accumulated_recompile_limit", "skip_nnmodule_hook_guards")
 PARTITIONED = "aot_eager_decomp_partition"
 """torch.compile backend that decides like Inductor which activations to save, but generates no kernels."""
 LATENTS_PER_SAMPLE = 5
@@ -127,18 +130,18 @@ def is_sharded(settings: StepSettings) -> bool:
 def gathered_bytes(network: nn.Module, settings: StepSettings) -> int:
     """Return the bytes that FSDP needs to gather weights and to average gradients, block by block.
 
-    With `full`, these are four copies of the largest block's weights (in use, gathered in advance, and buffers); with
-    `grad_op`, all weights and one buffer. A block's gradients are averaged in float32. On two gloo processes, this is
-    at most 30 % too much (tests/train/model/test_memory.py).
+    With `full`, these are the weights outside all blocks, and four copies of the largest block's (in use, gathered in
+    advance, and buffers); with `grad_op`, all weights and one buffer. A block's gradients are averaged in float32. On
+    two gloo processes, the estimate is at most 30 % too high (tests/train/model/test_memory.py).
     """
     if not is_sharded(settings):
         return 0
     count = sum(parameter.numel() for parameter in network.parameters())
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in find_blocks(network).values()]
-    largest = max([*blocks, count - sum(blocks)])  # weights outside all blocks are gathered together
+    others, largest = count - sum(blocks), max(blocks)
     element = 2 if settings.precision == "bfloat16" else 4
     if settings.sharding == "full":
-        return (4 * element + 4) * largest
+        return element * others + (4 * element + 4) * largest
     return element * count + (element + 4) * largest
 
 
@@ -150,7 +153,7 @@ def activation_bytes(
     settings: StepSettings,
 ) -> int:
     """Return the peak bytes of everything that a forward and a backward pass of one microbatch allocates."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), compiler_settings():
         copy: Any
         copy, call = dry_call(network, backbone, data, latent_hw, settings.microbatch_size, "cpu")
         for own, its in zip(copy.parameters(), network.parameters(), strict=True):
@@ -167,30 +170,41 @@ def activation_bytes(
             gathers_bfloat16 = is_sharded(settings) and settings.precision == "bfloat16"
             without_values(copy, torch.bfloat16 if gathers_bfloat16 else torch.float32)
             held = list(copy.parameters()) + list(copy.buffers())
-            if is_sharded(settings):
-                for parameter in copy.parameters():
+            trained = [parameter for parameter in copy.parameters() if parameter.requires_grad]
+            for parameter in trained:
+                if is_sharded(settings):
                     parameter.register_post_accumulate_grad_hook(lambda averaged: setattr(averaged, "grad", None))
-            else:
-                for parameter in copy.parameters():
-                    parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-                held += [parameter.grad for parameter in copy.parameters() if parameter.grad is not None]
+                else:
+                    parameter.grad = torch.empty_like(parameter)
+                    held.append(parameter.grad)
             if settings.compile:
                 compile_network(copy, 1, by_block=compiles_by_block(copy, is_sharded(settings)), backend=PARTITIONED)
                 run_passes(call, settings.precision)  # compiles
             live.ignore(held)
             with live:
                 run_passes(call, settings.precision)
-    if settings.compile:
-        torch.compiler.reset()
     return live.peak
 
 
+@contextmanager
+def compiler_settings() -> Iterator[None]:
+    """On exit, forget what was compiled within the context, and restore the settings that `compile_network` changes."""
+    dynamo = torch._dynamo.config
+    before = {name: getattr(dynamo, name) for name in COMPILER_SETTINGS}
+    try:
+        yield
+    finally:
+        torch.compiler.reset()
+        for name, value in before.items():
+            setattr(dynamo, name, value)
+
+
 def run_passes(call: Any, precision: Precision) -> None:
-    """Run a forward and a backward pass."""
-    dtype = getattr(torch, precision)
-    with torch.autocast("cpu", dtype) if precision != "float32" else nullcontext():
-        prediction = call()
-    prediction.float().square().mean().backward()
+    """Run a forward and a backward pass. As in `TrainStep`, casts of weights are kept until both are done."""
+    with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", getattr(torch, precision), enabled=precision != "float32"):
+            prediction = call()
+        prediction.float().square().mean().backward()
 
 
 class LiveBytes(TorchDispatchMode):
@@ -203,7 +217,7 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return whether networks compiled before run compiled within the context."""
+        """Return True, so that compiled networks also run compiled within this context."""
         return True
 
     def ignore(self, tensors: list[Any]) -> None:
@@ -251,7 +265,19 @@ class Float32LayerNorm(nn.LayerNorm):
             return F.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps)
 
 
+class Float32RMSNorm(nn.RMSNorm):
+    """RMS norm in float32, as under autocast on a GPU in recent versions of torch, but not on a CPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize (…, *normalized_shape) in float32."""
+        weight = self.weight if self.weight is None else self.weight.float()
+        with torch.autocast("cpu", enabled=False):
+            return F.rms_norm(input.float(), self.normalized_shape, weight, self.eps)
+
+
 FLOAT32: dict[type[nn.Module], type[nn.Module]] = {nn.GroupNorm: Float32GroupNorm, nn.LayerNorm: Float32LayerNorm}
+if torch.__version__ >= "2.12":  # 2.15 runs it in float32, 2.11 does not
+    FLOAT32[nn.RMSNorm] = Float32RMSNorm
 
 
 def without_values(network: nn.Module, dtype: torch.dtype = torch.float32) -> None:
@@ -270,15 +296,25 @@ def without_values(network: nn.Module, dtype: torch.dtype = torch.float32) -> No
                 )
 
 
-def largest_microbatch(first: tuple[int, StepMemory], second: tuple[int, StepMemory], capacity: int) -> int:
+def largest_microbatch(estimates: Mapping[int, StepMemory], capacity: int) -> int:
     """Return the largest microbatch size with which a step fits on a GPU, or 0 if none does.
 
+    The memory is interpolated linearly, which is an upper bound, because the peak is convex in the size. Beyond the
+    largest size, it is extrapolated.
+
     Args:
-        first, second: two microbatch sizes with their estimates, from which the memory is extrapolated linearly.
+        estimates: microbatch size → memory, for two or more sizes.
         capacity: the GPU's memory in bytes.
     """
-    per_image = (second[1].total - first[1].total) / (second[0] - first[0])
-    return max(0, first[0] + math.floor((usable(capacity) - first[1].total) / per_image))
+    found = 0
+    for size, following in pairwise(sorted(estimates)):
+        low, high = estimates[size].total, estimates[following].total
+        if low > usable(capacity):
+            break
+        found = size + math.floor((following - size) * (usable(capacity) - low) / max(high - low, 1))
+        if found < following:
+            break
+    return found
 
 
 def usable(capacity: int) -> float:

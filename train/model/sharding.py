@@ -50,7 +50,7 @@ def group_mesh(size: int | None, num_processes: int, device_type: str) -> Device
     """Return the mesh that shards weights within groups of `size` consecutive processes and replicates them across the
     groups (HSDP), or None if one group contains all processes.
 
-    All processes must call this. Their number must be a multiple of `size`, unless it is smaller.
+    All processes must call this. Their number must be a multiple of `size`, unless it is smaller than `size`.
     """
     if size is None or size >= num_processes:
         return None
@@ -61,10 +61,11 @@ def shard_weights(network: nn.Module, sharding: Sharding, precision: Precision, 
     """Shard every weight across processes, in place. All processes must hold the same weights beforehand.
 
     Weights are gathered block by block. With `grad_op`, they stay gathered from the forward pass until the end of the
-    backward pass. Gradients are averaged in float32 after each microbatch, so that no process holds all gradients.
+    backward pass. Gradients are averaged in float32 after each microbatch, so that no process holds all gradients; with
+    groups of processes, they are averaged across groups only if a module's `set_requires_all_reduce` says so.
 
     Args:
-        mesh: the processes across which weights are sharded and replicated; None: sharded across all processes.
+        mesh: from `group_mesh`.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bfloat16" else None,
@@ -77,7 +78,7 @@ def shard_weights(network: nn.Module, sharding: Sharding, precision: Precision, 
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules whose weights are gathered together."""
+    """Return the modules that FSDP gathers, one at a time."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

@@ -78,7 +78,7 @@ class World:
         if sharding_group is not None and self.size % min(sharding_group, self.size):
             raise RequestError(
                 f"sharding_group {sharding_group} does not divide the number of processes ({self.size}). Set it to a "
-                f"divisor, such as the number of GPUs on a node."
+                f"divisor, such as the number of GPUs on a node, or to null."
             )
 
 

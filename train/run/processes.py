@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
@@ -188,9 +188,16 @@ def print_once(accelerator: Accelerator, message: str) -> None:
         print(message, flush=True)
 
 
-def set_collective_timeout(heartbeat: HeartbeatReporter, timeout: float) -> None:
-    """Set the seconds after which a collective fails if a process has not joined it."""
+def set_collective_timeout(
+    heartbeat: HeartbeatReporter, timeout: float, groups: Sequence[dist.ProcessGroup] = ()
+) -> None:
+    """Set the seconds after which a collective fails if a process has not joined it.
+
+    Args:
+        groups: the process groups other than the default group.
+    """
     heartbeat.timeout = timeout
     if heartbeat.store is not None:
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before torch 2.15
-        set_timeout(timedelta(seconds=timeout))
+        for group in (None, *groups):
+            set_timeout(timedelta(seconds=timeout), group)

@@ -1,5 +1,6 @@
 """Estimates of GPU memory: bytes counted by hand, and the allocations of real steps on a CPU."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch.profiler import profile
 
 from bench.kit.roots import encoding_record
+from shards.base.device import Precision
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from tests import ranks
@@ -19,6 +21,7 @@ from train.model.channels_last import keep_channels_last
 from train.model.fit import dry_call
 from train.model.memory import (
     GIB,
+    RESERVED,
     LiveBytes,
     StepMemory,
     StepSettings,
@@ -29,6 +32,7 @@ from train.model.memory import (
     usable,
 )
 from train.model.network import build_network
+from train.model.norms import use_low_precision_norms
 from train.model.optimizer import freeze_except
 
 HW = (32, 32)
@@ -38,6 +42,27 @@ SETTINGS = StepSettings("float32", microbatch_size=4, images=8, optimizer_bytes=
 @pytest.fixture(scope="module")
 def unet() -> Any:
     return build_network(UNET, 0)
+
+
+@pytest.fixture(scope="module")
+def small(unet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A network that reads the same latents and text as `unet`, and is traced faster."""
+    fields = {
+        "_class_name": "PixArtTransformer2DModel",
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "cross_attention_dim": 32,
+        "caption_channels": unet.config.cross_attention_dim,
+        "num_layers": 5,
+        "sample_size": HW[0],
+        "in_channels": 4,
+        "out_channels": 4,
+        "use_additional_conditions": False,
+        "patch_size": 2,
+    }
+    path = tmp_path_factory.mktemp("transformer") / "config.json"
+    path.write_text(json.dumps(fields))
+    return build_network(path, None)
 
 
 @pytest.fixture(scope="module")
@@ -72,44 +97,58 @@ def test_live_bytes_by_hand() -> None:
     del c
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize(
+    ("size", "checkpointing", "precision"),
+    [(2, False, "float32"), (8, False, "float32"), (8, True, "float32"), (8, False, "bfloat16"), (2, True, "bfloat16")],
+)
 def test_a_real_step_allocates_as_much(
-    unet: Any, backbone: BackboneConfig, encoding: EncodingRecord, size: int, checkpointing: bool
+    unet: Any,
+    backbone: BackboneConfig,
+    encoding: EncodingRecord,
+    size: int,
+    checkpointing: bool,
+    precision: Precision,
 ) -> None:
     """Compare with the peak of the allocations and releases that torch's profiler records on a CPU."""
-    settings = replace(SETTINGS, microbatch_size=size, gradient_checkpointing=checkpointing)
+    settings = replace(
+        SETTINGS,
+        precision=precision,
+        microbatch_size=size,
+        gradient_checkpointing=checkpointing,
+        low_precision_norms=True,
+    )
     real: Any
     real, call = dry_call(unet, backbone, encoding, HW, size, "cpu")
     real.to_empty(device="cpu")
     real.load_state_dict(unet.state_dict())
     keep_channels_last(real)
+    use_low_precision_norms(real)
     if checkpointing:
         real.enable_gradient_checkpointing()
-    run_passes(call, "float32")  # creates the gradients
+    run_passes(call, precision)  # creates the gradients
     with profile(profile_memory=True) as profiled:
-        run_passes(call, "float32")
+        run_passes(call, precision)
     events = profiled.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     now = peak = 0
     for _, num_bytes in changes:
         now += num_bytes
         peak = max(peak, now)
-    assert activation_bytes(unet, backbone, encoding, HW, settings) == pytest.approx(peak, rel=0.02)
+    assert activation_bytes(unet, backbone, encoding, HW, settings) == pytest.approx(peak, rel=0.03)
 
 
-def test_state(unet: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
-    count = sum(weight.numel() for weight in unet.parameters())
-    found = memory(unet, backbone, encoding, num_averages=2)
+def test_state(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
+    count = sum(weight.numel() for weight in small.parameters())
+    found = memory(small, backbone, encoding, num_averages=2)
     assert (found.weights, found.gradients, found.optimizer, found.averages) == (
         4 * count,
         4 * count,
         8 * count,
         8 * count,
     )
-    sharded = memory(unet, backbone, encoding, num_averages=2, sharding="full", num_processes=4)
+    sharded = memory(small, backbone, encoding, num_averages=2, sharding="full", num_processes=4)
     assert (sharded.weights, sharded.averages) == (count, 2 * count)
-    alone = memory(unet, backbone, encoding, sharding="full")
+    alone = memory(small, backbone, encoding, sharding="full")
     assert alone.weights == 4 * count
 
 
@@ -121,44 +160,70 @@ def test_frozen_weights_need_no_gradients(backbone: BackboneConfig, encoding: En
     assert (part_memory.gradients, part_memory.optimizer) == (4 * trained, 8 * trained)
     assert part_memory.weights == all_memory.weights
     assert part_memory.activations < all_memory.activations
+    sharded = memory(part, backbone, encoding, sharding="full", num_processes=2)
+    assert sharded.gradients == 2 * trained
 
 
-def test_settings_that_save_memory(unet: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
-    plain = memory(unet, backbone, encoding, precision="bfloat16").activations
-    assert plain < memory(unet, backbone, encoding).activations
-    assert memory(unet, backbone, encoding, precision="bfloat16", low_precision_norms=True).activations < plain
-    assert memory(unet, backbone, encoding, precision="bfloat16", gradient_checkpointing=True).activations < plain / 2
-    assert memory(unet, backbone, encoding, precision="bfloat16", microbatch_size=2).activations < plain
+def test_settings_that_save_memory(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
+    plain = memory(small, backbone, encoding, precision="bfloat16").activations
+    assert plain < memory(small, backbone, encoding).activations
+    assert memory(small, backbone, encoding, precision="bfloat16", low_precision_norms=True).activations < plain
+    assert memory(small, backbone, encoding, precision="bfloat16", gradient_checkpointing=True).activations < plain / 2
+    assert memory(small, backbone, encoding, precision="bfloat16", microbatch_size=2).activations < plain
 
 
-def test_a_compiled_step_saves_fewer_activations(unet: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
-    eager, compiled = (
-        memory(unet, backbone, encoding, compile=compile, sharding="full", num_processes=2) for compile in (False, True)
-    )
-    assert 0.3 * eager.activations < compiled.activations < eager.activations
-
-
-def test_largest_microbatch(unet: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
+def test_largest_microbatch(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
     """A step with the size that fits does fit, and one image more does not."""
-    first, second = ((size, memory(unet, backbone, encoding, microbatch_size=size)) for size in (4, 8))
-    capacity = int(memory(unet, backbone, encoding, microbatch_size=20).total * 1.01 / (1 - 0.08))
-    size = largest_microbatch(first, second, capacity)
-    assert size == 20
-    assert memory(unet, backbone, encoding, microbatch_size=size).total <= usable(capacity)
-    assert memory(unet, backbone, encoding, microbatch_size=size + 1).total > usable(capacity)
-    assert largest_microbatch(first, second, 1024) == 0
+
+    def total(size: int) -> int:
+        return memory(small, backbone, encoding, microbatch_size=size).total
+
+    estimates = {size: memory(small, backbone, encoding, microbatch_size=size) for size in (1, 8)}
+    for expected in (3, 20):
+        capacity = int((total(expected) + total(expected + 1)) / 2 / (1 - RESERVED))
+        assert largest_microbatch(estimates, capacity) == expected
+        assert total(expected) <= usable(capacity) < total(expected + 1)
+    assert largest_microbatch(estimates, 1024) == 0
 
 
-def test_a_step_that_does_not_fit_is_refused(
-    unet: Any, backbone: BackboneConfig, encoding: EncodingRecord, capsys: pytest.CaptureFixture[str]
+def test_a_step_that_cannot_fit_is_refused(
+    small: Any, backbone: BackboneConfig, encoding: EncodingRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    needed = memory(unet, backbone, encoding).total
-    check_memory(unet, backbone, encoding, HW, SETTINGS, 2 * needed)
+    settings = replace(SETTINGS, sharding="grad_op", num_processes=2)
+    needed = step_memory(small, backbone, encoding, HW, settings).total
+    check_memory(small, backbone, encoding, HW, settings, int(1.1 * needed))
     assert capsys.readouterr().out == ""
-    check_memory(unet, backbone, encoding, HW, SETTINGS, int(1.02 * needed))
-    assert capsys.readouterr().out.startswith("warning: A step with microbatches of 4 needs about ")
-    with pytest.raises(RequestError, match=r"set `microbatch_size` to 3, which .* `gradient_checkpointing`"):
-        check_memory(unet, backbone, encoding, HW, SETTINGS, int(0.9 * needed))
+    for capacity in (1.02, 0.97):
+        check_memory(small, backbone, encoding, HW, settings, int(capacity * needed))
+        assert capsys.readouterr().out.startswith("warning: A step with microbatches of 4 needs about ")
+    with pytest.raises(RequestError, match=r"lower microbatch_size to 3, which .* gradient_checkpointing .* full"):
+        check_memory(small, backbone, encoding, HW, settings, int(0.9 * needed))
+    with pytest.raises(RequestError, match="To save memory, set gradient_checkpointing to true, or shard"):
+        check_memory(small, backbone, encoding, HW, settings, 1024)
+
+
+def test_a_step_that_fits_only_if_it_is_compiled(
+    small: Any, backbone: BackboneConfig, encoding: EncodingRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, compiler = replace(SETTINGS, precision="bfloat16", compile=True), torch._dynamo.config.get_config_copy()
+    eager, compiled = (
+        step_memory(small, backbone, encoding, HW, replace(settings, compile=compile)).total
+        for compile in (False, True)
+    )
+    capacity = int((eager + compiled) / 2 / (1 - RESERVED))
+    check_memory(small, backbone, encoding, HW, settings, capacity)
+    assert capsys.readouterr().out == ""
+    check_memory(small, backbone, encoding, HW, replace(settings, compile=False), capacity)
+    assert "To save memory, lower microbatch_size to 3" in capsys.readouterr().out
+    assert torch._dynamo.config.get_config_copy() == compiler
+
+
+def test_an_estimate_that_fails_is_a_warning(
+    small: Any, encoding: EncodingRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backbone = BackboneConfig.model_validate({"inputs": {"unknown": {"kind": "states"}}}).resolved(encoding.texts)
+    check_memory(small, backbone, encoding, HW, SETTINGS, GIB)
+    assert "warning: the memory of a step cannot be estimated: TypeError" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("sharding", ["full", "grad_op"])

@@ -4,9 +4,10 @@ import json
 import os
 from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 
 from shards.base.errors import RequestError
@@ -28,6 +30,8 @@ from train.model.sharding import launched_sharding, shard_weights
 from train.model.tensors import load_tensors
 from train.objective.loss import DiffusionLoss, NoisyBatch
 from train.run.checkpoints.checkpoint import step_folder, verify_checkpoint
+from train.run.health.heartbeat import HeartbeatReporter
+from train.run.processes import set_collective_timeout
 from train.run.reporting.json_lines import read_json_lines
 
 pytestmark = pytest.mark.heavy
@@ -38,8 +42,8 @@ FILES = ("unet/diffusion_pytorch_model.safetensors", "ema/diffusion_pytorch_mode
 
 def train(folder: Path, latents: Path, name: str, num_processes: int, **changes: Any) -> Path:
     """Train a run with checkpoints after step 2 and at the end, and return its folder."""
-    changes = {"max_steps": STEPS, "checkpoint": {"every": 2, "keep": 9}, "collective_timeout": 120.0} | changes
-    fields = train_fields(latents, folder / name, microbatch_size=2, **changes)
+    defaults = {"max_steps": STEPS, "checkpoint": {"every": 2, "keep": 9}, "collective_timeout": 120.0}
+    fields = train_fields(latents, folder / name, **defaults | {"microbatch_size": 2} | changes)
     ranks.run(folder / f"{name}.log", ["--config", str(write_config(folder, fields))], num_processes)
     return folder / name
 
@@ -100,14 +104,30 @@ def test_grad_op_gives_the_curve_and_the_checkpoints_of_ddp(whole: Path, latents
 def test_groups_of_processes_give_the_curve_and_the_checkpoints_of_ddp(
     whole: Path, latents: Path, tmp_path: Path
 ) -> None:
-    """Weights are sharded in two groups of two processes (HSDP), and training goes on with another layout."""
-    groups = train(tmp_path, latents, "groups", 4, sharding="full", sharding_group=2, max_steps=2)
-    assert curve(groups)[0] == pytest.approx(curve(whole)[0][:2], rel=1e-5)
-    assert rows(groups, "grad_norm") == pytest.approx(rows(whole, "grad_norm")[:2], rel=1e-4)
-    same_weights(whole, groups, 2)
+    """Weights are sharded in two groups of two processes (HSDP), with two microbatches per step. The run goes on from a
+    checkpoint of another layout, validates its average, and goes on in another layout."""
+    copy_of_step_2(whole, tmp_path / "groups")
+    validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 1, "weights": "ema"}
+    layout = {"sharding": "full", "sharding_group": 2, "microbatch_size": 1}
+    groups = train(tmp_path, latents, "groups", 4, **layout, validation=validation, max_steps=3)
+    assert rows(groups, "loss") == pytest.approx(rows(whole, "loss")[2:3], rel=1e-5)
+    assert rows(groups, "grad_norm") == pytest.approx(rows(whole, "grad_norm")[2:3], rel=1e-4)
     resumed = train(tmp_path, latents, "groups", 1)
-    assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss"), rel=1e-5)
+    assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss")[2:], rel=1e-5)
     same_weights(whole, resumed, STEPS)
+
+
+def test_groups_wait_as_long_as_the_run(tmp_path: Path) -> None:
+    """torch creates groups with its own timeout."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        heartbeat = SimpleNamespace(timeout=0.0, store=object())
+        set_collective_timeout(cast(HeartbeatReporter, heartbeat), 77.0, mesh.get_all_groups())
+        found = [group._get_backend(torch.device("cpu")).options._timeout for group in mesh.get_all_groups()]
+    finally:
+        dist.destroy_process_group()
+    assert found == [timedelta(seconds=77)] * 2
 
 
 def test_a_group_that_does_not_divide_the_processes_is_refused(latents: Path, tmp_path: Path) -> None:
@@ -117,7 +137,7 @@ def test_a_group_that_does_not_divide_the_processes_is_refused(latents: Path, tm
 
 
 def count_averages(arguments: list[str]) -> None:
-    """The trainer; each all-reduce of gradients across groups is counted in a file of this process."""
+    """The trainer; the number of elements that it all-reduces, by size of the group, is written to a file."""
     all_reduce: Any = dist.all_reduce
     calls = Counter[int]()
 

@@ -1,0 +1,54 @@
+"""`python -m plan --memory`: its table, and requests that it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from plan.__main__ import run
+from shards.base.errors import exit_code_of
+
+PLAN = ["--config", "configs/pixart-sigma/plan.yaml"]
+
+
+def training_config(folder: Path, **changes: Any) -> str:
+    """Write phase 1 of PixArt-Σ with a small network, and return its path."""
+    fields = json.loads(Path("configs/pixart-sigma/backbone.json").read_text())
+    fields |= {"num_layers": 1, "num_attention_heads": 2, "cross_attention_dim": 2 * fields["attention_head_dim"]}
+    (folder / "backbone.json").write_text(json.dumps(fields))
+    config = {"base": str(Path("configs/pixart-sigma/phase1.yaml").resolve()), "compile": False, "microbatch_size": 2}
+    path = folder / "phase1.yaml"
+    path.write_text(yaml.safe_dump(config | {"backbone": {"config": str(folder / "backbone.json")}} | changes))
+    return str(path)
+
+
+def test_a_row_for_each_way_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run([*PLAN, "--gpus", "16", "--memory", training_config(tmp_path, sharding="full", sharding_group=8)])
+    shown = capsys.readouterr().out
+    rows = [line.split() for line in shown.splitlines() if "phase1.yaml" in line]
+    assert shown.startswith("Memory of each GPU in GiB, on 16 GPUs")
+    assert [row[1:6] for row in rows] == [
+        ["2", "sharding", "full", "over", "8"],
+        ["2", "sharding", "full", "over", "8,"],
+    ]
+    assert rows[1][6] == "checkpointing"
+    plain, checkpointing = (float(row[-5]) for row in rows)
+    assert plain >= checkpointing > 0
+    assert rows[0][-1] == "all"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([*PLAN, "--gpus", "7"], "7"),
+        (["--config", "configs/sdxl/plan.yaml"], "does not fit the encoders of the plan. Pass the plan of the same"),
+        ([*PLAN, "--out", "somewhere"], "cannot be combined with --compare or --out"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    assert exit_code_of(lambda: run([*arguments, "--memory", training_config(tmp_path)])) == 2
+    assert expected in " ".join(capsys.readouterr().err.split())
