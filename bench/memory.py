@@ -15,10 +15,10 @@ from bench.kit.families import CONFIGS, read_family
 from shards.base.config import load_config
 from shards.format.buckets import Bucket
 from train.config import TrainConfig
+from train.model.config import AdamWConfig
 from train.model.memory import GIB, StepSettings, step_memory
 from train.model.network import class_of
 
-ADAMW_BYTES = 8
 MICROBATCHES = 2
 
 
@@ -45,7 +45,7 @@ class Measured:
             precision="bfloat16",
             microbatch_size=self.microbatch_size,
             images=MICROBATCHES * self.microbatch_size,
-            optimizer_bytes=ADAMW_BYTES,
+            optimizer_bytes=AdamWConfig.state_bytes,
             num_averages=0,
             compile=self.compile,
             **self.others,

@@ -1,15 +1,12 @@
 """Check that a run's training step fits into the memory of its GPUs."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from shards.base.errors import RequestError
-from shards.format.encoding import EncodingRecord
 from train.config import TrainConfig
-from train.data.spec import DataSpec
-from train.model.backbone import BackboneConfig
 from train.model.ema import make_averages
-from train.model.memory import GIB, RESERVED, StepMemory, StepSettings, largest_microbatch, step_memory, usable
+from train.model.memory import GIB, RESERVED, StepMemory, StepSettings, largest_microbatch, usable
 
 MAX_ERROR = 0.05
 """Relative error of the estimates that were compared with measurements."""
@@ -45,21 +42,17 @@ def largest_shape(shapes: set[tuple[int, int]]) -> tuple[int, int]:
     return max(shapes, key=lambda shape: (shape[0] * shape[1], shape))
 
 
-def check_memory(
-    network: Any,
-    backbone: BackboneConfig,
-    data: DataSpec | EncodingRecord,
-    latent_hw: tuple[int, int],
-    settings: StepSettings,
-    capacity: int,
-) -> None:
+def check_memory(estimate: Callable[[StepSettings], StepMemory], settings: StepSettings, capacity: int) -> None:
     """Refuse a step that cannot fit on a GPU with `capacity` bytes, and print a warning if it might not fit.
+
+    Args:
+        estimate: `step_memory` with its arguments other than the settings.
 
     Raises:
         RequestError: the step cannot fit.
     """
     try:
-        estimates = estimate(network, backbone, data, latent_hw, settings, capacity)
+        estimates = estimate_sizes(estimate, settings, capacity)
     except Exception as error:  # such as an operation that cannot be traced; training itself may well work
         print(f"warning: the memory of a step cannot be estimated: {type(error).__name__}: {error}", flush=True)
         return
@@ -72,7 +65,7 @@ def check_memory(
     remedies += [] if settings.sharding == "full" else ["shard the weights across several GPUs (`sharding: full`)"]
     message = (
         f"A step with microbatches of {settings.microbatch_size} needs about {memory} on each GPU. The GPU has "
-        f"{capacity / GIB:.1f} GiB, of which about {RESERVED:.0%} are needed for other purposes. To save memory, "
+        f"{capacity / GIB:.1f} GiB, of which about {RESERVED:.0%} is needed for other purposes. To save memory, "
         f"{', or '.join(remedies or ['shard the weights across more GPUs'])}."
     )
     if (1 - MAX_ERROR) * memory.total > capacity:
@@ -80,13 +73,8 @@ def check_memory(
     print(f"warning: {message}", flush=True)
 
 
-def estimate(
-    network: Any,
-    backbone: BackboneConfig,
-    data: DataSpec | EncodingRecord,
-    latent_hw: tuple[int, int],
-    settings: StepSettings,
-    capacity: int,
+def estimate_sizes(
+    estimate: Callable[[StepSettings], StepMemory], settings: StepSettings, capacity: int
 ) -> dict[int, StepMemory]:
     """Estimate the memory of a step with the configured microbatch size and, if that might not fit, with one image.
 
@@ -96,13 +84,9 @@ def estimate(
     Returns:
         Microbatch size → memory.
     """
-
-    def trace(**changes: Any) -> StepMemory:
-        return step_memory(network, backbone, data, latent_hw, replace(settings, **changes))
-
-    size, memory = settings.microbatch_size, trace(compile=False)
+    size, memory = settings.microbatch_size, estimate(replace(settings, compile=False))
     if memory.total > usable(capacity) and settings.compile:
-        memory = trace()
+        memory = estimate(settings)
     if memory.total <= usable(capacity) or size == 1:
         return {size: memory}
-    return {1: trace(microbatch_size=1), size: memory}
+    return {1: estimate(replace(settings, microbatch_size=1)), size: memory}

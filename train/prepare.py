@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from train.export.pipeline import check_pipeline
 from train.memory import check_memory, largest_shape, step_settings
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
+from train.model.memory import step_memory
 from train.model.network import build_network, load_matching, load_pretrained, width_field
 from train.model.optimizer import freeze_except
 from train.model.text_width import (
@@ -162,7 +164,8 @@ def prepare(
     if accelerator is not None and is_accelerator(accelerator.device) and has_steps_left:
         shape = largest_shape({stream.latent_hw for stream in spec.streams})
         settings, capacity = step_settings(config, world.size), memory_of(accelerator.device)
-        on_main_process(accelerator, lambda: check_memory(network, backbone, spec, shape, settings, capacity))
+        estimate = partial(step_memory, network, backbone, spec, shape)
+        on_main_process(accelerator, lambda: check_memory(estimate, settings, capacity))
 
     # weights
     start_description = load_first_weights(config, network, aligned, checkpoint, start, projection)

@@ -31,8 +31,6 @@ PUBLISHED = {
 """Published steps: microbatch, images per GPU and step, and images per second and GPU on 8 GPUs (configs/plan). The
 first of each GPU serves for calibration, and the others are predicted. MosaicML's microbatch sizes are assumed."""
 GIGA, TERA = 1e9, 1e12
-OTHER_BYTES_PER_PARAMETER = 22
-"""GPU memory in addition to activations: weight, gradient, two moments and EMA in float32, and a bfloat16 weight."""
 
 
 def main() -> None:
@@ -130,24 +128,18 @@ def step_rate(work: DeviceWork, rates: DeviceRates, num_parameters: int, batch: 
 
 
 def predicted(works: dict[TrainingStep, DeviceWork], rates: DeviceRates, options: argparse.Namespace) -> str:
-    """Tabulate the rate, upper bound and memory of each step."""
+    """Tabulate the rate and upper bound of each step."""
     rows = []
     for step, work in works.items():
         parameters = step.num_parameters(options.unet)
         bound = replace(rates, efficiency=1.0).images_per_second(work)
-        memory = (work.saved_bytes + OTHER_BYTES_PER_PARAMETER * parameters) / GIGA
-        fits = [
-            f"{int((size * 0.92 * GIGA - OTHER_BYTES_PER_PARAMETER * parameters) / (work.saved_bytes / work.images))}"
-            for size in (40, 80, 141)
-            if work.saved_bytes
-        ]
         rate = step_rate(work, rates, parameters, options.batch)
-        rows.append([step.words, f"{bound:.0f}", f"{rate:.0f}", f"{memory:.0f}", " / ".join(fits)])
-    header = ["step", "bound, images/s", "predicted, images/s", "GB", "maximum images on 40 / 80 / 141 GB"]
+        rows.append([step.words, f"{bound:.0f}", f"{rate:.0f}"])
+    header = ["step", "bound, images/s", "predicted, images/s"]
     return table(header, rows) + (
         f"\n\nPredicted for one {options.gpu}, with {rates.tflops:g} TFLOP/s × {rates.efficiency:.3f} for products, "
         f"convolutions and attention, and {rates.terabytes:g} TB/s for the rest. The bound assumes an efficiency of 1. "
-        f"The host, communication, and workspaces beyond 8 % of the memory are not included."
+        f"The host and communication are not included."
     )
 
 

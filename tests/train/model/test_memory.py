@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,15 +192,15 @@ def test_a_step_that_cannot_fit_is_refused(
 ) -> None:
     settings = replace(SETTINGS, sharding="grad_op", num_processes=2)
     needed = step_memory(small, backbone, encoding, HW, settings).total
-    check_memory(small, backbone, encoding, HW, settings, int(1.1 * needed))
+    check_memory(partial(step_memory, small, backbone, encoding, HW), settings, int(1.1 * needed))
     assert capsys.readouterr().out == ""
     for capacity in (1.02, 0.97):
-        check_memory(small, backbone, encoding, HW, settings, int(capacity * needed))
+        check_memory(partial(step_memory, small, backbone, encoding, HW), settings, int(capacity * needed))
         assert capsys.readouterr().out.startswith("warning: A step with microbatches of 4 needs about ")
     with pytest.raises(RequestError, match=r"lower microbatch_size to 3, which .* gradient_checkpointing .* full"):
-        check_memory(small, backbone, encoding, HW, settings, int(0.9 * needed))
+        check_memory(partial(step_memory, small, backbone, encoding, HW), settings, int(0.9 * needed))
     with pytest.raises(RequestError, match="To save memory, set gradient_checkpointing to true, or shard"):
-        check_memory(small, backbone, encoding, HW, settings, 1024)
+        check_memory(partial(step_memory, small, backbone, encoding, HW), settings, 1024)
 
 
 def test_a_step_that_fits_only_if_it_is_compiled(
@@ -211,9 +212,9 @@ def test_a_step_that_fits_only_if_it_is_compiled(
         for compile in (False, True)
     )
     capacity = int((eager + compiled) / 2 / (1 - RESERVED))
-    check_memory(small, backbone, encoding, HW, settings, capacity)
+    check_memory(partial(step_memory, small, backbone, encoding, HW), settings, capacity)
     assert capsys.readouterr().out == ""
-    check_memory(small, backbone, encoding, HW, replace(settings, compile=False), capacity)
+    check_memory(partial(step_memory, small, backbone, encoding, HW), replace(settings, compile=False), capacity)
     assert "To save memory, lower microbatch_size to 3" in capsys.readouterr().out
     assert torch._dynamo.config.get_config_copy() == compiler
 
@@ -222,7 +223,7 @@ def test_an_estimate_that_fails_is_a_warning(
     small: Any, encoding: EncodingRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backbone = BackboneConfig.model_validate({"inputs": {"unknown": {"kind": "states"}}}).resolved(encoding.texts)
-    check_memory(small, backbone, encoding, HW, SETTINGS, GIB)
+    check_memory(partial(step_memory, small, backbone, encoding, HW), SETTINGS, GIB)
     assert "warning: the memory of a step cannot be estimated: TypeError" in capsys.readouterr().out
 
 

@@ -104,8 +104,8 @@ def test_grad_op_gives_the_curve_and_the_checkpoints_of_ddp(whole: Path, latents
 def test_groups_of_processes_give_the_curve_and_the_checkpoints_of_ddp(
     whole: Path, latents: Path, tmp_path: Path
 ) -> None:
-    """Weights are sharded in two groups of two processes (HSDP), with two microbatches per step. The run goes on from a
-    checkpoint of another layout, validates its average, and goes on in another layout."""
+    """Resume an unsharded run in two groups of two processes (HSDP), with two microbatches per step and validation of
+    the average, and resume the result on one process."""
     copy_of_step_2(whole, tmp_path / "groups")
     validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 1, "weights": "ema"}
     layout = {"sharding": "full", "sharding_group": 2, "microbatch_size": 1}
