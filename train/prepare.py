@@ -5,7 +5,7 @@ Nothing in this module changes the run, neither in its folder nor at its URL.
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, PartialState, init_empty_weights
 from accelerate.utils import broadcast_object_list, gather_object
 from diffusers import UNet2DConditionModel
 
@@ -33,6 +33,7 @@ from train.model.fit import check_fit, check_precision, on_meta
 from train.model.memory import step_memory
 from train.model.network import build_network, load_matching, load_pretrained, width_field
 from train.model.optimizer import freeze_except
+from train.model.sharding import allocate
 from train.model.text_width import (
     conversion_matrix,
     hash_projection,
@@ -64,7 +65,8 @@ class Prepared:
     world: World
     spec: DataSpec
     network: Any
-    """The diffusers network to train, on the CPU, with its initial weights or the checkpoint's weights."""
+    """The diffusers network to train, on the CPU, with its initial weights or the checkpoint's weights. Only the main
+    process has weights; those of the others are on the meta device."""
     backbone: BackboneConfig
     """The config of the network and its inputs, with the text towers resolved."""
     checkpoint: Checkpoint | None
@@ -137,7 +139,11 @@ def prepare(
                 f"init_unet: the weights of {config.init_unet} read full-width text, but this run's data has text "
                 f"projected onto {widths[1]} dimensions. Train on a root without `text.width`."
             )
-    network = build_network(config.network, config.seed, widths)
+    is_main = accelerator is None or accelerator.is_main_process
+    from_file = checkpoint is not None or start is not None or config.init_unet is not None
+    # the main process initializes or loads the weights, and `place_network` sends them to the others
+    with init_empty_weights(include_buffers=False) if from_file or not is_main else nullcontext():
+        network = build_network(config.network, config.seed, widths)
     freeze_except(network, config.train_only)
     aligned = make_aligned(config, spec, network, backbone, sorted(encoding.features))
 
@@ -168,7 +174,12 @@ def prepare(
         on_main_process(accelerator, lambda: check_memory(estimate, settings, capacity))
 
     # weights
-    start_description = load_first_weights(config, network, aligned, checkpoint, start, projection)
+    start_description = on_main_process(
+        accelerator, lambda: load_first_weights(config, network, checkpoint, start, projection)
+    )
+    source = checkpoint or start
+    if aligned is not None and source is not None:
+        load_head(aligned.head, source.folder)
     validation = None
     if held_out is not None:
         training = keep_towers(encoding, [f"texts.{name}" for name in spec.texts])
@@ -194,7 +205,6 @@ def prepare(
 def load_first_weights(
     config: TrainConfig,
     network: Any,
-    aligned: Aligned | None,
     checkpoint: Checkpoint | None,
     start: Checkpoint | None,
     projection: np.ndarray | None = None,
@@ -202,6 +212,7 @@ def load_first_weights(
     """Load the weights of the checkpoint to resume, of the run to start from, or of a pretrained network.
 
     Args:
+        network: without weights, if one of these exists.
         projection: projection of the text that the network reads; None: it reads full-width text.
 
     Returns:
@@ -210,9 +221,8 @@ def load_first_weights(
     Raises:
         RequestError: the weights belong to a different architecture.
     """
-    source = checkpoint or start
-    if aligned is not None and source is not None:
-        load_head(aligned.head, source.folder)
+    if checkpoint or start or config.init_unet:
+        allocate(network, "cpu")
     if checkpoint is not None:
         load_weights(network, checkpoint.folder / "unet")
     elif start is not None:

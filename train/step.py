@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from train.model.config import Sharding
 from train.model.ema import SNAPSHOT_DTYPES, Ema
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer
-from train.model.sharding import shard_weights, sharded_modules
+from train.model.sharding import send_weights, shard_weights, sharded_modules
 from train.objective.alignment import Aligned
 from train.objective.loss import DiffusionLoss, Losses, NoisyBatch
 from train.objective.sums import LossSums
@@ -183,7 +184,8 @@ def place_network(
 ) -> None:
     """Move a network to the device in place, and apply the memory format, norms, checkpointing and sharding.
 
-    Call it before building an optimizer, because sharding replaces the parameters.
+    Call it before building an optimizer, because it replaces the parameters. With several processes, all receive the
+    main process's weights, so the others can pass a network without weights.
 
     Args:
         channels_last: whether to use the channels-last memory format; None: only on GPUs.
@@ -195,11 +197,13 @@ def place_network(
         network.enable_gradient_checkpointing()  # type: ignore[operator]
     if low_precision_norms:
         use_low_precision_norms(network)
-    network.to(device)
     is_sharded = sharding != "none"
+    if dist.is_initialized():
+        shard = partial(shard_weights, network, sharding, precision, mesh) if is_sharded else None
+        send_weights(network, device, shard)
+    else:
+        network.to(device)
     # fully_shard accepts only contiguous weights
     if not is_sharded and (is_accelerator(device) if channels_last is None else channels_last):
         keep_channels_last(network)
     choose_attention(device)
-    if is_sharded:
-        shard_weights(network, sharding, precision, mesh)

@@ -6,8 +6,10 @@ gloo, because accelerate's FSDP2 plugin does nothing on CPUs, on which the tests
 """
 
 import os
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -57,8 +59,47 @@ def group_mesh(size: int | None, num_processes: int, device_type: str) -> Device
     return init_device_mesh(device_type, (num_processes // size, size), mesh_dim_names=("replicate", "shard"))
 
 
+def allocate(network: nn.Module, device: torch.device | str) -> None:
+    """Allocate memory on `device` for weights on the meta device, uninitialized, and move the buffers there."""
+    buffers = dict(network.named_buffers())
+    network.to_empty(device=device)
+    for name, buffer in network.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def send_weights(network: nn.Module, device: torch.device, shard: Callable[[], None] | None = None) -> None:
+    """Move a network to the device on all processes, with the main process's weights and buffers, bit for bit.
+
+    Only the main process has to build the weights; those of the others are ignored and may be on the meta device. They
+    are sent one at a time, and the main process frees each one after sending it, so that together, all processes need
+    hardly more host memory than one copy of the weights takes. All processes must call this.
+
+    Args:
+        shard: shards the network, which is on the meta device when it is called; None: each process holds all weights.
+    """
+    is_main = dist.get_rank() == 0
+    sent = {name: tensor.detach() for name, tensor in named_tensors(network)} if is_main else {}
+    network.to("meta")
+    if shard is not None:
+        shard()
+    network.to_empty(device=device)
+    with torch.no_grad():
+        for name, tensor in named_tensors(network):
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            if is_main:
+                whole.copy_(sent.pop(name))
+            dist.broadcast(whole, src=0)
+            tensor.copy_(shard_like(whole, tensor))
+
+
+def named_tensors(network: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the names and values of a network's parameters and buffers."""
+    return [*network.named_parameters(), *network.named_buffers()]
+
+
 def shard_weights(network: nn.Module, sharding: Sharding, precision: Precision, mesh: DeviceMesh | None = None) -> None:
-    """Shard every weight across processes, in place. All processes must hold the same weights beforehand.
+    """Shard every weight across processes, in place. All processes must hold the same weights beforehand, or none
+    (on the meta device).
 
     Weights are gathered block by block. With `grad_op`, they stay gathered from the forward pass until the end of the
     backward pass. Gradients are averaged in float32 after each microbatch, so that no process holds all gradients; with

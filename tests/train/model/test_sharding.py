@@ -117,6 +117,41 @@ def test_groups_of_processes_give_the_curve_and_the_checkpoints_of_ddp(
     same_weights(whole, resumed, STEPS)
 
 
+@pytest.mark.parametrize(
+    ("sharding", "num_processes", "group"), [("none", 2, 0), ("full", 2, 2), ("grad_op", 4, 4), ("full", 4, 2)]
+)
+def test_weights_are_built_by_one_process_and_sent_to_the_others(
+    sharding: str, num_processes: int, group: int, tmp_path: Path
+) -> None:
+    """All ranks start with the bits of an unsharded start, including a buffer that no checkpoint contains, and only the
+    main process ever holds all weights."""
+    fields = {
+        "_class_name": "PixArtTransformer2DModel",
+        "num_attention_heads": 6,
+        "attention_head_dim": 64,
+        "cross_attention_dim": 384,
+        "caption_channels": 64,
+        "num_layers": 16,
+        "sample_size": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "use_additional_conditions": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    arguments = [sharding, str(group), str(tmp_path / "config.json"), str(tmp_path)]
+    program = "tests.train.model.sending_ranks:send"
+    processes = ranks.start(tmp_path / "log", arguments, num_processes, program=program)
+    assert ranks.wait(processes, 300) == [0] * num_processes, (tmp_path / "log").read_text()
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_processes)]
+    assert all(each["same"] and each["trainable"] for each in found)
+    imports = 48 * 2**20
+    assert imports < found[0]["all"] / 3
+    assert found[0]["peak"] < found[0]["all"] + imports  # it frees what it has sent
+    for each in found[1:]:
+        assert each["share"] < 1.1 * each["all"] / (group or 1)
+        assert each["peak"] < each["share"] + imports
+
+
 def test_groups_wait_as_long_as_the_run(tmp_path: Path) -> None:
     """torch creates groups with its own timeout."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
