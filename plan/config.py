@@ -84,7 +84,8 @@ class Networks(Config):
     """Config files of the networks. Networks are built without loading or allocating weights."""
 
     backbone: str = "configs/phase1.yaml"
-    """Training config (YAML) whose `backbone` section names the network and its inputs."""
+    """Training config (YAML) whose `backbone` section names the network and its inputs. Its `ddp`, `sharding` and
+    `sharding_group` determine the traffic between GPUs."""
     vae: str = "configs/vae/sd2.json"
     """Path of the diffusers autoencoder's config.json."""
     texts: dict[str, TextNetwork] = Field(
@@ -209,12 +210,8 @@ class Gpu(Config):
 
 
 class Links(Config):
-    """Bandwidths of the interconnect and the stores, and the settings of the gradient all-reduce."""
+    """Bandwidths of the interconnect and the stores."""
 
-    gradient_bytes: Literal[2, 4] = 4
-    """Bytes per gradient element in the all-reduce; 4 is float32."""
-    bucket_mb: float = Field(25, gt=0)
-    """Size of a DDP gradient bucket in MB. The all-reduce of the last bucket does not overlap with computation."""
     efficiency: float = fact("of link and network bandwidth", 0.8, gt=0, le=1)
     """Share of the nominal bandwidth that an all-reduce achieves."""
     data_gbit_per_node: float = fact("Gbit/s per node", 20, gt=0)

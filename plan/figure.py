@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from plan.report import Report
 
 COLOURS = ("#1b6ca8", "#d1662b")
-MARKERS = {"compute": "o", "gradient traffic": "^", "data rate": "s"}
+MARKERS = {"compute": "o", "traffic between GPUs": "^", "data rate": "s"}
 GREY = "#666666"
 FOOTER_WIDTH = 78
 

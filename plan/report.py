@@ -5,7 +5,8 @@ Speeds come from measurements or, for stages without a measurement, from an assu
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from plan.arithmetic.costs import (
@@ -20,7 +21,7 @@ from plan.arithmetic.costs import (
 from plan.arithmetic.counted import cached_work
 from plan.arithmetic.restarts import daly_interval, expected_time
 from plan.arithmetic.scaling import Machine, Step, StepTime, calibrate, step_time
-from plan.arithmetic.work import Work
+from plan.arithmetic.work import Exchange, Work, read_exchange
 from plan.config import Fact, Phase, Plan
 from plan.measured import Rate, Rates, read_rates
 from shards.base.errors import RequestError
@@ -28,7 +29,8 @@ from shards.base.table import counted
 from shards.format.towers import TextStorage, TextTower
 from train.model.config import optimizer_class
 
-BITS, MEGA = 8, 1e6
+BITS, MIB = 8, 2**20
+GRADIENT_BYTES = {"float32": 4, "bfloat16": 2}
 Basis = Literal["measured", "predicted", "assumed"]
 """Origin of a throughput: `measured` on this GPU count, `predicted` from a different GPU count, or `assumed`."""
 MAX_UNEXPLAINED_GAP = 0.1
@@ -46,6 +48,11 @@ class Inputs:
     plan: Plan
     work: Work
     rates: Rates
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """How GPUs exchange gradients and share weights."""
+        return read_exchange(self.plan.networks)
 
     @property
     def machine(self) -> Machine:
@@ -104,11 +111,13 @@ class Inputs:
             (rate and rate.global_batch_size) or phase.global_batch_size,
             (rate and rate.microbatch_size) or phase.microbatch_size,
             self.work.num_parameters,
-            self.plan.links.gradient_bytes,
+            GRADIENT_BYTES[self.exchange.ddp.gradients],
             data.picture_bytes + data.string_bytes if online else self.sample_bytes(phase.bucket),
-            self.plan.links.bucket_mb * MEGA,
+            self.exchange.ddp.bucket_mb * MIB,
             self.work.backward[phase.bucket],
             optimizer_class(self.plan.optimizer).step_bytes(),
+            self.exchange.sharding,
+            self.exchange.sharding_group,
         )
 
 
@@ -140,7 +149,7 @@ class PhaseRow:
     """Rate predicted from a measurement on a different GPU count, even if this GPU count was measured."""
     step: StepTime
     split_speedup: float
-    """Speedup from sharding weights within each node (HSDP)."""
+    """Speedup from sharding weights within each node (HSDP), relative to the training config."""
     bottleneck: str
     days: float
     read_per_node: float
@@ -181,7 +190,7 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
         source=rate.source,
         predicted_images_per_second=phase.global_batch_size / _predict(inputs, phase, other_rate, gpus, online).total,
         step=time,
-        split_speedup=time.total / _predict(inputs, phase, rate, gpus, online, sharded=True).total,
+        split_speedup=time.total / _predict(inputs, phase, rate, gpus, online, split=True).total,
         bottleneck=time.bottleneck,
         days=days,
         read_per_node=read * min(gpus, inputs.plan.gpu.gpus_per_node) / gpus,
@@ -201,8 +210,11 @@ def _basis_for(rates: list[Rate], gpus: int) -> Rate:
     return next((rate for rate in reversed(rates) if rate.gpus <= gpus), rates[0])
 
 
-def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, sharded: bool = False) -> StepTime:
-    machine = inputs.machine
+def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, split: bool = False) -> StepTime:
+    """Return the time of a step. `split`: weights are sharded within each node, whatever the training config says."""
+    machine, step = inputs.machine, inputs.step(phase, online=online)
+    if split:
+        step = replace(step, sharding="full", group=inputs.plan.gpu.gpus_per_node)
     try:
         seconds = calibrate(rate.images_per_second_per_gpu, inputs.step(phase, rate), rate.gpus, machine)
     except ValueError as error:
@@ -211,7 +223,7 @@ def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, 
             f"must be wrong. Check both, and correct the wrong one."
         ) from None
     encode_seconds = inputs.encode_seconds(phase.bucket) if online else 0.0
-    return step_time(seconds, inputs.step(phase, online=online), gpus, machine, encode_seconds, sharded=sharded)
+    return step_time(seconds, step, gpus, machine, encode_seconds)
 
 
 def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> tuple[int, float, float]:
@@ -373,6 +385,8 @@ class Report:
     title: str
     gpu: str
     encoding: str
+    sharding: str
+    """How the training config shards weights; empty: it does not."""
     highlighted: int | None
     least_speedup: float
     months: float
@@ -409,6 +423,7 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
         title=plan.title,
         gpu=plan.gpu.kind,
         encoding=plan.encoding,
+        sharding=describe_sharding(inputs.exchange),
         highlighted=plan.gpus,
         least_speedup=plan.least_speedup,
         months=plan.storage.months,
@@ -423,6 +438,14 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
         rates=_used_rates(inputs),
         notes=_notes(inputs, rows),
     )
+
+
+def describe_sharding(exchange: Exchange) -> str:
+    """Describe how weights are sharded; empty: they are not."""
+    if exchange.sharding == "none":
+        return ""
+    across = "all GPUs" if exchange.sharding_group is None else f"groups of {exchange.sharding_group} GPUs"
+    return f"sharding {exchange.sharding} across {across}"
 
 
 def _row(inputs: Inputs, gpus: int, previous: Row | None) -> Row:
@@ -496,7 +519,8 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
     if sharding_gains:
         within = f"`sharding: full` and `sharding_group: {inputs.plan.gpu.gpus_per_node}`"
         notes.append(
-            f"Compared with DDP, sharding weights within each node ({within}) would speed up training: "
+            f"Compared with the training config, sharding weights within each node ({within}) would speed up "
+            f"training: "
             f"{'; '.join(sharding_gains)}."
         )
     notes += _decoding_notes(inputs)

@@ -37,8 +37,9 @@ DEPENDS_ON = {
 def render(report: Report) -> str:
     """Render all sections of the report for a terminal of about 120 columns."""
     stars = star_marks(report)
+    heading = f"{report.title} on {report.gpu}, encoding {report.encoding}"
     parts = [
-        f"{report.title} on {report.gpu}, encoding {report.encoding}\n{LEGEND}",
+        f"{', '.join(filter(None, [heading, report.sharding]))}\n{LEGEND}",
         _time_and_cost(report, stars),
         _machines(report, stars),
         scaling_verdict(report),

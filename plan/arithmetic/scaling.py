@@ -1,4 +1,4 @@
-"""Performance model of a training step with three potential bottlenecks: compute, gradient traffic and data reads.
+"""Performance model of a training step with three potential bottlenecks: compute, traffic between GPUs and data reads.
 
 In a step on n GPUs, each GPU computes on global_batch_size / n images, all-reduces the gradients and reads its samples.
 Reads overlap with everything else. Gradients are divided into buckets. During the backward pass of the last microbatch,
@@ -7,9 +7,9 @@ pass is exposed:
 
     step = max(data, compute + exposed)
 
-The model is either replicated on every GPU (DDP), or has its weights, gradients and optimizer states sharded within
-each node and replicated across nodes (HSDP). Not modelled: small kernels that run below the calibrated rate,
-stragglers, and host overhead.
+Each GPU holds the whole model (DDP), or a group of GPUs shares its weights, gradients and optimizer states (FSDP, or
+HSDP with several groups). Not modelled: small kernels that run below the calibrated rate, stragglers, and host
+overhead.
 """
 
 import functools
@@ -20,12 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shards.base.table import counted
-from train.model.config import AdamWConfig
+from train.model.config import AdamWConfig, Sharding
 
 BACKWARD_SHARE = 2 / 3
 """Share of a training step's FLOPs in the backward pass, which computes two of the three matrix products."""
 ALL_GATHER_BYTES = 2
-"""Bytes per parameter in a bfloat16 all-gather of sharded weights, once each for the forward and backward pass."""
+"""Bytes per parameter in a bfloat16 all-gather of sharded weights."""
+ALL_GATHERS: dict[Sharding, int] = {"none": 0, "grad_op": 1, "full": 2}
+"""Number of all-gathers of the weights per microbatch: before the forward pass and, with `full`, also before the
+backward pass."""
 REDUCE_SCATTER_BYTES = 4
 """Bytes per parameter in the float32 reduce-scatter of sharded gradients, once per microbatch."""
 
@@ -46,6 +49,10 @@ class Machine:
     data_total: float
     """Total read bandwidth of the store."""
 
+    def bandwidth(self, gpus: int) -> float:
+        """Return the bandwidth of a collective over `gpus` GPUs."""
+        return self.link if gpus <= self.gpus_per_node else min(self.link, self.network)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -64,11 +71,19 @@ class Step:
     """(share of the weights, share of the backward time) of each block, in the order of the backward pass."""
     optimizer_bytes: int = AdamWConfig.step_bytes()
     """Bytes per parameter that the optimizer moves through memory."""
+    sharding: Sharding = "none"
+    """What the GPUs of a group share."""
+    group: int | None = None
+    """Number of GPUs per group, if sharded; None: all."""
 
     @property
     def num_buckets(self) -> int:
         """Number of gradient buckets."""
         return max(1, math.ceil(self.num_parameters * self.gradient_bytes / self.bucket_bytes))
+
+    def group_size(self, gpus: int) -> int:
+        """Return the number of GPUs that share one copy of the model."""
+        return 1 if self.sharding == "none" else min(gpus, self.group or gpus)
 
 
 @dataclass(frozen=True)
@@ -76,9 +91,10 @@ class StepTime:
     """Seconds that each resource is busy in one step."""
 
     compute: float
-    gradients: float
+    traffic: float
+    """Traffic between GPUs."""
     exposed: float
-    """Gradient traffic that remains after the backward pass."""
+    """Traffic that does not overlap with the forward and backward passes."""
     data: float
 
     @property
@@ -89,7 +105,7 @@ class StepTime:
     @property
     def bottleneck(self) -> str:
         """Name of the resource that is busy longest, and would limit the step time even if everything overlapped."""
-        busy = {"compute": self.compute, "gradient traffic": self.gradients, "data rate": self.data}
+        busy = {"compute": self.compute, "traffic between GPUs": self.traffic, "data rate": self.data}
         return max(busy, key=lambda name: busy[name])
 
 
@@ -99,8 +115,7 @@ def all_reduce_seconds(num_bytes: float, gpus: int, machine: Machine) -> float:
     The factor is from nccl-tests (PERFORMANCE.md, "AllReduce"). Across nodes, all rings share the node's network, so
     the bandwidth is the minimum of the node's network and one GPU's link.
     """
-    bandwidth = machine.link if gpus <= machine.gpus_per_node else min(machine.link, machine.network)
-    return 2 * (gpus - 1) / gpus * num_bytes / bandwidth
+    return 2 * (gpus - 1) / gpus * num_bytes / machine.bandwidth(gpus)
 
 
 def data_seconds(step: Step, gpus: int, machine: Machine) -> float:
@@ -137,38 +152,28 @@ def bucket_ready_times(blocks: tuple[tuple[float, float], ...], num_buckets: int
 
 
 def step_time(
-    seconds_per_image: float,
-    step: Step,
-    gpus: int,
-    machine: Machine,
-    encode_seconds: float = 0.0,
-    *,
-    sharded: bool = False,
+    seconds_per_image: float, step: Step, gpus: int, machine: Machine, encode_seconds: float = 0.0
 ) -> StepTime:
     """Return the time of one step on `gpus` GPUs.
 
     Args:
         seconds_per_image: time of the forward and backward pass for one image on one GPU.
         encode_seconds: time of the VAE and the text encoders for one image on one GPU, if encoding online.
-        sharded: shard weights, gradients and optimizer states within each node (HSDP).
     """
     images = step.global_batch_size / gpus
     microbatches = math.ceil(images / step.microbatch_size)
-    training, local = images * seconds_per_image, min(gpus, machine.gpus_per_node)
-    gradients = all_reduce_seconds(step.num_parameters * step.gradient_bytes, gpus, machine)
-    optimizer, exposed_sharding = step.num_parameters * step.optimizer_bytes / machine.memory, 0.0
-    if sharded:
-        optimizer /= local
-        # Collectives within a node run on every microbatch and overlap with its compute.
-        # The all-reduce across nodes is the same as without sharding.
-        num_bytes = step.num_parameters * (2 * ALL_GATHER_BYTES + REDUCE_SCATTER_BYTES)
-        within = microbatches * (local - 1) / local * num_bytes / machine.link
-        gradients, exposed_sharding = gradients if gpus > local else 0.0, max(0.0, within - training)
+    training, group = images * seconds_per_image, step.group_size(gpus)
+    # the all-reduce across groups moves as much over the network as one across all GPUs
+    gradients = all_reduce_seconds(step.num_parameters * step.gradient_bytes, gpus, machine) if gpus > group else 0.0
+    # collectives within a group run on every microbatch, overlap with its compute, and use other links
+    num_bytes = step.num_parameters * (ALL_GATHERS[step.sharding] * ALL_GATHER_BYTES + REDUCE_SCATTER_BYTES)
+    within = microbatches * (group - 1) / group * num_bytes / machine.bandwidth(group)
     exposed = exposed_seconds(BACKWARD_SHARE * training / microbatches, gradients, step)
+    optimizer = step.num_parameters * step.optimizer_bytes / machine.memory / group
     return StepTime(
         compute=training + images * encode_seconds + optimizer,
-        gradients=gradients,
-        exposed=exposed + exposed_sharding,
+        traffic=max(gradients, within),
+        exposed=max(exposed, within - training),
         data=data_seconds(step, gpus, machine),
     )
 
@@ -185,8 +190,8 @@ def calibrate(images_per_second_per_gpu: float, step: Step, gpus: int, machine: 
     if overhead.compute + overhead.exposed >= measured:
         raise ValueError(
             f"a step of {step.global_batch_size} images on {counted(gpus, 'GPU')} was measured at {measured:.3f} s, "
-            f"but at the given bandwidths the gradients take {overhead.gradients:.3f} s and the optimizer takes "
-            f"{overhead.compute:.3f} s, which leaves no time for the forward and backward passes"
+            f"but at the given bandwidths the traffic between GPUs takes {overhead.traffic:.3f} s and the optimizer "
+            f"takes {overhead.compute:.3f} s, which leaves no time for the forward and backward passes"
         )
     low, high = 0.0, measured / images
     while low < (middle := (low + high) / 2) < high:

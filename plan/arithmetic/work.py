@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic import ValidationError
 
 from plan.config import Networks, TextNetwork
+from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
 from shards.format.towers import ImageTower, TextTower, Weights
+from train.model.config import DdpConfig, Sharding
 from train.model.flops import TRAIN_OVER_FORWARD, count_flops
 
 if TYPE_CHECKING:
@@ -48,6 +51,14 @@ class Work:
     has_posterior: bool
     texts: dict[str, TextTower]
     """Text encoders as defined in `networks`. `Inputs.texts` also applies the defaults in the plan's `text` section."""
+
+
+class Exchange(Config):
+    """The fields of a training config that say how GPUs exchange gradients and share weights."""
+
+    ddp: DdpConfig = DdpConfig()
+    sharding: Sharding = "none"
+    sharding_group: int | None = None
 
 
 def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
@@ -166,6 +177,19 @@ def _backbone(networks: Networks) -> tuple[Any, str]:
     section = _read(networks.backbone, yaml.safe_load).get("backbone", {})
     backbone = BackboneConfig.model_validate(section)
     return backbone, str(backbone.config)
+
+
+def read_exchange(networks: Networks) -> Exchange:
+    """Read from the training config how GPUs exchange gradients and share weights.
+
+    Raises:
+        RequestError: the config is missing or invalid.
+    """
+    fields = _read(networks.backbone, yaml.safe_load)
+    try:
+        return Exchange.model_validate({name: fields[name] for name in Exchange.model_fields if name in fields})
+    except ValidationError as error:
+        raise RequestError(f"networks.backbone: {networks.backbone} is not a valid training config: {error}") from None
 
 
 def build_towers(networks: Networks) -> tuple[Any, ImageTower, dict[str, tuple[Any, TextTower]]]:

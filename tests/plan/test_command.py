@@ -35,7 +35,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
     assert [row["gpus"] for row in written["rows"]] == [8, 16, 32, 64, 128, 256, 512, 1024]
     assert {"field", "value", "unit", "source", "assumed"} == set(written["facts"][0])
-    assert written["rows"][0]["phases"][0]["step"].keys() == {"compute", "gradients", "exposed", "data"}
+    assert written["rows"][0]["phases"][0]["step"].keys() == {"compute", "traffic", "exposed", "data"}
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,10 +1,13 @@
 """The time of a step on any number of GPUs: properties, and the inverse function."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from plan.arithmetic import scaling
+from train.model.config import Sharding
 
 counts = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
 machines = st.builds(
@@ -24,6 +27,8 @@ steps = st.builds(
     gradient_bytes=st.sampled_from([2, 4]),
     sample_bytes=st.floats(1e3, 1e6),
     bucket_bytes=st.floats(1e8, 1e12),
+    sharding=st.sampled_from(["none", "grad_op", "full"]),
+    group=st.sampled_from([None, 2, 8]),
     backward=st.sampled_from([((1.0, 1.0),), ((0.1, 0.6), (0.9, 0.4)), ((0.5, 0.0), (0.0, 0.5), (0.5, 0.5))]),
 )
 image_seconds = st.floats(1e-4, 1)
@@ -34,16 +39,16 @@ def test_a_step_is_never_faster_than_its_bottleneck(
     seconds: float, step: scaling.Step, gpus: int, machine: scaling.Machine
 ) -> None:
     time = scaling.step_time(seconds, step, gpus, machine)
-    busiest = {"compute": time.compute, "gradient traffic": time.gradients, "data rate": time.data}
+    busiest = {"compute": time.compute, "traffic between GPUs": time.traffic, "data rate": time.data}
     assert busiest[time.bottleneck] == max(busiest.values())
     assert time.total >= max(time.compute, time.data)
-    assert time.total <= time.compute + time.gradients + time.data
+    assert time.total <= time.compute + time.traffic + time.data
 
 
 @given(image_seconds, steps, counts, machines)
 def test_calibrating_undoes_predicting(seconds: float, step: scaling.Step, gpus: int, machine: scaling.Machine) -> None:
-    time = scaling.step_time(seconds, step, gpus, machine)
-    assume(time.data < time.total)  # otherwise the rate does not depend on compute
+    time, slower = (scaling.step_time(each, step, gpus, machine) for each in (seconds, 1.01 * seconds))
+    assume(time.data < time.total < slower.total)  # otherwise the rate does not depend on compute
     rate = step.global_batch_size / gpus / time.total
     assert scaling.calibrate(rate, step, gpus, machine) == pytest.approx(seconds, rel=1e-6)
 
@@ -96,13 +101,27 @@ def test_splitting_weights_within_a_node_pays_where_the_optimizer_is_a_large_par
     """AdamW's traffic falls to an eighth, and gathers overlap with compute as long as there is enough compute."""
     machine = scaling.Machine(8, link=2e11, network=1e11, memory=1e12, data_per_node=1e12, data_total=1e14)
     step = scaling.Step(2048, 64, 10**9, 4, 1.0)
+    sharded = replace(step, sharding="full", group=8)
     for gpus, seconds in ((128, 0.01), (2048, 0.0001)):
-        whole, split = (scaling.step_time(seconds, step, gpus, machine, sharded=on) for on in (False, True))
+        whole, split = (scaling.step_time(seconds, each, gpus, machine) for each in (step, sharded))
         saved = 7 / 8 * 28e9 / 1e12
-        beyond = max(0.0, 7 / 8 * 8e9 / 2e11 - 2048 / gpus * seconds)
+        beyond = max(0.0, 7 / 8 * 8e9 / 2e11 - 2048 / gpus * seconds - whole.exposed)
         assert whole.total - split.total == pytest.approx(saved - beyond)
-    one_node = scaling.step_time(0.01, step, 8, machine, sharded=True)
-    assert one_node.gradients == one_node.exposed == 0
+    one_node = scaling.step_time(0.01, sharded, 8, machine)
+    assert one_node.exposed == 0
+
+
+@pytest.mark.parametrize("sharding, num_bytes", [("grad_op", 6e9), ("full", 8e9)])
+def test_sharding_across_all_nodes_moves_weights_over_the_network_in_every_microbatch(
+    sharding: Sharding, num_bytes: float
+) -> None:
+    """One bfloat16 all-gather (`full`: two) and one float32 reduce-scatter, but no all-reduce."""
+    machine = scaling.Machine(8, link=2e11, network=1e10, memory=1e12, data_per_node=1e12, data_total=1e14)
+    step = scaling.Step(2048, 16, 10**9, 4, 1.0, sharding=sharding)
+    time = scaling.step_time(1e-9, step, 32, machine)
+    assert time.exposed == pytest.approx(time.traffic, rel=1e-4)
+    assert time.traffic == pytest.approx(4 * 31 / 32 * num_bytes / 1e10)
+    assert time.compute == pytest.approx(28e9 / 1e12 / 32, rel=1e-4)
 
 
 def test_encoding_online_hides_no_gradients() -> None:
