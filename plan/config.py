@@ -84,8 +84,8 @@ class Networks(Config):
     """Config files of the networks. Networks are built without loading or allocating weights."""
 
     backbone: str = "configs/phase1.yaml"
-    """Training config (YAML) whose `backbone` section names the network and its inputs. Its `ddp`, `sharding` and
-    `sharding_group` determine the traffic between GPUs."""
+    """Training config (YAML) whose `backbone` section names the network and its inputs, and whose `ddp`, `sharding`
+    and `sharding_group` determine the traffic between GPUs."""
     vae: str = "configs/vae/sd2.json"
     """Path of the diffusers autoencoder's config.json."""
     texts: dict[str, TextNetwork] = Field(
@@ -150,7 +150,7 @@ class Phase(Config):
     """Number of images per step, summed over all GPUs."""
     microbatch_size: int = Field(64, gt=0)
     """Number of images per GPU in one forward and backward pass. Gradients are all-reduced during a step's last
-    backward pass."""
+    backward pass, and those of sharded weights also averaged within a group during all of them."""
     ema: bool = False
     """Maintain an exponential moving average of the weights, which makes checkpoints larger."""
 
@@ -189,7 +189,7 @@ class Gpu(Config):
     link_gb_per_s: float = fact("GB/s per GPU, one way", gt=0)
     """Bandwidth between GPUs of the same node, such as NVLink."""
     network_gbit_per_s: float = fact("Gbit/s per node, one way", gt=0)
-    """Bandwidth between nodes, used by the gradient all-reduce."""
+    """Bandwidth between nodes."""
     train_utilisation: float = fact("of peak", gt=0, le=1)
     """Training FLOP/s as a share of the peak, used for buckets without a measured rate."""
     encode_utilisation: float = fact("of peak", gt=0, le=1)
@@ -213,7 +213,7 @@ class Links(Config):
     """Bandwidths of the interconnect and the stores."""
 
     efficiency: float = fact("of link and network bandwidth", 0.8, gt=0, le=1)
-    """Share of the nominal bandwidth that an all-reduce achieves."""
+    """Share of the nominal bandwidth that GPUs achieve when they exchange gradients and weights."""
     data_gbit_per_node: float = fact("Gbit/s per node", 20, gt=0)
     """Bandwidth at which one node reads from the store of the latents."""
     data_gbit_total: float = fact("Gbit/s", 400, gt=0)

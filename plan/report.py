@@ -30,7 +30,6 @@ from shards.format.towers import TextStorage, TextTower
 from train.model.config import optimizer_class
 
 BITS, MIB = 8, 2**20
-GRADIENT_BYTES = {"float32": 4, "bfloat16": 2}
 Basis = Literal["measured", "predicted", "assumed"]
 """Origin of a throughput: `measured` on this GPU count, `predicted` from a different GPU count, or `assumed`."""
 MAX_UNEXPLAINED_GAP = 0.1
@@ -111,7 +110,7 @@ class Inputs:
             (rate and rate.global_batch_size) or phase.global_batch_size,
             (rate and rate.microbatch_size) or phase.microbatch_size,
             self.work.num_parameters,
-            GRADIENT_BYTES[self.exchange.ddp.gradients],
+            self.exchange.gradient_bytes,
             data.picture_bytes + data.string_bytes if online else self.sample_bytes(phase.bucket),
             self.exchange.ddp.bucket_mb * MIB,
             self.work.backward[phase.bucket],
@@ -214,9 +213,12 @@ def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, 
     """Return the time of a step. `split`: weights are sharded within each node, whatever the training config says."""
     machine, step = inputs.machine, inputs.step(phase, online=online)
     if split:
-        step = replace(step, sharding="full", group=inputs.plan.gpu.gpus_per_node)
+        step = replace(step, sharding="full", group=inputs.plan.gpu.gpus_per_node, gradient_bytes=4)
+    measured = inputs.step(phase, rate)
+    if rate.assumed:
+        measured = replace(measured, sharding="none")
     try:
-        seconds = calibrate(rate.images_per_second_per_gpu, inputs.step(phase, rate), rate.gpus, machine)
+        seconds = calibrate(rate.images_per_second_per_gpu, measured, rate.gpus, machine)
     except ValueError as error:
         raise RequestError(
             f"{phase.bucket}: {error}. Either the bandwidths in `links` and `gpu` or the benchmark ({rate.source}) "
@@ -444,8 +446,10 @@ def describe_sharding(exchange: Exchange) -> str:
     """Describe how weights are sharded; empty: they are not."""
     if exchange.sharding == "none":
         return ""
-    across = "all GPUs" if exchange.sharding_group is None else f"groups of {exchange.sharding_group} GPUs"
-    return f"sharding {exchange.sharding} across {across}"
+    where = "across all GPUs"
+    if exchange.sharding_group is not None:
+        where = f"within groups of {exchange.sharding_group} GPUs"
+    return f"sharding {exchange.sharding} {where}"
 
 
 def _row(inputs: Inputs, gpus: int, previous: Row | None) -> Row:
@@ -519,9 +523,8 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
     if sharding_gains:
         within = f"`sharding: full` and `sharding_group: {inputs.plan.gpu.gpus_per_node}`"
         notes.append(
-            f"Compared with the training config, sharding weights within each node ({within}) would speed up "
-            f"training: "
-            f"{'; '.join(sharding_gains)}."
+            f"Sharding weights within each node ({within}), instead of what the training config sets, would speed up "
+            f"training: {'; '.join(sharding_gains)}."
         )
     notes += _decoding_notes(inputs)
     underfilled = [row for row in rows if any(phase.images_per_gpu < MIN_IMAGES_PER_GPU for phase in row.phases)]

@@ -16,6 +16,7 @@ import yaml
 from accelerate import Accelerator, PartialState, init_empty_weights
 from accelerate.utils import broadcast_object_list, gather_object
 from diffusers import UNet2DConditionModel
+from torch import Tensor
 
 from shards.base.device import Precision, is_accelerator, memory_of, resolve_precision
 from shards.base.errors import RequestError, WorkError
@@ -65,8 +66,8 @@ class Prepared:
     world: World
     spec: DataSpec
     network: Any
-    """The diffusers network to train, on the CPU, with its initial weights or the checkpoint's weights. Only the main
-    process has weights; those of the others are on the meta device."""
+    """The diffusers network to train, on the CPU, with its initial weights or the checkpoint's weights. On
+    processes other than the main one, its parameters are on the meta device."""
     backbone: BackboneConfig
     """The config of the network and its inputs, with the text towers resolved."""
     checkpoint: Checkpoint | None
@@ -98,8 +99,9 @@ def prepare(
 ) -> Prepared:
     """Open the data, build the network, and load the weights of the checkpoint to resume or to start from.
 
-    The main process finds the checkpoints, verifies their hashes and broadcasts the result. If `run_dir` or `init_from`
-    is an object-store URL, one process on every other node downloads and verifies a copy.
+    The main process finds the checkpoints, verifies their hashes and broadcasts the result. If `run_dir` is an
+    object-store URL, or `init_from` is one and a layer is aligned, one process on every other node downloads and
+    verifies a copy.
 
     Args:
         accelerator: the accelerator of this process; None: this is the only process.
@@ -120,7 +122,7 @@ def prepare(
     # checkpoints and indexes may change at any time, so the main process looks them up once for all processes
     seen, checkpoint, start, found, held_out = on_main_process(accelerator, lambda: find_all(config, world, downloads))
     checkpoint = on_each_node(accelerator, config.run_dir, checkpoint, downloads)
-    if config.init_from is not None:
+    if config.init_from is not None and config.repa.layer is not None:  # each process loads the projection head
         start = on_each_node(accelerator, config.init_from, start, downloads)
 
     # data and network
@@ -212,7 +214,7 @@ def load_first_weights(
     """Load the weights of the checkpoint to resume, of the run to start from, or of a pretrained network.
 
     Args:
-        network: without weights, if one of these exists.
+        network: its parameters are on the meta device if any of these sources is given.
         projection: projection of the text that the network reads; None: it reads full-width text.
 
     Returns:
@@ -275,9 +277,11 @@ def load_converted(network: Any, weights: Path, run: Place, start: Checkpoint, p
     fields = json.loads((weights / "config.json").read_text())
     layers, name = text_layers(fields, 1), width_field(fields)
     fields |= {name: network.config[name]}
-    load_matching(
-        network, weights / WEIGHTS_NAME, fields, lambda tensors: multiply_text_layers(tensors, layers, change)
-    )
+
+    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return multiply_text_layers({key: value.float() for key, value in tensors.items()}, layers, change)
+
+    load_matching(network, weights / WEIGHTS_NAME, fields, convert)
 
 
 def projection_of_run(run: Place) -> np.ndarray | None:

@@ -1,15 +1,16 @@
 """Performance model of a training step with three potential bottlenecks: compute, traffic between GPUs and data reads.
 
-In a step on n GPUs, each GPU computes on global_batch_size / n images, all-reduces the gradients and reads its samples.
-Reads overlap with everything else. Gradients are divided into buckets. During the backward pass of the last microbatch,
-the buckets are all-reduced one after another, each as soon as it is complete. The communication left after the backward
-pass is exposed:
+In a step on n GPUs, each GPU computes on global_batch_size / n images, averages the gradients with the others and
+reads its samples. Reads overlap with everything else. Gradients are divided into buckets. During the backward pass of
+the last microbatch, the buckets are all-reduced one after another, each as soon as it is complete. The communication
+left after the backward pass is exposed:
 
     step = max(data, compute + exposed)
 
 Each GPU holds the whole model (DDP), or a group of GPUs shares its weights, gradients and optimizer states (FSDP, or
-HSDP with several groups). Not modelled: small kernels that run below the calibrated rate, stragglers, and host
-overhead.
+HSDP with several groups). For every microbatch, a group gathers the weights and averages the gradients, which overlaps
+with its compute; the groups all-reduce gradients once per step. Not modelled: the first gather and the last averaging
+of a group, which overlap with nothing; small kernels that run below the calibrated rate; stragglers; and host overhead.
 """
 
 import functools
@@ -29,8 +30,8 @@ ALL_GATHER_BYTES = 2
 ALL_GATHERS: dict[Sharding, int] = {"none": 0, "grad_op": 1, "full": 2}
 """Number of all-gathers of the weights per microbatch: before the forward pass and, with `full`, also before the
 backward pass."""
-REDUCE_SCATTER_BYTES = 4
-"""Bytes per parameter in the float32 reduce-scatter of sharded gradients, once per microbatch."""
+FLOAT32_BYTES = 4
+"""Bytes per parameter in the reduce-scatter of sharded gradients, once per microbatch, and in a gradient bucket."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,12 @@ class Step:
     microbatch_size: int
     num_parameters: int
     gradient_bytes: int
-    """Bytes per gradient element in the all-reduce."""
+    """Bytes per gradient element when gradients are all-reduced."""
     sample_bytes: float
     """Bytes read for each image."""
     bucket_bytes: float = 25e6
-    """Size of a gradient bucket."""
+    """Size of a float32 gradient bucket, without sharding; torch's default is 25 MB. With sharding, the gradients of
+    each block are all-reduced together."""
     backward: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     """(share of the weights, share of the backward time) of each block, in the order of the backward pass."""
     optimizer_bytes: int = AdamWConfig.step_bytes()
@@ -79,7 +81,9 @@ class Step:
     @property
     def num_buckets(self) -> int:
         """Number of gradient buckets."""
-        return max(1, math.ceil(self.num_parameters * self.gradient_bytes / self.bucket_bytes))
+        if self.sharding != "none":
+            return len(self.backward)
+        return max(1, math.ceil(self.num_parameters * FLOAT32_BYTES / self.bucket_bytes))
 
     def group_size(self, gpus: int) -> int:
         """Return the number of GPUs that share one copy of the model."""
@@ -109,13 +113,18 @@ class StepTime:
         return max(busy, key=lambda name: busy[name])
 
 
-def all_reduce_seconds(num_bytes: float, gpus: int, machine: Machine) -> float:
-    """Return the seconds for a ring all-reduce over n GPUs: 2 (n − 1) / n × bytes ÷ the slowest link's bandwidth.
+def all_reduce_seconds(num_bytes: float, gpus: int, machine: Machine, group: int = 1) -> float:
+    """Return the seconds to all-reduce gradients across groups, in each of which every GPU holds an equal share.
 
-    The factor is from nccl-tests (PERFORMANCE.md, "AllReduce"). Across nodes, all rings share the node's network, so
-    the bandwidth is the minimum of the node's network and one GPU's link.
+    A ring all-reduce over m groups sends 2 (m − 1) / m times the bytes (nccl-tests, PERFORMANCE.md, "AllReduce").
+    Across nodes, all rings of a node share its network, but no byte has to leave a node more than once.
     """
-    return 2 * (gpus - 1) / gpus * num_bytes / machine.bandwidth(gpus)
+    groups = gpus / group
+    sent = 2 * (groups - 1) / groups * num_bytes
+    per_node = machine.gpus_per_node
+    if gpus <= per_node:
+        return sent / group / machine.link
+    return sent * min(1.0, per_node / group) / min(machine.link, machine.network)
 
 
 def data_seconds(step: Step, gpus: int, machine: Machine) -> float:
@@ -163,17 +172,17 @@ def step_time(
     images = step.global_batch_size / gpus
     microbatches = math.ceil(images / step.microbatch_size)
     training, group = images * seconds_per_image, step.group_size(gpus)
-    # the all-reduce across groups moves as much over the network as one across all GPUs
-    gradients = all_reduce_seconds(step.num_parameters * step.gradient_bytes, gpus, machine) if gpus > group else 0.0
-    # collectives within a group run on every microbatch, overlap with its compute, and use other links
-    num_bytes = step.num_parameters * (ALL_GATHERS[step.sharding] * ALL_GATHER_BYTES + REDUCE_SCATTER_BYTES)
+    gradients = all_reduce_seconds(step.num_parameters * step.gradient_bytes, gpus, machine, group)
+    num_bytes = step.num_parameters * (ALL_GATHERS[step.sharding] * ALL_GATHER_BYTES + FLOAT32_BYTES)
     within = microbatches * (group - 1) / group * num_bytes / machine.bandwidth(group)
+    other_links = group <= machine.gpus_per_node < gpus  # between groups, traffic uses the network
+    traffic = max(gradients, within) if other_links else gradients + within
     exposed = exposed_seconds(BACKWARD_SHARE * training / microbatches, gradients, step)
     optimizer = step.num_parameters * step.optimizer_bytes / machine.memory / group
     return StepTime(
         compute=training + images * encode_seconds + optimizer,
-        traffic=max(gradients, within),
-        exposed=max(exposed, within - training),
+        traffic=traffic,
+        exposed=max(exposed, traffic - training),
         data=data_seconds(step, gpus, machine),
     )
 
@@ -182,7 +191,7 @@ def calibrate(images_per_second_per_gpu: float, step: Step, gpus: int, machine: 
     """Return the `seconds_per_image` with which `step_time` reproduces a measured rate, ignoring data reads.
 
     Raises:
-        ValueError: at the given bandwidths, the gradients and the optimizer alone take longer than the measured step.
+        ValueError: at the given bandwidths, the traffic and the optimizer alone take longer than the measured step.
     """
     images = step.global_batch_size / gpus
     measured = images / images_per_second_per_gpu

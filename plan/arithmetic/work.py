@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from plan.config import Networks, TextNetwork
 from shards.base.config import Config
@@ -58,7 +58,12 @@ class Exchange(Config):
 
     ddp: DdpConfig = DdpConfig()
     sharding: Sharding = "none"
-    sharding_group: int | None = None
+    sharding_group: int | None = Field(None, ge=2)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per gradient element when gradients are all-reduced; those of sharded weights are always float32."""
+        return 2 if self.sharding == "none" and self.ddp.gradients == "bfloat16" else 4
 
 
 def count_work(networks: Networks, buckets: Iterable[str]) -> Work:

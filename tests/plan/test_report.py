@@ -243,17 +243,18 @@ def test_traffic_between_gpus_is_that_of_the_training_config(report: MakeReport,
     times = {name: next(row for row in plan.rows if row.gpus == 128).phases[0].step for name, plan in plans.items()}
     shipped = times["as shipped"]
     assert times["bfloat16"].traffic == shipped.traffic / 2
+    assert times["bfloat16"].exposed < shipped.exposed / 2  # as many buckets as with float32
     assert times["small buckets"].exposed < shipped.exposed
     # two gathers of bfloat16 weights and a reduction of float32 gradients, instead of an all-reduce
     assert times["across all"].traffic == pytest.approx(2 * shipped.traffic)
     headings = {
         name: render(plan).splitlines()[0].partition(", encoding beforehand")[2] for name, plan in plans.items()
     }
-    assert headings["in groups"] == ", sharding full across groups of 8 GPUs"
+    assert headings["in groups"] == ", sharding full within groups of 8 GPUs"
     assert headings["across all"] == ", sharding full across all GPUs"
     assert headings["as shipped"] == headings["bfloat16"] == ""
-    assert any("sharding weights within each node" in note for note in plans["as shipped"].notes)
-    assert not any("sharding weights within each node" in note for note in plans["in groups"].notes)
+    assert any("Sharding weights within each node" in note for note in plans["as shipped"].notes)
+    assert not any("Sharding weights within each node" in note for note in plans["in groups"].notes)
     with pytest.raises(RequestError, match=r"training\.yaml is not a valid training config: (.|\n)*sharding"):
         report("--networks.backbone", training_config(tmp_path / "training.yaml", sharding="half"))
 

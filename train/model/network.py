@@ -226,7 +226,7 @@ def load_matching(
     Args:
         path: a safetensors file, or the index of sharded safetensors files.
         theirs: diffusers config of the network to which the weights belong, after conversion.
-        convert: applied to the weights before loading.
+        convert: applied to the weights, which have the file's data type, before loading.
 
     Raises:
         RequestError: a file is missing or damaged, or the weights belong to a different architecture; the message names
@@ -238,7 +238,7 @@ def load_matching(
             f"Set `backbone.config` to a config that matches {path.parent}/config.json."
         )
     try:
-        network.load_state_dict(convert({key: value.float() for key, value in load_tensors(path).items()}))
+        network.load_state_dict(convert(load_tensors(path)))  # converts to float32 while copying
     except (SafetensorError, FileNotFoundError) as error:
         raise RequestError(f"{path} is damaged: {error}. Download it again.") from error
     except RuntimeError as error:

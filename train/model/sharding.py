@@ -60,7 +60,8 @@ def group_mesh(size: int | None, num_processes: int, device_type: str) -> Device
 
 
 def allocate(network: nn.Module, device: torch.device | str) -> None:
-    """Allocate memory on `device` for weights on the meta device, uninitialized, and move the buffers there."""
+    """Replace a network's weights, which are on the meta device, by uninitialized ones on `device`, and move its
+    buffers there."""
     buffers = dict(network.named_buffers())
     network.to_empty(device=device)
     for name, buffer in network.named_buffers():
@@ -70,9 +71,9 @@ def allocate(network: nn.Module, device: torch.device | str) -> None:
 def send_weights(network: nn.Module, device: torch.device, shard: Callable[[], None] | None = None) -> None:
     """Move a network to the device on all processes, with the main process's weights and buffers, bit for bit.
 
-    Only the main process has to build the weights; those of the others are ignored and may be on the meta device. They
-    are sent one at a time, and the main process frees each one after sending it, so that together, all processes need
-    hardly more host memory than one copy of the weights takes. All processes must call this.
+    Only the main process has to build the weights; those of the others are ignored and may be on the meta device.
+    Tensors are sent one at a time, and the main process frees each one after sending it, so at most one process needs
+    memory for more than its share. All processes must call this.
 
     Args:
         shard: shards the network, which is on the meta device when it is called; None: each process holds all weights.

@@ -19,8 +19,11 @@ MMAP_THRESHOLD = -3
 
 
 def send(arguments: list[str]) -> None:
-    """Receive the weights, and write to FOLDER/RANK.json whether they are those of an unsharded start, and in bytes
-    this process's peak memory meanwhile, its share of the weights, and all weights."""
+    """Receive the weights, and write to FOLDER/RANK.json:
+
+    - whether all weights, gathered again, are those of an unsharded start, and all are trainable
+    - in bytes, this process's peak memory until it had its weights, its share of them, and all weights
+    """
     sharding: Any
     sharding, group, config, folder = arguments
     dist.init_process_group("gloo")
