@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from shards.base.config import Config
-from shards.base.device import DeviceOption, PrecisionOption
+from shards.base.device import SAFE_KERNELS, AttentionKernel, DeviceOption, PrecisionOption
 from shards.base.store import Place
 from train.data.spec import DataConfig
 from train.model.backbone import BackboneConfig
@@ -92,6 +92,9 @@ class TrainConfig(Config):
     may take over."""
     channels_last: bool | None = None
     """Use the channels-last memory format for convolutions; null: only on GPUs, whose bfloat16 kernels need it."""
+    attention: list[AttentionKernel] = Field(list(SAFE_KERNELS), min_length=1)
+    """Attention kernels that torch may choose from on GPUs. `math` supports all inputs, but is slow. A run refuses to
+    start with a kernel that returns NaN on its GPU, as `cudnn` does on an H200 with torch 2.11."""
     low_precision_norms: bool = False
     """Run GroupNorm and LayerNorm in the autocast data type instead of float32, which reduces memory traffic but adds
     slightly more rounding."""

@@ -29,6 +29,7 @@ from train.data.streams import FoundData, find_data, open_data
 from train.early import no_checkpoint
 from train.export.pipeline import check_pipeline
 from train.memory import check_memory, largest_shape, step_settings
+from train.model.attention import check_attention
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
 from train.model.memory import step_memory
@@ -174,6 +175,7 @@ def prepare(
         settings, capacity = step_settings(config, world.size), memory_of(accelerator.device)
         estimate = partial(step_memory, network, backbone, spec, shape)
         on_main_process(accelerator, lambda: check_memory(estimate, settings, capacity))
+        on_main_process(accelerator, lambda: check_attention(config.attention, accelerator.device))
 
     # weights
     start_description = on_main_process(

@@ -58,6 +58,7 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         sharding=config.sharding if is_sharded else "none",
         precision=config.precision,
         mesh=mesh,
+        attention=config.attention,
     )
     if aligned is not None:
         aligned.head.to(accelerator.device)

@@ -3,7 +3,7 @@
 `TrainStep` needs no run folder, launcher or log, so it also works in a notebook, a benchmark or a test.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shards.base.device import Precision, choose_attention, is_accelerator
+from shards.base.device import SAFE_KERNELS, AttentionKernel, Precision, choose_attention, is_accelerator
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.model.channels_last import keep_channels_last
@@ -181,6 +181,7 @@ def place_network(
     sharding: Sharding = "none",
     precision: Precision = "float32",
     mesh: DeviceMesh | None = None,
+    attention: Collection[AttentionKernel] = SAFE_KERNELS,
 ) -> None:
     """Move a network to the device in place, and apply the memory format, norms, checkpointing and sharding.
 
@@ -192,6 +193,7 @@ def place_network(
         sharding: modes other than `none` need a process group.
         precision: data type in which sharded weights are gathered.
         mesh: see `shard_weights`.
+        attention: kernels that torch may choose from, on GPUs.
     """
     if gradient_checkpointing:
         network.enable_gradient_checkpointing()  # type: ignore[operator]
@@ -206,4 +208,4 @@ def place_network(
     # fully_shard accepts only contiguous weights
     if not is_sharded and (is_accelerator(device) if channels_last is None else channels_last):
         keep_channels_last(network)
-    choose_attention(device)
+    choose_attention(device, attention)

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 Precision = Literal["float32", "float16", "bfloat16"]
 PrecisionOption = Literal["auto", "float32", "float16", "bfloat16"]
 DeviceOption = Literal["auto", "cpu", "cuda"]
+AttentionKernel = Literal["flash", "cudnn", "efficient", "math"]
 
+SAFE_KERNELS: tuple[AttentionKernel, ...] = ("flash", "efficient", "math")
+"""Attention kernels used by default. On Hopper, cuDNN's kernel is the fastest, but its backward pass returns NaN for
+some sequence lengths (pytorch #196678)."""
 
 # To support accelerators other than NVIDIA GPUs and AMD GPUs (for which torch's ROCm build uses the same names), change
 # these constants and `DeviceOption`.
@@ -92,17 +96,19 @@ def is_device_error(error: Exception) -> bool:
     return DEVICE_ERROR in str(error)
 
 
-def choose_attention(device: "torch.device") -> None:
-    """Disable the scaled_dot_product_attention kernels that are wrong or slow for training on this device.
+def choose_attention(device: "torch.device", kernels: Collection[AttentionKernel] = SAFE_KERNELS) -> None:
+    """Enable the scaled_dot_product_attention kernels in `kernels`, if the device is an accelerator. On a CPU, disable
+    the one that is slow for training.
 
     Call this before the network is compiled, because a compiled graph keeps the kernel chosen when it was traced.
     """
     import torch
 
     if is_accelerator(device):
-        # on Hopper, torch >= 2.11 prefers cuDNN's kernel, whose backward pass returns NaN for some sequence lengths
-        # (pytorch #196678); enable the kernel again only once the GPU check has shown it to be safe
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_flash_sdp("flash" in kernels)
+        torch.backends.cuda.enable_cudnn_sdp("cudnn" in kernels)
+        torch.backends.cuda.enable_mem_efficient_sdp("efficient" in kernels)
+        torch.backends.cuda.enable_math_sdp("math" in kernels)
     else:
         # this flag also governs the CPU kernel, whose bfloat16 backward pass is 5 to 15 times slower than the
         # plain kernel's on the short sequences typical of training on a CPU

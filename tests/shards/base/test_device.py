@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from shards.base import device
-from shards.base.device import available_cores, choose_attention, choose_device, cpu_slowdown, resolve_precision
+from shards.base.device import (
+    AttentionKernel,
+    available_cores,
+    choose_attention,
+    choose_device,
+    cpu_slowdown,
+    resolve_precision,
+)
 from shards.base.errors import RequestError
 
 
@@ -97,13 +104,21 @@ def test_cores_are_those_of_the_affinity_and_the_quota(
     assert available_cores(tmp_path / "groups", tmp_path / "own") == cores
 
 
-@pytest.mark.parametrize(("chosen", "cudnn", "flash"), [("cuda:0", False, True), ("cpu", True, False)])
+@pytest.mark.parametrize(
+    ("chosen", "kernels", "disabled"),
+    [
+        ("cuda:0", None, {"cudnn"}),
+        ("cuda:0", ["cudnn", "math"], {"flash", "mem_efficient"}),
+        ("cuda:0", ["efficient"], {"flash", "cudnn", "math"}),
+        ("cpu", ["flash"], {"flash"}),
+    ],
+)
 def test_attention_kernels_that_are_wrong_or_slow_are_disabled(
-    chosen: str, cudnn: bool, flash: bool, monkeypatch: pytest.MonkeyPatch
+    chosen: str, kernels: list[AttentionKernel] | None, disabled: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backward pass of cuDNN attention returns NaN for some lengths on Hopper, and flash is slow on CPUs."""
-    enabled = {"cudnn": True, "flash": True}
+    enabled = {"cudnn": True, "flash": True, "mem_efficient": True, "math": True}
     for name in enabled:
         monkeypatch.setattr(torch.backends.cuda, f"enable_{name}_sdp", functools.partial(enabled.__setitem__, name))
-    choose_attention(torch.device(chosen))
-    assert enabled == {"cudnn": cudnn, "flash": flash}
+    choose_attention(torch.device(chosen), *([] if kernels is None else [kernels]))
+    assert {name for name, on in enabled.items() if not on} == disabled

@@ -1,0 +1,72 @@
+"""Kernels that return NaN are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shards.base.device import SAFE_KERNELS, AttentionKernel
+from shards.base.errors import RequestError
+from train.model.attention import check_attention, error_of, provoke
+
+CPU = torch.device("cpu")
+
+
+def test_the_cpus_kernels_are_correct() -> None:
+    """The inputs have the logits that they claim to have, and torch's kernels on CPUs are right on them."""
+    errors: dict[AttentionKernel, float] = {"flash": 0.15, "math": 0.01}  # flash rounds the probabilities to bfloat16
+    for kernel, error in errors.items():
+        outcomes = list(provoke(CPU, kernel))
+        assert len(outcomes) == 5 and not any(outcome.refusal for outcome in outcomes)
+        assert all(outcome.not_finite == 0 for outcome in outcomes)
+        assert all(outcome.error is not None and outcome.error < error for outcome in outcomes)
+    check_attention(SAFE_KERNELS, CPU)  # a CPU lacks some of them
+
+
+def test_the_inputs_have_a_log_sum_exp_at_which_cudnn_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        sums.append((query.double() @ key.double().mT / 8).logsumexp(-1).max().item())
+        return value.mean() + 0 * query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    list(provoke(CPU, "math"))
+    assert len(sums) >= 5 and max(sums) < -88.7
+
+
+@pytest.mark.parametrize("bad", ["output", "gradient"])
+def test_a_kernel_that_returns_nan_is_refused(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = F.scaled_dot_product_attention
+
+    def wrong(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        result = real(query, key, value)
+        if key.shape[2] != 192 or key.dtype == torch.float64:
+            return result
+        if bad == "output":
+            return result * float("nan")
+        result.register_hook(lambda gradient: gradient * float("nan"))
+        return result
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", wrong)
+    message = (
+        r"attention lists flash, but on this CPU with torch .*, this kernel returned \d+ values that are not finite "
+        r"for 64 tokens, 192 keys, logits near -120\. .* Remove flash from `attention`\."
+    )
+    with pytest.raises(RequestError, match=message):
+        check_attention(["flash"], CPU)
+
+
+def test_a_broken_gpu_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: torch.Tensor) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        check_attention(["flash"], CPU)
+
+
+def test_the_error_is_relative() -> None:
+    reference = torch.tensor([3.0, 4.0])
+    assert error_of(reference * 1.5, reference) == pytest.approx(0.5)

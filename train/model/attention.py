@@ -1,0 +1,92 @@
+"""Check that the attention kernels that a run may use are correct on its GPU."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shards.base.device import DEVICE_ERROR, AttentionKernel, device_module, is_accelerator
+from shards.base.errors import RequestError
+
+BACKENDS: dict[AttentionKernel, SDPBackend] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+PROVOKING = ((64, 64), (4096, 64), (64, 192), (77, 77), (64, 77))
+"""(queries, keys) of the inputs on which kernels are tried."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one kernel on one provoking input."""
+
+    input: str
+    not_finite: int | None
+    """Number of output and gradient values that are not finite; None: the kernel does not support the input."""
+    error: float | None
+    """Largest relative RMS error of the output and the gradients, compared with float64; None if not finite."""
+    refusal: str | None = None
+    """Message with which torch refused the input."""
+
+
+def provoke(device: torch.device, kernel: AttentionKernel) -> Iterator[Outcome]:
+    """Try a kernel in bfloat16 on inputs on which kernels are known to fail.
+
+    cuDNN's backward pass returned NaN for 64 keys and rows whose log-sum-exp is below -88.7 (pytorch #196678). Here,
+    all logits are close to -120.
+    """
+    made = torch.Generator(device).manual_seed(0)
+    for tokens, keys in PROVOKING:
+        name = f"{tokens} tokens, {keys} keys, logits near -120"
+        direction = F.normalize(torch.randn(64, generator=made, device=device), dim=0)
+        draw = {n: torch.randn((4, 5, n, 64), generator=made, device=device) for n in {tokens, keys}}
+        query, key, value = 31 * direction + 0.1 * draw[tokens], -31 * direction + 0.1 * draw[keys], draw[keys]
+        lowered = [tensor.to(torch.bfloat16) for tensor in (query, key, value)]
+        try:
+            results = both_ways(kernel, lowered)
+        except RuntimeError as refusal:
+            if DEVICE_ERROR in str(refusal):
+                raise
+            yield Outcome(name, None, None, str(refusal).splitlines()[0])
+            continue
+        not_finite = sum(int((~tensor.isfinite()).sum()) for tensor in results)
+        error = None
+        if not not_finite:
+            exact = both_ways("math", [tensor.double() for tensor in lowered])
+            error = max(error_of(result, reference.float()) for result, reference in zip(results, exact, strict=True))
+        yield Outcome(name, not_finite, error)
+
+
+def both_ways(kernel: AttentionKernel, inputs: list[Tensor]) -> list[Tensor]:
+    """Return the output, and the gradients of half its squared sum with respect to queries, keys and values."""
+    query, key, value = leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    with sdpa_kernel(BACKENDS[kernel]):
+        values = F.scaled_dot_product_attention(query, key, value)
+        return [values.detach(), *torch.autograd.grad(values, leaves, values.detach())]
+
+
+def error_of(result: Tensor, reference: Tensor) -> float:
+    """Return the RMS of the difference over the RMS of the reference."""
+    return float((result.float() - reference).norm() / reference.norm())
+
+
+def check_attention(kernels: Sequence[AttentionKernel], device: torch.device) -> None:
+    """Check that a run's attention kernels return finite values on provoking inputs. This takes less than a second.
+
+    Raises:
+        RequestError: a kernel returned values that are not finite.
+    """
+    for kernel in kernels:
+        for outcome in provoke(device, kernel):
+            if outcome.not_finite:
+                where = device_module().get_device_name(device) if is_accelerator(device) else "this CPU"
+                raise RequestError(
+                    f"attention lists {kernel}, but on {where} with torch {torch.__version__}, this kernel returned "
+                    f"{outcome.not_finite} values that are not finite for {outcome.input}. A run would diverge as soon "
+                    f"as such inputs occur. Remove {kernel} from `attention`."
+                )
