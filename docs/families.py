@@ -13,8 +13,8 @@ HEAD = (
 )
 
 MEMORY_HEAD = (
-    "| FAMILY | together | one by one | float32 retry | together, int8 | one by one, int8 |",
-    "| --- | --- | --- | --- | --- | --- |",
+    "| FAMILY | together | one by one | together, int8 | one by one, int8 |",
+    "| --- | --- | --- | --- | --- |",
 )
 
 
@@ -60,16 +60,9 @@ def memory_row(name: str) -> str:
         tensors = {*model.parameters(), *model.buffers()}
         return sum(tensor.numel() * linear if tensor in weights else tensor.nbytes for tensor in tensors)
 
-    full = [num_bytes(model) for model in (vae, *towers)]
-    low = [num_bytes(lowered(model, "bfloat16")) for model in (vae, *towers)]
     int8 = [num_bytes(tower, linear=1) for tower in towers]
-    numbers = (
-        sum(full) + sum(low),
-        max(low),
-        max(full),
-        full[0] + low[0] + 2 * sum(int8),
-        max(low[0], *int8),
-    )
+    low = [num_bytes(lowered(model, "bfloat16")) for model in (vae, *towers)]
+    numbers = (sum(low), max(low), low[0] + sum(int8), max(low[0], *int8))
     return f"| {name} | {' | '.join(f'{number / 1e9:.1f}' for number in numbers)} |"
 
 

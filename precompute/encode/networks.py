@@ -54,13 +54,15 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
 
 
 def lowered(model: Model, precision: Precision) -> Model:
-    """Return a copy of the model whose convolutions and linear layers have weights in `precision`.
+    """Return the model with the weights of its convolutions and linear layers in `precision`.
 
-    Otherwise, autocast would cast these weights again for every batch. For float32, the model itself is returned.
+    Otherwise, autocast would cast these weights again for every batch. With float16, the result is a copy, because
+    samples that overflow need the float32 weights, too. bfloat16 has the range of float32.
     """
     if precision == "float32":
         return model
-    model = copy.deepcopy(model)
+    if precision == "float16":
+        model = copy.deepcopy(model)
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.to(getattr(torch, precision))
@@ -209,25 +211,25 @@ class DeviceSettings:
 
 
 class Network:
-    """A frozen network with float32 weights, and a copy in lower precision that does the encoding."""
+    """A frozen network in some precision and, with float16, also in float32, for samples that overflow."""
 
     def __init__(
         self, model: nn.Module, compute: Callable[..., tuple[Tensor, ...]], settings: DeviceSettings, part: str = ""
     ):
         """
         Args:
-            model: the network in float32 on the CPU.
+            model: the network in float32 on the CPU; it may be changed.
             compute: function that takes the network and a batch's inputs on the device, and returns the results, each a
                 (batch, …) float tensor.
             part: submodule to compile; empty for the whole network.
         """
         self.model = model.eval().requires_grad_(False)
         self.device, self.precision, self.offload = settings.device, settings.precision, settings.offload
-        if self.offload is None:
-            self.model.to(self.device)
         self.lowered = lowered(self.model, self.precision)
-        if self.offload is not None:
-            for held in {self.model, self.lowered}:
+        for held in {self.model, self.lowered}:
+            if self.offload is None:
+                held.to(self.device)
+            else:
                 self.offload.add(held)
         if settings.compiled:
             # beyond the limit, torch would silently run further shapes uncompiled
@@ -245,8 +247,8 @@ class Network:
         """Start encoding a batch of inputs in host memory; rows after the first `count` are padding.
 
         Returns:
-            A function that waits for the results, each (count, …) float16 on the CPU. Rows with a result that overflows
-            float16 are encoded again in float32, after which they may still overflow float16.
+            A function that waits for the results, each (count, …) float16 on the CPU, which may overflow. With
+            `precision` float16, rows with a result that overflows are first encoded again in float32.
         """
         results = self._run([self.copies.to_device(host) for host in inputs], self.precision)
         halves = [result[:count].half() for result in results]
@@ -257,7 +259,7 @@ class Network:
         @torch.inference_mode()
         def wait_and_repair() -> tuple[Tensor, ...]:
             *stored, finite = wait()
-            if self.precision != "float32" and not finite.all():
+            if self.precision == "float16" and not finite.all():
                 batch = len(inputs[0])
                 rows = [pad_rows(host[:count][~finite], batch).to(self.device) for host in inputs]
                 for half, again in zip(stored, self._run(rows, "float32"), strict=True):

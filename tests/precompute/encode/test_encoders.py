@@ -18,6 +18,7 @@ from examples.shapes.encoders.text import labelled_captions
 from examples.shapes.encoders.vae import draw_pictures
 from examples.shapes.models import MODELS
 from precompute.describe import TextConfig, TextTowerConfig, describe_image, describe_text
+from precompute.encode import networks
 from precompute.encode.encoders import (
     ImageEncoder,
     TextEncoder,
@@ -102,14 +103,22 @@ def test_the_position_in_a_batch_does_not_matter_beyond_rounding(
         assert share_of_deviation(one, other) < LARGEST[precision]
 
 
-def test_lowered_weights_equal_those_that_autocast_casts(pictures: list[np.ndarray], captions: list[str]) -> None:
-    image, text = image_encoder("bfloat16"), text_encoder("bfloat16")
-    assert image.lowered is not image.model
-    assert image.model.get_submodule("encoder.conv_in").weight.dtype == torch.float32
+@pytest.mark.parametrize(("precision", "kept"), [("bfloat16", False), ("float16", True)])
+def test_lowered_weights_equal_those_that_autocast_casts(
+    pictures: list[np.ndarray],
+    captions: list[str],
+    precision: Precision,
+    kept: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The float32 weights are kept only where samples may overflow."""
+    image, text = image_encoder(precision), text_encoder(precision)
+    assert (image.lowered is not image.model) == kept
+    assert (image.model.get_submodule("encoder.conv_in").weight.dtype == torch.float32) == kept
     fast = image(pictures, BATCH), text(captions, BATCH)
-    image.lowered, text.lowered = image.model, text.model
-    assert torch.equal(fast[0], image(pictures, BATCH))
-    for one, other in zip(fast[1], text(captions, BATCH), strict=True):
+    monkeypatch.setattr(networks, "lowered", lambda model, _: model)
+    assert torch.equal(fast[0], image_encoder(precision)(pictures, BATCH))
+    for one, other in zip(fast[1], text_encoder(precision)(captions, BATCH), strict=True):
         assert torch.equal(states(one), states(other))
 
 
@@ -132,13 +141,13 @@ def test_rows_that_overflow_are_encoded_again_in_float32(
         def overflow(inputs: list[Tensor], precision: Precision) -> tuple[Tensor, ...]:
             assert len(inputs[0]) == 4, "a batch that is not filled"
             (latents,) = run(inputs, precision)
-            if precision == "bfloat16":
+            if precision == "float16":
                 latents[1] = 1e6  # beyond float16
             return (latents,)
 
         return overflow
 
-    image, text = image_encoder("bfloat16"), text_encoder("bfloat16")
+    image, text = image_encoder("float16"), text_encoder("float16")
     monkeypatch.setattr(image, "_run", overflowing(image._run))
     monkeypatch.setattr(text, "_run", overflowing(text._run))
     second = image(pictures[:3], 4)[1], states(text(captions[:3], 4)[1])
@@ -148,7 +157,7 @@ def test_rows_that_overflow_are_encoded_again_in_float32(
 
 
 def test_rows_that_overflow_in_float32_too_stay_infinite(pictures: list[np.ndarray]) -> None:
-    encoder = image_encoder("bfloat16")
+    encoder = image_encoder("float16")
     encoder._run = lambda inputs, precision: (torch.full((len(inputs[0]), 8, 8, 8), 1e6),)  # type: ignore[method-assign]
     assert encoder(pictures, BATCH).isinf().all()
 
