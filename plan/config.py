@@ -149,8 +149,8 @@ class Phase(Config):
     global_batch_size: int = Field(2048, gt=0)
     """Number of images per step, summed over all GPUs."""
     microbatch_size: int = Field(64, gt=0)
-    """Number of images per GPU in one forward and backward pass. Gradients are all-reduced during a step's last
-    backward pass, and those of sharded weights also averaged within a group during all of them."""
+    """Number of images per GPU in one forward and backward pass. A step's last backward pass all-reduces
+    gradients. With sharded weights, every backward pass also averages them within the group."""
     ema: bool = False
     """Maintain an exponential moving average of the weights, which makes checkpoints larger."""
 

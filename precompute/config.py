@@ -80,10 +80,9 @@ class PrecomputeConfig(Config):
     """Numbers to store with each sample, so that training can filter by them (`data.filter`): fields of the JSON beside
     an image, or columns of its row or of a table, as in `{table: scores.parquet, key: key, column: hps}`."""
     precision: PrecisionOption = "float16"
-    """Autocast data type for all towers; part of the encoding id. With float16, samples
-    that overflow are encoded again in float32.
-    `auto` uses the precision of the existing root. For a new root, it uses bfloat16 if the workers' device supports it,
-    and float32 otherwise."""
+    """Autocast data type for all towers; part of the encoding id. With `float16`, samples that overflow are encoded
+    again in float32; with `bfloat16`, which has float32's range, they are refused. `auto` uses the precision of the
+    existing root. For a new root, it uses bfloat16 if the workers' device supports it, and float32 otherwise."""
     image: ImageConfig = ImageConfig()
     text: TextConfig = TextConfig()
     pixels: PixelsConfig = PixelsConfig()

@@ -92,9 +92,10 @@ class TrainConfig(Config):
     may take over."""
     channels_last: bool | None = None
     """Use the channels-last memory format for convolutions; null: only on GPUs, whose bfloat16 kernels need it."""
-    attention: list[AttentionKernel] = Field(list(SAFE_KERNELS), min_length=1)
-    """Attention kernels that torch may choose from on GPUs. `math` supports all inputs, but is slow. A run refuses to
-    start with a kernel that returns NaN on its GPU, as `cudnn` does on an H200 with torch 2.11."""
+    attention: list[AttentionKernel] = Field(list(SAFE_KERNELS))
+    """Attention kernels that torch may choose from on GPUs. `math` must be one of them: it supports all inputs, but is
+    slow, and its memory grows with the square of the number of tokens. A run refuses to start if a kernel returns NaN
+    on its GPU for inputs that are known to provoke it, as `cudnn` does on an H200 with torch 2.11."""
     low_precision_norms: bool = False
     """Run GroupNorm and LayerNorm in the autocast data type instead of float32, which reduces memory traffic but adds
     slightly more rounding."""
@@ -127,6 +128,8 @@ class TrainConfig(Config):
                 f"evaluate.every {self.evaluate.every} is not a multiple of checkpoint.every {self.checkpoint.every}, "
                 f"so some of these steps would have no checkpoint to evaluate; change one of the two settings"
             )
+        if "math" not in self.attention:
+            raise ValueError("attention must contain math, because the other kernels do not support all inputs; add it")
         if self.sharding != "none" and self.precision == "float16":
             raise ValueError("sharding does not support precision float16; use bfloat16")
         if self.init_from is not None and self.init_unet is not None:

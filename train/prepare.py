@@ -175,7 +175,8 @@ def prepare(
         settings, capacity = step_settings(config, world.size), memory_of(accelerator.device)
         estimate = partial(step_memory, network, backbone, spec, shape)
         on_main_process(accelerator, lambda: check_memory(estimate, settings, capacity))
-        on_main_process(accelerator, lambda: check_attention(config.attention, accelerator.device))
+        tried = (config.attention, accelerator.device, settings.precision)
+        on_main_process(accelerator, lambda: check_attention(*tried))
 
     # weights
     start_description = on_main_process(

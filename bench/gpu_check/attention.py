@@ -57,13 +57,13 @@ def attention(setup: Setup, found: Findings) -> None:
 
 
 def provoked(setup: Setup, found: Findings) -> None:
-    """List how each kernel does on the inputs of `train/model/attention.py`, and check those that a run uses by
-    default."""
+    """Tabulate each kernel's results on the inputs of `train/model/attention.py`, and check those of the kernels that a
+    run uses by default."""
     for kernel in BACKENDS:
         for outcome in provoke(setup.device, kernel):
-            allowed = kernel in SAFE_KERNELS
-            found.row("provoked", kernel=kernel, allowed=allowed, **asdict(outcome))
-            if allowed and outcome.not_finite is not None:
+            is_default = kernel in SAFE_KERNELS
+            found.row("provoked", kernel=kernel, default=is_default, **asdict(outcome))
+            if is_default and outcome.not_finite is not None:
                 found.check(f"attention, {outcome.input}, {kernel}: values that are not finite", outcome.not_finite, 0)
 
 

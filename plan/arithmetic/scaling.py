@@ -80,9 +80,7 @@ class Step:
 
     @property
     def num_buckets(self) -> int:
-        """Number of gradient buckets."""
-        if self.sharding != "none":
-            return len(self.backward)
+        """Number of gradient buckets, without sharding."""
         return max(1, math.ceil(self.num_parameters * FLOAT32_BYTES / self.bucket_bytes))
 
     def group_size(self, gpus: int) -> int:
@@ -124,7 +122,7 @@ def all_reduce_seconds(num_bytes: float, gpus: int, machine: Machine, group: int
     per_node = machine.gpus_per_node
     if gpus <= per_node:
         return sent / group / machine.link
-    return sent * min(1.0, per_node / group) / min(machine.link, machine.network)
+    return max(sent / group / machine.link, sent * min(1.0, per_node / group) / machine.network)
 
 
 def data_seconds(step: Step, gpus: int, machine: Machine) -> float:
@@ -139,9 +137,14 @@ def exposed_seconds(backward_seconds: float, gradient_seconds: float, step: Step
     Buckets are sent in sequence, each as soon as it is ready. The last transfer therefore ends at the maximum, over all
     buckets, of the time at which a bucket is ready plus the time to send that bucket and all later ones.
     """
-    ready = backward_seconds * bucket_ready_times(step.backward, step.num_buckets)
-    remaining = gradient_seconds / step.num_buckets * np.arange(step.num_buckets, 0, -1)
-    return max(0.0, float((ready + remaining).max()) - backward_seconds)
+    if step.sharding == "none":
+        ready = bucket_ready_times(step.backward, step.num_buckets)
+        remaining = np.arange(step.num_buckets, 0, -1) / step.num_buckets
+    else:  # each block is a bucket
+        weights, seconds = np.array(step.backward, np.float64).T
+        ready, remaining = np.cumsum(seconds), np.cumsum(weights[::-1])[::-1]
+    last = float((backward_seconds * ready + gradient_seconds * remaining).max())
+    return max(0.0, last - backward_seconds)
 
 
 @functools.lru_cache(maxsize=64)

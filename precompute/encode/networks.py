@@ -54,10 +54,11 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
 
 
 def lowered(model: Model, precision: Precision) -> Model:
-    """Return the model with the weights of its convolutions and linear layers in `precision`.
+    """Convert the weights of convolutions and linear layers to `precision`, and return the model.
 
-    Otherwise, autocast would cast these weights again for every batch. With float16, the result is a copy, because
-    samples that overflow need the float32 weights, too. bfloat16 has the range of float32.
+    Otherwise, autocast would cast these weights again for every batch. The model is changed in place, except with
+    float16, where a copy is changed because samples that overflow also need the float32 weights. (bfloat16 has
+    float32's range.)
     """
     if precision == "float32":
         return model
@@ -205,13 +206,13 @@ class DeviceSettings:
     precision: Precision
     """Precision of convolutions and matrix products."""
     compiled: bool = False
-    """Whether the network is compiled, once per shape. The float32 retry is never compiled."""
+    """Whether the network is compiled, once per shape. With float16, a retry in float32 is never compiled."""
     offload: Offload | None = None
     """Offload that moves the network to the device when it runs; None keeps the network on the device."""
 
 
 class Network:
-    """A frozen network in some precision and, with float16, also in float32, for samples that overflow."""
+    """A frozen network in the job's precision. With float16, its float32 weights are kept for samples that overflow."""
 
     def __init__(
         self, model: nn.Module, compute: Callable[..., tuple[Tensor, ...]], settings: DeviceSettings, part: str = ""
@@ -225,6 +226,8 @@ class Network:
         """
         self.model = model.eval().requires_grad_(False)
         self.device, self.precision, self.offload = settings.device, settings.precision, settings.offload
+        if self.offload is None and self.precision == "float16":
+            self.model.to(self.device)  # first, so that the copy does not take host memory
         self.lowered = lowered(self.model, self.precision)
         for held in {self.model, self.lowered}:
             if self.offload is None:
@@ -247,8 +250,8 @@ class Network:
         """Start encoding a batch of inputs in host memory; rows after the first `count` are padding.
 
         Returns:
-            A function that waits for the results, each (count, …) float16 on the CPU, which may overflow. With
-            `precision` float16, rows with a result that overflows are first encoded again in float32.
+            A function that waits for the results, each (count, …) float16 on the CPU. Values may be infinite; with
+            `precision: float16`, such rows are encoded again in float32 first.
         """
         results = self._run([self.copies.to_device(host) for host in inputs], self.precision)
         halves = [result[:count].half() for result in results]

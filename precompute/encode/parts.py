@@ -16,7 +16,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.tables import TOO_SMALL
 from shards.root.writing import PartWriter, Sample, WrittenPart
 
-NON_FINITE = Reject("non_finite", "not finite in float16, even when encoded in float32")
+NON_FINITE = Reject("non_finite", "not finite in float16")
 
 
 class Parts:
@@ -51,7 +51,7 @@ class Parts:
             self._refuse(bucket, info.key, info.url, Reject(TOO_SMALL, f"{info.width}x{info.height}"))
 
     def add(self, bucket: Bucket, samples: list[Sample]) -> None:
-        """Append samples to a part. Samples with latents that are not finite, even after the float32 retry, are refused
+        """Append samples to a part. Samples with latents that are not finite are refused
         as `non_finite`."""
         finite = []
         for sample in samples:

@@ -100,11 +100,15 @@ def choose_attention(device: "torch.device", kernels: Collection[AttentionKernel
     """Enable the scaled_dot_product_attention kernels in `kernels`, if the device is an accelerator. On a CPU, disable
     the one that is slow for training.
 
-    Call this before the network is compiled, because a compiled graph keeps the kernel chosen when it was traced.
+    Call this before the network is compiled, because a compiled graph keeps the kernel chosen when it was traced. The
+    key of torch's cache is set, too, because otherwise a graph with other kernels could be loaded (pytorch #185449).
     """
     import torch
+    import torch.compiler.config as compiler
 
     if is_accelerator(device):
+        given = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+        compiler.cache_key_tag = " ".join([given, "attention", *sorted(kernels)]).strip()
         torch.backends.cuda.enable_flash_sdp("flash" in kernels)
         torch.backends.cuda.enable_cudnn_sdp("cudnn" in kernels)
         torch.backends.cuda.enable_mem_efficient_sdp("efficient" in kernels)

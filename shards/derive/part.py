@@ -266,7 +266,7 @@ def _append(
     """Write a stored sample, with its row of samples.parquet, in the target's encoding."""
     texts = present(captions)
     if not all(_is_finite(latents) for by_tower, _ in encoded for latents in by_tower.values()):
-        writer.refuse(row["key"], row.get("url", ""), NON_FINITE, "not finite in float16, even when encoded in float32")
+        writer.refuse(row["key"], row.get("url", ""), NON_FINITE, "not finite in float16")
         return
     try:
         columns = converted(sample, texts, [by_tower for by_tower, _ in encoded], conversion)

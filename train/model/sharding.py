@@ -60,7 +60,7 @@ def group_mesh(size: int | None, num_processes: int, device_type: str) -> Device
 
 
 def allocate(network: nn.Module, device: torch.device | str) -> None:
-    """Replace a network's weights, which are on the meta device, by uninitialized ones on `device`, and move its
+    """Replace a network's weights, which are on the meta device, with uninitialized ones on `device`, and move its
     buffers there."""
     buffers = dict(network.named_buffers())
     network.to_empty(device=device)

@@ -162,6 +162,25 @@ def test_rows_that_overflow_in_float32_too_stay_infinite(pictures: list[np.ndarr
     assert encoder(pictures, BATCH).isinf().all()
 
 
+def test_rows_that_overflow_in_bfloat16_are_not_encoded_again(
+    pictures: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 has float32's range, so encoding them again would not help."""
+    encoder, ran = image_encoder("bfloat16"), []
+    run = encoder._run
+
+    def overflow(inputs: list[Tensor], precision: Precision) -> tuple[Tensor, ...]:
+        ran.append(precision)
+        (latents,) = run(inputs, precision)
+        latents[1] = 1e6
+        return (latents,)
+
+    monkeypatch.setattr(encoder, "_run", overflow)
+    found = encoder(pictures[:3], 4)
+    assert ran == ["bfloat16"]
+    assert found[0].isfinite().all() and found[1].isinf().all() and found[2].isfinite().all()
+
+
 def test_the_mean_is_that_of_diffusers(pictures: list[np.ndarray], models: Path) -> None:
     scaled = torch.tensor(np.stack(pictures)).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.no_grad():

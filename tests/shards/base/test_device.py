@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.compiler.config as compiler
 
 from shards.base import device
 from shards.base.device import (
@@ -120,5 +121,8 @@ def test_attention_kernels_that_are_wrong_or_slow_are_disabled(
     enabled = {"cudnn": True, "flash": True, "mem_efficient": True, "math": True}
     for name in enabled:
         monkeypatch.setattr(torch.backends.cuda, f"enable_{name}_sdp", functools.partial(enabled.__setitem__, name))
-    choose_attention(torch.device(chosen), *([] if kernels is None else [kernels]))
+    expected = "" if chosen == "cpu" else f"attention {' '.join(kernels or ['efficient', 'flash', 'math'])}"
+    with compiler.patch(cache_key_tag=""):
+        choose_attention(torch.device(chosen), *([] if kernels is None else [kernels]))
+        assert compiler.cache_key_tag == expected  # otherwise, torch's cache could have a graph with other kernels
     assert {name for name, on in enabled.items() if not on} == disabled
