@@ -122,7 +122,7 @@ def test_attention_kernels_that_are_wrong_or_slow_are_disabled(
     for name in enabled:
         monkeypatch.setattr(torch.backends.cuda, f"enable_{name}_sdp", functools.partial(enabled.__setitem__, name))
     expected = "" if chosen == "cpu" else f"attention {' '.join(kernels or ['efficient', 'flash', 'math'])}"
-    with compiler.patch(cache_key_tag=""):
+    with compiler.patch(cache_key_tag=""):  # type: ignore[attr-defined]
         choose_attention(torch.device(chosen), *([] if kernels is None else [kernels]))
         assert compiler.cache_key_tag == expected  # otherwise, torch's cache could have a graph with other kernels
     assert {name for name, on in enabled.items() if not on} == disabled
