@@ -12,6 +12,7 @@ from precompute.input.captions import CleanCaption, clean_caption, read_captions
 from precompute.input.reject import Reject
 from precompute.input.tars import Tar
 from precompute.input.unit import RawSample
+from shards.format.encoding import FALLBACK, TABLE_PREFIX
 from shards.format.scores import LAION_SCORES
 from tests.conftest import precompute_config
 from tests.tiny import make_tar
@@ -58,6 +59,16 @@ def test_nothing_left_is_rejected(raw: object) -> None:
 def test_changes_are_recorded(raw: bytes | str, text: str, changes: set[str] | None) -> None:
     everything = {"invalid_utf8", "control_characters", "too_long"}
     assert clean_caption(raw, LIMIT) == CleanCaption(text, frozenset(everything if changes is None else changes))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("in the table", "in the table"), (None, "alt text"), (" \x00\n", "alt text"), (3, "alt text")],
+)
+def test_a_fallback_is_read_only_if_the_table_has_no_text(value: object, expected: str) -> None:
+    raw = RawSample("0", caption=b"alt text", tables={"new": value})
+    (found,) = read_captions(raw, [f"{TABLE_PREFIX}new{FALLBACK}txt"], LIMIT)
+    assert found is not None and found.text == expected
 
 
 def test_several_fields() -> None:

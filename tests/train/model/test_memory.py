@@ -147,6 +147,7 @@ def test_state(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -
         8 * count,
         8 * count,
     )
+    assert found.total == 24 * count + found.batch + found.activations
     sharded = memory(small, backbone, encoding, num_averages=2, sharding="full", num_processes=4)
     assert (sharded.weights, sharded.averages) == (count, 2 * count)
     alone = memory(small, backbone, encoding, sharding="full")
