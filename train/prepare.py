@@ -144,7 +144,7 @@ def prepare(
             )
     is_main = accelerator is None or accelerator.is_main_process
     from_file = checkpoint is not None or start is not None or config.init_unet is not None
-    # the main process initializes or loads the weights, and `place_network` sends them to the others
+    # only the main process initializes or loads weights, and `place_network` sends them to the others
     with init_empty_weights(include_buffers=False) if from_file or not is_main else nullcontext():
         network = build_network(config.network, config.seed, widths)
     freeze_except(network, config.train_only)

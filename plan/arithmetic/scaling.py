@@ -7,10 +7,11 @@ left after the backward pass is exposed:
 
     step = max(data, compute + exposed)
 
-Each GPU holds the whole model (DDP), or a group of GPUs shares its weights, gradients and optimizer states (FSDP, or
-HSDP with several groups). For every microbatch, a group gathers the weights and averages the gradients, which overlaps
-with its compute; the groups all-reduce gradients once per step. Not modelled: the first gather and the last averaging
-of a group, which overlap with nothing; small kernels that run below the calibrated rate; stragglers; and host overhead.
+Each GPU holds the whole model (DDP), or the GPUs of a group divide its weights, gradients and optimizer state among
+them (FSDP, or HSDP with several groups). For every microbatch, a group gathers the weights and averages the gradients,
+which overlaps with its compute; the groups all-reduce gradients once per step. Not modelled: the first gather and the
+last averaging of a group, which overlap with nothing; small kernels that run below the calibrated rate; stragglers; and
+host overhead.
 """
 
 import functools
@@ -74,7 +75,8 @@ class Step:
     optimizer_bytes: int = AdamWConfig.step_bytes()
     """Bytes per parameter that the optimizer moves through memory."""
     sharding: Sharding = "none"
-    """What the GPUs of a group share."""
+    """As in the training config: with `grad_op`, each GPU of a group keeps a part of the gradients and of the optimizer
+    state; with `full`, also of the weights."""
     group: int | None = None
     """Number of GPUs per group, if sharded; None: all."""
 
@@ -178,7 +180,7 @@ def step_time(
     gradients = all_reduce_seconds(step.num_parameters * step.gradient_bytes, gpus, machine, group)
     num_bytes = step.num_parameters * (ALL_GATHERS[step.sharding] * ALL_GATHER_BYTES + FLOAT32_BYTES)
     within = microbatches * (group - 1) / group * num_bytes / machine.bandwidth(group)
-    other_links = group <= machine.gpus_per_node < gpus  # between groups, traffic uses the network
+    other_links = group <= machine.gpus_per_node < gpus  # only traffic between groups uses the network
     traffic = max(gradients, within) if other_links else gradients + within
     exposed = exposed_seconds(BACKWARD_SHARE * training / microbatches, gradients, step)
     optimizer = step.num_parameters * step.optimizer_bytes / machine.memory / group

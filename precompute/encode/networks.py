@@ -206,7 +206,7 @@ class DeviceSettings:
     precision: Precision
     """Precision of convolutions and matrix products."""
     compiled: bool = False
-    """Whether the network is compiled, once per shape. With float16, a retry in float32 is never compiled."""
+    """Whether the network is compiled, once per shape. The retry in float32, after float16, is never compiled."""
     offload: Offload | None = None
     """Offload that moves the network to the device when it runs; None keeps the network on the device."""
 

@@ -51,8 +51,7 @@ class Parts:
             self._refuse(bucket, info.key, info.url, Reject(TOO_SMALL, f"{info.width}x{info.height}"))
 
     def add(self, bucket: Bucket, samples: list[Sample]) -> None:
-        """Append samples to a part. Samples with latents that are not finite are refused
-        as `non_finite`."""
+        """Append samples to a part. Samples with latents that are not finite are refused as `non_finite`."""
         finite = []
         for sample in samples:
             if all(map(all_finite, latents_of(sample))):

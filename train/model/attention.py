@@ -28,12 +28,12 @@ PROVOKING = (
     (64, 64, True),
     (64, 192, True),
 )
-"""(queries, keys, whether they are masked) of the inputs on which kernels are tried."""
+"""(queries, keys, whether a mask is passed) of the inputs on which kernels are tried. The mask hides nothing."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one kernel on one provoking input."""
+    """The result of one kernel on one input of `PROVOKING`."""
 
     input: str
     not_finite: int | None

@@ -65,7 +65,7 @@ def test_changes_are_recorded(raw: bytes | str, text: str, changes: set[str] | N
     ("value", "expected"),
     [("in the table", "in the table"), (None, "alt text"), (" \x00\n", "alt text"), (3, "alt text")],
 )
-def test_a_fallback_is_read_only_if_the_table_has_no_text(value: object, expected: str) -> None:
+def test_a_fallback_is_read_only_if_the_table_has_no_text(value: str | float | None, expected: str) -> None:
     raw = RawSample("0", caption=b"alt text", tables={"new": value})
     (found,) = read_captions(raw, [f"{TABLE_PREFIX}new{FALLBACK}txt"], LIMIT)
     assert found is not None and found.text == expected
