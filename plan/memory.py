@@ -15,6 +15,7 @@ from train.config import TrainConfig
 from train.data.spec import DataSpec
 from train.memory import largest_shape, step_settings
 from train.model.backbone import BackboneConfig
+from train.model.config import Checkpointing
 from train.model.fit import check_fit
 from train.model.memory import GIB, StepSettings, is_sharded, largest_microbatch, step_memory
 from train.model.network import build_network
@@ -32,11 +33,7 @@ def memory_report(plan: Plan, paths: list[Path]) -> str:
         RequestError: a config is missing or invalid, or its network does not fit the plan's encoders.
     """
     num_gpus = plan.gpus or plan.gpu.gpus_per_node
-    _, image, encoders = build_towers(plan.networks)
-    texts = {name: tower for name, (_, tower) in encoders.items()}
-    stored = stored_texts(plan, texts).items()
-    texts = {name: tower.model_copy(update={"width": texts[name].width}) for name, tower in stored}
-    data = DataSpec(image, texts, {}, {}, (), 1)
+    data = encoder_spec(plan)
     header = ["training config", "microbatch", "", "state", "averages", "batch", "activations", "total"]
     rows = [[*header, *(f"in {size} GB" for size in CAPACITIES)]]
     for path in paths:
@@ -67,6 +64,15 @@ def memory_report(plan: Plan, paths: list[Path]) -> str:
     )
 
 
+def encoder_spec(plan: Plan) -> DataSpec:
+    """Describe latents from the plan's encoders, with text at full width."""
+    _, image, encoders = build_towers(plan.networks)
+    texts = {name: tower for name, (_, tower) in encoders.items()}
+    stored = stored_texts(plan, texts).items()
+    texts = {name: tower.model_copy(update={"width": texts[name].width}) for name, tower in stored}
+    return DataSpec(image, texts, {}, {}, (), 1)
+
+
 def read_network(config: TrainConfig, data: DataSpec) -> tuple[Any, BackboneConfig, tuple[int, int]]:
     """Build the network of a training config without weights, and return it with its inputs and its largest latents.
 
@@ -88,17 +94,25 @@ def read_network(config: TrainConfig, data: DataSpec) -> tuple[Any, BackboneConf
 
 
 def variants(settings: StepSettings) -> list[StepSettings]:
-    """Return the settings as configured and, unless they already checkpoint, with gradient checkpointing.
+    """Return the settings as configured and with gradient checkpointing of half the blocks and of all blocks.
 
-    The latter are estimated without compilation, which is faster and gives an upper bound.
+    Those that the config does not set are estimated without compilation, which is faster and gives an upper bound.
     """
+    others: list[Checkpointing] = [2, True]
     if settings.gradient_checkpointing:
-        return [settings]
-    return [settings, replace(settings, gradient_checkpointing=True, compile=False)]
+        others = []
+    return [settings, *(replace(settings, gradient_checkpointing=each, compile=False) for each in others)]
 
 
 def describe(settings: StepSettings) -> str:
     """Describe what affects the memory."""
     compiled = ["compiled"] if settings.compile else []
     sharded = [f"sharding {settings.sharding} over {settings.num_processes}"] if is_sharded(settings) else []
-    return ", ".join([*compiled, *sharded, *(["checkpointing"] if settings.gradient_checkpointing else [])])
+    return ", ".join([*compiled, *sharded, *checkpointing(settings.gradient_checkpointing)])
+
+
+def checkpointing(setting: Checkpointing) -> list[str]:
+    """Describe gradient checkpointing; an empty list means none."""
+    if not setting:
+        return []
+    return ["checkpointing" if setting is True else f"checkpointing 1 of {setting} blocks"]

@@ -14,7 +14,7 @@ from shards.base.device import SAFE_KERNELS, AttentionKernel, DeviceOption, Prec
 from shards.base.store import Place
 from train.data.spec import DataConfig
 from train.model.backbone import BackboneConfig
-from train.model.config import AdamWConfig, AnyOptimizer, DdpConfig, EmaConfig, ScheduleConfig, Sharding
+from train.model.config import AdamWConfig, AnyOptimizer, Checkpointing, DdpConfig, EmaConfig, ScheduleConfig, Sharding
 from train.objective.config import ObjectiveConfig, RepaConfig, ValidationConfig
 from train.run.alarm import AlarmConfig
 from train.run.checkpoints.local_copy import work_folder
@@ -72,8 +72,9 @@ class TrainConfig(Config):
     """Data type for autocast; weights and optimizer state are always float32. `auto` is bfloat16 if the hardware
     supports it and float32 otherwise; a resumed run keeps its earlier precision. `float32` does not use TF32, not even
     in convolutions."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, which saves memory but takes more time."""
+    gradient_checkpointing: Checkpointing = False
+    """Recompute activations in the backward pass, which saves memory but takes more time. A number k ≥ 2 instead of
+    true recomputes only those of every k-th block."""
     compile: bool = False
     """Compile the network with torch.compile. An unsharded U-Net is compiled as a whole, any other network block by
     block."""

@@ -21,10 +21,11 @@ from shards.base.device import SAFE_KERNELS, AttentionKernel, Precision, choose_
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.model.channels_last import keep_channels_last
-from train.model.config import Sharding
+from train.model.config import Checkpointing, Sharding
 from train.model.ema import SNAPSHOT_DTYPES, Ema
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer
+from train.model.recompute import recompute_blocks
 from train.model.sharding import send_weights, shard_weights, sharded_modules
 from train.objective.alignment import Aligned
 from train.objective.loss import DiffusionLoss, Losses, NoisyBatch
@@ -177,7 +178,7 @@ def place_network(
     *,
     channels_last: bool | None = None,
     low_precision_norms: bool = False,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: Checkpointing = False,
     sharding: Sharding = "none",
     precision: Precision = "float32",
     mesh: DeviceMesh | None = None,
@@ -196,7 +197,7 @@ def place_network(
         attention: kernels that torch may choose from, on GPUs.
     """
     if gradient_checkpointing:
-        network.enable_gradient_checkpointing()  # type: ignore[operator]
+        recompute_blocks(network, int(gradient_checkpointing))
     if low_precision_norms:
         use_low_precision_norms(network)
     is_sharded = sharding != "none"

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,11 @@ def kill_at_random(latents: Path, folder: Path, name: str, undisturbed: Path, rn
             break
         assert process.pid is not None
         # the process alone or, like a scheduler, with its loader and all other processes
-        (os.kill if rng.random() < 0.5 else os.killpg)(process.pid, signal.SIGKILL)
+        kill = os.kill if rng.random() < 0.5 else os.killpg
+        with suppress(ProcessLookupError):  # it has just finished, or has not made its process group yet
+            kill(process.pid, signal.SIGKILL)
         process.join()
+        assert process.exitcode in (0, -signal.SIGKILL), (folder / f"{name}.log").read_text()[-3000:]
         kills += process.exitcode == -signal.SIGKILL
         if process.exitcode == 0:
             break

@@ -28,10 +28,11 @@ from train.data.spec import DataSpec
 from train.model.backbone import BackboneConfig
 from train.model.blocks import find_blocks
 from train.model.channels_last import keep_channels_last
-from train.model.config import Sharding
+from train.model.config import Checkpointing, Sharding
 from train.model.fit import dry_call
 from train.model.network import compile_network, compiles_by_block
 from train.model.norms import use_low_precision_norms
+from train.model.recompute import recompute_blocks
 
 GIB = 2**30
 RESERVED = 0.08
@@ -58,7 +59,7 @@ class StepSettings:
     num_averages: int
     """Number of moving averages of the weights."""
     compile: bool = False
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = False
     low_precision_norms: bool = False
     sharding: Sharding = "none"
     num_processes: int = 1
@@ -159,7 +160,7 @@ def activation_bytes(
         for own, its in zip(copy.parameters(), network.parameters(), strict=True):
             own.requires_grad_(its.requires_grad)
         if settings.gradient_checkpointing:
-            copy.enable_gradient_checkpointing()
+            recompute_blocks(copy, int(settings.gradient_checkpointing))
         if settings.low_precision_norms:
             use_low_precision_norms(copy)
         if not is_sharded(settings):
