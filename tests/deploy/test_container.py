@@ -114,6 +114,11 @@ def test_it_is_not_root_and_carries_no_tools(image: Image) -> None:
     assert image.run("python", "-c", versions).split() == [locked["torch"].split()[0], locked["ray"].split()[0]]
 
 
+def test_nccl_can_use_infiniband(image: Image) -> None:
+    image.run("python", "-c", "import ctypes; ctypes.CDLL('libibverbs.so.1')")
+    assert "mlx5.driver" in image.run("ls", "/etc/libibverbs.d").split()
+
+
 def test_it_is_no_larger_than_the_page_says(image: Image) -> None:
     page = (ROOT / "docs/how-to/container.md").read_text()
     (ceiling,) = re.findall(r"at most ([\d.]+) GB", page)
