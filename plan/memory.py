@@ -94,13 +94,13 @@ def read_network(config: TrainConfig, data: DataSpec) -> tuple[Any, BackboneConf
 
 
 def variants(settings: StepSettings) -> list[StepSettings]:
-    """Return the settings as configured and with gradient checkpointing of half the blocks and of all blocks.
+    """Return the settings as configured, and with gradient checkpointing of half the blocks and of all blocks if that
+    saves more memory.
 
-    Those that the config does not set are estimated without compilation, which is faster and gives an upper bound.
+    The latter are estimated without compilation, which is faster and gives an upper bound.
     """
-    others: list[Checkpointing] = [2, True]
-    if settings.gradient_checkpointing:
-        others = []
+    configured, more = int(settings.gradient_checkpointing), list[Checkpointing]([2, True])
+    others = [each for each in more if not configured or each < configured]
     return [settings, *(replace(settings, gradient_checkpointing=each, compile=False) for each in others)]
 
 
@@ -115,4 +115,6 @@ def checkpointing(setting: Checkpointing) -> list[str]:
     """Describe gradient checkpointing; an empty list means none."""
     if not setting:
         return []
-    return ["checkpointing" if setting is True else f"checkpointing 1 of {setting} blocks"]
+    if setting is True:
+        return ["checkpointing"]
+    return [f"checkpointing every {setting}{({2: 'nd', 3: 'rd'}).get(setting, 'th')} block"]

@@ -73,8 +73,8 @@ class TrainConfig(Config):
     supports it and float32 otherwise; a resumed run keeps its earlier precision. `float32` does not use TF32, not even
     in convolutions."""
     gradient_checkpointing: Checkpointing = False
-    """Recompute activations in the backward pass, which saves memory but takes more time. A number k ≥ 2 instead of
-    true recomputes only those of every k-th block."""
+    """Recompute activations in the backward pass, which saves memory but takes more time. With an integer k ≥ 2,
+    only every k-th block is recomputed, starting with the first."""
     compile: bool = False
     """Compile the network with torch.compile. An unsharded U-Net is compiled as a whole, any other network block by
     block."""

@@ -17,6 +17,7 @@ from train.data.draws import Draws
 from train.data.loader import Loader
 from train.model.blocks import find_blocks
 from train.model.network import compile_network
+from train.model.recompute import recompute_blocks
 from train.model.sharding import shard_weights
 from train.objective.loss import DiffusionLoss
 from train.prepare import prepare
@@ -47,6 +48,34 @@ def test_every_block_is_compiled_once_per_latent_shape(
     assert calls == 2 * NUM_MICROBATCHES * blocks * (1 + checkpointed) and graphs.calls == 3 * calls
     assert len(graphs.captured) == num_graphs
     assert not graphs.breaks
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_second_block_can_be_recomputed(name: str, small: Callable[[str], Small]) -> None:
+    config = TrainConfig.model_validate(small_run(small(name), "recomputed", global_batch_size=4))
+    prepared = prepare(config)
+    network = prepared.network
+    stir(network)
+    loss = DiffusionLoss(config.objective, prepared.spec, torch.device("cpu"), prepared.backbone)
+    batch, _ = shapes(config)
+
+    def gradients() -> list[torch.Tensor]:
+        network.zero_grad()
+        loss(network, loss.add_noise(batch, Draws(0, 0, batch.slots))).total.sum().backward()
+        return [weight.grad.clone() for weight in network.parameters() if weight.grad is not None]
+
+    expected = gradients()
+    recompute_blocks(network, 2)
+    blocks = [block for block in network.modules() if hasattr(block, "is_recomputed")]
+    called: list[torch.nn.Module] = []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda block, _: called.append(block))
+    for found, wanted in zip(gradients(), expected, strict=True):
+        assert torch.equal(found, wanted)
+    # diffusers never recomputes the first block in a U-Net's middle
+    middle = [network.mid_block.resnets[0]] if name in UNETS else []
+    for number, block in enumerate(blocks):
+        assert called.count(block) == (2 if number % 2 == 0 and block not in middle else 1)
 
 
 def shapes(config: TrainConfig) -> tuple[Batch, Batch]:

@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +133,10 @@ def kill_at_random(latents: Path, folder: Path, name: str, undisturbed: Path, rn
         assert process.pid is not None
         # the process alone or, like a scheduler, with its loader and all other processes
         kill = os.kill if rng.random() < 0.5 else os.killpg
-        with suppress(ProcessLookupError):  # it has just finished, or has not made its process group yet
+        try:
             kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has just finished, or has not made its process group yet
+            process.kill()
         process.join()
         assert process.exitcode in (0, -signal.SIGKILL), (folder / f"{name}.log").read_text()[-3000:]
         kills += process.exitcode == -signal.SIGKILL

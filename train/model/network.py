@@ -74,7 +74,9 @@ def compiles_by_block(network: Any, is_sharded: bool) -> bool:
     return is_sharded or class_name(network.config) != UNET
 
 
-def compile_network(network: Any, num_shapes: int, *, by_block: bool = False, backend: str | None = None) -> None:
+def compile_network(
+    network: Any, num_shapes: int, *, by_block: bool = False, backend: str | Callable[..., Any] | None = None
+) -> None:
     """Compile a network in place, with static graphs for each of `num_shapes` latent shapes.
 
     By default, torch would compile a single, slower dynamic graph for the second and all later shapes, and would stop

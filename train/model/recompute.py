@@ -4,7 +4,6 @@ from typing import Any
 
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from train.model.blocks import find_blocks
@@ -20,9 +19,11 @@ def recompute_blocks(network: Any, every: int = 1) -> None:
         network.enable_gradient_checkpointing()
         return
     inner = [module for module in network.modules() if isinstance(module, ResnetBlock2D | BasicTransformerBlock)]
-    chosen = set((inner or list(find_blocks(network).values()))[::every])
+    for number, block in enumerate(inner or find_blocks(network).values()):
+        block.is_recomputed = number % every == 0  # an attribute, because torch.compile guards it
 
-    def call(block: nn.Module, *inputs: Any) -> Any:
-        return checkpoint(block.__call__, *inputs, use_reentrant=False) if block in chosen else block(*inputs)
+    def call(given: Any, *inputs: Any) -> Any:
+        block = getattr(given, "__self__", given)  # PRX passes a method of the block
+        return checkpoint(block.__call__, *inputs, use_reentrant=False) if block.is_recomputed else block(*inputs)
 
     network.enable_gradient_checkpointing(call)

@@ -176,7 +176,7 @@ def test_settings_that_save_memory(small: Any, backbone: BackboneConfig, encodin
         memory(small, backbone, encoding, precision="bfloat16", gradient_checkpointing=every).activations
         for every in (2, True)
     )
-    assert least < plain / 2 and (plain + least) * 0.4 < half < (plain + least) * 0.7
+    assert least < plain / 2 and least < half < 0.8 * plain
     assert memory(small, backbone, encoding, precision="bfloat16", microbatch_size=2).activations < plain
 
 
@@ -206,8 +206,10 @@ def test_a_step_that_cannot_fit_is_refused(
         assert capsys.readouterr().out.startswith("warning: A step with microbatches of 4 needs about ")
     with pytest.raises(RequestError, match=r"lower microbatch_size to 3, which .* gradient_checkpointing .* full"):
         check_memory(partial(step_memory, small, backbone, encoding, HW), settings, int(0.9 * needed))
-    with pytest.raises(RequestError, match="To save memory, set gradient_checkpointing to true, or shard"):
-        check_memory(partial(step_memory, small, backbone, encoding, HW), settings, 1024)
+    for checkpointing in (False, 2):
+        with pytest.raises(RequestError, match="To save memory, set gradient_checkpointing to true, or shard"):
+            tried = replace(settings, gradient_checkpointing=checkpointing)
+            check_memory(partial(step_memory, small, backbone, encoding, HW), tried, 1024)
 
 
 def test_a_step_that_fits_only_if_it_is_compiled(
