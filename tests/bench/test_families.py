@@ -1,0 +1,24 @@
+"""Predicted rates of the model families."""
+
+import re
+
+import pytest
+
+from bench.families import MEASURED, Traced, rates, read_plan
+from plan.arithmetic.work import count_work
+from train.model.memory import GIB, StepMemory
+
+
+def test_rates() -> None:
+    """On 8 GPUs, a rate is that of the measured step, and a step that does not fit has none."""
+    plan = read_plan("pixart-sigma", "H200")
+    work = count_work(plan.networks, [phase.bucket for phase in plan.phases])
+    little, much = (StepMemory(size * GIB, 0, 0, 0, 0, 0) for size in (1, 100))
+    traces = [Traced([], [little, little], 2, 0), Traced([], [little, much], 2, 0)]
+    first, second = rates("pixart-sigma", work, traces)
+    assert first[:2] == ["pixart-sigma", "256x256"] and second[1] == "512x512"
+    measured = MEASURED["pixart-sigma"][0].tflops * 1e12 / work.train["256x256"]
+    found = re.fullmatch(r"([\d.]+) \(31%\)", first[6])
+    assert found and float(found[1]) == pytest.approx(measured, rel=0.02)
+    assert second[3] == second[5] == "does not fit"  # on 80 GB
+    assert re.fullmatch(r"[\d.]+ \(3\d%\)", second[7])
