@@ -159,7 +159,7 @@ def main() -> None:
     names = parser.parse_args().families or FAMILIES
     if unknown := sorted(set(names) - set(FAMILIES)):
         parser.error(f"There is no family {', '.join(unknown)}. Choose from {', '.join(FAMILIES)}.")
-    head = ["family", "bucket", "GPUs share", "graphs, breaks", "TFLOP per image", "PFLOP per step"]
+    head = ["family", "bucket", "settings", "graphs, breaks", "TFLOP per image", "PFLOP per step"]
     head += [*(f"GiB on {count} GPUs" for count in GPUS), "fits in"]
     needed, rated = [], []
     for name in names:
