@@ -1,6 +1,7 @@
 """`python -m plan --memory`: its table, and requests that it refuses."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,22 @@ def test_a_row_for_each_way_to_train(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [row[1:6] for row in rows] == [
         ["2", "sharding", "full", "over", "8"],
         ["2", "sharding", "full", "over", "8,"],
+        ["2", "sharding", "full", "over", "8,"],
     ]
-    assert rows[1][6] == "checkpointing"
-    plain, checkpointing = (float(row[-5]) for row in rows)
-    assert plain >= checkpointing > 0
+    assert rows[1][6:10] == ["checkpointing", "every", "2nd", "block"] and rows[2][6] == "checkpointing"
+    plain, half, checkpointing = (float(row[-5]) for row in rows)
+    assert plain >= half >= checkpointing > 0
     assert rows[0][-1] == "all"
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(4, ["4th", "2nd", ""]), (2, ["2nd", ""]), (True, [""])])
+def test_checkpointing_of_more_blocks_than_configured(
+    configured: bool | int, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run([*PLAN, "--gpus", "8", "--memory", training_config(tmp_path, gradient_checkpointing=configured)])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.partition("phase1.yaml")[2] for line in lines if "phase1.yaml" in line]
+    assert [re.findall(r"checkpointing(?: every (\w+) block)?", row) for row in rows] == [[each] for each in expected]
 
 
 @pytest.mark.parametrize(
