@@ -1,5 +1,4 @@
-"""What each model family needs on a GPU and how fast it should train, computed without a GPU:
-`python -m bench.families`.
+"""Estimate what each model family needs on GPUs and how fast it trains: `python -m bench.families`. It needs no GPU.
 
 Graphs and memory are from traces on fake tensors (train/model/memory.py), FLOPs from torch's counter, and rates from
 the planner's model of a step (plan/arithmetic/scaling.py).
@@ -54,12 +53,12 @@ MEASURED: dict[str, tuple[Measured, Measured]] = {
     "sdxl": (SDXL, SDXL),
 }
 """Measurements of both phases. Where only one phase was measured, it stands for both, and Stable Diffusion 2 for 1.5.
-SANA's and SDXL's steps were not compiled."""
+SANA's and SDXL's steps were not compiled, and SDXL's TFLOP/s follow from its 145 images/s."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What traces of a training step show. Lists have an item for each number of GPUs in `GPUS`."""
+    """Results of tracing a training step. Lists have an item for each number of GPUs in `GPUS`."""
 
     settings: list[StepSettings]
     memory: list[StepMemory]
@@ -74,8 +73,10 @@ def trace(config: TrainConfig, data: DataSpec) -> Traced:
     counters.clear()
     memory = step_memory(network, backbone, data, shape, few)
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    shared = few.num_processes if not is_sharded(few) else many.num_processes
-    if replace(many, images=few.images, num_processes=shared) == few:
+    alike = replace(many, images=few.images)
+    if not is_sharded(many):
+        alike = replace(alike, num_processes=few.num_processes)  # does not matter
+    if alike == few:
         other = replace(memory, batch=memory.batch * many.images // few.images)
     else:
         other = step_memory(network, backbone, data, shape, many)
@@ -143,10 +144,10 @@ def read_plan(family: str, kind: str) -> Plan:
     return load_config(Plan, CONFIGS / family / "plan.yaml", ["--gpu.kind", kind, "--measured", "[]"], "plan")
 
 
-EXPLANATION = f"""\
+NEEDS = """\
 Graphs and graph breaks of the compiled network for one latent shape. TFLOP and PFLOP are of the forward and backward
-pass, without recomputation. GiB at the peak on each GPU, with the microbatch size in parentheses.
-
+pass, without recomputation. GiB at the peak on each GPU, with the microbatch size in parentheses."""
+RATES = f"""\
 Images per second on each GPU and, in parentheses, the share of the datasheet's peak. A GPU alone is assumed to reach
 the share that was measured on an {MEASURED_ON}; the planner's model adds the traffic between GPUs. ≤: with fewer than
 {MIN_IMAGES_PER_GPU} images per GPU, kernels are slower than assumed."""
@@ -169,9 +170,8 @@ def main() -> None:
         rows, traces = needs(name, plan, work)
         needed += rows
         rated += rates(name, work, traces)
-    first, second = EXPLANATION.split("\n\n")
     columns = ["family", "bucket", *(f"{count} × {kind}" for kind in KINDS for count in GPUS)]
-    parts = [first, table(head, needed), second, table(columns, rated)]
+    parts = [NEEDS, table(head, needed), RATES, table(columns, rated)]
     print(section("Model families", "bench.families", "\n\n".join(parts)))
 
 

@@ -99,9 +99,10 @@ def variants(settings: StepSettings) -> list[StepSettings]:
 
     The latter are estimated without compilation, which is faster and gives an upper bound.
     """
-    configured, more = int(settings.gradient_checkpointing), list[Checkpointing]([2, True])
-    others = [each for each in more if not configured or each < configured]
-    return [settings, *(replace(settings, gradient_checkpointing=each, compile=False) for each in others)]
+    configured = settings.gradient_checkpointing
+    ways: list[Checkpointing] = [2, True]
+    more = [way for way in ways if not configured or way < configured]
+    return [settings, *(replace(settings, gradient_checkpointing=way, compile=False) for way in more)]
 
 
 def describe(settings: StepSettings) -> str:
@@ -117,4 +118,5 @@ def checkpointing(setting: Checkpointing) -> list[str]:
         return []
     if setting is True:
         return ["checkpointing"]
-    return [f"checkpointing every {setting}{({2: 'nd', 3: 'rd'}).get(setting, 'th')} block"]
+    suffix = {2: "nd", 3: "rd"}.get(setting, "th")
+    return [f"checkpointing every {setting}{suffix} block"]

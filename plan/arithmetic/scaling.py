@@ -75,8 +75,8 @@ class Step:
     optimizer_bytes: int = AdamWConfig.step_bytes()
     """Bytes per parameter that the optimizer moves through memory."""
     sharding: Sharding = "none"
-    """As in the training config: with `grad_op`, each GPU of a group keeps a part of the gradients and of the optimizer
-    state; with `full`, also of the weights."""
+    """Sharding as in the training config. With `grad_op`, each GPU of a group holds a part of the gradients and of the
+    optimizer state; with `full`, also a part of the weights."""
     group: int | None = None
     """Number of GPUs per group, if sharded; None: all."""
 

@@ -1,4 +1,4 @@
-"""Which blocks compute their activations twice, and that gradients do not depend on it."""
+"""Gradient checkpointing recomputes the right blocks and does not change the gradients."""
 
 import copy
 from collections.abc import Callable
