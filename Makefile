@@ -191,10 +191,10 @@ test-families: setup
 
 # not into .venv, because diffusers would import an installed torchao in every process
 TORCHAO = torchao==0.18.0
-## make test-quantised            | test text encoders in int8 and float8 (installs torchao into .torchao)
+## make test-quantised            | test int8 and float8 text encoders and float8 training (installs torchao into .torchao)
 test-quantised: setup
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target .torchao $(TORCHAO)
-	PYTHONPATH=.torchao OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m quantised tests/precompute/encode $(ARGS)
+	PYTHONPATH=.torchao OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m quantised tests/precompute/encode tests/train/model $(ARGS)
 
 PYTHONS ?= 3.11 3.12 3.13
 ## make test-install [PYTHONS="3.11 3.12 3.13"] | test the wheel with every extra, in fresh environments

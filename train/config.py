@@ -100,6 +100,10 @@ class TrainConfig(Config):
     low_precision_norms: bool = False
     """Run GroupNorm and LayerNorm in the autocast data type instead of float32, which reduces memory traffic but adds
     slightly more rounding."""
+    float8: bool = False
+    """Multiply in float8 in linear layers that are large enough for this to save time, on GPUs with compute capability
+    8.9 or higher (Ada, Hopper, Blackwell). Needs `compile` and torchao. Weights and all other operations keep their
+    precision."""
     num_processes: int | None = Field(None, ge=1)
     """Number of processes that the launcher must start; the run refuses to start with a different number. null: any
     number."""
@@ -133,6 +137,10 @@ class TrainConfig(Config):
             raise ValueError("attention must contain math, because the other kernels do not support all inputs; add it")
         if self.sharding != "none" and self.precision == "float16":
             raise ValueError("sharding does not support precision float16; use bfloat16")
+        if self.float8 and not self.compile:
+            raise ValueError("float8 needs compile: otherwise, casting takes longer than the products save; set both")
+        if self.float8 and self.precision in ("float32", "float16"):
+            raise ValueError(f"float8 does not support precision {self.precision}; use bfloat16")
         if self.init_from is not None and self.init_unet is not None:
             raise ValueError("init_from and init_unet both provide the initial weights; set only one of them")
         if self.init_from is not None and work_folder(self.init_from).resolve() == self.work.resolve():

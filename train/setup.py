@@ -16,6 +16,7 @@ from train.memory import microbatch_size
 from train.metrics import Metrics
 from train.model.ema import make_averages
 from train.model.fit import on_meta
+from train.model.float8 import use_float8
 from train.model.flops import peak_tflops, training_flops
 from train.model.network import compile_network, compiles_by_block
 from train.model.optimizer import Optimizer, build_optimizer
@@ -48,6 +49,8 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
     assert config.precision != "auto", "`auto` must be resolved first"
     network, aligned = prepared.network, prepared.aligned
     is_sharded = config.sharding != "none" and accelerator.num_processes > 1
+    if prepared.float8:
+        use_float8(network, prepared.float8)
     mesh = group_mesh(config.active_group, accelerator.num_processes, accelerator.device.type) if is_sharded else None
     place_network(
         network,
@@ -152,7 +155,8 @@ def build_trainer(
 
 
 def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, lease: Lease) -> None:
-    """Print the source of the weights, unless they are random, and warnings about unusual settings."""
+    """Print the source of the weights, unless they are random, the number of float8 layers, and warnings about unusual
+    settings."""
     own = prepared.checkpoint
     if own is not None:
         print_once(accelerator, f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
@@ -165,6 +169,8 @@ def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerato
                 f"draws the same timesteps and noise as the same step of that run and, if the data is the same, also "
                 f"the same samples. Set a different `seed`.",
             )
+    if prepared.float8:
+        print_once(accelerator, f"{len(prepared.float8)} linear layers multiply in float8")
     slow = warn_if_slow_to_stop(lease.pace, config.checkpoint)
     if slow is not None:
         print_once(accelerator, slow)

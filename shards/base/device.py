@@ -69,6 +69,12 @@ def memory_of(device: "torch.device") -> int:
     return int(total)
 
 
+def multiplies_float8(device: "torch.device") -> bool:
+    """Return whether an accelerator multiplies float8 matrices in hardware."""
+    capability: tuple[int, int] = device_module().get_device_capability(device)
+    return capability >= (8, 9)
+
+
 def best_device() -> str:
     """Return the type of the accelerator if torch can use one, and `cpu` otherwise."""
     return ACCELERATOR if has_accelerator() else "cpu"

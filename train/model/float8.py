@@ -1,0 +1,92 @@
+"""Linear layers that multiply in float8, with torchao (https://github.com/pytorch/ao/tree/main/torchao/float8)."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shards.base.device import device_module, is_accelerator, multiplies_float8
+from shards.base.errors import RequestError
+
+MULTIPLE = 16
+"""GPUs multiply float8 matrices only if their sizes are multiples of this."""
+PER_OUTPUT, PER_INPUT, PER_ROW = 6, 10, 18
+"""Memory traffic of scaling and casting to float8, in bytes per element of the gradients, the inputs and the weights.
+Each is read once for its maximum and once for the cast. bfloat16 inputs and float32 weights are cast in the forward
+pass and again in the backward pass; bfloat16 gradients are written in two layouts."""
+BYTES_SAVED = 0.01
+"""Memory traffic, in bytes per multiplication, in the time by which float8 shortens a layer's three matrix products,
+6 operations per multiplication: on an H100, which reads 3.35 TB/s, 6 · (1 / 989 - 1 / 1979) / 10¹² s · 3.35 TB/s."""
+
+
+def large_linears(network: nn.Module, call: Callable[[], object], num_samples: int) -> list[str]:
+    """Return the names of the linear layers that are large enough for float8 to save time.
+
+    A layer with r rows, i inputs and o outputs is large enough if casting takes less time than the faster products
+    save: 6 r o + 10 r i + 18 i o bytes < 0.01 r i o bytes. This is a model; no layer was timed.
+
+    Args:
+        network: a network on any device. Its weights are not read if `call` uses the meta device.
+        call: function that calls the network on one sample.
+        num_samples: number of samples per microbatch.
+    """
+    rows: Counter[str] = Counter()
+
+    def count(name: str, module: nn.Linear, inputs: Any, output: torch.Tensor) -> None:
+        rows[name] += num_samples * math.prod(output.shape[:-1])
+
+    linears = {name: module for name, module in network.named_modules() if type(module) is nn.Linear}
+    hooks = [module.register_forward_hook(partial(count, name)) for name, module in linears.items()]
+    try:
+        call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [name for name in rows if _is_large(linears[name], rows[name])]
+
+
+def _is_large(layer: nn.Linear, rows: int) -> bool:
+    inputs, outputs = layer.in_features, layer.out_features
+    traffic = PER_OUTPUT / inputs + PER_INPUT / outputs + PER_ROW / rows
+    return inputs % MULTIPLE == outputs % MULTIPLE == 0 and traffic < BYTES_SAVED
+
+
+def check_float8(device: torch.device) -> None:
+    """Check that the device multiplies float8 matrices and that torchao is installed.
+
+    Raises:
+        RequestError: one of the two is missing.
+    """
+    if not is_accelerator(device) or not multiplies_float8(device):
+        where = device_module().get_device_name(device) if is_accelerator(device) else "The CPU"
+        raise RequestError(
+            f"float8: {where} has no fast float8 matrix products. They need an NVIDIA GPU of the Ada, Hopper or "
+            f"Blackwell generation (compute capability 8.9 or higher). Set float8 to false."
+        )
+    try:
+        import torchao.float8  # noqa: F401
+    except ImportError as error:
+        raise RequestError(
+            f"float8: torchao cannot be imported ({error}). Install it on every node "
+            f"(pip install 'latentmill[quantised]'), or set float8 to false."
+        ) from error
+
+
+def use_float8(network: nn.Module, layers: Collection[str], *, emulated: bool = False) -> None:
+    """Replace linear layers, in place, by layers that multiply in float8, in the forward and the backward pass.
+
+    Inputs, weights and gradients are scaled by their largest magnitude, one scale per tensor, each time. Parameters
+    keep their names, data types and values.
+
+    Args:
+        layers: names of the layers.
+        emulated: multiply the rounded values in float32, on any device.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(pad_inner_dim=True, emulate=emulated)  # pads a number of rows that is no multiple
+    convert_to_float8_training(network, module_filter_fn=lambda _, name: name in layers, config=config)
