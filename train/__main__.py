@@ -9,6 +9,7 @@ more commands, each with its own --help:
   python -m train check     check the data, network and checkpoint without starting the run
   python -m train plot      draw RUN/loss.png from a run's metrics
   python -m train export    export a run as a diffusers pipeline
+  python -m train push      upload an exported pipeline to the Hugging Face Hub
   python -m train ema       rebuild a moving average of any width from a run's snapshots
   python -m train tell      log evaluations made after the end of training to the run's tracker
   python -m train.launch    start several processes (accelerate's launcher and its flags)

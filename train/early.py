@@ -9,9 +9,10 @@ from pathlib import Path
 
 import yaml
 
+from shards.base.config import load_config
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
-from shards.base.store import Place, parse_place
+from shards.base.store import Place
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from train.config import TrainConfig
@@ -130,11 +131,9 @@ def following_phases(config: TrainConfig, config_file: Path | None) -> list[Path
 
 def _init_from(path: Path) -> Place | None:
     try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # the folder may contain files that are not configs
+        return load_config(TrainConfig, path, [], "train").init_from
+    except RequestError:  # the folder also contains other files, such as precompute.yaml
         return None
-    init_from = values.get("init_from") if isinstance(values, dict) else None
-    return parse_place(init_from) if isinstance(init_from, str) else None
 
 
 def _is_unchanged(config: TrainConfig, data: bytes) -> bool:

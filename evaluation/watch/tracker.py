@@ -85,7 +85,8 @@ def images(step: int, found: list[Evaluation]) -> dict[str, Image.Image]:
     drawn = {}
     for evaluation in (each for each in found if each.step == step):
         shown = first_pictures(evaluation.place, GRID_PICTURES, SIDE)
-        drawn[f"evaluation/samples/{evaluation.setting}"] = grid(list(shown.values()), GRID_COLUMNS)
+        if shown:  # images may have been deleted or replaced in the meantime
+            drawn[f"evaluation/samples/{evaluation.setting}"] = grid(list(shown.values()), GRID_COLUMNS)
         earlier = [other for other in found if other.setting == evaluation.setting and other.step <= step]
         for prompt_id, strip in strips(earlier, STRIP_PROMPTS).items():
             drawn[f"evaluation/strips/{evaluation.setting}/{prompt_id}"] = strip

@@ -80,7 +80,7 @@ def is_published(config: DownloadConfig, tar: PlannedTar) -> bool:
         intact = file.stat().st_size == receipt["tar_bytes"] and (config.output / f"{tar.name}.parquet").exists()
         if intact and config.recheck:
             intact = check_tar(config.output, tar.name, tar.num_rows, config) == receipt
-    except (OSError, ValueError, KeyError, WorkError) as error:
+    except (OSError, ValueError, KeyError, TypeError, WorkError) as error:
         print(f"tar {tar.name} is damaged and will be downloaded again: {error}", flush=True)
         return False
     if not intact:

@@ -79,9 +79,14 @@ class ParquetUnit(NumberedUnit):
 
 def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """Convert a batch to rows. Invalid UTF-8 stays recognisable, and affects only the text that contains it."""
-    texts = [column.name for column in batch.schema if pa.types.is_string(column.type)]
-    for name in texts:
-        batch = batch.set_column(batch.schema.get_field_index(name), name, batch[name].cast(pa.binary()))
+    texts = {}
+    for column in batch.schema:
+        if pa.types.is_string(column.type):
+            texts[column.name] = pa.binary()
+        elif pa.types.is_large_string(column.type):
+            texts[column.name] = pa.large_binary()
+    for name, binary in texts.items():
+        batch = batch.set_column(batch.schema.get_field_index(name), name, batch[name].cast(binary))
     rows: list[dict[str, Any]] = batch.to_pylist()
     for row in rows:
         row |= {name: row[name].decode("utf-8", "surrogateescape") for name in texts if row[name] is not None}

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from precompute.input.find import AnyUnit, Named
 from precompute.input.table import TableConfig
 from precompute.job.ledger import Ledger
 from shards.base.device import worker_device
-from shards.base.errors import Preempted, WorkError
+from shards.base.errors import Outage, Preempted, WorkError
 from shards.base.store import Store
 from shards.base.table import counted
 from shards.format.receipts import receipt_name
@@ -41,19 +42,19 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
             `workers.outage_probes` attempts in a row failed because of storage, credentials, models or the cluster.
     """
     work = partial(encode_on_worker, recipe=recipe, output=output, **worker_settings(workers))
-    has_warned = False
+    may_warn, checks_scores = True, True
     with FailureLog(output) as failures:
         ledger = Ledger(len(tars), failures)
         with ledger.progress:
             for event in Fleet(workers, work, ((tar.name, tar) for tar in tars), recipe.worker.tars_at_once):
                 ledger.record(event)
-                if isinstance(event, Done) and not has_warned:
-                    warning = caption_warning(open_store(output), event.result, recipe.encoding.captions)
-                    warning = warning or table_warning(event.result, recipe.tables)
-                    warning = warning or score_warning(open_store(output), event.result, recipe.encoding.scores)
-                    if warning is not None:
-                        has_warned = True
-                        ledger.progress.say(warning)
+                if isinstance(event, Done) and may_warn:
+                    with suppress(Outage):  # then the next tar is checked instead
+                        warning = first_warning(event.result, recipe, open_store(output), checks_scores)
+                        checks_scores &= event.result.encoded == 0  # reads a table, so only once
+                        if warning is not None:
+                            may_warn = False
+                            ledger.progress.say(warning)
     return ledger
 
 
@@ -61,6 +62,15 @@ def worker_settings(workers: FleetConfig) -> dict[str, Any]:
     """Return the arguments that tell every function on a worker about its process: device, CPUs, and the driver's
     source code."""
     return {"device": worker_device(workers.num_gpus), "num_cpus": workers.num_cpus, "source": source_sha256()}
+
+
+def first_warning(receipts: TarReceipts, recipe: Recipe, store: Store, checks_scores: bool) -> str | None:
+    """Return a warning if a tar's captions, tables or scores are not what the config says, or None. Raises Outage if
+    the root cannot be read."""
+    warning = caption_warning(store, receipts, recipe.encoding.captions) or table_warning(receipts, recipe.tables)
+    if warning is None and checks_scores:
+        warning = score_warning(store, receipts, recipe.encoding.scores)
+    return warning
 
 
 def caption_warning(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> str | None:

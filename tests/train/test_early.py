@@ -49,6 +49,7 @@ def finished(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     config = write_config(folder, fields)
     write_config(folder, train_fields(latents, folder / "phase2", init_from=str(folder / "phase1")))
     write_config(folder, train_fields(latents, folder / "other", init_from=str(folder / "elsewhere")))
+    (folder / "phase2-long.yaml").write_text("base: phase2.yaml\nmax_steps: 100\n")
     (folder / "broken.yaml").write_text("a: [")
     result = run_module("train", "--config", str(config), num_processes=2)
     assert result.returncode == 0, result.stderr
@@ -59,9 +60,10 @@ def test_the_final_message_lists_the_checkpoint_and_the_next_commands_once(finis
     config, printed = finished
     lines, run = printed.splitlines(), config.parent / "phase1"
     assert lines.count(f"Finished at step 2. Checkpoint: {step_folder(run, 2)}") == 1
-    assert lines[lines.index("Next:") + 1 :][:3] == [
+    assert lines[lines.index("Next:") + 1 :][:4] == [
         f"  python -m evaluation score --config configs/evaluate.yaml --model {run}",
         f"  python -m train export {run}",
+        f"  python -m train --config {config.parent / 'phase2-long.yaml'}",
         f"  python -m train --config {config.parent / 'phase2.yaml'}",
     ]
     assert "other.yaml" not in printed
@@ -79,6 +81,13 @@ def test_a_finished_run_is_recognised_without_torch(finished: tuple[Path, str]) 
         assert code == 0 and "has already reached max_steps (2), so there is nothing to do." in printed
     # `make train` runs the check first and then the trainer
     assert ["Finished at step 2." in printed for _, printed in found] == [True, False, True]
+
+
+def test_a_damaged_config_does_not_say_which_precision_to_resume_in(finished: tuple[Path, str], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("precision: [")
+    message = rf"{tmp_path}/config\.yaml is damaged, so it does not say in which precision .* Set `precision`;"
+    with pytest.raises(RequestError, match=message):
+        train(["--config", str(finished[0]), "--run_dir", str(tmp_path), "--precision", "auto"])
 
 
 def test_a_finished_run_with_a_changed_config_is_fully_checked(

@@ -17,9 +17,10 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from evaluation.report import runs
-from evaluation.report.runs import evaluations, lines
+from evaluation.report.runs import Evaluation, evaluations, lines
 from evaluation.sampling.model import hash_pipeline
 from evaluation.watch import follow
+from evaluation.watch.tracker import images
 from shards.base.durable import read_sealed_json
 from shards.base.errors import RequestError
 from shards.open import open_store
@@ -294,3 +295,7 @@ def test_results_of_an_unfinished_run_are_left_to_the_trainer(
     assert len(list((run_dir / "tracker" / "evaluations").glob("*.zip"))) == 1
     assert watch(run_dir, words, "--until", "2", "--every", "2", "--output", str(run_dir.parent / "apart")) == 0
     assert "Evaluations are not logged to wandb, because --output is outside the run" in capsys.readouterr().out
+
+
+def test_a_sample_set_without_images_has_nothing_to_draw(tmp_path: Path) -> None:
+    assert images(2, [Evaluation(2, "raw", "own", tmp_path, (), 0.0)]) == {}

@@ -145,6 +145,9 @@ def test_what_is_published_is_recognised(config: DownloadConfig) -> None:
     assert not is_published(config.model_copy(update={"recheck": True}), SHARD)
     cut(config.output, 1000)
     assert not is_published(config, SHARD)
+    for damaged in ("null", "[]", "1", '{"latentmill": null}'):
+        (config.output / "00000_stats.json").write_text(damaged)
+        assert not is_published(config, SHARD)
     (config.output / "00000.tar").unlink()
     assert not is_published(config, SHARD)
 

@@ -372,6 +372,10 @@ def test_stray_files_do_not_hide_the_images(tmp_path: Path) -> None:
     assert found.kind == "a folder of images" and "index.json is not a valid index" in found.notes[-1]
 
 
+LATIN_1 = pa.array([b"caf\xe9"], pa.large_binary()).cast(pa.large_string(), safe=False)
+"""Text as Polars stores it, which is not valid UTF-8."""
+
+
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
@@ -379,6 +383,7 @@ def test_stray_files_do_not_hide_the_images(tmp_path: Path) -> None:
         ({"picture": [{"bytes": b"x", "path": None}], "tags": [["a", "b"]]}, b"x"),
         ({"jpg": pa.array([b"x"]).dictionary_encode(), "key": pa.array([None], pa.string())}, b"x"),
         ({"image": [{"bytes": b"x"}], "text": pa.array([b"caf\xe9"]).cast(pa.string(), safe=False)}, b"x"),
+        ({"image": [{"bytes": b"x"}], "text": LATIN_1}, b"x"),
         ({"image": [{"bytes": b"x"}], "when": pa.array([10**8], pa.int32()).cast(pa.date32())}, b"x"),
         ({"image": pa.array([{"path": "a.jpg"}], pa.struct({"bytes": pa.binary(), "path": pa.string()}))}, None),
     ],

@@ -12,7 +12,7 @@ from precompute.__main__ import run as command
 from shards.__main__ import run as shards
 from shards.base.config import load_config
 from shards.base.durable import read_sealed_json
-from shards.base.errors import RequestError
+from shards.base.errors import Outage, RequestError
 from shards.format.encoding import EncodingRecord
 from shards.format.scores import LAION_SCORES, SCORES, score_fields
 from shards.open import open_store
@@ -130,6 +130,17 @@ def test_a_score_that_no_sample_has_is_reported(
 ) -> None:
     command(precompute_arguments(models, scored, tmp_path / "root", "--scores", "json:hps,beauty"))
     assert "warning: no sample of tar 00000 has the score beauty." in capsys.readouterr().err
+
+
+def test_an_outage_does_not_end_a_job_that_only_looks_for_something_to_warn_of(
+    models: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise Outage("The store does not answer.")
+
+    monkeypatch.setattr("precompute.job.run.read_tables", fail)
+    command(precompute_arguments(models, scored, tmp_path / "root", "--scores", "json:hps,beauty"))
+    assert "has the score" not in capsys.readouterr().err
 
 
 def test_texts_are_not_scores(models: Path, scored: Path, tmp_path: Path) -> None:

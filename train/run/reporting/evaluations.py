@@ -204,12 +204,12 @@ class EvaluationQueue:
 
     def _read_new(self) -> None:
         """Read new results files. A file that cannot be read is retried later, without delaying the others."""
-        failure: OSError | None = None
+        failure: OSError | Outage | None = None
         for name in list_unlogged(self.store):
             if name not in self.seen:
                 try:
                     results = read_results(self.store, name)
-                except OSError as error:
+                except (OSError, Outage) as error:
                     failure = error
                     continue
                 self.seen.add(name)

@@ -283,8 +283,9 @@ def damaged_archive(name: str, content: bytes, change: tuple[bytes, bytes]) -> b
     return archive_bytes.getvalue().replace(*change)
 
 
+@pytest.mark.parametrize("error", [PermissionError, Outage])
 def test_damaged_results_and_pictures_hold_back_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:
     """The numbers beside a damaged image are logged, and a file that cannot be read is tried again."""
     monkeypatch.setattr(evaluations, "POLL_SECONDS", 0.01)
@@ -305,7 +306,7 @@ def test_damaged_results_and_pictures_hold_back_nothing_else(
     def fail_twice(store: LocalStore, name: str) -> bytes:
         if "0000000008" in name and len(failures) < 2:
             failures.append(name)
-            raise PermissionError("not yet")
+            raise error("not yet")
         return read(store, name)
 
     monkeypatch.setattr(LocalStore, "read", fail_twice)
