@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from precompute.__main__ import run as command
 from shards.__main__ import run as shards
@@ -17,6 +18,9 @@ from shards.format.text import unpack
 from shards.root.reading import read_part
 from tests.roots import part_of, precompute_arguments, receipts_of_tar
 from tests.tiny import make_samples, make_tar
+from train.data.loader import Loader
+from train.data.spec import DataConfig, StreamConfig
+from train.data.streams import open_data
 
 SAMPLES = make_samples(0, 8, [(200, 150)])
 KEYS = [key for key, _ in SAMPLES]
@@ -62,6 +66,20 @@ def test_encoding_with_captions_from_a_table_and_weights(models: Path, tars: Pat
     shards(["verify", str(root)])
     with pytest.raises(RequestError, match="are from a table"):
         command(precompute_arguments(models, tars, root))
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_roots_with_other_sources_of_captions_can_be_mixed(models: Path, tars: Path, tmp_path: Path) -> None:
+    source = {"table": str(table_of(tmp_path / "captions.parquet", NEW)), "column": "vlm", "weight": 3}
+    roots = tmp_path / "weighted", tmp_path / "plain"
+    command(precompute_arguments(models, tars, roots[0], *captions_option(source, "txt")))
+    command(precompute_arguments(models, tars, roots[1]))
+    streams = [StreamConfig(root=root, bucket="64x64") for root in roots]
+    config = DataConfig(streams=streams, num_workers=0, num_canonical_nodes=1)
+    loader = Loader(config, open_data(config, 4), 4, 0, 0, torch.arange(4))
+    batches = [batch for batch, _ in zip(loader, range(4), strict=False)]
+    counts = [torch.ones(4) if batch.num_captions is None else batch.num_captions for batch in batches]
+    assert sorted(torch.cat(counts).tolist()) == [1] * 10 + [4] * 6
 
 
 @pytest.mark.usefixtures("without_ray")

@@ -203,5 +203,6 @@ def encoding_differences(a: EncodingRecord, b: EncodingRecord) -> list[str]:
     # Crop, resampling, decoder, dtype, caption sources and scores may differ: they change the images and captions, but
     # not the meaning of their latents. Text de-duplication does not matter either.
     image = ("image.crop", "image.resampl", "image.decoder", "image.color")
-    irrelevant = (*image, "captions", "max_characters", "compute_dtype", "scores", "deduplicates_text")
+    captions = ("captions", "caption_weights", "max_characters")
+    irrelevant = (*image, *captions, "tables", "scores", "compute_dtype", "deduplicates_text")
     return [difference for difference in a.differences(b) if not difference.startswith(irrelevant)]
