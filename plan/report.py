@@ -21,7 +21,7 @@ from plan.arithmetic.costs import (
 from plan.arithmetic.counted import cached_work
 from plan.arithmetic.restarts import daly_interval, expected_time
 from plan.arithmetic.scaling import Machine, Step, StepTime, calibrate, step_time
-from plan.arithmetic.work import Exchange, Work, read_exchange
+from plan.arithmetic.work import Training, Work, read_training
 from plan.config import Fact, Phase, Plan
 from plan.measured import Rate, Rates, read_rates
 from shards.base.errors import RequestError
@@ -49,9 +49,9 @@ class Inputs:
     rates: Rates
 
     @cached_property
-    def exchange(self) -> Exchange:
-        """How GPUs exchange gradients and share weights."""
-        return read_exchange(self.plan.networks)
+    def training(self) -> Training:
+        """The training config that the plan names."""
+        return read_training(self.plan.networks)
 
     @property
     def machine(self) -> Machine:
@@ -110,13 +110,13 @@ class Inputs:
             (rate and rate.global_batch_size) or phase.global_batch_size,
             (rate and rate.microbatch_size) or phase.microbatch_size,
             self.work.num_parameters,
-            self.exchange.gradient_bytes,
+            self.training.gradient_bytes,
             data.picture_bytes + data.string_bytes if online else self.sample_bytes(phase.bucket),
-            self.exchange.ddp.bucket_mb * MIB,
+            self.training.ddp.bucket_mb * MIB,
             self.work.backward[phase.bucket],
             optimizer_class(self.plan.optimizer).step_bytes(),
-            self.exchange.sharding,
-            self.exchange.sharding_group,
+            self.training.sharding,
+            self.training.sharding_group,
         )
 
 
@@ -425,7 +425,7 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
         title=plan.title,
         gpu=plan.gpu.kind,
         encoding=plan.encoding,
-        sharding=describe_sharding(inputs.exchange),
+        sharding=describe_sharding(inputs.training),
         highlighted=plan.gpus,
         least_speedup=plan.least_speedup,
         months=plan.storage.months,
@@ -442,14 +442,14 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
     )
 
 
-def describe_sharding(exchange: Exchange) -> str:
+def describe_sharding(training: Training) -> str:
     """Describe how weights are sharded; empty: they are not."""
-    if exchange.sharding == "none":
+    if training.sharding == "none":
         return ""
     where = "across all GPUs"
-    if exchange.sharding_group is not None:
-        where = f"within groups of {exchange.sharding_group} GPUs"
-    return f"sharding {exchange.sharding} {where}"
+    if training.sharding_group is not None:
+        where = f"within groups of {training.sharding_group} GPUs"
+    return f"sharding {training.sharding} {where}"
 
 
 def _row(inputs: Inputs, gpus: int, previous: Row | None) -> Row:

@@ -255,8 +255,16 @@ def test_traffic_between_gpus_is_that_of_the_training_config(report: MakeReport,
     assert headings["as shipped"] == headings["bfloat16"] == ""
     assert any("Sharding weights within each node" in note for note in plans["as shipped"].notes)
     assert not any("Sharding weights within each node" in note for note in plans["in groups"].notes)
-    with pytest.raises(RequestError, match=r"training\.yaml is not a valid training config: (.|\n)*sharding"):
+    with pytest.raises(RequestError, match=r"networks\.backbone: .*training\.yaml .*: `sharding` = 'half': input"):
         report("--networks.backbone", training_config(tmp_path / "training.yaml", sharding="half"))
+
+
+def test_a_training_config_inherits_from_its_base(report: MakeReport, tmp_path: Path) -> None:
+    training_config(tmp_path / "phase1.yaml", sharding="full", sharding_group=8)
+    (tmp_path / "phase2.yaml").write_text("base: phase1.yaml\nmicrobatch_size: 32\n")
+    heading = render(report("--networks.backbone", str(tmp_path / "phase2.yaml"))).splitlines()[0]
+    assert heading.endswith(", sharding full within groups of 8 GPUs")
+    assert render(report("--networks.backbone", "configs/sd2/phase1.yaml")) == render(report())
 
 
 def test_scaling_stops_paying(report: MakeReport) -> None:
