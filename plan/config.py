@@ -198,7 +198,9 @@ class Gpu(Config):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_kind(cls, values: Any) -> Any:
-        kind = values.get("kind", cls.model_fields["kind"].default)
+        if not isinstance(values, dict):
+            return values
+        kind = str(values.get("kind", cls.model_fields["kind"].default))
         given = {name: value for name, value in values.items() if value is not None}
         missing = [name for name, field in cls.model_fields.items() if field.is_required() and name not in given]
         if kind not in GPU_KINDS and missing:
