@@ -417,7 +417,7 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
     work = work or cached_work(plan.networks, plan.data.samples)
     inputs = Inputs(plan, work, rates)
     rows: list[Row] = []
-    for gpus in plan.counts:
+    for gpus in possible_counts(inputs):
         rows.append(_row(inputs, gpus, rows[-1] if rows else None))
     buckets = [bucket_report(inputs, bucket) for bucket in plan.data.samples]
     sizes = [inputs.checkpoint_bytes(phase) for phase in plan.phases]
@@ -440,6 +440,23 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
         rates=_used_rates(inputs),
         notes=_notes(inputs, rows),
     )
+
+
+def possible_counts(inputs: Inputs) -> list[int]:
+    """Return the plan's GPU counts on which the trainer can form sharding groups.
+
+    Raises:
+        RequestError: the requested GPU count, or all of the counts, cannot be divided into sharding groups.
+    """
+    plan, training = inputs.plan, inputs.training
+    possible = [gpus for gpus in plan.counts if training.can_group(gpus)]
+    required = [plan.gpus] if plan.gpus else [] if possible else plan.counts
+    if refused := [str(gpus) for gpus in required if gpus not in possible]:
+        raise RequestError(
+            f"{plan.networks.backbone} sets sharding_group to {training.sharding_group}, so the trainer cannot run on "
+            f"{' or '.join(refused)} GPUs. Choose a multiple of {training.sharding_group}, or change sharding_group."
+        )
+    return possible
 
 
 def describe_sharding(training: Training) -> str:
@@ -505,6 +522,9 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
     dropped = [str(gpus) for gpus in sorted(inputs.plan.gpu_counts) if gpus not in inputs.plan.counts]
     if dropped:
         notes.append(f"Omitted GPU counts that do not divide the global batch sizes evenly: {', '.join(dropped)}.")
+    group = inputs.training.sharding_group
+    if ungrouped := [str(gpus) for gpus in inputs.plan.counts if not inputs.training.can_group(gpus)]:
+        notes.append(f"Omitted GPU counts that are not a multiple of sharding_group, {group}: {', '.join(ungrouped)}.")
     for row in rows:
         for phase in row.phases:
             gap = 1 - phase.images_per_second / phase.predicted_images_per_second

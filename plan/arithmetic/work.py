@@ -74,6 +74,11 @@ class Training(Config, extra="ignore"):
         assert self.backbone.config is not None
         return self.backbone.config
 
+    def can_group(self, gpus: int) -> bool:
+        """Return whether `gpus` GPUs can be divided into sharding groups. All of them form one group if they are fewer
+        than `sharding_group`."""
+        return self.sharding == "none" or gpus % min(self.sharding_group or gpus, gpus) == 0
+
     @property
     def gradient_bytes(self) -> int:
         """Bytes per gradient element when gradients are all-reduced; those of sharded weights are always float32."""

@@ -267,6 +267,25 @@ def test_a_training_config_inherits_from_its_base(report: MakeReport, tmp_path: 
     assert render(report("--networks.backbone", "configs/sd2/phase1.yaml")) == render(report())
 
 
+def test_gpu_counts_that_the_trainer_refuses_are_left_out(report: MakeReport, tmp_path: Path) -> None:
+    """Groups of equal size must hold the weights. If there are fewer GPUs than a group has, all GPUs form one group."""
+    path = training_config(tmp_path / "training.yaml", sharding="full", sharding_group=6)
+    batches = [word for phase in ("phase1", "phase2") for word in (f"--{phase}.global_batch_size", "3072")]
+    options = ("--networks.backbone", path, *batches, "--measured", "[]")
+    grouped = report(*options, "--gpu_counts", "[4, 8, 12, 16, 48, 80]")
+    assert [row.gpus for row in grouped.rows] == [4, 12, 48]
+    assert "Omitted GPU counts that do not divide the global batch sizes evenly: 80." in grouped.notes
+    assert "Omitted GPU counts that are not a multiple of sharding_group, 6: 8, 16." in grouped.notes
+    unsharded = training_config(tmp_path / "unsharded.yaml", sharding_group=6)
+    whole = report(*options, "--networks.backbone", unsharded, "--gpu_counts", "[4, 8]")
+    assert [row.gpus for row in whole.rows] == [4, 8]
+    message = r"training\.yaml sets sharding_group to 6, so the trainer cannot run on {} GPUs"
+    with pytest.raises(RequestError, match=message.format(16)):
+        report(*options, "--gpus", "16")
+    with pytest.raises(RequestError, match=message.format("8 or 16")):
+        report(*options, "--gpu_counts", "[8, 16]")
+
+
 def test_scaling_stops_paying(report: MakeReport) -> None:
     verdict = "Scaling stops paying off at 512 GPUs: on 1024, the speedup per doubling is 1.32x (below 1.5x),"
     assert scaling_verdict(report()).startswith(verdict)
