@@ -66,7 +66,7 @@ def write(folder: Path, text: str, reports: list[Report]) -> None:
     plans = []
     for report in reports:
         facts = [{**asdict(fact), "assumed": fact.assumed} for fact in report.facts]
-        plans.append({**asdict(report), "facts": facts})
+        plans.append({**asdict(report), "plan": report.plan.model_dump(mode="json"), "facts": facts})
     write_atomically(folder / "plan.txt", text.encode())
     write_atomically(folder / "plan.json", canonical_json({"plans": plans}))
     write_atomically(folder / "plan.png", draw(reports))

@@ -156,8 +156,6 @@ class PhaseRow:
     read_total: float
     """Total read rate from the store, in B/s."""
     save_every_steps: int
-    best_interval: float
-    """Optimal training time between checkpoints according to Daly's formula."""
     num_checkpoints: int
     expected_days: float
     """Days including the time for checkpoints and failures."""
@@ -180,7 +178,7 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
     images_per_second = phase.global_batch_size / time.total
     days = phase.num_images / images_per_second / SECONDS_PER_DAY
     read = images_per_second * step.sample_bytes
-    every, best, expected = _restarts(inputs, phase, time.total, gpus)
+    every, expected = _restarts(inputs, phase, time.total, gpus)
     return PhaseRow(
         bucket=phase.bucket,
         images_per_gpu=phase.global_batch_size / gpus,
@@ -195,7 +193,6 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
         read_per_node=read * min(gpus, inputs.plan.gpu.gpus_per_node) / gpus,
         read_total=read,
         save_every_steps=every,
-        best_interval=best,
         num_checkpoints=phase.steps // every,
         expected_days=days * expected,
     )
@@ -228,8 +225,8 @@ def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, 
     return step_time(seconds, step, gpus, machine, encode_seconds)
 
 
-def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> tuple[int, float, float]:
-    """Return the steps between checkpoints, the optimal interval in seconds, and expected time ÷ uninterrupted time."""
+def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> tuple[int, float]:
+    """Return the steps between checkpoints, by default the optimal number, and expected ÷ uninterrupted time."""
     saving = inputs.plan.checkpoints
     seconds = inputs.checkpoint_bytes(phase) / (inputs.plan.links.checkpoint_gbit * GIGA / BITS)
     between_failures = saving.gpu_hours_per_failure * SECONDS_PER_HOUR / gpus
@@ -243,7 +240,7 @@ def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> t
             f"would never finish. Lower checkpoints.every_steps, or check that checkpoints.gpu_hours_per_failure is "
             f"right."
         )
-    return every, best, expected
+    return every, expected
 
 
 TEXT_SETTINGS: list[tuple[TextStorage, int | None]] = [
@@ -275,8 +272,9 @@ class BucketReport:
     """Cost of precomputing the bucket, including captions."""
     storage_cost: float
     """Cost of storing the bucket for `storage.months`."""
-    pays_from: float
-    """Number of passes from which precomputing costs no more than encoding online."""
+    pays_from: float | None
+    """Number of passes from which precomputing costs no more than encoding online; None: it always costs more, because
+    GPUs are free and storage is not."""
 
 
 @dataclass(frozen=True)
@@ -309,8 +307,11 @@ def bucket_report(inputs: Inputs, bucket: str) -> BucketReport:
     samples = plan.data.samples[bucket]
     stored = samples * inputs.sample_bytes(bucket) / TERA
     pass_cost = samples * inputs.encode_seconds(bucket) / SECONDS_PER_HOUR * plan.gpu.price_per_hour
-    encode_cost = pass_cost * (plan.data.pictures / samples if plan.every_size else 1)
+    encoded_passes = plan.data.pictures / samples if plan.every_size else 1.0
     storage_cost = stored * plan.storage.price_per_tb_month * plan.storage.months
+    pays_from = None if storage_cost else encoded_passes
+    if pass_cost:
+        pays_from = encoded_passes + storage_cost / pass_cost
     images = sum(phase.num_images for phase in plan.phases if phase.bucket == bucket)
     return BucketReport(
         bucket=bucket,
@@ -320,9 +321,9 @@ def bucket_report(inputs: Inputs, bucket: str) -> BucketReport:
         bytes_by_text_setting=bytes_by_text_setting(inputs, bucket),
         stored_tb=stored,
         price_per_month=stored * plan.storage.price_per_tb_month,
-        encode_cost=encode_cost,
+        encode_cost=encoded_passes * pass_cost,
         storage_cost=storage_cost,
-        pays_from=(encode_cost + storage_cost) / pass_cost,
+        pays_from=pays_from,
     )
 
 
@@ -379,19 +380,19 @@ class Row:
     bottleneck: str
     """Bottleneck that all phases share, or, if they differ, the bottleneck of each phase with its bucket."""
 
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of training and precomputing, without checkpoints and failures."""
+        return self.training_hours + self.precompute_hours
+
 
 @dataclass(frozen=True)
 class Report:
-    """All results for a plan, with the inputs that they depend on."""
+    """A plan and all results for it, with the inputs that they depend on."""
 
-    title: str
-    gpu: str
-    encoding: str
+    plan: Plan
     sharding: str
     """How the training config shards weights; empty: it does not."""
-    highlighted: int | None
-    least_speedup: float
-    months: float
     rows: list[Row]
     buckets: list[BucketReport]
     stored_tb: float
@@ -422,13 +423,8 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
     buckets = [bucket_report(inputs, bucket) for bucket in plan.data.samples]
     sizes = [inputs.checkpoint_bytes(phase) for phase in plan.phases]
     return Report(
-        title=plan.title,
-        gpu=plan.gpu.kind,
-        encoding=plan.encoding,
+        plan=plan,
         sharding=describe_sharding(inputs.training),
-        highlighted=plan.gpus,
-        least_speedup=plan.least_speedup,
-        months=plan.storage.months,
         rows=rows,
         buckets=buckets,
         stored_tb=sum(bucket.stored_tb for bucket in buckets),

@@ -2,7 +2,8 @@
 
 Counting imports torch and diffusers and takes several seconds, but most plans change only prices or GPUs. The user's
 cache folder has one file per set of networks. The file's name is a hash of everything that the count depends on: the
-network configs, how the backbone is called, the buckets, the counting code, and the versions of the libraries that build the networks.
+network configs, the training config's `backbone` section, the buckets, the counting code, and the versions of the
+libraries that build the networks.
 """
 
 import hashlib

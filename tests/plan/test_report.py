@@ -12,7 +12,7 @@ from plan.arithmetic.work import Work
 from plan.config import ASSUMED, GPU_KINDS, Plan
 from plan.measured import BenchFile
 from plan.report import make_report
-from plan.text import render, scaling_verdict
+from plan.text import render, render_comparison, scaling_verdict
 from shards.base.errors import RequestError
 from tests.plan.conftest import MakePlan, MakeReport
 from train.model.flops import PEAK_TFLOPS
@@ -111,7 +111,8 @@ def test_float8_and_trim_shrink_what_is_stored(report: MakeReport) -> None:
     exact, small = report("--text.storage", "float16"), report("--text.storage", "float8", "--text.trim", "true")
     assert small.stored_tb < exact.stored_tb / 2.5
     assert small.traffic.read_tb < exact.traffic.read_tb / 2.5
-    assert [bucket.pays_from for bucket in small.buckets] < [bucket.pays_from for bucket in exact.buckets]
+    break_even = [(less.pays_from, more.pays_from) for less, more in zip(small.buckets, exact.buckets, strict=True)]
+    assert all(less and more and less < more for less, more in break_even)
 
 
 def test_online_precomputes_nothing(report: MakeReport) -> None:
@@ -131,7 +132,7 @@ def test_reading_across_regions_costs(report: MakeReport) -> None:
 def test_free_storage_pays_from_the_first_pass(report: MakeReport) -> None:
     free, paid = (report("--storage.price_per_tb_month", price).buckets for price in ("0", "23"))
     assert [bucket.pays_from for bucket in free] == pytest.approx([1, 1])
-    assert all(bucket.pays_from > 1 for bucket in paid)
+    assert all(bucket.pays_from and bucket.pays_from > 1 for bucket in paid)
 
 
 def test_the_speedup_is_per_doubling(report: MakeReport) -> None:
@@ -284,6 +285,22 @@ def test_gpu_counts_that_the_trainer_refuses_are_left_out(report: MakeReport, tm
         report(*options, "--gpus", "16")
     with pytest.raises(RequestError, match=message.format("8 or 16")):
         report(*options, "--gpu_counts", "[8, 16]")
+
+
+def test_free_gpus_have_a_plan_in_hours(plan: MakePlan, report: MakeReport) -> None:
+    """If GPUs are free, storing latents is never cheaper than encoding online, unless storage is free, too."""
+    free = report("--gpu.price_per_hour", "0")
+    paid = report()
+    assert {row.cost for row in free.rows} == {row.online_cost for row in free.rows} == {0}
+    assert [row.training_hours for row in free.rows] == [row.training_hours for row in paid.rows]
+    assert [bucket.pays_from for bucket in free.buckets] == [None, None]
+    assert scaling_verdict(free) == scaling_verdict(paid)
+    assert render(free).count(" never\n") == 2
+    everything = report("--gpu.price_per_hour", "0", "--storage.price_per_tb_month", "0")
+    assert [bucket.pays_from for bucket in everything.buckets] == [1, 1]
+    plans = [plan("--gpu.price_per_hour", "0"), plan()]
+    (row,) = [line for line in render_comparison(plans, [free, paid]).splitlines() if line.startswith("   8")]
+    assert row.split()[-1] == "-"
 
 
 def test_scaling_stops_paying(report: MakeReport) -> None:
