@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> None:
         return
     plans += [load_config(Plan, path, [], PROG) for path in options.compare]
     reports = [make_report(plan) for plan in plans]
-    text = "\n\n".join([*map(render, reports), *([render_comparison(plans, reports)] if options.compare else [])])
+    text = "\n\n".join([*map(render, reports), *([render_comparison(reports)] if options.compare else [])])
     print(text)
     if options.out:
         write(options.out, text, reports)

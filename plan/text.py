@@ -226,11 +226,13 @@ BY_GPUS: dict[str, tuple[str, Callable[[Row], str]]] = {
 """Columns of the table by GPU count, in the same form as `TOTALS`."""
 
 
-def render_comparison(plans: list[Plan], reports: list[Report]) -> str:
+def render_comparison(reports: list[Report]) -> str:
     """Compare plans in columns A, B, …: config fields that differ, totals, and the GPU counts that all plans share."""
-    names = [chr(ord("A") + number) for number in range(len(plans))]
+    names = [chr(ord("A") + number) for number in range(len(reports))]
     stars = [star_marks(report) for report in reports]
-    different = [[f"  {field}", *map(str, values)] for field, values in differences(plans).items()]
+    different = [
+        [f"  {field}", *map(str, values)] for field, values in differences([report.plan for report in reports]).items()
+    ]
     totals = [
         [f"  {title}", *(cell(report) + star[star_key] for report, star in zip(reports, stars, strict=True))]
         for title, (star_key, cell) in TOTALS.items()
