@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> None:
         return
     plans += [load_config(Plan, path, [], PROG) for path in options.compare]
     reports = [make_report(plan) for plan in plans]
-    text = "\n\n".join([*map(render, reports), *([render_comparison(plans, reports)] if options.compare else [])])
+    text = "\n\n".join([*map(render, reports), *([render_comparison(reports)] if options.compare else [])])
     print(text)
     if options.out:
         write(options.out, text, reports)
@@ -66,7 +66,7 @@ def write(folder: Path, text: str, reports: list[Report]) -> None:
     plans = []
     for report in reports:
         facts = [{**asdict(fact), "assumed": fact.assumed} for fact in report.facts]
-        plans.append({**asdict(report), "facts": facts})
+        plans.append({**asdict(report), "plan": report.plan.model_dump(mode="json"), "facts": facts})
     write_atomically(folder / "plan.txt", text.encode())
     write_atomically(folder / "plan.json", canonical_json({"plans": plans}))
     write_atomically(folder / "plan.png", draw(reports))

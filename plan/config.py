@@ -148,7 +148,7 @@ class Phase(Config):
     """Number of optimizer steps."""
     global_batch_size: int = Field(2048, gt=0)
     """Number of images per step, summed over all GPUs."""
-    microbatch_size: int = Field(64, gt=0)
+    microbatch_size: int = Field(128, gt=0)
     """Number of images per GPU in one forward and backward pass. A step's last backward pass all-reduces
     gradients. With sharded weights, every backward pass also averages them within the group."""
     ema: bool = False
@@ -167,7 +167,7 @@ class SecondPhase(Phase):
     """Bucket to train on (WIDTHxHEIGHT); one of `data.samples`."""
     steps: int = Field(850_000, gt=0)
     """Number of optimizer steps."""
-    microbatch_size: int = Field(16, gt=0)
+    microbatch_size: int = Field(32, gt=0)
     """Number of images per GPU in one forward and backward pass."""
     ema: bool = True
     """Maintain an exponential moving average of the weights."""
@@ -198,7 +198,9 @@ class Gpu(Config):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_kind(cls, values: Any) -> Any:
-        kind = values.get("kind", cls.model_fields["kind"].default)
+        if not isinstance(values, dict):
+            return values
+        kind = str(values.get("kind", cls.model_fields["kind"].default))
         given = {name: value for name, value in values.items() if value is not None}
         missing = [name for name, field in cls.model_fields.items() if field.is_required() and name not in given]
         if kind not in GPU_KINDS and missing:

@@ -63,9 +63,9 @@ def _throughput(axes: Axes, report: Report) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(True, which="major", alpha=0.25)
-    axes.set_title(f"{report.title} on {report.gpu}", fontsize=10.5)
-    if report.highlighted:
-        axes.axvline(report.highlighted, color=GREY, linewidth=0.8, alpha=0.6)
+    axes.set_title(f"{report.plan.title} on {report.plan.gpu.kind}", fontsize=10.5)
+    if report.plan.gpus:
+        axes.axvline(report.plan.gpus, color=GREY, linewidth=0.8, alpha=0.6)
 
 
 def _cost(axes: Axes, report: Report) -> None:
@@ -75,7 +75,7 @@ def _cost(axes: Axes, report: Report) -> None:
     for x, y, row in zip(days, costs, report.rows, strict=True):
         measured = all(phase.basis == "measured" for phase in row.phases)
         axes.plot(x, y, "o", color="black", markerfacecolor="black" if measured else "white", zorder=3)
-        bold: Any = "bold" if row.gpus == report.highlighted else "normal"
+        bold: Any = "bold" if row.gpus == report.plan.gpus else "normal"
         axes.annotate(str(row.gpus), (x, y), xytext=(3, 6), textcoords="offset points", fontsize=8, fontweight=bold)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -21,7 +21,7 @@ from plan.arithmetic.costs import (
 from plan.arithmetic.counted import cached_work
 from plan.arithmetic.restarts import daly_interval, expected_time
 from plan.arithmetic.scaling import Machine, Step, StepTime, calibrate, step_time
-from plan.arithmetic.work import Exchange, Work, read_exchange
+from plan.arithmetic.work import Training, Work, read_training
 from plan.config import Fact, Phase, Plan
 from plan.measured import Rate, Rates, read_rates
 from shards.base.errors import RequestError
@@ -49,9 +49,9 @@ class Inputs:
     rates: Rates
 
     @cached_property
-    def exchange(self) -> Exchange:
-        """How GPUs exchange gradients and share weights."""
-        return read_exchange(self.plan.networks)
+    def training(self) -> Training:
+        """The training config that the plan names."""
+        return read_training(self.plan.networks)
 
     @property
     def machine(self) -> Machine:
@@ -110,13 +110,13 @@ class Inputs:
             (rate and rate.global_batch_size) or phase.global_batch_size,
             (rate and rate.microbatch_size) or phase.microbatch_size,
             self.work.num_parameters,
-            self.exchange.gradient_bytes,
+            self.training.gradient_bytes,
             data.picture_bytes + data.string_bytes if online else self.sample_bytes(phase.bucket),
-            self.exchange.ddp.bucket_mb * MIB,
+            self.training.ddp.bucket_mb * MIB,
             self.work.backward[phase.bucket],
             optimizer_class(self.plan.optimizer).step_bytes(),
-            self.exchange.sharding,
-            self.exchange.sharding_group,
+            self.training.sharding,
+            self.training.sharding_group,
         )
 
 
@@ -156,8 +156,6 @@ class PhaseRow:
     read_total: float
     """Total read rate from the store, in B/s."""
     save_every_steps: int
-    best_interval: float
-    """Optimal training time between checkpoints according to Daly's formula."""
     num_checkpoints: int
     expected_days: float
     """Days including the time for checkpoints and failures."""
@@ -180,7 +178,7 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
     images_per_second = phase.global_batch_size / time.total
     days = phase.num_images / images_per_second / SECONDS_PER_DAY
     read = images_per_second * step.sample_bytes
-    every, best, expected = _restarts(inputs, phase, time.total, gpus)
+    every, expected = _restarts(inputs, phase, time.total, gpus)
     return PhaseRow(
         bucket=phase.bucket,
         images_per_gpu=phase.global_batch_size / gpus,
@@ -195,7 +193,6 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
         read_per_node=read * min(gpus, inputs.plan.gpu.gpus_per_node) / gpus,
         read_total=read,
         save_every_steps=every,
-        best_interval=best,
         num_checkpoints=phase.steps // every,
         expected_days=days * expected,
     )
@@ -228,8 +225,8 @@ def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, 
     return step_time(seconds, step, gpus, machine, encode_seconds)
 
 
-def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> tuple[int, float, float]:
-    """Return the steps between checkpoints, the optimal interval in seconds, and expected time ÷ uninterrupted time."""
+def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> tuple[int, float]:
+    """Return the steps between checkpoints, by default the optimal number, and expected ÷ uninterrupted time."""
     saving = inputs.plan.checkpoints
     seconds = inputs.checkpoint_bytes(phase) / (inputs.plan.links.checkpoint_gbit * GIGA / BITS)
     between_failures = saving.gpu_hours_per_failure * SECONDS_PER_HOUR / gpus
@@ -243,7 +240,7 @@ def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> t
             f"would never finish. Lower checkpoints.every_steps, or check that checkpoints.gpu_hours_per_failure is "
             f"right."
         )
-    return every, best, expected
+    return every, expected
 
 
 TEXT_SETTINGS: list[tuple[TextStorage, int | None]] = [
@@ -275,8 +272,9 @@ class BucketReport:
     """Cost of precomputing the bucket, including captions."""
     storage_cost: float
     """Cost of storing the bucket for `storage.months`."""
-    pays_from: float
-    """Number of passes from which precomputing costs no more than encoding online."""
+    pays_from: float | None
+    """Number of passes from which precomputing costs no more than encoding online; None: it always costs more, because
+    GPUs are free and storage is not."""
 
 
 @dataclass(frozen=True)
@@ -309,8 +307,11 @@ def bucket_report(inputs: Inputs, bucket: str) -> BucketReport:
     samples = plan.data.samples[bucket]
     stored = samples * inputs.sample_bytes(bucket) / TERA
     pass_cost = samples * inputs.encode_seconds(bucket) / SECONDS_PER_HOUR * plan.gpu.price_per_hour
-    encode_cost = pass_cost * (plan.data.pictures / samples if plan.every_size else 1)
+    encoded_passes = plan.data.pictures / samples if plan.every_size else 1.0
     storage_cost = stored * plan.storage.price_per_tb_month * plan.storage.months
+    pays_from = None if storage_cost else encoded_passes
+    if pass_cost:
+        pays_from = encoded_passes + storage_cost / pass_cost
     images = sum(phase.num_images for phase in plan.phases if phase.bucket == bucket)
     return BucketReport(
         bucket=bucket,
@@ -320,9 +321,9 @@ def bucket_report(inputs: Inputs, bucket: str) -> BucketReport:
         bytes_by_text_setting=bytes_by_text_setting(inputs, bucket),
         stored_tb=stored,
         price_per_month=stored * plan.storage.price_per_tb_month,
-        encode_cost=encode_cost,
+        encode_cost=encoded_passes * pass_cost,
         storage_cost=storage_cost,
-        pays_from=(encode_cost + storage_cost) / pass_cost,
+        pays_from=pays_from,
     )
 
 
@@ -379,19 +380,19 @@ class Row:
     bottleneck: str
     """Bottleneck that all phases share, or, if they differ, the bottleneck of each phase with its bucket."""
 
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of training and precomputing, without checkpoints and failures."""
+        return self.training_hours + self.precompute_hours
+
 
 @dataclass(frozen=True)
 class Report:
-    """All results for a plan, with the inputs that they depend on."""
+    """A plan and all results for it, with the inputs that they depend on."""
 
-    title: str
-    gpu: str
-    encoding: str
+    plan: Plan
     sharding: str
     """How the training config shards weights; empty: it does not."""
-    highlighted: int | None
-    least_speedup: float
-    months: float
     rows: list[Row]
     buckets: list[BucketReport]
     stored_tb: float
@@ -417,18 +418,13 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
     work = work or cached_work(plan.networks, plan.data.samples)
     inputs = Inputs(plan, work, rates)
     rows: list[Row] = []
-    for gpus in plan.counts:
+    for gpus in possible_counts(inputs):
         rows.append(_row(inputs, gpus, rows[-1] if rows else None))
     buckets = [bucket_report(inputs, bucket) for bucket in plan.data.samples]
     sizes = [inputs.checkpoint_bytes(phase) for phase in plan.phases]
     return Report(
-        title=plan.title,
-        gpu=plan.gpu.kind,
-        encoding=plan.encoding,
-        sharding=describe_sharding(inputs.exchange),
-        highlighted=plan.gpus,
-        least_speedup=plan.least_speedup,
-        months=plan.storage.months,
+        plan=plan,
+        sharding=describe_sharding(inputs.training),
         rows=rows,
         buckets=buckets,
         stored_tb=sum(bucket.stored_tb for bucket in buckets),
@@ -442,14 +438,31 @@ def make_report(plan: Plan, work: Work | None = None) -> Report:
     )
 
 
-def describe_sharding(exchange: Exchange) -> str:
+def possible_counts(inputs: Inputs) -> list[int]:
+    """Return the plan's GPU counts on which the trainer can form sharding groups.
+
+    Raises:
+        RequestError: the requested GPU count, or all of the counts, cannot be divided into sharding groups.
+    """
+    plan, training = inputs.plan, inputs.training
+    possible = [gpus for gpus in plan.counts if training.can_group(gpus)]
+    required = [plan.gpus] if plan.gpus else [] if possible else plan.counts
+    if refused := [str(gpus) for gpus in required if gpus not in possible]:
+        raise RequestError(
+            f"{plan.networks.backbone} sets sharding_group to {training.sharding_group}, so the trainer cannot run on "
+            f"{' or '.join(refused)} GPUs. Choose a multiple of {training.sharding_group}, or change sharding_group."
+        )
+    return possible
+
+
+def describe_sharding(training: Training) -> str:
     """Describe how weights are sharded; empty: they are not."""
-    if exchange.sharding == "none":
+    if training.sharding == "none":
         return ""
     where = "across all GPUs"
-    if exchange.sharding_group is not None:
-        where = f"within groups of {exchange.sharding_group} GPUs"
-    return f"sharding {exchange.sharding} {where}"
+    if training.sharding_group is not None:
+        where = f"within groups of {training.sharding_group} GPUs"
+    return f"sharding {training.sharding} {where}"
 
 
 def _row(inputs: Inputs, gpus: int, previous: Row | None) -> Row:
@@ -505,6 +518,9 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
     dropped = [str(gpus) for gpus in sorted(inputs.plan.gpu_counts) if gpus not in inputs.plan.counts]
     if dropped:
         notes.append(f"Omitted GPU counts that do not divide the global batch sizes evenly: {', '.join(dropped)}.")
+    group = inputs.training.sharding_group
+    if ungrouped := [str(gpus) for gpus in inputs.plan.counts if not inputs.training.can_group(gpus)]:
+        notes.append(f"Omitted GPU counts that are not a multiple of sharding_group, {group}: {', '.join(ungrouped)}.")
     for row in rows:
         for phase in row.phases:
             gap = 1 - phase.images_per_second / phase.predicted_images_per_second

@@ -43,7 +43,8 @@ DEPENDS_ON = {
 def render(report: Report) -> str:
     """Render all sections of the report for a terminal of about 120 columns."""
     stars = star_marks(report)
-    heading = f"{report.title} on {report.gpu}, encoding {report.encoding}"
+    plan = report.plan
+    heading = f"{plan.title} on {plan.gpu.kind}, encoding {plan.encoding}"
     parts = [
         f"{', '.join(filter(None, [heading, report.sharding]))}\n{LEGEND}",
         _time_and_cost(report, stars),
@@ -74,20 +75,20 @@ def star_marks(report: Report) -> dict[str, str]:
 def scaling_verdict(report: Report) -> str:
     """Name the GPU count beyond which more GPUs are not worth their cost."""
     for before, row in zip(report.rows, report.rows[1:], strict=False):
-        if row.speedup is not None and row.speedup < report.least_speedup:
+        if row.speedup is not None and row.speedup < report.plan.least_speedup:
             return (
                 f"Scaling stops paying off at {counted(before.gpus, 'GPU')}: on {row.gpus}, the speedup per doubling "
-                f"is {row.speedup:.2f}x (below {report.least_speedup:g}x),\nthe cost is "
-                f"{row.cost / before.cost - 1:.0%} higher, and the bottleneck is {row.bottleneck}."
+                f"is {row.speedup:.2f}x (below {report.plan.least_speedup:g}x),\nthe GPU-hours are "
+                f"{row.gpu_hours / before.gpu_hours - 1:.0%} higher, and the bottleneck is {row.bottleneck}."
             )
     most = report.rows[-1].gpus
-    speedup = f"the speedup per doubling is at least {report.least_speedup:g}x"
+    speedup = f"the speedup per doubling is at least {report.plan.least_speedup:g}x"
     return f"Scaling pays off up to {counted(most, 'GPU')}: {speedup}."
 
 
 def _gpus(report: Report) -> tuple[str, Callable[[Row], str]]:
     """Return the first column, which highlights the requested GPU count."""
-    return "GPUs", lambda row: f"> {row.gpus}" if row.gpus == report.highlighted else str(row.gpus)
+    return "GPUs", lambda row: f"> {row.gpus}" if row.gpus == report.plan.gpus else str(row.gpus)
 
 
 def _time_and_cost(report: Report, stars: dict[str, str]) -> str:
@@ -97,7 +98,7 @@ def _time_and_cost(report: Report, stars: dict[str, str]) -> str:
     columns += [
         ("training", lambda row: _marked(row, f"{row.training_days:.2f}")),
         (f"precompute{stars['encode']}", lambda row: f"{row.precompute_days:.2f}"),
-        (f"GPU-hours{stars['speed']}", lambda row: f"{row.training_hours + row.precompute_hours:,.0f}"),
+        (f"GPU-hours{stars['speed']}", lambda row: f"{row.gpu_hours:,.0f}"),
         (f"cost{stars['cost']}", lambda row: f"${row.cost:,.0f}"),
         (f"with failures{stars['failing']}", lambda row: f"{row.expected_days:.2f}"),
         (f"cost{stars['failing'] or stars['cost']}", lambda row: f"${row.expected_cost:,.0f}"),
@@ -165,13 +166,16 @@ def _latents(report: Report, stars: dict[str, str]) -> str:
 
 def _online(report: Report, stars: dict[str, str]) -> str:
     price, rate = stars["pays"], stars["online"]
-    row = next((row for row in report.rows if row.gpus == report.highlighted), report.rows[0])
+    row = next((row for row in report.rows if row.gpus == report.plan.gpus), report.rows[0])
     columns: Columns[BucketReport] = [
         ("  bucket", lambda bucket: f"  {bucket.bucket}"),
         ("passes", lambda bucket: f"{bucket.passes:.2f}"),
         (f"precompute{price}", lambda bucket: f"${bucket.encode_cost:,.0f}"),
-        (f"storage ({report.months:g} mo){price}", lambda bucket: f"${bucket.storage_cost:,.0f}"),
-        (f"break-even{price}", lambda bucket: f"{bucket.pays_from:.2f} passes"),
+        (f"storage ({report.plan.storage.months:g} mo){price}", lambda bucket: f"${bucket.storage_cost:,.0f}"),
+        (
+            f"break-even{price}",
+            lambda bucket: "never" if bucket.pays_from is None else f"{bucket.pays_from:.2f} passes",
+        ),
     ]
     return (
         f"Encoding online on {counted(row.gpus, 'GPU')}: training takes {row.online_days:.2f} days{rate} "
@@ -216,17 +220,19 @@ TOTALS: dict[str, tuple[str, Callable[[Report], str]]] = {
 """Rows of the totals table: title → (key in `DEPENDS_ON` that determines the star, function that formats a cell)."""
 BY_GPUS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "days": ("speed", lambda row: f"{row.training_days + row.precompute_days:.2f}"),
-    "hours": ("speed", lambda row: f"{row.training_hours + row.precompute_hours:,.0f}"),
+    "hours": ("speed", lambda row: f"{row.gpu_hours:,.0f}"),
     "cost": ("cost", lambda row: f"${row.cost:,.0f}"),
 }
 """Columns of the table by GPU count, in the same form as `TOTALS`."""
 
 
-def render_comparison(plans: list[Plan], reports: list[Report]) -> str:
+def render_comparison(reports: list[Report]) -> str:
     """Compare plans in columns A, B, …: config fields that differ, totals, and the GPU counts that all plans share."""
-    names = [chr(ord("A") + number) for number in range(len(plans))]
+    names = [chr(ord("A") + number) for number in range(len(reports))]
     stars = [star_marks(report) for report in reports]
-    different = [[f"  {field}", *map(str, values)] for field, values in differences(plans).items()]
+    different = [
+        [f"  {field}", *map(str, values)] for field, values in differences([report.plan for report in reports]).items()
+    ]
     totals = [
         [f"  {title}", *(cell(report) + star[star_key] for report, star in zip(reports, stars, strict=True))]
         for title, (star_key, cell) in TOTALS.items()
@@ -238,7 +244,7 @@ def render_comparison(plans: list[Plan], reports: list[Report]) -> str:
         [
             str(rows[0].gpus),
             *(cell(row) + star[on] for on, cell in BY_GPUS.values() for row, star in zip(rows, stars, strict=True)),
-            *(f"{row.cost / rows[0].cost:.2f}" for row in rows[1:]),
+            *(f"{row.cost / rows[0].cost:.2f}" if rows[0].cost else "-" for row in rows[1:]),
         ]
         for rows in shared
     ]

@@ -2,12 +2,12 @@
 
 Counting imports torch and diffusers and takes several seconds, but most plans change only prices or GPUs. The user's
 cache folder has one file per set of networks. The file's name is a hash of everything that the count depends on: the
-network configs, the buckets, the counting code, and the versions of the libraries that build the networks.
+network configs, the training config's `backbone` section, the buckets, the counting code, and the versions of the
+libraries that build the networks.
 """
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Collection
 from contextlib import suppress
 from importlib import metadata
@@ -33,33 +33,30 @@ def cached_work(networks: Networks, buckets: Collection[str]) -> Work:
     Raises:
         RequestError: the networks cannot be built; see `count_work`.
     """
-    path = cache_folder() / f"{cache_key(networks, buckets)}.json"
-    with suppress(OSError, ValidationError):  # missing or truncated: count again
-        return WORK.validate_json(path.read_bytes())
+    name = f"{cache_key(networks, buckets)}.json"
+    with suppress(OSError, RuntimeError, ValidationError):  # missing or truncated: count again
+        return WORK.validate_json((cache_folder() / name).read_bytes())
     work = count_work(networks, buckets)
-    with suppress(OSError):  # if the home folder is read-only, nothing is cached and the next plan counts again
-        write_atomically(path, WORK.dump_json(work))
+    with suppress(OSError, RuntimeError):  # without a writable home folder, the next plan counts again
+        write_atomically(cache_folder() / name, WORK.dump_json(work))
     return work
 
 
 def cache_folder() -> Path:
-    """Return the folder of cached counts."""
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given) / FOLDER
-    try:
-        return Path.home() / ".cache" / FOLDER
-    except RuntimeError:  # some containers run as a user without a home folder
-        return Path(tempfile.gettempdir()) / f"latentmill-cache-{os.getuid()}" / FOLDER
+    """Return the folder of cached counts.
+
+    Raises:
+        RuntimeError: the user has no home folder, as in some containers.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / FOLDER
 
 
 def cache_key(networks: Networks, buckets: Collection[str]) -> str:
     """Hash everything that the count depends on."""
-    configs = read_configs(networks)
     code = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".yaml")]
     parts = {
         "networks": networks.model_dump(mode="json"),
-        "configs": configs,
-        "backbone": Path(networks.backbone).read_text(),
+        "configs": read_configs(networks),
         "buckets": list(buckets),
         "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in code],
         "libraries": [metadata.version(name) for name in LIBRARIES],

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, model_validator
 
 from plan.config import Networks, TextNetwork
-from shards.base.config import Config
+from shards.base.config import Config, load_config
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
 from shards.format.towers import ImageTower, TextTower, Weights
+from train.model.backbone import BackboneConfig
 from train.model.config import DdpConfig, Sharding
 from train.model.flops import TRAIN_OVER_FORWARD, count_flops
 
@@ -53,12 +53,31 @@ class Work:
     """Text encoders as defined in `networks`. `Inputs.texts` also applies the defaults in the plan's `text` section."""
 
 
-class Exchange(Config):
-    """The fields of a training config that say how GPUs exchange gradients and share weights."""
+class Training(Config, extra="ignore"):
+    """The fields of a training config that the planner uses: the network, and how GPUs exchange gradients and share
+    weights."""
 
+    backbone: BackboneConfig = BackboneConfig()
     ddp: DdpConfig = DdpConfig()
     sharding: Sharding = "none"
     sharding_group: int | None = Field(None, ge=2)
+
+    @model_validator(mode="after")
+    def _names_a_network(self) -> Training:
+        if self.backbone.config is None:
+            raise ValueError("`backbone.config` is missing, so this is not a complete training config")
+        return self
+
+    @property
+    def network(self) -> Path:
+        """Diffusers config of the network to train."""
+        assert self.backbone.config is not None
+        return self.backbone.config
+
+    def can_group(self, gpus: int) -> bool:
+        """Return whether `gpus` GPUs can be divided into sharding groups. All of them form one group if they are fewer
+        than `sharding_group`."""
+        return self.sharding == "none" or gpus % min(self.sharding_group or gpus, gpus) == 0
 
     @property
     def gradient_bytes(self) -> int:
@@ -104,14 +123,30 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
     )
 
 
+def read_training(networks: Networks) -> Training:
+    """Read the training config, including its `base`.
+
+    Raises:
+        RequestError: the config is missing or invalid.
+    """
+    path = networks.backbone
+    if not Path(path).is_file():
+        raise RequestError(f"networks.backbone: there is no file {path}. Set it to the path of a training config.")
+    try:
+        return load_config(Training, path, [], "plan")
+    except RequestError as error:
+        raise RequestError(f"networks.backbone: {error}") from None
+
+
 def read_configs(networks: Networks) -> list[dict[str, Any]]:
-    """Read the config files of all networks.
+    """Read the config files of all networks, and the `backbone` section of the training config.
 
     Raises:
         RequestError: a file is missing or invalid.
     """
-    texts = [text.config for text in networks.texts.values()]
-    return [_read_json(path) for path in (networks.vae, *texts, _backbone(networks)[1])]
+    training = read_training(networks)
+    paths = [networks.vae, *(text.config for text in networks.texts.values()), str(training.network)]
+    return [*map(_read_json, paths), training.backbone.model_dump(mode="json")]
 
 
 def network_calls(
@@ -128,17 +163,12 @@ def network_calls(
     Raises:
         RequestError: the network's config is missing or invalid, or the network does not accept the encoders' outputs.
     """
-    import torch
-
     from train.data.spec import DataSpec  # imports diffusers, which cached plans do not need
     from train.model.fit import check_fit, on_meta
-    from train.model.network import class_of
+    from train.model.network import build_network
 
-    backbone, path = _backbone(networks)
-    fields, data = _read_json(path), DataSpec(image, texts, {}, {}, (), 1)
-    with torch.device("meta"), torch.no_grad():
-        network = class_of(fields, path).from_config(fields)
-    backbone = backbone.resolved(texts)
+    training, data = read_training(networks), DataSpec(image, texts, {}, {}, (), 1)
+    network, backbone = build_network(training.network, None), training.backbone.resolved(texts)
     check_fit(network, data, backbone)
     return {name: on_meta(network, backbone, data, hw) for name, hw in shapes.items()}
 
@@ -175,28 +205,6 @@ def count_by_block(network: torch.nn.Module, call: Callable[[], Any]) -> tuple[i
     return counter.get_total_flops(), tuple(share for share in shares if any(share))
 
 
-def _backbone(networks: Networks) -> tuple[Any, str]:
-    """Read the `backbone` section of the training config, and return it with the path of the network's config."""
-    from train.model.backbone import BackboneConfig
-
-    section = _read(networks.backbone, yaml.safe_load).get("backbone", {})
-    backbone = BackboneConfig.model_validate(section)
-    return backbone, str(backbone.config)
-
-
-def read_exchange(networks: Networks) -> Exchange:
-    """Read from the training config how GPUs exchange gradients and share weights.
-
-    Raises:
-        RequestError: the config is missing or invalid.
-    """
-    fields = _read(networks.backbone, yaml.safe_load)
-    try:
-        return Exchange.model_validate({name: fields[name] for name in Exchange.model_fields if name in fields})
-    except ValidationError as error:
-        raise RequestError(f"networks.backbone: {networks.backbone} is not a valid training config: {error}") from None
-
-
 def build_towers(networks: Networks) -> tuple[Any, ImageTower, dict[str, tuple[Any, TextTower]]]:
     """Build the encoders without weights.
 
@@ -215,10 +223,18 @@ def build_image_tower(path: str) -> tuple[Any, ImageTower]:
     import diffusers
     import torch
 
+    from train.model.network import BUILD_ERRORS
+
     fields = _read_json(path)
     class_name = str(fields.get("_class_name", "AutoencoderKL"))
-    vae: Any = getattr(diffusers, class_name).from_config(fields)
-    encoded = vae.encode(torch.empty(1, 3, PROBE_SIDE, PROBE_SIDE))
+    try:
+        vae: Any = getattr(diffusers, class_name).from_config(fields)
+        encoded = vae.encode(torch.empty(1, 3, PROBE_SIDE, PROBE_SIDE))
+    except BUILD_ERRORS as error:
+        raise RequestError(
+            f"networks.vae: diffusers cannot build an autoencoder of the class {class_name} from {path}: {error}. Set "
+            f"it to the config.json of a diffusers autoencoder."
+        ) from error
     has_posterior = hasattr(encoded, "latent_dist")
     latents = encoded.latent_dist.mode() if has_posterior else encoded.latent
     channels = int(latents.shape[1])
@@ -250,7 +266,12 @@ def build_text_tower(name: str, text: TextNetwork) -> tuple[Any, TextTower]:
             f"{error}. Set `class_name` and `config` to the class and the config.json of the same model."
         ) from error
     config = getattr(config, "encoder", None) or config.get_text_config()
-    max_tokens = text.max_tokens or int(config.max_position_embeddings)
+    max_tokens = text.max_tokens or getattr(config, "max_position_embeddings", None)
+    if max_tokens is None:
+        raise RequestError(
+            f"networks.texts.{name}.max_tokens is not set, and {text.config} states no maximum sequence length. Set "
+            f"max_tokens."
+        )
     projected = text.class_name.endswith("WithProjection")
     return model, TextTower(
         class_name=text.class_name,
@@ -268,19 +289,17 @@ def build_text_tower(name: str, text: TextNetwork) -> tuple[Any, TextTower]:
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    return _read(path, json.loads)
-
-
-def _read(path: str, parse: Any) -> dict[str, Any]:
     try:
-        fields: dict[str, Any] = parse(Path(path).read_text())
+        fields = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise RequestError(
-            f"The network config {path} does not exist. Check the paths in `networks`: `backbone` must be a training "
-            f"config, and each of the others must be the config.json of a diffusers or transformers model."
+            f"The network config {path} does not exist. Check `networks` and the `backbone.config` of the training "
+            f"config: each must be the config.json of a diffusers or transformers model."
         ) from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise RequestError(
             f"The network config {path} cannot be parsed: {error}. Fix the file, or choose another one in `networks`."
         ) from None
+    if not isinstance(fields, dict):
+        raise RequestError(f"The network config {path} is not a JSON object. Use the config.json of a model.")
     return fields

@@ -56,6 +56,22 @@ def test_wrong_requests_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown option --gpu.knd (did you mean `gpu.kind`?)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("gpu", ["H100", "[H100]", "{kind: [H100]}"])
+def test_a_gpu_section_of_the_wrong_type_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gpu: str
+) -> None:
+    (tmp_path / "plan.yaml").write_text(f"gpu: {gpu}\n")
+    assert exit_code_of(lambda: run(["--config", str(tmp_path / "plan.yaml")])) == 2
+    assert "`gpu" in capsys.readouterr().err
+
+
+def test_the_files_of_free_gpus(tmp_path: Path) -> None:
+    run(["--gpu.price_per_hour", "0", "--out", str(tmp_path)])
+    written = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
+    assert [bucket["pays_from"] for bucket in written["buckets"]] == [None, None]
+    assert written["plan"]["gpu"]["price_per_hour"] == 0
+
+
 def test_the_documentation_shows_what_the_command_prints(report: MakeReport) -> None:
     assert render(report("--gpus", "64")).strip() == Path("docs/evidence/plan-sd2.txt").read_text().strip()
 

@@ -12,12 +12,21 @@ from plan.arithmetic.work import Work
 from plan.config import ASSUMED, GPU_KINDS, Plan
 from plan.measured import BenchFile
 from plan.report import make_report
-from plan.text import render, scaling_verdict
+from plan.text import render, render_comparison, scaling_verdict
+from shards.base.config import Config, load_config
 from shards.base.errors import RequestError
 from tests.plan.conftest import MakePlan, MakeReport
 from train.model.flops import PEAK_TFLOPS
 
 MEASURED = "configs/plan/mosaicml-a100.json"
+
+
+class PhaseConfig(Config, extra="ignore"):
+    """The fields of a training config that a phase of a plan repeats."""
+
+    max_steps: int
+    global_batch_size: int
+    microbatch_size: int
 
 
 def bench(path: Path, **changes: object) -> str:
@@ -28,6 +37,14 @@ def bench(path: Path, **changes: object) -> str:
 
 def test_the_file_spells_out_the_defaults(plan: MakePlan) -> None:
     assert plan() == Plan(measured=[MEASURED])
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent for path in Path("configs").glob("*/plan.yaml")))
+def test_shipped_plans_have_the_batch_sizes_of_the_training_configs(folder: Path, plan: MakePlan) -> None:
+    for number, phase in enumerate(plan(path=str(folder / "plan.yaml")).phases, 1):
+        config = load_config(PhaseConfig, folder / f"phase{number}.yaml", [], "train")
+        sizes = (config.max_steps, config.global_batch_size, config.microbatch_size)
+        assert (phase.steps, phase.global_batch_size, phase.microbatch_size) == sizes
 
 
 def test_every_assumed_number_is_marked(plan: MakePlan, report: MakeReport) -> None:
@@ -111,7 +128,8 @@ def test_float8_and_trim_shrink_what_is_stored(report: MakeReport) -> None:
     exact, small = report("--text.storage", "float16"), report("--text.storage", "float8", "--text.trim", "true")
     assert small.stored_tb < exact.stored_tb / 2.5
     assert small.traffic.read_tb < exact.traffic.read_tb / 2.5
-    assert [bucket.pays_from for bucket in small.buckets] < [bucket.pays_from for bucket in exact.buckets]
+    break_even = [(less.pays_from, more.pays_from) for less, more in zip(small.buckets, exact.buckets, strict=True)]
+    assert all(less and more and less < more for less, more in break_even)
 
 
 def test_online_precomputes_nothing(report: MakeReport) -> None:
@@ -131,7 +149,7 @@ def test_reading_across_regions_costs(report: MakeReport) -> None:
 def test_free_storage_pays_from_the_first_pass(report: MakeReport) -> None:
     free, paid = (report("--storage.price_per_tb_month", price).buckets for price in ("0", "23"))
     assert [bucket.pays_from for bucket in free] == pytest.approx([1, 1])
-    assert all(bucket.pays_from > 1 for bucket in paid)
+    assert all(bucket.pays_from and bucket.pays_from > 1 for bucket in paid)
 
 
 def test_the_speedup_is_per_doubling(report: MakeReport) -> None:
@@ -255,8 +273,50 @@ def test_traffic_between_gpus_is_that_of_the_training_config(report: MakeReport,
     assert headings["as shipped"] == headings["bfloat16"] == ""
     assert any("Sharding weights within each node" in note for note in plans["as shipped"].notes)
     assert not any("Sharding weights within each node" in note for note in plans["in groups"].notes)
-    with pytest.raises(RequestError, match=r"training\.yaml is not a valid training config: (.|\n)*sharding"):
+    with pytest.raises(RequestError, match=r"networks\.backbone: .*training\.yaml .*: `sharding` = 'half': input"):
         report("--networks.backbone", training_config(tmp_path / "training.yaml", sharding="half"))
+
+
+def test_a_training_config_inherits_from_its_base(report: MakeReport, tmp_path: Path) -> None:
+    training_config(tmp_path / "phase1.yaml", sharding="full", sharding_group=8)
+    (tmp_path / "phase2.yaml").write_text("base: phase1.yaml\nmicrobatch_size: 32\n")
+    heading = render(report("--networks.backbone", str(tmp_path / "phase2.yaml"))).splitlines()[0]
+    assert heading.endswith(", sharding full within groups of 8 GPUs")
+    assert render(report("--networks.backbone", "configs/sd2/phase1.yaml")) == render(report())
+
+
+def test_gpu_counts_that_the_trainer_refuses_are_left_out(report: MakeReport, tmp_path: Path) -> None:
+    """Groups of equal size must hold the weights. If there are fewer GPUs than a group has, all GPUs form one group."""
+    path = training_config(tmp_path / "training.yaml", sharding="full", sharding_group=6)
+    batches = [word for phase in ("phase1", "phase2") for word in (f"--{phase}.global_batch_size", "3072")]
+    options = ("--networks.backbone", path, *batches, "--measured", "[]")
+    grouped = report(*options, "--gpu_counts", "[4, 8, 12, 16, 48, 80]")
+    assert [row.gpus for row in grouped.rows] == [4, 12, 48]
+    assert "Omitted GPU counts that do not divide the global batch sizes evenly: 80." in grouped.notes
+    assert "Omitted GPU counts that are not a multiple of sharding_group, 6: 8, 16." in grouped.notes
+    unsharded = training_config(tmp_path / "unsharded.yaml", sharding_group=6)
+    whole = report(*options, "--networks.backbone", unsharded, "--gpu_counts", "[4, 8]")
+    assert [row.gpus for row in whole.rows] == [4, 8]
+    message = r"training\.yaml sets sharding_group to 6, so the trainer cannot run on {} GPUs"
+    with pytest.raises(RequestError, match=message.format(16)):
+        report(*options, "--gpus", "16")
+    with pytest.raises(RequestError, match=message.format("8 or 16")):
+        report(*options, "--gpu_counts", "[8, 16]")
+
+
+def test_free_gpus_have_a_plan_in_hours(report: MakeReport) -> None:
+    """If GPUs are free, storing latents is never cheaper than encoding online, unless storage is free, too."""
+    free = report("--gpu.price_per_hour", "0")
+    paid = report()
+    assert {row.cost for row in free.rows} == {row.online_cost for row in free.rows} == {0}
+    assert [row.training_hours for row in free.rows] == [row.training_hours for row in paid.rows]
+    assert [bucket.pays_from for bucket in free.buckets] == [None, None]
+    assert scaling_verdict(free) == scaling_verdict(paid)
+    assert render(free).count(" never\n") == 2
+    everything = report("--gpu.price_per_hour", "0", "--storage.price_per_tb_month", "0")
+    assert [bucket.pays_from for bucket in everything.buckets] == [1, 1]
+    (row,) = [line for line in render_comparison([free, paid]).splitlines() if line.startswith("   8")]
+    assert row.split()[-1] == "-"
 
 
 def test_scaling_stops_paying(report: MakeReport) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ print("torch" in sys.modules, codes)
 """
 REFUSED = {
     "unknown option --gpu.prise_per_hour": ["--gpu.prise_per_hour", "2"],
-    "The network config nowhere.yaml does not exist": ["--networks.backbone", "nowhere.yaml"],
+    "networks.backbone: there is no file nowhere.yaml": ["--networks.backbone", "nowhere.yaml"],
     "The config file nowhere.yaml does not exist": ["--config", "nowhere.yaml"],
     "nowhere.json": ["--measured", "nowhere.json"],
 }
@@ -62,7 +63,9 @@ def test_a_count_is_kept_for_exactly_what_it_depends_on(
     monkeypatch.setattr(counted, "count_work", count)
     unet = tmp_path / "unet.json"
     shutil.copyfile("configs/unet/sd2-base.json", unet)
-    (tmp_path / "phase1.yaml").write_text(yaml.safe_dump({"backbone": {"config": str(unet)}}))
+    base = {"backbone": {"config": str(unet)}}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    (tmp_path / "phase1.yaml").write_text("base: base.yaml\nsharding: none\n")
     networks = Networks(backbone=str(tmp_path / "phase1.yaml"))
     assert [counted.cached_work(networks, ["256x256"]) for _ in range(2)] == [sd2, sd2]
     assert len(counts) == 1
@@ -78,9 +81,29 @@ def test_a_count_is_kept_for_exactly_what_it_depends_on(
     file.write_bytes(file.read_bytes()[:-5])  # cut short
     assert counted.cached_work(networks, ["256x256"]) == sd2
     assert len(counts) == 5
+    (tmp_path / "phase1.yaml").write_text("base: base.yaml\nsharding: full\n")
+    counted.cached_work(networks, ["256x256"])
+    assert len(counts) == 5
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump({"backbone": base["backbone"] | {"pack": 2}}))
+    counted.cached_work(networks, ["256x256"])
+    assert len(counts) == 6
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # cannot be written
     assert counted.cached_work(networks, ["256x256"]) == sd2
     unet.unlink()
     with pytest.raises(RequestError, match=r"The network config .* does not exist"):
         counted.cached_work(networks, ["256x256"])
+
+
+def test_without_a_home_folder_nothing_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sd2: Work) -> None:
+    """A folder in /tmp with a predictable name could belong to someone else, who could put wrong counts there."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(counted, "count_work", lambda *_: sd2)
+    assert counted.cached_work(Networks(), ["256x256"]) == sd2
+    assert not list(tmp_path.iterdir())

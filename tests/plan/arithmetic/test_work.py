@@ -1,6 +1,7 @@
 """Counted FLOPs and parameters, compared with published figures."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,14 +42,44 @@ def test_buckets_need_not_be_square() -> None:
 @pytest.mark.parametrize(
     "networks, bucket, message",
     [
-        (Networks(backbone="nowhere.yaml"), "256x256", "The network config nowhere.yaml does not exist."),
+        (Networks(backbone="nowhere.yaml"), "256x256", "networks.backbone: there is no file nowhere.yaml."),
+        (Networks(vae="nowhere.json"), "256x256", "The network config nowhere.json does not exist."),
         (Networks(vae="configs/plan.yaml"), "256x256", "configs/plan.yaml cannot be parsed"),
+        (Networks(vae="configs/unet/sd2-base.json"), "256x256", "networks.vae: diffusers cannot build an autoencoder"),
+        (
+            Networks(texts={"t5": TextNetwork(config="configs/text_encoder/t5-xxl.json", class_name="T5EncoderModel")}),
+            "256x256",
+            "networks.texts.t5.max_tokens is not set",
+        ),
         (Networks(), "260x256", "260x256 is not a multiple of the VAE's downsampling factor, 8. Choose a different"),
     ],
 )
 def test_wrong_networks_are_refused(networks: Networks, bucket: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         count_work(networks, [bucket])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"training\.yaml must contain `key: value` pairs"),
+        ("[backbone]", r"training\.yaml must contain `key: value` pairs"),
+        ("a: {", r"training\.yaml cannot be read as YAML"),
+        ("max_steps: 1", r"`backbone\.config` is missing"),
+        ("backbone: {config: configs/unet/sd2-base.json, pack: 0}", r"`backbone\.pack` = 0: input should be greater"),
+        ("backbone: {config: list.json}", r"list\.json is not a JSON object"),
+        ("backbone: {config: sizes.json}", r"diffusers cannot build UNet2DConditionModel from .*sizes\.json"),
+    ],
+)
+def test_wrong_training_configs_are_refused(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "training.yaml"
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "sizes.json").write_text('{"cross_attention_dim": "wide"}')
+    path.write_text(re.sub(r"(list|sizes)\.json", rf"{tmp_path}/\1.json", text))
+    with pytest.raises(RequestError, match=message):
+        count_work(Networks(backbone=str(path)), ["256x256"])
 
 
 def test_text_encoder_must_fit_the_unet(tmp_path: Path) -> None:
