@@ -102,8 +102,8 @@ class TrainConfig(Config):
     slightly more rounding."""
     float8: bool = False
     """Multiply in float8 in linear layers that are large enough for this to save time, on GPUs with compute capability
-    8.9 or higher (Ada, Hopper, Blackwell). Needs `compile` and torchao. Weights and all other operations keep their
-    precision."""
+    8.9 or higher (Ada, Hopper, Blackwell). Needs `compile`, torchao and bfloat16. Weights and all other operations keep
+    their precision. Scales are per microbatch, so its size and the number of GPUs change the loss slightly."""
     num_processes: int | None = Field(None, ge=1)
     """Number of processes that the launcher must start; the run refuses to start with a different number. null: any
     number."""
@@ -138,9 +138,7 @@ class TrainConfig(Config):
         if self.sharding != "none" and self.precision == "float16":
             raise ValueError("sharding does not support precision float16; use bfloat16")
         if self.float8 and not self.compile:
-            raise ValueError("float8 needs compile: otherwise, casting takes longer than the products save; set both")
-        if self.float8 and self.precision in ("float32", "float16"):
-            raise ValueError(f"float8 does not support precision {self.precision}; use bfloat16")
+            raise ValueError("float8 needs compile, because casting without it costs more than it saves; set both")
         if self.init_from is not None and self.init_unet is not None:
             raise ValueError("init_from and init_unet both provide the initial weights; set only one of them")
         if self.init_from is not None and work_folder(self.init_from).resolve() == self.work.resolve():

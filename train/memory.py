@@ -60,7 +60,7 @@ def check_memory(estimate: Callable[[StepSettings], StepMemory], settings: StepS
     if memory.total <= usable(capacity):
         return
     size = largest_microbatch(estimates, capacity)
-    remedies = [f"lower microbatch_size to {size}, which does not change the losses"] if size else []
+    remedies = [f"lower microbatch_size to {size}, which changes the losses only by rounding"] if size else []
     remedies += [] if settings.gradient_checkpointing is True else ["set gradient_checkpointing to true"]
     remedies += [] if settings.sharding == "full" else ["shard the weights across several GPUs (`sharding: full`)"]
     message = (

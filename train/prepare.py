@@ -28,13 +28,13 @@ from train.data.spec import DataSpec, keep_towers
 from train.data.streams import FoundData, find_data, open_data
 from train.early import no_checkpoint
 from train.export.pipeline import check_pipeline
-from train.memory import check_memory, largest_shape, microbatch_size, step_settings
+from train.memory import check_memory, largest_shape, step_settings
 from train.model.attention import check_attention
 from train.model.backbone import BackboneConfig
 from train.model.fit import check_fit, check_precision, on_meta
-from train.model.float8 import check_float8, large_linears
+from train.model.float8 import float8_problem
 from train.model.memory import step_memory
-from train.model.network import build_network, class_name, load_matching, load_pretrained, width_field
+from train.model.network import build_network, load_matching, load_pretrained, width_field
 from train.model.optimizer import freeze_except
 from train.model.sharding import allocate
 from train.model.text_width import (
@@ -82,8 +82,6 @@ class Prepared:
     """`network` with its projection head, if a layer is aligned (REPA)."""
     seen: Seen = field(default_factory=Seen)
     """The state of the run as this launch saw it."""
-    float8: list[str] = field(default_factory=list)
-    """Names of the linear layers of `network` that multiply in float8."""
     start_seed: int | None = None
     """Seed of the run whose checkpoint provides the weights of a new run; None: no checkpoint does."""
 
@@ -120,7 +118,11 @@ def prepare(
     downloads = downloads or ExitStack()
     world = world or World.launched()
     check_tracker(config.log.tracker)
-    check_launch(accelerator, world)
+    problem = None
+    if config.float8 and accelerator is not None:
+        assert config.precision != "auto"
+        problem = float8_problem(accelerator.device, config.precision)
+    check_launch(accelerator, world, problem)
     world.check(config.num_processes, config.global_batch_size, config.active_group)
 
     # checkpoints and indexes may change at any time, so the main process looks them up once for all processes
@@ -173,11 +175,8 @@ def prepare(
     if checkpoint is not None:
         check_resume(checkpoint.folder, checkpoint.fingerprint, fingerprint, config.data.index == "newest")
     has_steps_left = checkpoint is None or checkpoint.state.step < config.max_steps
-    shape = largest_shape({stream.latent_hw for stream in spec.streams})
-    float8 = float8_layers(config, network, backbone, spec, shape, world) if config.float8 else []
-    if config.float8 and accelerator is not None:
-        check_float8(accelerator.device)
     if accelerator is not None and is_accelerator(accelerator.device) and has_steps_left:
+        shape = largest_shape({stream.latent_hw for stream in spec.streams})
         settings, capacity = step_settings(config, world.size), memory_of(accelerator.device)
         estimate = partial(step_memory, network, backbone, spec, shape)
         on_main_process(accelerator, lambda: check_memory(estimate, settings, capacity))
@@ -209,7 +208,6 @@ def prepare(
         validation=validation,
         aligned=aligned,
         seen=seen,
-        float8=float8,
         start_seed=None if checkpoint is not None or start is None else start.fingerprint["seed"],
     )
 
@@ -325,24 +323,6 @@ def make_aligned(
     return Aligned(network, head, config.repa, features)
 
 
-def float8_layers(
-    config: TrainConfig, network: Any, backbone: BackboneConfig, spec: DataSpec, shape: tuple[int, int], world: World
-) -> list[str]:
-    """Return the names of the linear layers that multiply in float8.
-
-    Raises:
-        RequestError: no layer is large enough.
-    """
-    copy, call = on_meta(network, backbone, spec, shape)
-    layers = large_linears(copy, call, microbatch_size(config, world.size))
-    if not layers:
-        raise RequestError(
-            f"float8: no linear layer of this {class_name(network.config)} is large enough, with microbatches of "
-            f"{microbatch_size(config, world.size)}, for float8 to save time. Set float8 to false."
-        )
-    return layers
-
-
 def on_each_node(
     accelerator: Accelerator | None, place: Place, checkpoint: Checkpoint | None, downloads: ExitStack
 ) -> Checkpoint | None:
@@ -376,8 +356,8 @@ def precision_of_run(config: TrainConfig, device: str) -> Precision:
             precision = yaml.safe_load(files["config.yaml"])["precision"]
         except (yaml.YAMLError, KeyError, TypeError) as error:
             raise RequestError(
-                f"{config.run_dir}/config.yaml is damaged, so it does not say in which precision the run was trained. "
-                f"Set `precision`; the run then replaces the file."
+                f"{config.run_dir}/config.yaml is damaged, so the run's earlier precision is unknown. Set "
+                f"`precision` to it; the run then rewrites the file."
             ) from error
     return resolve_precision(precision, device)
 

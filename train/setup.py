@@ -12,11 +12,12 @@ from shards.base.device import device_module, is_accelerator
 from train.config import TrainConfig
 from train.data.draws import global_slots
 from train.data.loader import Loader
-from train.memory import microbatch_size
+from train.memory import largest_shape, microbatch_size
 from train.metrics import Metrics
+from train.model.blocks import find_blocks
 from train.model.ema import make_averages
 from train.model.fit import on_meta
-from train.model.float8 import use_float8
+from train.model.float8 import large_linears, use_float8
 from train.model.flops import peak_tflops, training_flops
 from train.model.network import compile_network, compiles_by_block
 from train.model.optimizer import Optimizer, build_optimizer
@@ -49,8 +50,10 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
     assert config.precision != "auto", "`auto` must be resolved first"
     network, aligned = prepared.network, prepared.aligned
     is_sharded = config.sharding != "none" and accelerator.num_processes > 1
-    if prepared.float8:
-        use_float8(network, prepared.float8)
+    if config.float8:
+        layers = float8_layers(config, prepared, is_sharded)
+        print_once(accelerator, f"float8: {len(layers)} linear layers are large enough for it to save time")
+        use_float8(network, layers)
     mesh = group_mesh(config.active_group, accelerator.num_processes, accelerator.device.type) if is_sharded else None
     place_network(
         network,
@@ -99,6 +102,18 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         mesh=mesh,
     )
     return step, state
+
+
+def float8_layers(config: TrainConfig, prepared: Prepared, is_sharded: bool) -> list[str]:
+    """Return the names of the linear layers that multiply in float8: the large ones among those that are compiled.
+
+    Without compilation, casting takes longer. The layer that REPA aligns is left out, because a hook reads its output.
+    """
+    shape = largest_shape({stream.latent_hw for stream in prepared.spec.streams})
+    network, call = on_meta(prepared.network, prepared.backbone, prepared.spec, shape)
+    compiled = tuple(f"{name}." for name in find_blocks(network)) if compiles_by_block(network, is_sharded) else ""
+    large = large_linears(network, call, microbatch_size(config, prepared.world.size))
+    return [name for name in large if name.startswith(compiled) and name != config.repa.layer]
 
 
 def build_trainer(
@@ -155,8 +170,7 @@ def build_trainer(
 
 
 def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, lease: Lease) -> None:
-    """Print the source of the weights, unless they are random, the number of float8 layers, and warnings about unusual
-    settings."""
+    """Print the source of the weights, unless they are random, and warnings about unusual settings."""
     own = prepared.checkpoint
     if own is not None:
         print_once(accelerator, f"resuming {config.run_dir} after step {own.state.step} ({own.tag}, {own.folder.name})")
@@ -169,8 +183,6 @@ def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerato
                 f"draws the same timesteps and noise as the same step of that run and, if the data is the same, also "
                 f"the same samples. Set a different `seed`.",
             )
-    if prepared.float8:
-        print_once(accelerator, f"{len(prepared.float8)} linear layers multiply in float8")
     slow = warn_if_slow_to_stop(lease.pace, config.checkpoint)
     if slow is not None:
         print_once(accelerator, slow)

@@ -269,8 +269,8 @@ def build_text_tower(name: str, text: TextNetwork) -> tuple[Any, TextTower]:
     max_tokens = text.max_tokens or getattr(config, "max_position_embeddings", None)
     if max_tokens is None:
         raise RequestError(
-            f"networks.texts.{name}.max_tokens is not set, and {text.config} states no maximum sequence length. Set "
-            f"max_tokens."
+            f"networks.texts.{name}.max_tokens is not set, and {text.config} states no maximum length. Set it to the "
+            f"number of tokens, including padding."
         )
     projected = text.class_name.endswith("WithProjection")
     return model, TextTower(

@@ -49,9 +49,9 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
             for event in Fleet(workers, work, ((tar.name, tar) for tar in tars), recipe.worker.tars_at_once):
                 ledger.record(event)
                 if isinstance(event, Done) and may_warn:
-                    with suppress(Outage):  # then the next tar is checked instead
+                    with suppress(Outage, OSError):  # then the next tar is checked instead
                         warning = first_warning(event.result, recipe, open_store(output), checks_scores)
-                        checks_scores &= event.result.encoded == 0  # reads a table, so only once
+                        checks_scores &= event.result.encoded == 0  # this reads a table, so it is done once
                         if warning is not None:
                             may_warn = False
                             ledger.progress.say(warning)
@@ -65,8 +65,8 @@ def worker_settings(workers: FleetConfig) -> dict[str, Any]:
 
 
 def first_warning(receipts: TarReceipts, recipe: Recipe, store: Store, checks_scores: bool) -> str | None:
-    """Return a warning if a tar's captions, tables or scores are not what the config says, or None. Raises Outage if
-    the root cannot be read."""
+    """Return a warning if a tar lacks captions, table values or scores that the config names, or None. Raises Outage or
+    OSError if the root cannot be read."""
     warning = caption_warning(store, receipts, recipe.encoding.captions) or table_warning(receipts, recipe.tables)
     if warning is None and checks_scores:
         warning = score_warning(store, receipts, recipe.encoding.scores)

@@ -51,7 +51,7 @@ def load_config(
         RequestError: the file is missing or is not YAML, a key is unknown (the message suggests the closest known key),
             or a value is invalid.
     """
-    overridden = _parse_overrides(model, overrides, prog, about)
+    overridden = _parse_overrides(model, overrides, prog, about) if overrides else {}
     values = _merge(model, _read_yaml(model, path) if path else {}, overridden)
     try:
         return model.model_validate(values, context={OVERRIDDEN: set(flatten(overridden))})

@@ -70,9 +70,11 @@ def memory_of(device: "torch.device") -> int:
 
 
 def multiplies_float8(device: "torch.device") -> bool:
-    """Return whether an accelerator multiplies float8 matrices in hardware."""
+    """Return whether an accelerator multiplies float8 matrices in hardware, as NVIDIA's do from Ada and Hopper on."""
+    import torch
+
     capability: tuple[int, int] = device_module().get_device_capability(device)
-    return capability >= (8, 9)
+    return torch.version.hip is None and capability >= (8, 9)
 
 
 def best_device() -> str:

@@ -65,7 +65,7 @@ def test_a_gpu_section_of_the_wrong_type_exits_with_2(
     assert "`gpu" in capsys.readouterr().err
 
 
-def test_the_files_of_free_gpus(tmp_path: Path) -> None:
+def test_plan_files_with_free_gpus(tmp_path: Path) -> None:
     run(["--gpu.price_per_hour", "0", "--out", str(tmp_path)])
     written = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
     assert [bucket["pays_from"] for bucket in written["buckets"]] == [None, None]

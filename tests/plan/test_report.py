@@ -304,7 +304,7 @@ def test_gpu_counts_that_the_trainer_refuses_are_left_out(report: MakeReport, tm
         report(*options, "--gpu_counts", "[8, 16]")
 
 
-def test_free_gpus_have_a_plan_in_hours(report: MakeReport) -> None:
+def test_a_plan_with_free_gpus_compares_gpu_hours(report: MakeReport) -> None:
     """If GPUs are free, storing latents is never cheaper than encoding online, unless storage is free, too."""
     free = report("--gpu.price_per_hour", "0")
     paid = report()

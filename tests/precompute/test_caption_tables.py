@@ -69,7 +69,7 @@ def test_encoding_with_captions_from_a_table_and_weights(models: Path, tars: Pat
 
 
 @pytest.mark.usefixtures("without_ray")
-def test_roots_with_other_sources_of_captions_can_be_mixed(models: Path, tars: Path, tmp_path: Path) -> None:
+def test_roots_with_different_caption_sources_can_be_mixed(models: Path, tars: Path, tmp_path: Path) -> None:
     source = {"table": str(table_of(tmp_path / "captions.parquet", NEW)), "column": "vlm", "weight": 3}
     roots = tmp_path / "weighted", tmp_path / "plain"
     command(precompute_arguments(models, tars, roots[0], *captions_option(source, "txt")))

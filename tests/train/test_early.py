@@ -83,9 +83,9 @@ def test_a_finished_run_is_recognised_without_torch(finished: tuple[Path, str]) 
     assert ["Finished at step 2." in printed for _, printed in found] == [True, False, True]
 
 
-def test_a_damaged_config_does_not_say_which_precision_to_resume_in(finished: tuple[Path, str], tmp_path: Path) -> None:
+def test_auto_precision_with_a_damaged_config_is_refused(finished: tuple[Path, str], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("precision: [")
-    message = rf"{tmp_path}/config\.yaml is damaged, so it does not say in which precision .* Set `precision`;"
+    message = rf"{tmp_path}/config\.yaml is damaged, so the run's earlier precision is unknown\. Set `precision` to it;"
     with pytest.raises(RequestError, match=message):
         train(["--config", str(finished[0]), "--run_dir", str(tmp_path), "--precision", "auto"])
 

@@ -1,26 +1,30 @@
 """Linear layers that multiply in float8, with torchao (https://github.com/pytorch/ao/tree/main/torchao/float8)."""
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 
-from shards.base.device import device_module, is_accelerator, multiplies_float8
-from shards.base.errors import RequestError
+from shards.base.device import Precision, device_module, is_accelerator, multiplies_float8
 
 MULTIPLE = 16
 """GPUs multiply float8 matrices only if their sizes are multiples of this."""
-PER_OUTPUT, PER_INPUT, PER_ROW = 6, 10, 18
-"""Memory traffic of scaling and casting to float8, in bytes per element of the gradients, the inputs and the weights.
-Each is read once for its maximum and once for the cast. bfloat16 inputs and float32 weights are cast in the forward
-pass and again in the backward pass; bfloat16 gradients are written in two layouts."""
+PER_GRADIENT, PER_INPUT, PER_WEIGHT = 6, 10, 18
+"""Memory traffic of scaling and casting to float8, in bytes per element of the output's gradient, the input and the
+weight. Each is read once for its maximum and once for the cast. bfloat16 inputs and float32 weights are cast in the
+forward pass and again in the backward pass; bfloat16 gradients are written in two layouts."""
 BYTES_SAVED = 0.01
-"""Memory traffic, in bytes per multiplication, in the time by which float8 shortens a layer's three matrix products,
-6 operations per multiplication: on an H100, which reads 3.35 TB/s, 6 · (1 / 989 - 1 / 1979) / 10¹² s · 3.35 TB/s."""
+"""Bytes that an H100 moves in the time that float8 saves per element of the weight and row of the input, for the 6
+operations of a layer's three matrix products: 6 · (1 / 989 - 1 / 1979) / 10¹² s at 3.35 TB/s."""
+OLDEST_TORCHAO = "0.18"
+"""Earlier versions do not work around a fault in Triton's maximum, which returned NaN scales (triton #11111)."""
 
 
 def large_linears(network: nn.Module, call: Callable[[], object], num_samples: int) -> list[str]:
@@ -51,36 +55,38 @@ def large_linears(network: nn.Module, call: Callable[[], object], num_samples: i
 
 def _is_large(layer: nn.Linear, rows: int) -> bool:
     inputs, outputs = layer.in_features, layer.out_features
-    traffic = PER_OUTPUT / inputs + PER_INPUT / outputs + PER_ROW / rows
+    traffic = PER_GRADIENT / inputs + PER_INPUT / outputs + PER_WEIGHT / rows
     return inputs % MULTIPLE == outputs % MULTIPLE == 0 and traffic < BYTES_SAVED
 
 
-def check_float8(device: torch.device) -> None:
-    """Check that the device multiplies float8 matrices and that torchao is installed.
-
-    Raises:
-        RequestError: one of the two is missing.
-    """
+def float8_problem(device: torch.device, precision: Precision) -> str | None:
+    """Return an error message if this process cannot train with float8, or None."""
     if not is_accelerator(device) or not multiplies_float8(device):
         where = device_module().get_device_name(device) if is_accelerator(device) else "The CPU"
-        raise RequestError(
+        return (
             f"float8: {where} has no fast float8 matrix products. They need an NVIDIA GPU of the Ada, Hopper or "
             f"Blackwell generation (compute capability 8.9 or higher). Set float8 to false."
         )
+    if precision != "bfloat16":
+        return f"float8 does not support precision {precision}. Set precision to bfloat16, or float8 to false."
     try:
-        import torchao.float8  # noqa: F401
-    except ImportError as error:
-        raise RequestError(
-            f"float8: torchao cannot be imported ({error}). Install it on every node "
-            f"(pip install 'latentmill[quantised]'), or set float8 to false."
-        ) from error
+        found = version("torchao")
+    except PackageNotFoundError:
+        found = None
+    if found is None or Version(found) < Version(OLDEST_TORCHAO):
+        return (
+            f"float8 needs torchao {OLDEST_TORCHAO} or later, but {os.uname().nodename} has "
+            f"{'none' if found is None else found}. Install it on every node (pip install 'latentmill[quantised]'), or "
+            f"set float8 to false."
+        )
+    return None
 
 
 def use_float8(network: nn.Module, layers: Collection[str], *, emulated: bool = False) -> None:
     """Replace linear layers, in place, by layers that multiply in float8, in the forward and the backward pass.
 
-    Inputs, weights and gradients are scaled by their largest magnitude, one scale per tensor, each time. Parameters
-    keep their names, data types and values.
+    Inputs, weights and gradients are each scaled by their largest magnitude, with one scale per tensor. Parameters keep
+    their names, data types and values. Hooks on these layers are lost.
 
     Args:
         layers: names of the layers.
@@ -88,5 +94,5 @@ def use_float8(network: nn.Module, layers: Collection[str], *, emulated: bool = 
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig(pad_inner_dim=True, emulate=emulated)  # pads a number of rows that is no multiple
+    config = Float8LinearConfig(pad_inner_dim=True, emulate=emulated)  # pads rows to a multiple of 16
     convert_to_float8_training(network, module_filter_fn=lambda _, name: name in layers, config=config)

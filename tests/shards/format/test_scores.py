@@ -132,7 +132,7 @@ def test_a_score_that_no_sample_has_is_reported(
     assert "warning: no sample of tar 00000 has the score beauty." in capsys.readouterr().err
 
 
-def test_an_outage_does_not_end_a_job_that_only_looks_for_something_to_warn_of(
+def test_an_outage_during_the_check_for_warnings_does_not_end_the_job(
     models: Path, scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:

@@ -1,9 +1,8 @@
 """Which linear layers multiply in float8, how they round, and who is refused."""
 
-import sys
+import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from shards.base.config import load_config
+from shards.base.device import Precision
 from shards.base.errors import RequestError
 from tests.families.small import FAMILIES, Small, make_small, stir
 from tests.families.starting import small_run
@@ -19,10 +19,13 @@ from tests.runs import train_fields, write_config
 from train.config import TrainConfig
 from train.data.draws import Draws
 from train.data.loader import Loader
-from train.model.float8 import check_float8, large_linears, use_float8
+from train.model.float8 import float8_problem, large_linears, use_float8
 from train.model.network import compile_network
+from train.objective.config import RepaConfig
 from train.objective.loss import DiffusionLoss
 from train.prepare import prepare
+from train.run.preflight import World, check_launch
+from train.setup import build_step
 
 NUM_STEPS = 60
 
@@ -55,33 +58,35 @@ def test_layers_are_chosen_by_their_size() -> None:
     assert large_linears(network, network, 4096) == ["wide", "twice", "modulation"]
 
 
-def test_a_chip_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        RequestError, match=r"^float8: The CPU has no fast float8 matrix products\. They need an NVIDIA"
-    ):
-        check_float8(torch.device("cpu"))
+def test_processes_that_cannot_use_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problem(precision: Precision = "bfloat16", device: str = "cuda") -> str | None:
+        return float8_problem(torch.device(device), precision)
+
+    assert (problem(device="cpu") or "").startswith("float8: The CPU has no fast float8 matrix products. They need an")
     found = SimpleNamespace(get_device_capability=lambda device: (8, 0), get_device_name=lambda device: "NVIDIA A100")
     for module in ("shards.base.device", "train.model.float8"):
         monkeypatch.setattr(f"{module}.device_module", lambda: found)
-    with pytest.raises(RequestError, match=r"^float8: NVIDIA A100 has no fast float8 .* Set float8 to false\."):
-        check_float8(torch.device("cuda"))
+    assert re.match(r"float8: NVIDIA A100 has no fast float8 .* Set float8 to false\.$", problem() or "")
     found.get_device_capability = lambda device: (8, 9)
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(RequestError, match=r"^float8: torchao cannot be imported .*'latentmill\[quantised\]'"):
-        check_float8(torch.device("cuda"))
+    assert "does not support precision float32. Set precision to bfloat16" in (problem("float32") or "")
+    versions = iter(["0.9.0", "0.18.0", "0.20.0"])
+    monkeypatch.setattr("train.model.float8.version", lambda name: next(versions))
+    assert re.search(
+        r"needs torchao 0\.18 or later, but \S+ has 0\.9\.0\. .*'latentmill\[quantised\]'", problem() or ""
+    )
+    assert problem() is None and problem() is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"compile": False}, "float8 needs compile"),
-        ({"precision": "float16"}, "float8 does not support precision float16; use bfloat16"),
-        ({"precision": "float32"}, "float8 does not support precision float32; use bfloat16"),
-    ],
-)
-def test_settings_that_float8_needs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    fields = train_fields(tmp_path, tmp_path / "run", float8=True, **{"compile": True, **changes})
-    with pytest.raises(RequestError, match=message):
+def test_a_problem_of_one_process_is_raised_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = (1, 1, "float8: The other process has a problem.")
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda own: [*own, other])
+    with pytest.raises(RequestError, match="The other process has a problem"):
+        check_launch(Accelerator(cpu=True), World(2, 1))
+
+
+def test_float8_needs_compile(tmp_path: Path) -> None:
+    fields = train_fields(tmp_path, tmp_path / "run", float8=True)
+    with pytest.raises(RequestError, match="float8 needs compile"):
         load_config(TrainConfig, write_config(tmp_path / "config.yaml", fields), [], "train")
 
 
@@ -90,22 +95,26 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Small:
     return make_small(FAMILIES["flux1"], tmp_path_factory.mktemp("flux1"))
 
 
-def config_of(flux: Small, run: str) -> TrainConfig:
-    return TrainConfig.model_validate(small_run(flux, run, compile=True, float8=True, precision="bfloat16"))
-
-
-def test_a_run_without_large_layers_is_refused(flux: Small) -> None:
-    message = r"float8: no linear layer of this FluxTransformer2DModel is large enough, with microbatches of \d+, for"
-    with pytest.raises(RequestError, match=message):
-        prepare(config_of(flux, "small"))
-
-
-def test_a_run_on_a_cpu_is_refused(flux: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.model.float8.BYTES_SAVED", 10.0)
-    monkeypatch.setattr("train.model.float8.MULTIPLE", 1)
-    assert len(prepare(config_of(flux, "large")).float8) > 10
+def test_a_run_on_a_cpu_is_refused(flux: Small) -> None:
+    changes = {"compile": True, "float8": True, "precision": "bfloat16"}
     with pytest.raises(RequestError, match="float8: The CPU has no fast"):
-        prepare(config_of(flux, "large"), Accelerator(cpu=True))
+        prepare(TrainConfig.model_validate(small_run(flux, "refused", **changes)), Accelerator(cpu=True))
+
+
+def test_only_compiled_layers_without_hooks_use_float8(
+    flux: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All layers of the small network count as large. Its blocks are compiled separately."""
+    monkeypatch.setattr("train.model.float8.BYTES_SAVED", 100.0)
+    monkeypatch.setattr("train.model.float8.MULTIPLE", 1)
+    used: list[str] = []
+    monkeypatch.setattr("train.setup.use_float8", lambda network, layers: used.extend(layers))
+    aligned = "single_transformer_blocks.0.proj_out"
+    config = TrainConfig.model_validate(small_run(flux, "chosen", float8=True, compile=True, precision="bfloat16"))
+    prepared = prepare(config)
+    build_step(config.model_copy(update={"repa": RepaConfig(layer=aligned)}), prepared, Accelerator(cpu=True))
+    assert sorted([*used, aligned]) == sorted(linears(prepared.network))
+    assert f"float8: {len(used)} linear layers are large enough" in capsys.readouterr().out
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
