@@ -182,13 +182,15 @@ def by_node(options: argparse.Namespace) -> None:
 def recall_parts(options: argparse.Namespace) -> None:
     """Recall the parts that a host or GPU encoded; the next job re-encodes them."""
     recall_filter = RecallFilter(options.node, options.gpu, options.since)
-    found = recall_candidates(options.root, recall_filter)
-    for receipt in found:
+    tokens, num_samples = dict[str, str](), 0
+    for receipt in recall_candidates(options.root, recall_filter):
         print(receipt.folder)
+        tokens[receipt.name] = receipt.token
+        num_samples += receipt.samples
     if not options.dry_run:
-        recall(options.root, {receipt.name: receipt.token for receipt in found}, f"by the command: {recall_filter}")
+        recall(options.root, tokens, f"by the command: {recall_filter}")
         Publisher(options.root).publish()  # new runs leave these parts out; running ones warn about them
-    parts, samples = counted(len(found), "part"), counted(sum(receipt.samples for receipt in found), "sample")
+    parts, samples = counted(len(tokens), "part"), counted(num_samples, "sample")
     if options.dry_run:
         print(f"Would recall {parts} with {samples}. To recall, run the same command without --dry-run.")
     else:

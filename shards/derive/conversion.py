@@ -1,7 +1,7 @@
 """Decide whether a root's stored values can be converted to a requested encoding, and list the reasons if not."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,18 +28,21 @@ class Conversion:
 
     source: EncodingRecord
     target: EncodingRecord
-    reencoded: frozenset[str]
+    reencoded: frozenset[str] = frozenset()
     """Target text towers for which captions are encoded; all other towers use the source's values."""
 
     @property
     def has_new_captions(self) -> bool:
-        """Whether the target's captions are not the source's."""
-        return has_new_captions(self.source, self.target)
+        """Whether the target's captions differ from the source's, or come from a different table."""
+        source, target = self.source, self.target
+        columns = [name.removeprefix(TABLE_PREFIX).partition(FALLBACK)[0] for name in target.captions]
+        return source.captions != target.captions or _differ(source.tables, target.tables, columns)
 
     @property
     def has_new_scores(self) -> bool:
-        """Whether the target's scores are not the source's."""
-        return has_new_scores(self.source, self.target)
+        """Whether the target's scores differ from the source's, or come from a different table."""
+        source, target = self.source, self.target
+        return source.scores != target.scores or _differ(source.tables, target.tables, target.scores)
 
 
 def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: bool = False) -> Conversion:
@@ -54,14 +57,14 @@ def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: 
         for field in ("max_characters", "compute_dtype")
         if (stored := getattr(source, field)) != (wanted := getattr(target, field))
     ]
-    new = has_new_captions(source, target)
-    if new:
+    how = Conversion(source, target)
+    if how.has_new_captions:
         problems += caption_problems(source.captions, target.captions, may_encode)
-    if has_new_scores(source, target):
+    if how.has_new_scores:
         problems += score_problems(source, target, may_encode)
     problems += image_problems(source, target)
     by_text = {name: text_problems(name, source.texts.get(name), tower) for name, tower in target.texts.items()}
-    reencoded = frozenset(name for name, reasons in by_text.items() if may_encode and (reasons or new))
+    reencoded = frozenset(name for name, reasons in by_text.items() if may_encode and (reasons or how.has_new_captions))
     problems += [reason for name in sorted(by_text.keys() - reencoded) for reason in by_text[name]]
     problems += [r for n, tower in target.features.items() for r in feature_problems(n, source.features.get(n), tower)]
     if problems:
@@ -69,18 +72,7 @@ def plan_conversion(source: EncodingRecord, target: EncodingRecord, may_encode: 
             f"The root cannot be converted to the requested encoding: {'; '.join(problems)}. Request only what the "
             f"root stores, or encode the tars into a new root."
         )
-    return Conversion(source, target, reencoded)
-
-
-def has_new_captions(source: EncodingRecord, target: EncodingRecord) -> bool:
-    """Return whether the target's captions differ from the source's, or come from a different table."""
-    columns = [name.removeprefix(TABLE_PREFIX).partition(FALLBACK)[0] for name in target.captions]
-    return source.captions != target.captions or _differ(source.tables, target.tables, columns)
-
-
-def has_new_scores(source: EncodingRecord, target: EncodingRecord) -> bool:
-    """Return whether the target's scores differ from the source's, or come from a different table."""
-    return source.scores != target.scores or _differ(source.tables, target.tables, target.scores)
+    return replace(how, reencoded=reencoded)
 
 
 def _differ(tables: Mapping[str, str], others: Mapping[str, str], columns: Iterable[str]) -> bool:

@@ -2,9 +2,10 @@
 recall."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -130,21 +131,7 @@ def _time(text: str) -> datetime:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
-class RecallCandidate(NamedTuple):
-    """The fields of a receipt that `recall` needs. A root can have 158,000 receipts, so their other fields are dropped
-    to save memory."""
-
-    name: str
-    token: str
-    folder: str
-    samples: int
-
-
-def recall_candidates(store: Store, recall_filter: RecallFilter) -> list[RecallCandidate]:
-    """Return the active receipts that match a filter. Raises RequestError if `store` is not a latents root."""
+def recall_candidates(store: Store, recall_filter: RecallFilter) -> Iterator[Receipt]:
+    """Yield the active receipts that match a filter. Raises RequestError if `store` is not a latents root."""
     EncodingRecord.load(store)
-    return [
-        RecallCandidate(receipt.name, receipt.token, receipt.folder, receipt.samples)
-        for receipt in iter_receipts(store)
-        if recall_filter.matches(receipt)
-    ]
+    yield from filter(recall_filter.matches, iter_receipts(store))

@@ -52,7 +52,7 @@ def model_card(
         weights: name of the exported weights folder: `unet`, or `ema` for the moving average.
         trimmed: whether the pipeline is the one in trimmed_pipeline.py.
         samples: names of images in the export.
-        funnel: description of the data, from `describe_funnel`.
+        funnel: description of the data, from `describe_funnels`.
         text_widths: (full width, width in training) of the text if it was projected; None: it was not.
     """
     fingerprint, pipeline = checkpoint["fingerprint"], config.backbone.pipeline.class_name

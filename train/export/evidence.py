@@ -8,7 +8,7 @@ from typing import Any
 
 from shards.base.durable import DamagedFile, parse_json_lines
 from shards.base.errors import Outage, RequestError
-from shards.base.store import Place, Store
+from shards.base.store import Place
 from shards.open import open_store
 from shards.tools.stats import root_totals
 from train.run.reporting.json_lines import read_json_lines
@@ -77,14 +77,9 @@ def describe_funnels(roots: Iterable[Place]) -> str:
 
 def _funnel_or_reason(root: Place) -> str:
     try:
-        return describe_funnel(open_store(root))
+        totals = root_totals(open_store(root))
     except (RequestError, DamagedFile, Outage) as error:  # the model does not depend on it
         return f"The numbers of images are unknown, because the root cannot be read: {error}"
-
-
-def describe_funnel(store: Store) -> str:
-    """Tabulate how many input images a root rejected and encoded."""
-    totals = root_totals(store)
     rows = [
         ("images in the input", totals.samples_in),
         *((f"rejected: {why.replace('_', ' ')}", -count) for why, count in totals.rejected.most_common()),

@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import nn
 
 from shards.base.device import Precision, device_module, is_accelerator, multiplies_float8
@@ -23,7 +22,7 @@ forward pass and again in the backward pass; bfloat16 gradients are written in t
 BYTES_SAVED = 0.01
 """Bytes that an H100 moves in the time that float8 saves per element of the weight and row of the input, for the 6
 operations of a layer's three matrix products: 6 · (1 / 989 - 1 / 1979) / 10¹² s at 3.35 TB/s."""
-OLDEST_TORCHAO = "0.18"
+OLDEST_TORCHAO = (0, 18)
 """Earlier versions do not work around a fault in Triton's maximum, which returned NaN scales (triton #11111)."""
 
 
@@ -72,12 +71,11 @@ def float8_problem(device: torch.device, precision: Precision) -> str | None:
     try:
         found = version("torchao")
     except PackageNotFoundError:
-        found = None
-    if found is None or Version(found) < Version(OLDEST_TORCHAO):
+        found = "none"
+    if found == "none" or tuple(map(int, found.split(".")[:2])) < OLDEST_TORCHAO:
         return (
-            f"float8 needs torchao {OLDEST_TORCHAO} or later, but {os.uname().nodename} has "
-            f"{'none' if found is None else found}. Install it on every node (pip install 'latentmill[quantised]'), or "
-            f"set float8 to false."
+            f"float8 needs torchao {'.'.join(map(str, OLDEST_TORCHAO))} or later; {os.uname().nodename} has {found}. "
+            f"Install it on every node (pip install 'latentmill[quantised]'), or set float8 to false."
         )
     return None
 
