@@ -194,6 +194,6 @@ def _shrink_on_decode(image: Image.Image, buckets: list[Bucket], turned: bool, c
         return 1
     width, height = image.size[::-1] if turned else image.size
     spare = min(min(width / bucket.width, height / bucket.height) for bucket in buckets) / config.decode_margin
-    scale = max((scale for scale in (1, 2, 4, 8) if scale <= spare), default=1)
+    scale = max((scale for scale in (2, 4, 8) if scale <= spare), default=1)
     image.draft(None, (image.width // scale, image.height // scale))
     return scale

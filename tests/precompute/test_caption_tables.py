@@ -103,7 +103,7 @@ def test_new_captions_for_existing_latents(models: Path, tars: Path, tmp_path: P
         parts = [receipts_of_tar(root, "00000").parts[bucket] for root in (derived, direct)]
         assert [part.samples for part in parts] == [len(after)] * 2
         assert [part.refused.get("no_caption", 0) for part in parts] == [0 if fallback else 2] * 2
-        assert "derived.tables.vlm" in parts[0].settings
+        assert "derived.tables.vlm" in parts[0].settings and parts[0].settings["derived.tables.vlm.found"] == len(NEW)
     shards(["verify", str(derived)])
 
 
