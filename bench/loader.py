@@ -1,4 +1,4 @@
-"""Compare the loader with a training step, plain reading and streaming, and measure the data wait of a real run.
+"""Compare the loader with a training step and streaming, and measure the data wait of a real run.
 
 python -m bench.loader [--samples 2048] [--only families]
 """
@@ -25,9 +25,7 @@ from torch.utils.data import DataLoader
 from bench.kit.common import section, table, timed_in_turn
 from bench.kit.families import FAMILIES, GPUS_OF_A_NODE, Family, read_family
 from bench.kit.roots import make_root
-from shards.base.store import LocalStore
 from train.data.loader import Loader
-from train.data.selection import FilterConfig, select
 from train.data.spec import DataConfig, DataSpec
 from train.data.streams import open_data
 from train.run.reporting.json_lines import read_json_lines
@@ -38,7 +36,6 @@ SD2_BUCKET, SD2_TEXT = "256x256", (77, 1024)
 BATCH = 64
 PARTS = 8
 ROUNDS = 5
-BLOCK = 1 << 22
 COPIED = 1 << 28
 FAMILY_SAMPLES = 128
 
@@ -54,10 +51,8 @@ def main() -> None:
         folder = Path(place)
         parts: dict[str, Callable[[], str]] = {
             "unet": lambda: against_the_unet(demo(), cores),
-            "plain": lambda: against_plain_reading(sd2(), cores),
             "streaming": lambda: against_streaming(sd2(), cores),
             "first": lambda: first_batch(sd2()),
-            "filter": lambda: table_reading(demo()),
             "wait": lambda: wait_of_a_run(demo(), folder / "run", cores),
             "families": lambda: of_families(folder),
         }
@@ -125,37 +120,6 @@ def against_the_unet(root: Path, cores: int) -> str:
     )
 
 
-def against_plain_reading(root: Path, cores: int) -> str:
-    """Compare bytes per second with one sequential read and copy of the same files, for samples of SD2's size."""
-    paths = sorted((root / SD2_BUCKET).glob("*/*.mds"))
-    total = sum(path.stat().st_size for path in paths)
-    block, target = bytearray(BLOCK), np.empty(BLOCK, np.uint8)
-
-    def plain() -> None:
-        for path in paths:
-            with path.open("rb", buffering=0) as file:
-                while count := file.readinto(block):
-                    target[:count] = np.frombuffer(block, np.uint8, count)
-
-    rows = []
-    for num_workers in (0, 1, cores):
-        reading = Reading(root, SD2_BUCKET, num_workers)
-        share = reading.spec.steps_per_epoch * BATCH / reading.spec.streams[0].num_samples
-        pair = timed_in_turn(reading, plain, ROUNDS)
-        reading.batches.close()
-        loaded = share * total / np.median(pair.first_seconds)
-        plainly = total / np.median(pair.second_seconds)
-        rows.append(
-            [num_workers, f"{loaded / 1e9:.2f}", f"{plainly / 1e9:.2f}", f"{share * pair.ratio:.0%}", pair.spread]
-        )
-    return (
-        f"**Compared with plain reading**: samples of {total / sum_samples(root):,.0f} bytes, {total / 1e6:.0f} MB in "
-        f"total, in the page cache. Plain reading reads all files sequentially in blocks of 4 MiB and copies each "
-        f"block once, in one thread.\n\n"
-        + table(["loader processes", "loader GB/s", "plain GB/s", "share", "time ratios, lowest to highest"], rows)
-    )
-
-
 def against_streaming(root: Path, cores: int) -> str:
     """Compare an epoch of the loader with one of StreamingDataset in a DataLoader, for samples of SD2's size."""
     from streaming import StreamingDataset  # not installed on every machine that runs the GPU check
@@ -195,11 +159,6 @@ def exhaust(batches: Iterable[object]) -> None:
         pass
 
 
-def sum_samples(root: Path) -> int:
-    """Return the number of samples in the bucket of SD2's size."""
-    return open_stream(root, SD2_BUCKET, 0)[1].streams[0].files.num_samples
-
-
 def first_batch(root: Path) -> str:
     """Measure the time from building the loader to its first batch, at the start and at 90 % of an epoch."""
     rows = []
@@ -217,16 +176,6 @@ def first_batch(root: Path) -> str:
         rows.append([num_workers, f"{start:.3f}", f"{resumed:.3f}", f"{pair.ratio:.2f}", pair.spread])
     header = ["loader processes", "at the start, s", "at 90 %, s", "ratio", "lowest to highest"]
     return "**Time to the first batch**, including hashing its files:\n\n" + table(header, rows)
-
-
-def table_reading(root: Path) -> str:
-    """Measure the startup cost of a filter per part."""
-    _, spec = open_stream(root, DEMO_BUCKET, 0)
-    config = FilterConfig.model_validate({"aesthetic": {"min": 5.0}, "punsafe": {"max": 0.1}})
-    store, files = LocalStore(root), spec.streams[0].files
-    taken = np.median([seconds(lambda: select(store, DEMO_BUCKET, files, config)) for _ in range(ROUNDS)])
-    rows = spec.streams[0].files.num_samples // PARTS
-    return f"**Planning a filter** takes {1000 * taken / PARTS:.1f} ms per part of {rows} samples."
 
 
 def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:

@@ -65,7 +65,7 @@ ABOUT = f"""
 One rank of {NUM_RANKS}, global batch {GLOBAL_BATCH}, 64 canonical nodes, blocks of 32,768. The first process of a
 machine reads the index and writes the tables. It also checks every file, for at most 10 s. Own memory is anonymous
 memory beyond that after the imports; mapped memory is shared. A filter also needs time to read the parts' tables, once
-per machine (`bench.loader` measures it per table). Here its mask is random."""
+per machine. Here its mask is random."""
 RANKS = {"first": {"LOCAL_RANK": "0"}, "further": {"LOCAL_RANK": "1"}}
 
 
