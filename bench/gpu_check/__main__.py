@@ -77,7 +77,7 @@ def check(arguments: list[str]) -> None:
         )
     run = CheckRun(options.device, options.small, options.output, options.minutes, time.monotonic())
     halves = {half: [name for lane in lanes for name in lane] for half, lanes in HALVES.items()}
-    names = [name for word in options.parts or halves for name in halves.get(word, [word])]
+    names = list(dict.fromkeys(name for word in options.parts or halves for name in halves.get(word, [word])))
     parts, text = kept(run.output, names), ""
     for name, found in run_parts(run, names):
         parts[name] = found
