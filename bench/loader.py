@@ -22,7 +22,7 @@ import yaml
 from diffusers import UNet2DConditionModel
 from torch.utils.data import DataLoader
 
-from bench.kit.common import section, table, timed_in_turn
+from bench.kit.common import section, table, timed, timed_in_turn
 from bench.kit.families import FAMILIES, GPUS_OF_A_NODE, Family, read_family
 from bench.kit.roots import make_root
 from train.data.loader import Loader
@@ -100,7 +100,7 @@ def unet_rate() -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    return BATCH / float(np.median([seconds(step) for _ in range(2 * ROUNDS)][ROUNDS:]))
+    return BATCH / float(np.median([timed(step)[0] for _ in range(2 * ROUNDS)][ROUNDS:]))
 
 
 def against_the_unet(root: Path, cores: int) -> str:
@@ -110,7 +110,7 @@ def against_the_unet(root: Path, cores: int) -> str:
     for num_workers in (0, 1, cores):
         reading = Reading(root, DEMO_BUCKET, num_workers)
         reading()
-        images = reading.spec.steps_per_epoch * BATCH / np.median([seconds(reading) for _ in range(ROUNDS)])
+        images = reading.spec.steps_per_epoch * BATCH / np.median([timed(reading)[0] for _ in range(ROUNDS)])
         reading.batches.close()
         rows.append([num_workers, f"{images:,.0f}", f"{images / rate:.0f} ×"])
     return (
@@ -240,13 +240,6 @@ def family_row(family: Family, root: Path) -> list[object]:
         f"{family.node_rate:,.0f}",
         f"{3 * family.node_rate / rate:.1f}",
     ]
-
-
-def seconds(function: Callable[[], object]) -> float:
-    """Return the wall-clock time of one call."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -69,8 +67,7 @@ def training(setup: Setup, found: Findings, which: int, number: int, compiled: t
     size = setup.microbatches(bucket)[number]
     settings = [StepSetting(bucket, size, True, True, how) for how in compiled]
     options = Namespace(batch=setup.batch, unet=setup.unet, precision="bfloat16", seconds=0.1 if setup.small else 6)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(mixed_precision="bf16", cpu=setup.device.type == "cpu")
+    accelerator = setup.accelerator(options.precision)
     for setting in settings:
         cells: dict[str, Any] = {"bucket": bucket, "microbatch": setting.microbatch_size, "with": setting.words}
         cells["batch"] = setup.batch

@@ -14,17 +14,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from bench.kit.common import section, status_mb, table
+from bench.kit.common import section, status_mb, table, timed
 from bench.kit.receipts import synthetic_receipt
 from bench.kit.roots import encoding_record
 from shards.base.store import LocalStore
@@ -47,19 +44,9 @@ GLOBAL_BATCH = 2048
 NUM_RANKS = 8
 FILES_PER_PART = 6.5
 BUCKET = "256x256"
-HEADER = [
-    "samples",
-    "files",
-    "pass the filter",
-    "process of the machine",
-    "find and open, s",
-    "plan epoch, s",
-    "first batch's ids, s",
-    "at 90 % of an epoch, s",
-    "ids per step, ms",
-    "own memory: peak, MB",
-    "at the end, MB",
-]
+HEADER = ["samples", "files", "pass the filter", "process of the machine", "find and open, s"]
+HEADER += ["plan epoch, s", "first batch's ids, s", "at 90 % of an epoch, s"]
+HEADER += ["ids per step, ms", "own memory: peak, MB", "at the end, MB"]
 ABOUT = f"""
 
 One rank of {NUM_RANKS}, global batch {GLOBAL_BATCH}, 64 canonical nodes, blocks of 32,768. The first process of a
@@ -172,13 +159,6 @@ def with_selection(spec: DataSpec, selection: Selection) -> DataSpec:
     chosen = choose_per_epoch(1.0, passing, GLOBAL_BATCH)
     filtered = replace(stream, selection=selection, num_samples=passing, chosen=chosen)
     return replace(spec, streams=(filtered,), steps_per_epoch=chosen // GLOBAL_BATCH)
-
-
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Call a function, and return the seconds it took and its result."""
-    start = time.perf_counter()
-    result = function()
-    return time.perf_counter() - start, result
 
 
 if __name__ == "__main__":
