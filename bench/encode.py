@@ -113,9 +113,7 @@ def count_flops(sizes: EncoderSizes) -> dict[str, int]:
 
 
 def rates_of(
-    work: Sequence[RepeatableBatch],
-    num_batches: int,
-    quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+    work: Sequence[RepeatableBatch], num_batches: int, quiet: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> tuple[float, float]:
     """Measure images or captions per second, and TFLOP/s, over `num_batches` that cycle through `work`.
 

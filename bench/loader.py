@@ -1,10 +1,9 @@
-"""Compare the loader with a training step and streaming, and measure the data wait of a real run.
+"""Compare the loader with a training run, which may wait for it, and with streaming, for the samples of all families.
 
 python -m bench.loader [--samples 2048] [--only families]
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from diffusers import UNet2DConditionModel
 from torch.utils.data import DataLoader
 
 from bench.kit.common import section, table, timed, timed_in_turn
@@ -50,10 +48,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         parts: dict[str, Callable[[], str]] = {
-            "unet": lambda: against_the_unet(demo(), cores),
+            "unet": lambda: beside_a_run(demo(), folder / "run", cores),
             "streaming": lambda: against_streaming(sd2(), cores),
             "first": lambda: first_batch(sd2()),
-            "wait": lambda: wait_of_a_run(demo(), folder / "run", cores),
             "families": lambda: of_families(folder),
         }
         parser.add_argument("--only", nargs="*", choices=parts, default=list(parts))
@@ -82,42 +79,6 @@ class Reading:
     def __call__(self) -> None:
         for _ in range(self.spec.steps_per_epoch):
             next(self.batches)
-
-
-def unet_rate() -> float:
-    """Measure training steps of a small U-Net on all cores, in images per second."""
-    torch.manual_seed(0)
-    torch.backends.cuda.enable_flash_sdp(False)
-    unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
-    optimizer = torch.optim.AdamW(unet.parameters(), fused=True)
-    latents, text = torch.randn(BATCH, 4, 8, 8), torch.randn(BATCH, *DEMO_TEXT)
-    timesteps = torch.arange(BATCH)
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            prediction = unet(latents, timesteps, text).sample
-        prediction.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return BATCH / float(np.median([timed(step)[0] for _ in range(2 * ROUNDS)][ROUNDS:]))
-
-
-def against_the_unet(root: Path, cores: int) -> str:
-    """Compare the loader's rate with that of a small U-Net on the same cores."""
-    rate = unet_rate()
-    rows = []
-    for num_workers in (0, 1, cores):
-        reading = Reading(root, DEMO_BUCKET, num_workers)
-        reading()
-        images = reading.spec.steps_per_epoch * BATCH / np.median([timed(reading)[0] for _ in range(ROUNDS)])
-        reading.batches.close()
-        rows.append([num_workers, f"{images:,.0f}", f"{images / rate:.0f} ×"])
-    return (
-        f"**Compared with a small U-Net** ({UNET}, batches of {BATCH}, bfloat16, {cores} threads), which trains at "
-        f"{rate:,.0f} images/s.\n\n"
-        + table(["loader processes", "loader alone, images/s", "relative to the U-Net"], rows)
-    )
 
 
 def against_streaming(root: Path, cores: int) -> str:
@@ -178,8 +139,9 @@ def first_batch(root: Path) -> str:
     return "**Time to the first batch**, including hashing its files:\n\n" + table(header, rows)
 
 
-def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
-    """Measure the share of time that a real run of a small U-Net waits for data."""
+def beside_a_run(root: Path, run_dir: Path, cores: int) -> str:
+    """Measure the share of time that a real run of a small U-Net waits for data, and compare its rate with that of the
+    loader alone on the same cores."""
     config = yaml.safe_load(Path("examples/shapes/configs/phase1.yaml").read_text())
     config["data"] = {
         "streams": [{"root": str(root), "bucket": DEMO_BUCKET}],
@@ -201,9 +163,17 @@ def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
     shutil.rmtree(run_dir)
     waits = [line["data_wait"] for line in lines]
     rate = np.median([line["images_per_second"] for line in lines])
+    rows = []
+    for num_workers in (0, 1, cores):
+        reading = Reading(root, DEMO_BUCKET, num_workers)
+        reading()
+        images = reading.spec.steps_per_epoch * BATCH / np.median([timed(reading)[0] for _ in range(ROUNDS)])
+        reading.batches.close()
+        rows.append([num_workers, f"{images:,.0f}", f"{images / rate:.0f} ×"])
     return (
-        f"**Data wait** of a run ({UNET} at {rate:,.0f} images/s on {cores} cores, 1 loader process): "
-        f"{np.mean(waits):.2%} of the time from step 10 on, and at most {max(waits):.2%} over 10 steps."
+        f"**Compared with a run** that trains {UNET} at {rate:,.0f} images/s on {cores} cores with 1 loader process. "
+        f"It waits for data {np.mean(waits):.2%} of the time from step 10 on, and at most {max(waits):.2%} over 10 "
+        f"steps.\n\n" + table(["loader processes", "loader alone, images/s", "relative to the run"], rows)
     )
 
 

@@ -122,7 +122,7 @@ def psnr(corpus: Iterable[bytes], config: PixelsConfig) -> dict[Bucket, np.ndarr
     return {bucket: np.array(values) for bucket, values in found.items()}
 
 
-def quality_row(name: str, values: np.ndarray) -> list[str]:
+def quality_row(name: str, values: np.ndarray) -> list[object]:
     """Format the number of images, and their mean, 5th percentile and minimum in dB."""
     figures = (values.mean(), np.percentile(values, 5), values.min())
     return [name, str(len(values)), *(f"{figure:.1f}" for figure in figures)]

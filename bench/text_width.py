@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.kit.common import machine, mean_and_interval, table
+from bench.kit.common import in_new_process, machine, mean_and_interval, table
 from shards.base.store import LocalStore
 from shards.format.encoding import EncodingRecord
 
@@ -74,9 +74,8 @@ def derive(source: Path, target: Path, *options: str) -> None:
 
 
 def python(module: str, *arguments: str) -> None:
-    """Run a command of this project with one thread."""
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    subprocess.run([sys.executable, "-m", module, *arguments], env=environment, check=True, stdout=subprocess.DEVNULL)
+    """Run a command of this project."""
+    subprocess.run([sys.executable, "-m", module, *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 def run_trial(comparison: Comparison, setting: Setting, seed: int, steps: int, samples: int) -> dict[str, Any]:
@@ -97,14 +96,13 @@ def run_trial(comparison: Comparison, setting: Setting, seed: int, steps: int, s
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found: dict[str, Any] = {"loss": next(line["val_loss"] for line in reversed(lines) if "val_loss" in line)}
     if samples:
-        python("bench.text_width", str(root), str(validation), "--samples", str(samples), "--sample", str(run))
-        found |= json.loads((run / "samples.json").read_text())
+        found["distance"] = in_new_process(sample_run, run, validation, samples)
     return found
 
 
-def sample_run(run: Path, validation: Path, count: int) -> None:
-    """Sample a run's exported pipeline on the captions of a root, and write the MMD between the generated latents and
-    the root's to RUN/samples.json."""
+def sample_run(run: Path, validation: Path, count: int) -> float:
+    """Sample a run's exported pipeline on the captions of a root, and return the MMD between the generated latents and
+    the root's."""
     import torch
 
     from evaluation.metrics.kernels import cubic, mmd
@@ -130,8 +128,7 @@ def sample_run(run: Path, validation: Path, count: int) -> None:
         options = {"height": height, "width": width, "guidance_scale": GUIDANCE, "output_type": "latent"}
         drawn.append(pipeline(texts, num_inference_steps=SAMPLING_STEPS, generator=generators, **options).images)
     features = torch.cat(drawn).flatten(1).numpy()
-    distance = mmd(features, np.arange(count), reference.reshape(count, -1), cubic).value
-    (run / "samples.json").write_text(json.dumps({"distance": distance}))
+    return float(mmd(features, np.arange(count), reference.reshape(count, -1), cubic).value)
 
 
 def results_table(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
@@ -179,11 +176,8 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/text_width"), help="folder for roots, runs and results"
     )
-    parser.add_argument("--sample", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.sample:
-        sample_run(options.sample, options.validation, options.samples)
-        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     roots = options.root.absolute(), options.validation.absolute()

@@ -8,10 +8,7 @@ which maps them.
 """
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 from dataclasses import replace
@@ -21,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.kit.common import section, status_mb, table, timed
+from bench.kit.common import in_new_process, section, status_mb, table, timed
 from bench.kit.receipts import synthetic_receipt
 from bench.kit.roots import encoding_record
 from shards.base.store import LocalStore
@@ -61,21 +58,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.index.epoch_plan", description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--files", type=int, default=NUM_FILES)
-    parser.add_argument("--measure", type=Path, help="measure this folder in this process (internal)")
-    parser.add_argument("--passing", choices=["all", "half"], default="all", help="used with --measure")
     options = parser.parse_args()
-    if options.measure:
-        print(json.dumps(measure(options.measure, options.passing)))
-        return
     rows = []
     for samples in options.sizes:
         with tempfile.TemporaryDirectory() as folder:
             make_root(Path(folder), samples, options.files)
             for passing, rank in product(("all", "half"), RANKS):
-                command = [sys.executable, "-m", "bench.index.epoch_plan", "--measure", folder, "--passing", passing]
-                environment = os.environ | RANKS[rank] | {"TMPDIR": folder}
-                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
-                rows.append([f"{samples:,}", f"{options.files:,}", passing, rank, *json.loads(done.stdout).values()])
+                os.environ |= RANKS[rank] | {"TMPDIR": folder}  # for the new process
+                measured = in_new_process(measure, Path(folder), passing)
+                rows.append([f"{samples:,}", f"{options.files:,}", passing, rank, *measured])
     print(section("Opening and planning", "bench.index.epoch_plan", table(HEADER, rows) + ABOUT))
 
 
@@ -107,7 +98,7 @@ def make_root(folder: Path, num_samples: int, num_files: int) -> None:
     Selection(mask, passing, {}).save(folder / "half")
 
 
-def measure(folder: Path, passing: str) -> dict[str, str]:
+def measure(folder: Path, passing: str) -> list[str]:
     """Measure each step towards the first batch, in this process, and its memory."""
     imports, peak = status_mb("RssAnon"), Peak()
     config = DataConfig.model_validate(
@@ -126,11 +117,8 @@ def measure(folder: Path, passing: str) -> dict[str, str]:
     steps = min(order.steps_per_epoch, 1000)
     running, _ = timed(lambda: [order.samples(step, slots) for step in range(steps)])
     seconds = [f"{value:.3f}" for value in (opened, planned, first, resumed)]
-    return dict(zip(["open", "plan", "first", "resume"], seconds, strict=True)) | {
-        "step": f"{1000 * running / steps:.2f}",
-        "peak": f"{peak.stop() - imports:.0f}",
-        "end": f"{status_mb('RssAnon') - imports:.0f}",
-    }
+    megabytes = [f"{value - imports:.0f}" for value in (peak.stop(), status_mb("RssAnon"))]
+    return [*seconds, f"{1000 * running / steps:.2f}", *megabytes]
 
 
 class Peak:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,12 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype = torch.bfloat16, sid
     multiply()
     seconds = statistics.median(timed(multiply)[0] for _ in range(ROUNDS))
     return 2 * side**3 * products / seconds / 1e12
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a new process, so that memory and torch's threads are not shared."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
 
 
 def status_mb(field: str) -> float:

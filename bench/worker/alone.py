@@ -1,19 +1,17 @@
 """A worker by itself: its overhead relative to decoding alone, two workers side by side, and its memory."""
 
-import multiprocessing
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from bench.kit.common import status_mb, table, timed_in_turn
+from bench.kit.common import in_new_process, status_mb, table, timed_in_turn
 from bench.pixels import make_corpus
 from bench.worker.fakes import SleepingImageEncoder, free_encoders, sd2_record
 from bench.worker.inputs import jpegs, make_tars
@@ -71,19 +69,14 @@ def encode(shards: Iterable[Unit], config: PrecomputeConfig, seconds_per_picture
 
 
 def begin() -> None:
-    """Prepare a new process like a worker's."""
+    """Prepare this process like a worker's."""
     torch.set_num_threads(1)
     prepare_process()
 
 
-def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a new process, so that memory and torch's threads are not shared."""
-    with multiprocessing.get_context("spawn").Pool(1, begin) as pool:
-        return pool.apply(function, arguments)
-
-
 def overhead(options: Options) -> np.ndarray:
     """Return (4, rounds): bare seconds, the worker's seconds, bare CPU seconds, the worker's CPU seconds."""
+    begin()
     config = options.fresh_config("bare")
     shard = find_input(config.input).units()[0]
     roots = iter([options.fresh_config(f"free{number}") for number in range(options.rounds + 1)])
@@ -109,6 +102,7 @@ def overhead(options: Options) -> np.ndarray:
 
 def one_of_two(options: Options, number: int) -> tuple[float, float]:
     """Encode the tar of this number, or both tars if it is negative, and return the start and end time."""
+    begin()
     config = options.fresh_config(f"two{number}")
     shards = find_input(config.input).units()[:2]
     start = time.time()
@@ -126,6 +120,7 @@ def two_workers(options: Options) -> float:
 
 def memory(options: Options) -> list[float]:
     """Return the resident memory after each tar, and its peak, in MB."""
+    begin()
     config, resident = options.fresh_config("memory"), []
     for _, shard in zip(range(options.shards), cycle(find_input(config.input).units()), strict=False):
         encode([shard], config)
