@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from multiprocessing import get_context
@@ -114,8 +115,8 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype = torch.bfloat16, sid
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a new process, so that memory and torch's threads are not shared."""
-    with get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # raises an error if the process dies
+        return pool.submit(function, *arguments).result()
 
 
 def status_mb(field: str) -> float:
