@@ -8,9 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = (
-    *("pixels", "worker", "encode", "index.epoch_plan", "index.publishing", "index.reading", "loader", "train_step"),
-)
+BENCHMARKS = ("pixels", "worker", "encode", "index.epoch_plan", "index.publishing", "loader", "train_step")
 INTRODUCTION = """# Benchmarks
 
 Comparisons were timed in turn in one run, on the machine that each section names. On other machines the ratios carry

@@ -25,9 +25,8 @@ from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel
 
-from bench.kit.common import bench_file, device_name, matmul_tflops, section, table, write_bench_file
+from bench.kit.common import bench_file, device_name, encoder_rates, matmul_tflops, section, table, write_bench_file
 from examples.shapes.models import MODELS
-from plan.measured import Measurement
 from precompute.describe import TextConfig, TextTowerConfig, describe_image, describe_text
 from precompute.encode.encoders import ImageEncoder, TextEncoder
 from precompute.encode.networks import DeviceSettings
@@ -114,9 +113,7 @@ def count_flops(sizes: EncoderSizes) -> dict[str, int]:
 
 
 def rates_of(
-    work: Sequence[RepeatableBatch],
-    num_batches: int,
-    quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
+    work: Sequence[RepeatableBatch], num_batches: int, quiet: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> tuple[float, float]:
     """Measure images or captions per second, and TFLOP/s, over `num_batches` that cycle through `work`.
 
@@ -191,16 +188,6 @@ def measure(
     }
 
 
-def measurements(rates: dict[str, tuple[float, float]]) -> list[Measurement]:
-    """Return the planner's measurements: a rate per bucket, and one for captions."""
-    found = [
-        Measurement(stage="encode", bucket=name, images_per_second_per_gpu=items)
-        for name, (items, _) in rates.items()
-        if name not in ("mixed", "text", "ids")
-    ]
-    return [*found, Measurement(stage="text", images_per_second_per_gpu=rates["text"][0])]
-
-
 def main() -> None:
     """Measure, print a section, and write the JSON file."""
     parser = argparse.ArgumentParser(prog="bench.encode", description=__doc__)
@@ -231,7 +218,8 @@ def main() -> None:
     body += f"\n\n{networks}, {how}. A large bf16 matrix product in the same run: {matrix:,.3g} TFLOP/s."
     print(section("The encoders", "bench.encode", body))
     if options.json:
-        write_bench_file(options.json, bench_file("bench.encode", device_name(device), measurements(rates)))
+        found = encoder_rates((name, per_second) for name, (per_second, _) in rates.items())
+        write_bench_file(options.json, bench_file("bench.encode", device_name(device), found))
 
 
 if __name__ == "__main__":

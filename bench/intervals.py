@@ -7,7 +7,7 @@ samples, or, if the estimand is a mean over draws, as the mean of other draws.
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 
@@ -50,9 +50,9 @@ class SimulatedSet:
         values: np.ndarray = (rng.gamma(shape, size=(count, self.dimensions)) - shape) / shape**0.5
         return values
 
-    def reference(self, rng: np.random.Generator, count: int | None = None) -> np.ndarray:
+    def reference(self, rng: np.random.Generator) -> np.ndarray:
         """Draw (count, dimensions) from the reference's distribution."""
-        return self.noise(rng, count or self.count) * self.scales
+        return self.noise(rng, self.count) * self.scales
 
     @property
     def fixed_reference(self) -> np.ndarray:
@@ -71,14 +71,7 @@ class SimulatedModel:
     def draw(self, rng: np.random.Generator, of: SimulatedSet) -> np.ndarray:
         """Draw (count, dimensions). Samples of a prompt share half of their variance."""
         shared = np.repeat(of.noise(rng, -(-of.count // of.per_prompt)), of.per_prompt, axis=0)[: of.count]
-        return self.place((of.noise(rng, of.count) + shared) / 2**0.5, of)
-
-    def draw_apart(self, rng: np.random.Generator, of: SimulatedSet, count: int) -> np.ndarray:
-        """Draw (count, dimensions), each sample from a prompt of its own."""
-        return self.place((of.noise(rng, count) + of.noise(rng, count)) / 2**0.5, of)
-
-    def place(self, noise: np.ndarray, of: SimulatedSet) -> np.ndarray:
-        """Shift and widen noise into the model's distribution."""
+        noise = (of.noise(rng, of.count) + shared) / 2**0.5
         return (noise * self.width + self.shift) * of.scales
 
     def distance(self, of: SimulatedSet) -> float:
@@ -87,10 +80,10 @@ class SimulatedModel:
 
     def discrepancy(self, of: SimulatedSet, kernel: Kernel) -> float:
         """Estimate MMD² from kernel means over independent samples."""
-        rng, found = np.random.default_rng(OTHER_SEEDS), []
+        rng, found, apart = np.random.default_rng(OTHER_SEEDS), [], replace(of, count=INDEPENDENT, per_prompt=1)
         for _ in range(ROUNDS):
-            x, x2 = (torch.from_numpy(self.draw_apart(rng, of, INDEPENDENT)) for _ in range(2))
-            y, y2 = (torch.from_numpy(of.reference(rng, INDEPENDENT)) for _ in range(2))
+            x, x2 = (torch.from_numpy(self.draw(rng, apart)) for _ in range(2))
+            y, y2 = (torch.from_numpy(apart.reference(rng)) for _ in range(2))
             found.append(float(kernel(x, x2).mean() + kernel(y, y2).mean() - 2 * kernel(x, y).mean()))
         return float(np.mean(found))
 

@@ -1,10 +1,9 @@
-"""Compare the loader with a training step, plain reading and streaming, and measure the data wait of a real run.
+"""Compare the loader with a training run, which may wait for it, and with streaming, for the samples of all families.
 
 python -m bench.loader [--samples 2048] [--only families]
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -19,15 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from diffusers import UNet2DConditionModel
 from torch.utils.data import DataLoader
 
-from bench.kit.common import section, table, timed_in_turn
+from bench.kit.common import section, table, timed, timed_in_turn
 from bench.kit.families import FAMILIES, GPUS_OF_A_NODE, Family, read_family
 from bench.kit.roots import make_root
-from shards.base.store import LocalStore
 from train.data.loader import Loader
-from train.data.selection import FilterConfig, select
 from train.data.spec import DataConfig, DataSpec
 from train.data.streams import open_data
 from train.run.reporting.json_lines import read_json_lines
@@ -38,7 +34,6 @@ SD2_BUCKET, SD2_TEXT = "256x256", (77, 1024)
 BATCH = 64
 PARTS = 8
 ROUNDS = 5
-BLOCK = 1 << 22
 COPIED = 1 << 28
 FAMILY_SAMPLES = 128
 
@@ -53,12 +48,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         parts: dict[str, Callable[[], str]] = {
-            "unet": lambda: against_the_unet(demo(), cores),
-            "plain": lambda: against_plain_reading(sd2(), cores),
+            "unet": lambda: beside_a_run(demo(), folder / "run", cores),
             "streaming": lambda: against_streaming(sd2(), cores),
             "first": lambda: first_batch(sd2()),
-            "filter": lambda: table_reading(demo()),
-            "wait": lambda: wait_of_a_run(demo(), folder / "run", cores),
             "families": lambda: of_families(folder),
         }
         parser.add_argument("--only", nargs="*", choices=parts, default=list(parts))
@@ -87,73 +79,6 @@ class Reading:
     def __call__(self) -> None:
         for _ in range(self.spec.steps_per_epoch):
             next(self.batches)
-
-
-def unet_rate() -> float:
-    """Measure training steps of a small U-Net on all cores, in images per second."""
-    torch.manual_seed(0)
-    torch.backends.cuda.enable_flash_sdp(False)
-    unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
-    optimizer = torch.optim.AdamW(unet.parameters(), fused=True)
-    latents, text = torch.randn(BATCH, 4, 8, 8), torch.randn(BATCH, *DEMO_TEXT)
-    timesteps = torch.arange(BATCH)
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            prediction = unet(latents, timesteps, text).sample
-        prediction.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return BATCH / float(np.median([seconds(step) for _ in range(2 * ROUNDS)][ROUNDS:]))
-
-
-def against_the_unet(root: Path, cores: int) -> str:
-    """Compare the loader's rate with that of a small U-Net on the same cores."""
-    rate = unet_rate()
-    rows = []
-    for num_workers in (0, 1, cores):
-        reading = Reading(root, DEMO_BUCKET, num_workers)
-        reading()
-        images = reading.spec.steps_per_epoch * BATCH / np.median([seconds(reading) for _ in range(ROUNDS)])
-        reading.batches.close()
-        rows.append([num_workers, f"{images:,.0f}", f"{images / rate:.0f} ×"])
-    return (
-        f"**Compared with a small U-Net** ({UNET}, batches of {BATCH}, bfloat16, {cores} threads), which trains at "
-        f"{rate:,.0f} images/s.\n\n"
-        + table(["loader processes", "loader alone, images/s", "relative to the U-Net"], rows)
-    )
-
-
-def against_plain_reading(root: Path, cores: int) -> str:
-    """Compare bytes per second with one sequential read and copy of the same files, for samples of SD2's size."""
-    paths = sorted((root / SD2_BUCKET).glob("*/*.mds"))
-    total = sum(path.stat().st_size for path in paths)
-    block, target = bytearray(BLOCK), np.empty(BLOCK, np.uint8)
-
-    def plain() -> None:
-        for path in paths:
-            with path.open("rb", buffering=0) as file:
-                while count := file.readinto(block):
-                    target[:count] = np.frombuffer(block, np.uint8, count)
-
-    rows = []
-    for num_workers in (0, 1, cores):
-        reading = Reading(root, SD2_BUCKET, num_workers)
-        share = reading.spec.steps_per_epoch * BATCH / reading.spec.streams[0].num_samples
-        pair = timed_in_turn(reading, plain, ROUNDS)
-        reading.batches.close()
-        loaded = share * total / np.median(pair.first_seconds)
-        plainly = total / np.median(pair.second_seconds)
-        rows.append(
-            [num_workers, f"{loaded / 1e9:.2f}", f"{plainly / 1e9:.2f}", f"{share * pair.ratio:.0%}", pair.spread]
-        )
-    return (
-        f"**Compared with plain reading**: samples of {total / sum_samples(root):,.0f} bytes, {total / 1e6:.0f} MB in "
-        f"total, in the page cache. Plain reading reads all files sequentially in blocks of 4 MiB and copies each "
-        f"block once, in one thread.\n\n"
-        + table(["loader processes", "loader GB/s", "plain GB/s", "share", "time ratios, lowest to highest"], rows)
-    )
 
 
 def against_streaming(root: Path, cores: int) -> str:
@@ -195,11 +120,6 @@ def exhaust(batches: Iterable[object]) -> None:
         pass
 
 
-def sum_samples(root: Path) -> int:
-    """Return the number of samples in the bucket of SD2's size."""
-    return open_stream(root, SD2_BUCKET, 0)[1].streams[0].files.num_samples
-
-
 def first_batch(root: Path) -> str:
     """Measure the time from building the loader to its first batch, at the start and at 90 % of an epoch."""
     rows = []
@@ -219,18 +139,9 @@ def first_batch(root: Path) -> str:
     return "**Time to the first batch**, including hashing its files:\n\n" + table(header, rows)
 
 
-def table_reading(root: Path) -> str:
-    """Measure the startup cost of a filter per part."""
-    _, spec = open_stream(root, DEMO_BUCKET, 0)
-    config = FilterConfig.model_validate({"aesthetic": {"min": 5.0}, "punsafe": {"max": 0.1}})
-    store, files = LocalStore(root), spec.streams[0].files
-    taken = np.median([seconds(lambda: select(store, DEMO_BUCKET, files, config)) for _ in range(ROUNDS)])
-    rows = spec.streams[0].files.num_samples // PARTS
-    return f"**Planning a filter** takes {1000 * taken / PARTS:.1f} ms per part of {rows} samples."
-
-
-def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
-    """Measure the share of time that a real run of a small U-Net waits for data."""
+def beside_a_run(root: Path, run_dir: Path, cores: int) -> str:
+    """Measure the share of time that a real run of a small U-Net waits for data, and compare its rate with that of the
+    loader alone on the same cores."""
     config = yaml.safe_load(Path("examples/shapes/configs/phase1.yaml").read_text())
     config["data"] = {
         "streams": [{"root": str(root), "bucket": DEMO_BUCKET}],
@@ -252,9 +163,17 @@ def wait_of_a_run(root: Path, run_dir: Path, cores: int) -> str:
     shutil.rmtree(run_dir)
     waits = [line["data_wait"] for line in lines]
     rate = np.median([line["images_per_second"] for line in lines])
+    rows = []
+    for num_workers in (0, 1, cores):
+        reading = Reading(root, DEMO_BUCKET, num_workers)
+        reading()
+        images = reading.spec.steps_per_epoch * BATCH / np.median([timed(reading)[0] for _ in range(ROUNDS)])
+        reading.batches.close()
+        rows.append([num_workers, f"{images:,.0f}", f"{images / rate:.0f} ×"])
     return (
-        f"**Data wait** of a run ({UNET} at {rate:,.0f} images/s on {cores} cores, 1 loader process): "
-        f"{np.mean(waits):.2%} of the time from step 10 on, and at most {max(waits):.2%} over 10 steps."
+        f"**Compared with a run** that trains {UNET} at {rate:,.0f} images/s on {cores} cores with 1 loader process. "
+        f"It waits for data {np.mean(waits):.2%} of the time from step 10 on, and at most {max(waits):.2%} over 10 "
+        f"steps.\n\n" + table(["loader processes", "loader alone, images/s", "relative to the run"], rows)
     )
 
 
@@ -291,13 +210,6 @@ def family_row(family: Family, root: Path) -> list[object]:
         f"{family.node_rate:,.0f}",
         f"{3 * family.node_rate / rate:.1f}",
     ]
-
-
-def seconds(function: Callable[[], object]) -> float:
-    """Return the wall-clock time of one call."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

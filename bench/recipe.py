@@ -39,13 +39,7 @@ phase's config, and other names with a dot are fields of both. `share` is phase 
 `ema_start` are fractions of a phase's steps, and `guidance` and `steps` are settings of the sampler. All other settings
 are the demo's."""
 
-BASE: Recipe = {
-    "share": 0.35,
-    "warmup": 0.05,
-    "ema_start": 0.5,
-    "guidance": 3.0,
-    "steps": 10,
-}
+BASE: Recipe = {"share": 0.35, "warmup": 0.05, "ema_start": 0.5, "guidance": 3.0, "steps": 10}
 V_PREDICTION: Recipe = {
     "objective.prediction": "v_prediction",
     "objective.timestep_sampling": "uniform",
@@ -62,7 +56,7 @@ CHOICES: dict[str, Recipe] = {
     "a fifth of the FLOPs in phase 1": {"share": 0.2},
     "half of the FLOPs in phase 1": {"share": 0.5},
     "no attention at full resolution": {
-        "unet.down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+        "unet.down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"]
     },
     "attention at full resolution on the way up, too": {"unet.up_block_types": ["CrossAttnUpBlock2D"] * 3},
     "four heads": {"unet.attention_head_dim": 4},
@@ -106,11 +100,8 @@ def training_flops(network: Mapping[str, Any], side: int) -> int:
 
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(network)
-        inputs = (
-            torch.empty(1, 4, side, side),
-            torch.empty(1),
-            torch.empty(1, TEXT_LENGTH, unet.config.cross_attention_dim),
-        )
+        text = torch.empty(1, TEXT_LENGTH, unet.config.cross_attention_dim)
+        inputs = torch.empty(1, 4, side, side), torch.empty(1), text
         return flops.training_flops(lambda: unet(*inputs))
 
 
@@ -250,13 +241,8 @@ def main() -> None:
     def trial(name: str, recipe: Recipe, seed: int) -> None:
         folder = options.folder / f"{name.replace(' ', '-')}.{seed}.{os.getpid()}"
         folder.mkdir()
-        request = {
-            "recipe": recipe,
-            "seed": seed,
-            "tflop": options.tflop,
-            "root": str(options.root.absolute()),
-            "folder": str(folder),
-        }
+        request = {"recipe": recipe, "seed": seed, "tflop": options.tflop}
+        request |= {"root": str(options.root.absolute()), "folder": str(folder)}
         command = [sys.executable, "-m", "bench.recipe", "--trial", json.dumps(request)]
         with (folder / "errors").open("w") as errors:
             code = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=errors).returncode

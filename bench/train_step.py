@@ -9,7 +9,6 @@ import copy
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,11 +24,13 @@ from torch import Tensor
 from bench.kit.common import (
     Pair,
     bench_file,
+    best_rates,
     device_name,
     matmul_tflops,
     section,
     synchronize,
     table,
+    timed,
     timed_in_turn,
     write_bench_file,
 )
@@ -135,18 +136,12 @@ def settings(options: argparse.Namespace) -> Iterator[StepSetting]:
     """
     for bucket in options.buckets:
         middle = options.microbatches[(len(options.microbatches) - 1) // 2]
-        ladder = [
-            StepSetting(bucket, middle),
-            StepSetting(bucket, middle, True),
-            StepSetting(bucket, middle, True, True),
-        ]
+        ladder: list[tuple[bool, ...]] = [(), (True,), (True, True)]
         if options.compile:
-            ladder += [StepSetting(bucket, middle, True, True, True), StepSetting(bucket, middle, True, False, True)]
-        yield from ladder
-        for size in options.microbatches:
-            everything = StepSetting(bucket, size, True, True, options.compile)
-            if everything not in ladder:
-                yield everything
+            ladder += [(True, True, True), (True, False, True)]
+        found = [StepSetting(bucket, middle, *features) for features in ladder]
+        found += [StepSetting(bucket, size, True, True, options.compile) for size in options.microbatches]
+        yield from dict.fromkeys(found)
 
 
 def measure(
@@ -186,16 +181,16 @@ def seconds_of_steps(step: Callable[[], object], device: torch.device, least: fl
     Args:
         least: minimum duration of all windows in seconds. There are at least three.
     """
-    step()
-    step()
-    synchronize(device)
-    seconds: list[float] = []
-    while sum(seconds) < least or len(seconds) < 3:
-        start = time.perf_counter()
+
+    def two_steps() -> None:
         step()
         step()
         synchronize(device)
-        seconds.append(time.perf_counter() - start)
+
+    two_steps()
+    seconds: list[float] = []
+    while sum(seconds) < least or len(seconds) < 3:
+        seconds.append(timed(two_steps)[0])
     return statistics.median(seconds) / 2
 
 
@@ -296,14 +291,8 @@ def data_spec(unet: UNet2DConditionModel) -> DataSpec:
     """Make the data spec of a latents root with SD's VAE."""
     width = unet.config.cross_attention_dim
     encoding = encoding_record(TEXT_LENGTH, width)
-    return DataSpec(
-        image=encoding.image,
-        texts=encoding.texts,
-        features={},
-        uncond={ONLY_TEXT: TextLatents(torch.zeros(TEXT_LENGTH, width).half(), 2)},
-        streams=(),
-        steps_per_epoch=1,
-    )
+    uncond = {ONLY_TEXT: TextLatents(torch.zeros(TEXT_LENGTH, width).half(), 2)}
+    return DataSpec(encoding.image, encoding.texts, {}, uncond, streams=(), steps_per_epoch=1)
 
 
 def latent_hw(bucket: str) -> tuple[int, int]:
@@ -336,8 +325,8 @@ def describe_pair(pair: Pair, options: argparse.Namespace) -> str:
         f"The trainer's step (posterior and noise draws, caption dropout, moving average, skipping) runs at "
         f"**{pair.ratio:.3f} ×** the rate of a bare loop over float32 tensors in memory (`torch.randn`, `add_noise`, "
         f"autocast, clip, fused AdamW): median of {options.rounds} rounds in turn, {pair.spread}; "
-        f"{options.unet}, {options.buckets[0]}, "
-        f"batch {options.batch} in microbatches of {options.microbatches[-1]}, {options.precision}."
+        f"{options.unet}, {options.buckets[0]}, batch {options.batch} in microbatches of {options.microbatches[-1]}, "
+        f"{options.precision}."
     )
 
 
@@ -352,16 +341,8 @@ def describe_results(
         start: list[object] = [setting.bucket, setting.microbatch_size, setting.words]
         if result.images_per_second is None:
             return [*start, "out of memory", "", "", "", ""]
-        mfu = f"{result.tflops / peak:.1%}" if peak else "unknown"
-        share = f"{result.tflops / matrix_rate:.1%}"
-        return [
-            *start,
-            f"{result.images_per_second:.1f}",
-            f"{result.tflops:.3g}",
-            share,
-            mfu,
-            f"{result.memory_gb:.2f}",
-        ]
+        shares = [f"{result.tflops / of:.1%}" if of else "unknown" for of in (matrix_rate, peak)]
+        return [*start, f"{result.images_per_second:.1f}", f"{result.tflops:.3g}", *shares, f"{result.memory_gb:.2f}"]
 
     header = ["bucket", "microbatch", "with", "img/s", "TFLOP/s", "share of the matrix rate", "MFU", "memory, GiB"]
     measured = f"In the same run, a {options.precision} matrix product reaches {matrix_rate:.3g} TFLOP/s."
@@ -377,22 +358,18 @@ def describe_results(
 
 def write_plan_file(path: Path, results: list[Result], device: torch.device, batch: int) -> None:
     """Write each bucket's best rate as a benchmark file for plan/measured.py."""
-    best: dict[str, Result] = {}
-    for result in results:
-        known = best.get(result.setting.bucket)
-        if result.images_per_second and (known is None or result.images_per_second > (known.images_per_second or 0)):
-            best[result.setting.bucket] = result
     measurements = [
         Measurement(
             stage="train",
-            bucket=bucket,
-            images_per_second_per_gpu=round(result.images_per_second or 0, 3),
+            bucket=result.setting.bucket,
+            images_per_second_per_gpu=round(result.images_per_second, 3),
             global_batch_size=batch,
             microbatch_size=result.setting.microbatch_size,
         )
-        for bucket, result in best.items()
+        for result in results
+        if result.images_per_second
     ]
-    write_bench_file(path, bench_file("bench.train_step", device_name(device), measurements))
+    write_bench_file(path, bench_file("bench.train_step", device_name(device), best_rates(measurements)))
 
 
 if __name__ == "__main__":

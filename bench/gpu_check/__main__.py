@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from bench.gpu_check.page import page
 from bench.gpu_check.parts import HALVES, LANES, PARTS, SIDE_BY_SIDE, PartRun, begin_lane
 from bench.gpu_check.prediction import with_prediction
-from bench.kit.common import bench_file, write_bench_file
+from bench.kit.common import bench_file, best_rates, encoder_rates, write_bench_file
 from plan.measured import BenchFile, Measurement
 from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, WorkError, exit_code_of
@@ -77,7 +77,7 @@ def check(arguments: list[str]) -> None:
         )
     run = CheckRun(options.device, options.small, options.output, options.minutes, time.monotonic())
     halves = {half: [name for lane in lanes for name in lane] for half, lanes in HALVES.items()}
-    names = [name for word in options.parts or halves for name in halves.get(word, [word])]
+    names = list(dict.fromkeys(name for word in options.parts or halves for name in halves.get(word, [word])))
     parts, text = kept(run.output, names), ""
     for name, found in run_parts(run, names):
         parts[name] = found
@@ -219,20 +219,18 @@ def right(part: dict[str, Any]) -> bool:
 
 def planner_file(parts: dict[str, dict[str, Any]]) -> BenchFile:
     """Make the planner's benchmark file: the best rate of each stage and bucket, and all findings as details."""
-    best: dict[tuple[str, str | None], Measurement] = {}
-    for measurement in measurements(parts):
-        key = measurement.stage, measurement.bucket
-        known = best.get(key)
-        if known is None or measurement.images_per_second_per_gpu > known.images_per_second_per_gpu:
-            best[key] = measurement
     device = parts.get("machine", {}).get("figures", {}).get("device", "unknown")
-    return bench_file("bench.gpu_check", device, list(best.values()), details=parts)
+    return bench_file("bench.gpu_check", device, best_rates(measurements(parts)), details=parts)
 
 
 def measurements(parts: dict[str, dict[str, Any]]) -> Iterator[Measurement]:
     """Yield every rate that a part measured."""
-    tables = [part["tables"] for part in parts.values()]
-    for row in (row for table in tables for row in table.get("steps", []) if row.get("per_second")):
+
+    def rows(title: str) -> Iterator[dict[str, Any]]:
+        tables = (part["tables"].get(title, []) for part in parts.values())
+        return (row for table in tables for row in table if row.get("per_second"))
+
+    for row in rows("steps"):
         yield Measurement(
             stage="train",
             bucket=row["bucket"],
@@ -240,13 +238,9 @@ def measurements(parts: dict[str, dict[str, Any]]) -> Iterator[Measurement]:
             global_batch_size=row["batch"],
             microbatch_size=row["microbatch"],
         )
-    for row in (row for table in tables for row in table.get("decoding", []) if row.get("per_second")):
+    for row in rows("decoding"):
         yield Measurement(stage=row["what"], images_per_second_per_gpu=row["per_second"])
-    for row in (row for table in tables for row in table.get("encoders", []) if row.get("per_second")):
-        if row["what"] == "text":
-            yield Measurement(stage="text", images_per_second_per_gpu=row["per_second"])
-        elif row["what"] not in ("mixed", "ids"):
-            yield Measurement(stage="encode", bucket=row["what"], images_per_second_per_gpu=row["per_second"])
+    yield from encoder_rates((row["what"], row["per_second"]) for row in rows("encoders"))
 
 
 if __name__ == "__main__":

@@ -68,12 +68,7 @@ def provoked(setup: Setup, found: Findings) -> None:
 
 
 def compare(
-    setup: Setup,
-    found: Findings,
-    shape: str,
-    kernel: AttentionKernel,
-    inputs: list[Tensor],
-    exact: list[Tensor],
+    setup: Setup, found: Findings, shape: str, kernel: AttentionKernel, inputs: list[Tensor], exact: list[Tensor]
 ) -> None:
     """Check and time one kernel on one shape."""
     lowered = [tensor.to(torch.bfloat16) for tensor in inputs]

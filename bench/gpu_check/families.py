@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch._dynamo.utils import counters
 
 from bench.gpu_check.findings import Findings
@@ -29,7 +27,6 @@ from train.model.flops import training_flops
 from train.model.network import compile_network
 from train.prepare import prepare
 from train.setup import build_step, make_loader
-from train.start import ACCELERATE_PRECISION
 
 SHORTENED = {"flux1": {"num_layers": 4, "num_single_layers": 8}}
 """Fields of a backbone that does not fit on one GPU. Its rate is that of fewer blocks; its share of the matrix rate is
@@ -82,11 +79,7 @@ class FamilyPhase:
     def measure(self, setup: Setup, folder: Path, how: str) -> dict[str, Any]:
         """Train on random latents in `folder`, and return a row of measurements."""
         config = self.config(setup, folder)
-        assert config.precision != "auto"
-        AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(
-            mixed_precision=ACCELERATE_PRECISION[config.precision], cpu=setup.device.type == "cpu"
-        )
+        accelerator = setup.accelerator(config.precision)
         counters.clear()
         start = time.perf_counter()
         prepared = prepare(config, accelerator)

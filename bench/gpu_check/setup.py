@@ -2,7 +2,6 @@
 
 import fcntl
 import statistics
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from bench.encode import EncoderSizes, sizes_for
-from bench.kit.common import synchronize
+from bench.kit.common import synchronize, timed
 from bench.train_step import StepSetting, training
 from shards.base.device import Precision
 from train.model.network import build_network
@@ -94,15 +93,18 @@ class Setup:
         """Precisions that the device can train in. accelerate rejects float16 on a CPU."""
         return PRECISIONS if self.device.type == "cuda" else PRECISIONS[:2]
 
+    def accelerator(self, precision: str) -> Accelerator:
+        """Make an accelerator, which replaces the last one of this process."""
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return Accelerator(mixed_precision=ACCELERATE_PRECISION[precision], cpu=self.device.type == "cpu")
+
     @contextmanager
     def training(
         self, setting: StepSetting, precision: str, unet: Path, batch: int, **fields: Any
     ) -> Iterator[tuple[TrainStep, Any]]:
         """Yield the trainer's own step, on a batch in memory. `fields` set its optimizer and schedule."""
-        AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[precision], cpu=self.device.type == "cpu")
         options = Namespace(batch=batch, unet=unet, precision=precision)
-        with training(setting, options, accelerator, build_network(unet, 0), **fields) as running:
+        with training(setting, options, self.accelerator(precision), build_network(unet, 0), **fields) as running:
             yield running
 
 
@@ -119,14 +121,12 @@ def use_no_compiler() -> None:
 def seconds_of(function: Callable[[], object], setup: Setup, rounds: int = 10) -> float:
     """Return the median seconds of a call, after two warm-up calls. Each call includes the host's overhead."""
     rounds = 2 if setup.small else rounds
-    for _ in range(2):
+
+    def run() -> None:
         function()
-    synchronize(setup.device)
-    seconds = []
+        synchronize(setup.device)
+
+    for _ in range(2):
+        run()
     with setup.quiet():
-        for _ in range(rounds):
-            start = time.perf_counter()
-            function()
-            synchronize(setup.device)
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+        return statistics.median(timed(run)[0] for _ in range(rounds))

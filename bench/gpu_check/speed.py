@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.gpu_check.findings import COPY_RATE, RATE, Findings
 from bench.gpu_check.setup import Setup
-from bench.kit.common import device_name, matmul_tflops, synchronize
+from bench.kit.common import device_name, matmul_tflops, synchronize, timed
 from bench.kit.roots import encoding_record, make_root
 from bench.loader import BATCH, SD2_TEXT, Reading
 from bench.roofline.kernels import kind_of
@@ -69,8 +67,7 @@ def training(setup: Setup, found: Findings, which: int, number: int, compiled: t
     size = setup.microbatches(bucket)[number]
     settings = [StepSetting(bucket, size, True, True, how) for how in compiled]
     options = Namespace(batch=setup.batch, unet=setup.unet, precision="bfloat16", seconds=0.1 if setup.small else 6)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(mixed_precision="bf16", cpu=setup.device.type == "cpu")
+    accelerator = setup.accelerator(options.precision)
     for setting in settings:
         cells: dict[str, Any] = {"bucket": bucket, "microbatch": setting.microbatch_size, "with": setting.words}
         cells["batch"] = setup.batch
@@ -93,9 +90,7 @@ def loading(setup: Setup, found: Findings) -> None:
         for workers in (0,) if setup.small else (1, 8):
             reading = Reading(root, setup.buckets[0], workers)
             reading()
-            start = time.perf_counter()
-            reading()
-            per_second = reading.spec.steps_per_epoch * BATCH / (time.perf_counter() - start)
+            per_second = reading.spec.steps_per_epoch * BATCH / timed(reading)[0]
             reading.batches.close()
             found.row("loader", processes=workers, per_second=per_second)
 
@@ -140,10 +135,11 @@ def describe_step(setup: Setup, found: Findings, events: Iterable[FunctionEvent]
     on_gpu = setup.device.type == "cuda"
     where = "CUDA" if on_gpu else "CPU"
     kernels = [event for event in events if event.device_type.name == where and not event.is_user_annotation]
-    times, launches = Counter[str](), Counter[str]()
+    times, launches, slowest = Counter[str](), Counter[str](), Counter[str]()
     for event in kernels:
-        name = kind_of(event.name)
-        times[name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+        name, microseconds = kind_of(event.name), event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+        times[name] += microseconds
+        slowest[event.name] += microseconds
         launches[name] += 1
     busy = sum(times.values()) / 1e6
     found.figure("step", {"seconds": seconds, "images": batch, "matrix TFLOP/s": rate})
@@ -153,9 +149,6 @@ def describe_step(setup: Setup, found: Findings, events: Iterable[FunctionEvent]
             "kernels", what=name, ms=microseconds / 1e3, launches=launches[name], at_the_matrix_rate_ms=ideal * 1e3
         )
     found.row("kernels", what="gaps", ms=max(0.0, seconds - busy) * 1e3, launches=0, at_the_matrix_rate_ms=0.0)
-    slowest = Counter[str]()
-    for event in kernels:
-        slowest[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
     for kernel, microseconds in slowest.most_common(20):
         found.row("slowest kernels", kernel=kernel[:100], ms=microseconds / 1e3)
 

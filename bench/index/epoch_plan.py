@@ -8,23 +8,17 @@ which maps them.
 """
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from bench.kit.common import section, status_mb, table
+from bench.kit.common import in_new_process, section, status_mb, table, timed
 from bench.kit.receipts import synthetic_receipt
 from bench.kit.roots import encoding_record
 from shards.base.store import LocalStore
@@ -47,25 +41,15 @@ GLOBAL_BATCH = 2048
 NUM_RANKS = 8
 FILES_PER_PART = 6.5
 BUCKET = "256x256"
-HEADER = [
-    "samples",
-    "files",
-    "pass the filter",
-    "process of the machine",
-    "find and open, s",
-    "plan epoch, s",
-    "first batch's ids, s",
-    "at 90 % of an epoch, s",
-    "ids per step, ms",
-    "own memory: peak, MB",
-    "at the end, MB",
-]
+HEADER = ["samples", "files", "pass the filter", "process of the machine", "find and open, s"]
+HEADER += ["plan epoch, s", "first batch's ids, s", "at 90 % of an epoch, s"]
+HEADER += ["ids per step, ms", "own memory: peak, MB", "at the end, MB"]
 ABOUT = f"""
 
 One rank of {NUM_RANKS}, global batch {GLOBAL_BATCH}, 64 canonical nodes, blocks of 32,768. The first process of a
 machine reads the index and writes the tables. It also checks every file, for at most 10 s. Own memory is anonymous
 memory beyond that after the imports; mapped memory is shared. A filter also needs time to read the parts' tables, once
-per machine (`bench.loader` measures it per table). Here its mask is random."""
+per machine. Here its mask is random."""
 RANKS = {"first": {"LOCAL_RANK": "0"}, "further": {"LOCAL_RANK": "1"}}
 
 
@@ -74,21 +58,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.index.epoch_plan", description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--files", type=int, default=NUM_FILES)
-    parser.add_argument("--measure", type=Path, help="measure this folder in this process (internal)")
-    parser.add_argument("--passing", choices=["all", "half"], default="all", help="used with --measure")
     options = parser.parse_args()
-    if options.measure:
-        print(json.dumps(measure(options.measure, options.passing)))
-        return
     rows = []
     for samples in options.sizes:
         with tempfile.TemporaryDirectory() as folder:
             make_root(Path(folder), samples, options.files)
             for passing, rank in product(("all", "half"), RANKS):
-                command = [sys.executable, "-m", "bench.index.epoch_plan", "--measure", folder, "--passing", passing]
-                environment = os.environ | RANKS[rank] | {"TMPDIR": folder}
-                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
-                rows.append([f"{samples:,}", f"{options.files:,}", passing, rank, *json.loads(done.stdout).values()])
+                os.environ |= RANKS[rank] | {"TMPDIR": folder}  # for the new process
+                measured = in_new_process(measure, Path(folder), passing)
+                rows.append([f"{samples:,}", f"{options.files:,}", passing, rank, *measured])
     print(section("Opening and planning", "bench.index.epoch_plan", table(HEADER, rows) + ABOUT))
 
 
@@ -120,7 +98,7 @@ def make_root(folder: Path, num_samples: int, num_files: int) -> None:
     Selection(mask, passing, {}).save(folder / "half")
 
 
-def measure(folder: Path, passing: str) -> dict[str, str]:
+def measure(folder: Path, passing: str) -> list[str]:
     """Measure each step towards the first batch, in this process, and its memory."""
     imports, peak = status_mb("RssAnon"), Peak()
     config = DataConfig.model_validate(
@@ -139,11 +117,8 @@ def measure(folder: Path, passing: str) -> dict[str, str]:
     steps = min(order.steps_per_epoch, 1000)
     running, _ = timed(lambda: [order.samples(step, slots) for step in range(steps)])
     seconds = [f"{value:.3f}" for value in (opened, planned, first, resumed)]
-    return dict(zip(["open", "plan", "first", "resume"], seconds, strict=True)) | {
-        "step": f"{1000 * running / steps:.2f}",
-        "peak": f"{peak.stop() - imports:.0f}",
-        "end": f"{status_mb('RssAnon') - imports:.0f}",
-    }
+    megabytes = [f"{value - imports:.0f}" for value in (peak.stop(), status_mb("RssAnon"))]
+    return [*seconds, f"{1000 * running / steps:.2f}", *megabytes]
 
 
 class Peak:
@@ -172,13 +147,6 @@ def with_selection(spec: DataSpec, selection: Selection) -> DataSpec:
     chosen = choose_per_epoch(1.0, passing, GLOBAL_BATCH)
     filtered = replace(stream, selection=selection, num_samples=passing, chosen=chosen)
     return replace(spec, streams=(filtered,), steps_per_epoch=chosen // GLOBAL_BATCH)
-
-
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Call a function, and return the seconds it took and its result."""
-    start = time.perf_counter()
-    result = function()
-    return time.perf_counter() - start, result
 
 
 if __name__ == "__main__":

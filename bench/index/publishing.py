@@ -8,16 +8,15 @@ own process, so that memory is measured separately.
 """
 
 import argparse
-import json
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from bench.kit.common import section, status_mb, table
+from bench.kit.common import in_new_process, section, status_mb, table, timed
 from bench.kit.receipts import NAMES_PER_PAGE, ThinStore, synthetic_receipt
 from bench.kit.roots import encoding_record
 from shards.base.store import LocalStore
@@ -27,9 +26,9 @@ from shards.root.index import write_streaming
 from shards.root.manifest import newest_manifest
 from shards.root.publish import PeriodicPublisher, Publisher
 
-BUCKETS = ("256x256", "512x512")
 FILES_OF_PARTS = {"256x256": [1060] * 2, "512x512": [190] * 11}
 """Samples in each file of a part: 1.03 M files in 158,000 parts."""
+BUCKETS = tuple(FILES_OF_PARTS)
 CALL_SECONDS, CONNECTIONS = 0.03, 64
 PHASES = {
     "first": "publish all receipts, without an index",
@@ -45,12 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.index.publishing", description=__doc__)
     parser.add_argument("--tars", type=int, default=79_000)
     parser.add_argument("--new", type=int, default=500, help="tars added between the first index and the end")
-    parser.add_argument("--phase", choices=[*PHASES, "killed"], help="run this phase in this process (internal)")
-    parser.add_argument("--root", type=Path, help="used with --phase")
     options = parser.parse_args()
-    if options.phase:
-        run_phase(options.phase, options.root)
-        return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "root"
@@ -59,7 +53,7 @@ def main() -> None:
         for phase, about in PHASES.items():
             if phase == "start":
                 commit(root, range(options.tars - options.new, options.tars))
-            rows.append([about, *json.loads(subprocess.check_output(command(phase, root))).values()])
+            rows.append([about, *in_new_process(run_phase, phase, root)])
         left = leave(root)
     header = ["phase", "seconds", "list calls", "reads", "writes", "peak memory, MB", "of which imports"]
     body = (
@@ -69,11 +63,6 @@ def main() -> None:
         f"exits after {left:.1f} s."
     )
     print(section("Publishing", "bench.index.publishing", body))
-
-
-def command(phase: str, root: Path) -> list[str]:
-    """Return the command that runs one phase."""
-    return [sys.executable, "-m", "bench.index.publishing", "--phase", phase, "--root", str(root)]
 
 
 def commit(root: Path, tars: range) -> None:
@@ -86,8 +75,8 @@ def commit(root: Path, tars: range) -> None:
             (root / receipt.name).write_bytes(receipt.sealed())
 
 
-def run_phase(phase: str, root: Path) -> None:
-    """Run a phase, and print its seconds, calls and memory as JSON."""
+def run_phase(phase: str, root: Path) -> list[object]:
+    """Run a phase, and return its seconds, calls and memory."""
     store, imports, start = ThinStore(root, CALL_SECONDS, CONNECTIONS), status_mb("VmHWM"), time.perf_counter()
     result: Any = None
     match phase:
@@ -97,34 +86,35 @@ def run_phase(phase: str, root: Path) -> None:
             manifest = newest_manifest(store)
             assert manifest is not None
             write_streaming(store, manifest)
-        case "killed":
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # a job exits by itself as well
-            with PeriodicPublisher(store, every=0.01):
-                print("publishing", flush=True)
-                time.sleep(3600)
         case _:
             result = Publisher(store).publish().number
-    told = {
-        "seconds": f"{time.perf_counter() - start:.1f}",
-        **{kind: store.calls[kind] for kind in ("list", "get", "put")},
-        "peak": f"{status_mb('VmHWM'):.0f}",
-        "imports": f"{imports:.0f}",
-    }
-    assert phase not in ("first", "start", "end", "again") or result
-    print(json.dumps(told))
+    seconds, calls = time.perf_counter() - start, [store.calls[kind] for kind in ("list", "get", "put")]
+    assert phase == "streaming" or result
+    return [f"{seconds:.1f}", *calls, f"{status_mb('VmHWM'):.0f}", f"{imports:.0f}"]
+
+
+def publish_forever(root: Path, began: Any) -> None:
+    """Publish until a SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # a job exits by itself as well
+    with PeriodicPublisher(ThinStore(root, CALL_SECONDS, CONNECTIONS), every=0.01):
+        began.set()
+        time.sleep(3600)
 
 
 def leave(root: Path) -> float:
     """Return the seconds from a SIGTERM to the exit of a job that is publishing."""
     for path in (root / "index" / "manifests").iterdir():
         path.unlink()
-    process = subprocess.Popen(command("killed", root), stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "publishing\n"
+    context = get_context("spawn")
+    began = context.Event()
+    process = context.Process(target=publish_forever, args=(root, began))
+    process.start()
+    began.wait()
     time.sleep(5)  # while it reads receipts
-    start = time.perf_counter()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 75
-    return time.perf_counter() - start
+    process.terminate()
+    seconds, _ = timed(process.join)
+    assert process.exitcode == 75
+    return seconds
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,13 @@ def timed_in_turn(
     return Pair(*seconds)
 
 
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Call a function, and return the seconds it took and its result."""
+    start = time.perf_counter()
+    result = function()
+    return time.perf_counter() - start, result
+
+
 def matmul_tflops(device: torch.device, dtype: torch.dtype = torch.bfloat16, side: int | None = None) -> float:
     """Measure the throughput of a large square matrix product, in TFLOP/s: 2·side³ over the median of ROUNDS timings.
 
@@ -100,12 +109,14 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype = torch.bfloat16, sid
         synchronize(device)
 
     multiply()
-    seconds = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        multiply()
-        seconds.append(time.perf_counter() - start)
-    return 2 * side**3 * products / statistics.median(seconds) / 1e12
+    seconds = statistics.median(timed(multiply)[0] for _ in range(ROUNDS))
+    return 2 * side**3 * products / seconds / 1e12
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a new process, so that memory and torch's threads are not shared."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # raises an error if the process dies
+        return pool.submit(function, *arguments).result()
 
 
 def status_mb(field: str) -> float:
@@ -155,11 +166,30 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def bench_file(module: str, device: str, measurements: list[Measurement], **fields: Any) -> BenchFile:
+def bench_file(module: str, device: str, measurements: Iterable[Measurement], **fields: Any) -> BenchFile:
     """Make a benchmark file for `make plan` from what `module` measured today on one device. `fields` are further
     fields of the file."""
     today = str(date.today())
-    return BenchFile(device=device, gpus=1, date=today, command=command(module), measurements=measurements, **fields)
+    fields["measurements"] = list(measurements)
+    return BenchFile(device=device, gpus=1, date=today, command=command(module), **fields)
+
+
+def encoder_rates(rates: Iterable[tuple[str, float]]) -> Iterator[Measurement]:
+    """Yield the planner's measurements of encoders, given (name, rate): those of captions (`text`) and of buckets."""
+    for name, rate in rates:
+        if name not in ("mixed", "ids"):
+            stage, bucket = ("text", None) if name == "text" else ("encode", name)
+            yield Measurement.model_validate({"stage": stage, "bucket": bucket, "images_per_second_per_gpu": rate})
+
+
+def best_rates(measurements: Iterable[Measurement]) -> Iterable[Measurement]:
+    """Return the best rate of each stage and bucket, in the order in which they first occur."""
+    best: dict[tuple[str, str | None], Measurement] = {}
+    for measurement in measurements:
+        key = measurement.stage, measurement.bucket
+        pair = best.get(key, measurement), measurement
+        best[key] = max(pair, key=lambda each: each.images_per_second_per_gpu)
+    return best.values()
 
 
 def write_bench_file(path: Path, bench: BenchFile) -> None:

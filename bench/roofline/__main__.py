@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from bench.kit.common import bench_file, section, table, write_bench_file
+from bench.kit.common import bench_file, encoder_rates, section, table, write_bench_file
 from bench.roofline.kernels import ASSUMED_EFFICIENCY, DeviceRates, DeviceWork, KernelClass
 from bench.roofline.networks import TrainingStep, encoder_work, training_work
 from plan.config import Networks
@@ -160,28 +160,19 @@ def write_plan_file(
     rates: DeviceRates,
 ) -> None:
     """Write the predictions as a benchmark file for plan/measured.py."""
-    trained = [
+    unet, batch = options.unet, options.batch
+    found = [
         Measurement(
             stage="train",
             bucket=step.bucket,
-            images_per_second_per_gpu=round(
-                step_rate(work, rates, step.num_parameters(options.unet), options.batch), 3
-            ),
-            global_batch_size=options.batch,
+            images_per_second_per_gpu=round(step_rate(work, rates, step.num_parameters(unet), batch), 3),
+            global_batch_size=batch,
             microbatch_size=step.microbatch_size,
         )
         for step, work in works.items()
     ]
-    encoded = [
-        Measurement(
-            stage="text" if name == "captions" else "encode",
-            bucket=None if name == "captions" else name,
-            images_per_second_per_gpu=round(rates.images_per_second(work), 3),
-        )
-        for name, work in encoders.items()
-    ]
-    device = f"NVIDIA {options.gpu}"
-    write_bench_file(path, bench_file("bench.roofline", device, trained + encoded, modelled=True))
+    found += encoder_rates((name, round(rates.images_per_second(work), 3)) for name, work in encoders.items())
+    write_bench_file(path, bench_file("bench.roofline", f"NVIDIA {options.gpu}", found, modelled=True))
 
 
 if __name__ == "__main__":

@@ -89,10 +89,7 @@ def fake_tensors() -> Iterator[None]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(q, k, v, 0.0, False, scale=scale)[0]
 
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        patch.object(F, "scaled_dot_product_attention", attention),
-    ):
+    with FakeTensorMode(allow_non_fake_inputs=True), patch.object(F, "scaled_dot_product_attention", attention):
         yield
 
 

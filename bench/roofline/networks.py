@@ -82,7 +82,7 @@ def training_work(path: Path, step: TrainingStep) -> DeviceWork:
 
 
 def encoder_work(networks: Networks, buckets: Iterable[str]) -> dict[str, DeviceWork]:
-    """Compute the work of the compiled encoders in bfloat16: bucket → autoencoder, and `captions` → text encoder."""
+    """Compute the work of the compiled encoders in bfloat16: bucket → autoencoder, and `text` → text encoder."""
     found = {}
     with torch.device("meta"):
         vae = diffusers.AutoencoderKL.from_config(json.loads(Path(networks.vae).read_text()))
@@ -99,7 +99,7 @@ def encoder_work(networks: Networks, buckets: Iterable[str]) -> dict[str, Device
             parsed = Bucket.parse(bucket)
             pixels = torch.empty(ENCODED, 3, parsed.height, parsed.width)
             found[bucket] = _encoding(vae, lambda pixels=pixels: vae.encode(pixels).latent_dist.parameters)
-        found["captions"] = _encoding(text_model, lambda: text_model(tokens).last_hidden_state)
+        found["text"] = _encoding(text_model, lambda: text_model(tokens).last_hidden_state)
     return found
 
 

@@ -68,22 +68,17 @@ class SleepingImageEncoder(FreeImageEncoder):
         super().__init__(tower)
         self.seconds_per_picture = seconds_per_picture
         self.one_at_a_time = ThreadPoolExecutor(1)
-        self.busy = 0.0
 
     def start_batch(self, pixels: torch.Tensor, count: int) -> Callable[[], torch.Tensor]:
         """Queue a batch, and return a function that waits for its result."""
         zeros = super().start_batch(pixels, count)
-        done = self.one_at_a_time.submit(self._sleep, count * self.seconds_per_picture)
+        done = self.one_at_a_time.submit(time.sleep, count * self.seconds_per_picture)
 
         def wait() -> torch.Tensor:
             done.result()
             return zeros()
 
         return wait
-
-    def _sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-        self.busy += seconds  # the requested time, because waking up late is not work
 
 
 def sd2_record() -> EncodingRecord:

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from examples.shapes.world import encode_picture, plan_world
-from precompute.input.find import find_input
-from precompute.input.unit import Unit
 
 
 class Captioned(NamedTuple):
@@ -39,7 +37,7 @@ def demo_pictures(number: int) -> list[Captioned]:
     return found
 
 
-def make_tars(folder: Path, pictures: Sequence[Captioned], per_tar: int) -> list[Unit]:
+def make_tars(folder: Path, pictures: Sequence[Captioned], per_tar: int) -> None:
     """Write tars, each with a file that states its number of samples."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard, first in enumerate(range(0, len(pictures), per_tar)):
@@ -55,4 +53,3 @@ def make_tars(folder: Path, pictures: Sequence[Captioned], per_tar: int) -> list
                     tar.addfile(member, io.BytesIO(content))
         counts = {"count": len(samples), "successes": len(samples)}
         (folder / f"{shard:05d}_stats.json").write_text(json.dumps(counts))
-    return find_input(str(folder)).units()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.encode import MIX, RepeatableBatch, count_flops, measurements, mixture, rates_of, sizes_for
-from bench.kit.common import bench_file, write_bench_file
+from bench.encode import MIX, RepeatableBatch, count_flops, mixture, rates_of, sizes_for
+from bench.kit.common import bench_file, encoder_rates, write_bench_file
 from plan.measured import read_rates
 
 
@@ -37,9 +37,9 @@ def test_timed_batches_overlap() -> None:
 
 
 def test_the_planner_reads_the_file(tmp_path: Path) -> None:
-    rates = {"256x256": (900.0, 245.0), "512x512": (220.0, 245.0), "mixed": (500.0, 250.0), "text": (5000.0, 200.0)}
+    rates = {"256x256": 900.0, "512x512": 220.0, "mixed": 500.0, "text": 5000.0}
     path = tmp_path / "encode.json"
-    write_bench_file(path, bench_file("bench.encode", "NVIDIA H100 80GB HBM3", measurements(rates)))
+    write_bench_file(path, bench_file("bench.encode", "NVIDIA H100 80GB HBM3", encoder_rates(rates.items())))
     read = read_rates([str(path)], "H100")
     assert read.of("encode", "512x512")[0].images_per_second_per_gpu == 220
     assert read.of("text", None)[0].images_per_second_per_gpu == 5000

@@ -32,16 +32,12 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 
 
 def build_tokenizer(folder: Path) -> CLIPTokenizer:
-    """Build a byte-level BPE tokenizer with one token for each word in the demo; other words are split into bytes."""
+    """Build and save a byte-level BPE tokenizer with one token for each word in the demo; other words are split into
+    bytes."""
     words = sorted({word for text in _all_texts() for word in text.replace(",", " , ").split()})
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     bpe.train_from_iterator(words, trainers.BpeTrainer(vocab_size=10_000, end_of_word_suffix="</w>", min_frequency=1))
-    return save_tokenizer(bpe, NUM_TOKENS, folder)
-
-
-def save_tokenizer(bpe: Tokenizer, num_tokens: int, folder: Path) -> CLIPTokenizer:
-    """Turn a trained BPE model into a byte-level tokenizer for captions of `num_tokens` tokens, and save it."""
     merges = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*symbols, *(f"{symbol}</w>" for symbol in symbols), *dict.fromkeys(a + b for a, b in merges), START, END]
@@ -49,7 +45,7 @@ def save_tokenizer(bpe: Tokenizer, num_tokens: int, folder: Path) -> CLIPTokeniz
         vocab_file, merges_file = Path(scratch, "vocab.json"), Path(scratch, "merges.txt")
         vocab_file.write_text(json.dumps({token: place for place, token in enumerate(tokens)}))
         merges_file.write_text("\n".join(["#version: 0.2", *(f"{a} {b}" for a, b in merges), ""]))
-        tokenizer = CLIPTokenizer(str(vocab_file), str(merges_file), model_max_length=num_tokens)
+        tokenizer = CLIPTokenizer(str(vocab_file), str(merges_file), model_max_length=NUM_TOKENS)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -78,12 +74,8 @@ def labelled_captions(
 
 def train_text_encoder(
     tokenizer: CLIPTokenizer, seed: int, num_steps: int, batch_size: int = 128, peak_lr: float = 2e-3
-) -> tuple[CLIPTextModel, nn.ModuleList]:
-    """Train a text encoder on captions of seen combinations.
-
-    Returns:
-        The encoder, and a linear head for each fact, which maps token states to logits over the fact's names.
-    """
+) -> CLIPTextModel:
+    """Train a text encoder on captions of seen combinations, with a linear head for each fact."""
     torch.manual_seed(seed)
     rng = np.random.default_rng([seed, NUM_TOKENS])
     config = CLIPTextConfig(
@@ -115,7 +107,7 @@ def train_text_encoder(
         schedule.step()
         if step % 100 == 0:
             print(f"text encoder step {step}: loss {loss.item():.4f}", flush=True)
-    return encoder.eval(), heads.eval()
+    return encoder.eval()
 
 
 def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> torch.Tensor:
@@ -128,17 +120,3 @@ def _loss(logits: list[torch.Tensor], labels: torch.Tensor, ends: torch.Tensor) 
     labels = labels[:, None].expand(-1, ends.shape[1], -1)  # (batch, tokens, facts)
     losses = [F.cross_entropy(fact_logits[ends], labels[..., i][ends]) for i, fact_logits in enumerate(logits)]
     return torch.stack(losses).sum()
-
-
-@torch.no_grad()
-def accuracy(
-    tokenizer: CLIPTokenizer, encoder: CLIPTextModel, heads: nn.ModuleList, captions: list[str], labels: torch.Tensor
-) -> dict[str, float]:
-    """Return each head's accuracy on the captions at their first end-of-text token."""
-    token_ids = tokenize(tokenizer, captions)
-    first_end = (token_ids == tokenizer.eos_token_id).int().argmax(1)
-    states = encoder(token_ids).last_hidden_state[torch.arange(len(captions)), first_end]
-    return {
-        fact: float((head(states).argmax(-1) == labels[:, i]).float().mean())
-        for i, (fact, head) in enumerate(zip(FACTS, heads, strict=True))
-    }

@@ -18,7 +18,7 @@ from bench.gpu_check import speed
 from bench.gpu_check.correctness import apart
 from bench.gpu_check.findings import Findings, Parts
 from bench.gpu_check.page import page
-from bench.gpu_check.parts import PARTS, PartRun
+from bench.gpu_check.parts import HALVES, PARTS, PartRun
 from bench.gpu_check.prediction import with_prediction
 from bench.gpu_check.setup import Setup, use_no_compiler
 from bench.roofline.kernels import ASSUMED_EFFICIENCY, MATRIX, kind_of
@@ -162,6 +162,23 @@ def test_parts_given_by_name_are_merged_into_the_file(tmp_path: Path, monkeypatc
     (tmp_path / "gpu-check.json").write_text("{")
     with pytest.raises(RequestError, match=r"gpu-check\.json is damaged, so no parts can be added to it"):
         gpu_check.check(["machine", *words])
+
+
+def test_a_part_named_twice_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself and in its half, for example. The check waited forever for a second result."""
+    ran = []
+
+    def run_part(run: gpu_check.CheckRun, process: object, name: str) -> dict[str, Any]:
+        ran.append(name)
+        return {"checks": [], "tables": {}, "figures": {}, "outcome": "done", "seconds": 1.0}
+
+    monkeypatch.setattr(gpu_check, "run_part", run_part)
+    words = ["first", "machine", "--device", "cpu", "--small", "--output", str(tmp_path)]
+    check = threading.Thread(target=gpu_check.check, args=[words], daemon=True)
+    check.start()
+    check.join(60)
+    assert not check.is_alive(), "the check still waits"
+    assert sorted(ran) == sorted(name for lane in HALVES["first"] for name in lane)
 
 
 def test_a_failed_compilation_is_recorded_and_the_rest_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

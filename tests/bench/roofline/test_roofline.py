@@ -77,7 +77,7 @@ def test_compilation_fuses_kernels_and_keeps_the_flops(compiled: DeviceWork) -> 
 def test_the_planner_prefers_measured_to_modelled_rates(tmp_path: Path) -> None:
     work = DeviceWork(32, {"product": KernelClass(100, 10**11, 10**14)})
     rates, options = DeviceRates(790.0, 0.5, 4.3), Namespace(unet=UNET, gpu="H200", batch=256)
-    roofline.write_plan_file(tmp_path / "m.json", options, {STEP: work}, {"captions": work}, rates)
+    roofline.write_plan_file(tmp_path / "m.json", options, {STEP: work}, {"text": work}, rates)
     modelled = read_rates([str(tmp_path / "m.json")], "H200")
     (rate,), (text,) = modelled.of("train", "512x512"), modelled.of("text", None)
     assert rate.assumed and rate.modelled and text.modelled and rate.source.startswith("modelled 20")

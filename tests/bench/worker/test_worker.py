@@ -7,9 +7,7 @@ import pytest
 from streaming import LocalDataset
 
 from bench.worker.comparison import Case, Runner, Way, demo_case, photograph_case, row
-from bench.worker.inputs import Captioned, demo_pictures
-from bench.worker.kinds import KINDS, make_inputs
-from precompute.input.find import find_input
+from bench.worker.inputs import demo_pictures
 from shards.root.reading import image_latents, read_part, text_latents
 
 PICTURES = 2
@@ -57,16 +55,3 @@ def test_all_ways_are_timed_on_the_demos_images(tmp_path: Path) -> None:
 def test_the_demos_images_have_all_formats() -> None:
     suffixes = {suffix for _, suffix, _ in demo_pictures(60)}
     assert suffixes == {"jpg", "png", "webp"}
-
-
-def test_every_kind_of_input_has_the_same_images_and_captions(tmp_path: Path) -> None:
-    pictures = [Captioned(bytes([number]), "jpg", f"caption {number}") for number in range(5)]
-    make_inputs(tmp_path, pictures)
-    for place in ("tars", *KINDS):
-        found = []
-        for unit in find_input(str(tmp_path / place)).units():
-            with unit.open(1 << 20) as source:
-                found += [(sample.image, sample.caption or sample.metadata["text"]) for sample in source.samples()]
-        assert [(data, str(text, "utf-8") if isinstance(text, bytes) else text) for data, text in found] == [
-            (data, caption) for data, _, caption in pictures
-        ]
