@@ -49,7 +49,6 @@ LONGEST_FIRST = (
     "test_run.py",
     "test_remote_run.py",
     "test_watch.py",
-    "test_sampling.py",
     "test_training.py",
     "test_processes.py",
     "test_end_to_end.py",
