@@ -93,8 +93,7 @@ class Case:
 def make_case(made: Small) -> Case:
     """Run the family's pipeline on the captions of its stored samples."""
     name = made.family.name
-    # PRXPipeline guides one prompt at a time: it gives the network two times, whatever the batch
-    batch_size = 1 if name == "prx" else 4
+    batch_size = 4
     changes = {"global_batch_size": batch_size, "data": {"shuffle": False, "num_canonical_nodes": 1}}
     config = TrainConfig.model_validate(made.train_fields(made.folder / "steps", **changes))
     prepared = prepare(config)
@@ -126,6 +125,7 @@ def exported_case(made: Small, config: TrainConfig, trainer: Trainer, folder: Pa
     recorder, network = Recorder(), getattr(pipeline, "unet", None) or pipeline.transformer
     recorder.attach(pipeline.scheduler)
     recorder.watch(network)
+    # PRXPipeline guides one prompt at a time: it gives the network two times, whatever the batch
     count = 1 if name == "prx" else 4
     batch = next(iter(Loader(config.data, prepare(config).spec, count, 0, 0, torch.arange(count))))
     batch.columns["size"][:] = torch.tensor([64, 64, 0, 0])  # pipelines pass on the size that they generate
