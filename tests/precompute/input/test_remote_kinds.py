@@ -17,7 +17,7 @@ SAMPLES = make_samples(0, 10, [(80, 64)])
 PICTURES = [members["jpg"] for _, members in SAMPLES]
 
 
-def pictures_of(found: Found) -> list[bytes]:
+def pictures_of(found: Found) -> list[bytes | None]:
     """Return the images of all units."""
     pictures = []
     for unit in found.units():
