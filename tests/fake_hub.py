@@ -3,8 +3,6 @@
 import base64
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +11,8 @@ from threading import Thread
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from tests.runs import environment
+import pytest
+from huggingface_hub import constants
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FAULTS = {
@@ -143,15 +142,18 @@ def fake_hub(
         server.server_close()
 
 
-def ask(code: str, hub: str, cache: Path, *arguments: str, **variables: str) -> str:
-    """Run `code` in a new process that uses `hub`, and return its standard output."""
-    result = with_hub(hub, cache, code, *arguments, **variables)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def keep_downloads_in(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Make this process keep what it downloads from hubs in the folder `cache`."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "HF_HOME", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
 
 
-def with_hub(hub: str, cache: Path, code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a new process that uses `hub` and keeps downloads in `cache`."""
-    here = {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"} | variables
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(**here), timeout=600)
+def connect(monkeypatch: pytest.MonkeyPatch, hub: str, offline: bool = False) -> None:
+    """Make this process use the hub at this address, without hf_xet, which needs the real hub's servers."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)

@@ -7,6 +7,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +54,7 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
                 yield name if name in known else node.module
 
 
+@cache
 def floors() -> dict[str, Floor]:
     """Return package → floor; `` stands for the whole product. An import is an arrow on the floor where the two paths
     diverge."""

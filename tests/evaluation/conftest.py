@@ -44,13 +44,13 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options of `evaluation watch`: 60 images of 64 px in two parts, and the toy extractor's metrics."""
+    """Options of `evaluation watch`: 60 images of 32 px in two parts, and the toy extractor's metrics."""
     folder = tmp_path_factory.mktemp("words")
     make_tar(folder / "tars", "00000", make_samples(0, 60, [(80, 64)]))
     prompts = folder / "prompts.txt"
     prompts.write_text("".join(f"picture {i}\n" for i in range(30)))
-    found = ["--prompts.file", str(prompts), "--sampling.size", "64x64", "--sampling.images_per_prompt", "2"]
+    found = ["--prompts.file", str(prompts), "--sampling.size", "32x32", "--sampling.images_per_prompt", "2"]
     found += ["--sampling.steps", "1", "--sampling.batch_size", "30", "--sampling.part_size", "30"]
     found += ["--workers.num_gpus", "0", "--workers.num_cpus", "1", "--extractors.toy", "true"]
     found += ["--reference.place", str(folder / "reference"), "--reference.pictures", str(folder / "tars")]
-    return [*found, "--reference.size", "64x64", "--poll_seconds", "0.1"]
+    return [*found, "--reference.size", "32x32", "--poll_seconds", "0.1"]

@@ -1,5 +1,6 @@
 """Small sample sets for tests, and units of work without Ray."""
 
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ def draw_here(pipeline: Path, place: Path, config: SamplingConfig, prompts: list
 
 
 def run_here(units: Sequence[tuple[str, Any]], function: Callable[..., Any], *rest: object, attempt: int = 1) -> None:
-    """Make one attempt at each unit in this process, in place of `run_units`."""
+    """Make one attempt at each unit in this process, in place of `run_units`. Units are pickled, as by Ray."""
     for _, unit in units:
-        function(unit, attempt, lambda count: None)
+        there, work = pickle.loads(pickle.dumps((function, unit)))
+        there(work, attempt, lambda count: None)
 
 
 def pictures(place: Path) -> dict[str, bytes]:

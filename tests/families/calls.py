@@ -26,8 +26,6 @@ OWN: dict[str, dict[str, Any]] = {
         "tokenizer_max_length": TOKENS,
     },
 }
-TOLD = {"sdxl": (80, 64, 0, 8)}
-"""Width, height, and the crop's top and left, which a pipeline passes to its network for all samples."""
 
 
 def arguments(name: str, prompts: list[str], steps: int = 3) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""The trainer's predictions and losses equal those of the family's diffusers pipeline.
+"""The trainer's predictions equal those of the family's diffusers pipeline.
 
 The pipeline runs a few steps from noise, on prompts that are the captions of the stored samples. The input, time and
 output of each step are recorded, and the trainer makes the same prediction from the latents root alone.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,14 @@ from evaluation.sampling.job import describe_drawing
 from evaluation.sampling.pipeline import PlannedImage, draw, load_pipeline
 from evaluation.sampling.prompts import Prompt
 from evaluation.sampling.settings import SamplingConfig
-from tests.families.calls import OWN, TOLD, arguments
+from tests.families.calls import OWN, arguments
 from tests.families.small import Small, stir
 from tests.tiny import read_tar
 from train.config import TrainConfig
-from train.data.draws import Draws
 from train.data.loader import Loader
 from train.export.pipeline import scheduler_of
 from train.model.backbone import pack, unpack
 from train.objective.loss import DiffusionLoss
-from train.objective.paths import noise_path
 from train.prepare import prepare
 from train.trainer import Trainer
 
@@ -95,16 +93,14 @@ class Case:
 def make_case(made: Small) -> Case:
     """Run the family's pipeline on the captions of its stored samples."""
     name = made.family.name
-    # PRXPipeline guides one prompt at a time: it gives the network two times, whatever the batch
-    batch_size = 1 if name == "prx" else 4
+    batch_size = 4
     changes = {"global_batch_size": batch_size, "data": {"shuffle": False, "num_canonical_nodes": 1}}
     config = TrainConfig.model_validate(made.train_fields(made.folder / "steps", **changes))
     prepared = prepare(config)
     stir(prepared.network)
     batch = next(iter(Loader(config.data, prepared.spec, batch_size, 0, 0, torch.arange(batch_size))))
     captions = captions_of(made)
-    if name in TOLD:
-        batch.columns["size"][:] = torch.tensor(TOLD[name])
+    batch.columns["size"][:] = torch.tensor([64, 64, 0, 0])  # pipelines pass on the size that they generate
     scheduler, recorder = scheduler_of(config.backbone.pipeline, config.objective), Recorder()
     pipeline = made.pipeline(prepared.network, scheduler)
     recorder.attach(scheduler)
@@ -129,6 +125,7 @@ def exported_case(made: Small, config: TrainConfig, trainer: Trainer, folder: Pa
     recorder, network = Recorder(), getattr(pipeline, "unet", None) or pipeline.transformer
     recorder.attach(pipeline.scheduler)
     recorder.watch(network)
+    # PRXPipeline guides one prompt at a time: it gives the network two times, whatever the batch
     count = 1 if name == "prx" else 4
     batch = next(iter(Loader(config.data, prepare(config).spec, count, 0, 0, torch.arange(count))))
     batch.columns["size"][:] = torch.tensor([64, 64, 0, 0])  # pipelines pass on the size that they generate
@@ -185,28 +182,3 @@ def check_steps(case: Case) -> None:
             f"{max(errors) / float(pair[0].norm()):.1e} of the prediction"
         )
         assert max(errors) < 5e-3 * effect
-
-
-def check_loss(case: Case) -> None:
-    """Check the loss at a step of the pipeline: noise is chosen so that the sample's noisy latents equal the
-    pipeline's."""
-    step = case.steps[1]
-    noisy, draws = latents_of(case, step), Draws(5, 0, case.batch.slots)
-    random = case.loss.draw(case.batch, draws)
-    latents = case.loss.latents.sample(case.batch, random.posterior)
-    is_flow = case.config.objective.prediction == "flow_matching"
-    times = torch.full((len(noisy),), step.time if is_flow else int(step.time))
-    zero, one = torch.zeros_like(latents), torch.ones_like(latents)
-    path = noise_path(case.config.objective, CPU)
-    noise = (noisy - path.add_noise(latents, zero, times)) / path.add_noise(zero, one, times)
-    with torch.no_grad():
-        nobody = torch.zeros(len(noisy), dtype=torch.bool)
-        noised = case.loss.add_noise_at(case.batch, times, nobody, replace(random, noise=noise))
-        found = case.loss.squared_error(case.unet, noised)
-    output, _ = halves(case, step)
-    if case.config.backbone.pack > 1:
-        side = case.config.backbone.pack
-        output = unpack(output, side, (8 // side, 8 // side))
-    target = (noise - latents if is_flow else noise).double()
-    expected = ((output[:, : latents.shape[1]].double() - target) ** 2).flatten(1).mean(dim=1)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)

@@ -28,19 +28,32 @@ from train.export.pipeline import ExportConfig, write_pipeline
 from train.run.checkpoints.checkpoint import list_checkpoints
 from train.trainer import Trainer
 
-IN_MAKE_TEST = ("flux1",)
-"""Families whose ranks `make test` compares; `make test-families` compares all."""
-SHORT = [pytest.param(name, marks=pytest.mark.slow) if name == "sd15" else name for name in FAMILIES]
-"""All families except sd15, which is the same as sd2 at this size."""
-STEPS, BATCH, LR, WEIGHT_DECAY = 20, 4, 5e-4, 0.01
+BATCH, LR, WEIGHT_DECAY = 4, 5e-4, 0.01
 
 
-def config_of(small: Small, run_dir: str, **changes: Any) -> TrainConfig:
-    """Return the config of a run of 20 steps that drops at least a fifth of the captions."""
+def in_make_test(*names: str) -> list[Any]:
+    """Return all families; `make test` runs only these, and `make test-families` the others, too."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+ALL_BUT_SD15 = in_make_test(*(name for name in FAMILIES if name != "sd15"))
+"""At this size, sd15 is the same as sd2."""
+ONE_OF_EACH_KIND = in_make_test("sdxl", "flux1", "sana")
+"""A U-Net, and transformers without and with a mask of captions."""
+
+
+@pytest.fixture
+def steps(pytestconfig: pytest.Config) -> int:
+    """Number of steps to compare with online encoding: 20, but in `make test` 6."""
+    return 6 if pytestconfig.option.markexpr == "not slow" else 20
+
+
+def config_of(small: Small, run_dir: str, steps: int, **changes: Any) -> TrainConfig:
+    """Return the config of a run that drops at least a fifth of the captions."""
     fields = small.train_fields(
         small.folder / run_dir,
         seed=5,
-        max_steps=STEPS,
+        max_steps=steps,
         global_batch_size=BATCH,
         optimizer={"lr": LR, "weight_decay": WEIGHT_DECAY},
         schedule={"warmup_steps": 0},
@@ -90,33 +103,33 @@ def trained(trainer: Trainer, steps: int) -> list[list[str]]:
     ],
 )
 def test_small_storage_keeps_its_bound(
-    name: str, stored: dict[str, Any], tolerance: float, small: Callable[[str], Small]
+    name: str, stored: dict[str, Any], tolerance: float, small: Callable[[str], Small], steps: int
 ) -> None:
     """Check the bounds of tests/train/test_cached_equals_online.py."""
     how = "-".join(map(str, stored.values()))
     made = replace(small(name), latents=f"stored-{how}")
     made.encode(**stored)
-    config = config_of(made, f"small-{how}")
+    config = config_of(made, f"small-{how}", steps)
     run = started(config)
     network = copy.deepcopy(run.train_step.network)
-    expected = Online(made, network, config).train(trained(run, STEPS), LR, WEIGHT_DECAY)
+    expected = Online(made, network, config).train(trained(run, steps), LR, WEIGHT_DECAY)
     differences = [abs(one - other) / other for one, other in zip(run.state.losses, expected, strict=True)]
     print(f"\n| {name}, {stored} | {max(differences):.1e} | {np.mean(differences):.1e} |")
     assert max(differences) < tolerance
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_it_trains_as_online_and_is_exported(name: str, small: Callable[[str], Small]) -> None:
+@pytest.mark.parametrize("name", ALL_BUT_SD15)
+def test_it_trains_as_online_and_is_exported(name: str, small: Callable[[str], Small], steps: int) -> None:
     made = small(name)
-    config = config_of(made, "run", ema={"start_step": None}, log={"every": 1000})
+    config = config_of(made, "run", steps, ema={"start_step": None}, log={"every": 1000})
     run = started(config)
     network = copy.deepcopy(run.train_step.network)
-    keys = trained(run, STEPS)
+    keys = trained(run, steps)
     losses = run.state.losses
     expected = Online(made, network, config).train(keys, LR, WEIGHT_DECAY)
     differences = [abs(one - other) / other for one, other in zip(losses, expected, strict=True)]
     print(f"\n| {name} | {max(differences):.1e} | {np.mean(differences):.1e} |")
-    assert len(losses) == STEPS and max(differences) < 1e-4
+    assert len(losses) == steps and max(differences) < 1e-4
     run.save(is_last=True)
     folder = write_pipeline(config.work, ExportConfig())
     class_name = config.backbone.pipeline.class_name
@@ -134,7 +147,7 @@ def test_it_trains_as_online_and_is_exported(name: str, small: Callable[[str], S
     assert drawn.shape == (2, 3, 64, 64) and (drawn[0] != drawn[1]).any()
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_a_run_that_stopped_goes_on_bit_by_bit(name: str, small: Callable[[str], Small]) -> None:
     made = small(name)
     whole = started(TrainConfig.model_validate(small_run(made, "whole")))
@@ -178,9 +191,7 @@ def test_a_run_that_is_killed_goes_on_bit_by_bit(name: str, small: Callable[[str
     print(f"\n{name}: {compare(killed, made.folder / 'undisturbed')}")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", in_make_test("flux1"))
 def test_any_number_of_ranks_trains_alike(
     name: str, small: Callable[[str], Small], pytestconfig: pytest.Config
 ) -> None:
@@ -201,7 +212,7 @@ def test_any_number_of_ranks_trains_alike(
         np.testing.assert_allclose(losses, curves[0][0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_it_trains_in_bfloat16_with_checkpointing(name: str, small: Callable[[str], Small]) -> None:
     """Train in bfloat16 autocast, as on a GPU; the loss is close to that in float32."""
     made, losses = small(name), []

@@ -64,7 +64,8 @@ def start_all(num_nodes: int, num_workers: int, weights: Weights, folder: Path, 
     return float(max(at for _, _, at in workers) - begin)
 
 
-@pytest.mark.parametrize("nodes, workers", [(2, 2), pytest.param(8, 8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "workers"), [(2, 2), (8, 8)])
 def test_each_machine_fetches_once(
     nodes: int,
     workers: int,

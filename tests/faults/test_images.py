@@ -42,6 +42,7 @@ def test_each_ends_as_expected_in_bounded_memory(
     }
 
 
+@pytest.mark.slow
 def test_a_shard_of_nothing_else(corpus: dict[str, tuple[bytes, str]], models: Path, tmp_path: Path) -> None:
     samples = [
         (f"0000{i:05d}", {"jpg": data, "txt": name.encode()}) for i, (name, (data, _)) in enumerate(corpus.items())

@@ -7,8 +7,6 @@ import pytest
 
 from tests.runs import run_module
 
-OTHER_KINDS = ("files", "parquet", "mds")
-
 
 def steps(folder: Path, models: Path, every: int, *options: str, module: str = "steps") -> dict[str, dict]:
     """Run `tests.faults.MODULE`, and return its figures; it fails on any inconsistency."""
@@ -27,14 +25,9 @@ def test_some_steps(models: Path, tmp_path: Path, report: dict[str, object]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OTHER_KINDS)
+@pytest.mark.parametrize("kind", ["files", "parquet", "mds"])
 def test_many_steps_of_other_kinds(models: Path, tmp_path: Path, report: dict[str, object], kind: str) -> None:
     report[f"steps with {kind}"] = steps(tmp_path, models, 7, kind)
-
-
-@pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_some_steps_of_other_kinds(models: Path, tmp_path: Path, report: dict[str, object], kind: str) -> None:
-    report[f"steps with {kind}"] = steps(tmp_path, models, 73, kind)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ STAGES = [
     ("rmtree", 1, "half"),
     ("rmtree", 1, "after"),
 ]
-SHORT_STAGES = ["write_tensors-2-half", "fsync_tree-1-after", "fsync_folder-1-before", "rmtree-1-half"]
+SHORT_STAGES = ["write_tensors-2-half", "rmtree-1-half"]
 
 
 def die() -> None:

@@ -76,8 +76,8 @@ def test_check_checks_a_launch_of_several_processes_in_one(
     [
         (1, {"data": {"num_workers": 2}}, True),
         (1, {"microbatch_size": 8}, False),
-        (2, {"microbatch_size": 3}, False),
         # test_curves covers four ranks in `make test`
+        pytest.param(2, {"microbatch_size": 3}, False, marks=pytest.mark.slow),
         pytest.param(4, {"microbatch_size": 2, "data": {"num_workers": 1}}, False, marks=pytest.mark.slow),
     ],
     ids=["2-workers", "microbatch-8", "2-ranks", "4-ranks-with-workers"],
@@ -298,8 +298,8 @@ def test_a_file_with_a_flipped_bit_is_named_and_stops_the_run(latents: Path, tmp
 
 @pytest.mark.parametrize(
     ("num_processes", "num_workers", "number"),
-    [(1, 2, signal.SIGTERM), (1, 2, signal.SIGINT), (2, 0, signal.SIGINT)],
-    ids=["1-rank-with-workers-SIGTERM", "1-rank-with-workers-SIGINT", "2-ranks-SIGINT"],
+    [(1, 2, signal.SIGTERM), pytest.param(2, 0, signal.SIGINT, marks=pytest.mark.slow)],
+    ids=["1-rank-with-workers-SIGTERM", "2-ranks-SIGINT"],
 )
 def test_a_stop_signal_saves_and_ends_the_run(
     reference: Path, latents: Path, tmp_path: Path, num_processes: int, num_workers: int, number: signal.Signals

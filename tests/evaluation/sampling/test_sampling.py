@@ -16,7 +16,6 @@ from diffusers import DPMSolverMultistepScheduler, PixArtSigmaPipeline, StableDi
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from safetensors.torch import load_file
 
 from evaluation.__main__ import run as command
 from evaluation.sampling.job import describe_drawing, list_samples, read_set, split
@@ -27,48 +26,48 @@ from evaluation.sampling.prompts import Prompt
 from evaluation.sampling.settings import SamplerName, SamplingConfig
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from tests import ranks
-from tests.conftest import as_in_a_fresh_process
-from tests.evaluation.sets import PROMPTS, draw_here, pictures, sampling
-from tests.fake_hub import ask, fake_hub
-from tests.runs import run_module, train_fields, write_config
-from train.__main__ import run as train
+from tests.evaluation.sets import PROMPTS, draw_here, pictures, run_here, sampling
+from tests.fake_hub import connect, fake_hub, keep_downloads_in
+from tests.runs import run_module
 
 LEVEL = 1 / 255
 """Distance between two pixel levels."""
-COMMAND = """
-import sys
-
-from evaluation.__main__ import run
-
-run(sys.argv[1:])
-"""
 
 
-def drawn(pipeline: Path, batch_size: int, **changes: object) -> torch.Tensor:
+@pytest.fixture(scope="module")
+def loaded(pipeline: Path) -> Any:
+    """The pipeline in memory. Tests must not modify it."""
+    return load_pipeline(pipeline, "cpu", "float32")
+
+
+def drawn(pipeline: Path, loaded: Any, batch_size: int, **changes: object) -> torch.Tensor:
     """Draw every image in batches of the given size, and return them before rounding."""
     config = sampling(**changes)
     (setting,) = config.grid
     drawing = describe_drawing(pipeline, PROMPTS, config, setting)
-    loaded = load_pipeline(pipeline, "cpu", "float32")
-    loaded.scheduler = sampler_of(loaded.scheduler, setting.sampler)
     samples = list_samples(PROMPTS, config.images_per_prompt)
     parts = [samples[start : start + batch_size] for start in range(0, len(samples), batch_size)]
-    return torch.cat([draw(loaded, part, drawing) for part in parts])
+    own = loaded.scheduler
+    loaded.scheduler = sampler_of(own, setting.sampler)
+    try:
+        return torch.cat([draw(loaded, part, drawing) for part in parts])
+    finally:
+        loaded.scheduler = own
 
 
 @pytest.mark.parametrize("sampler", ["own", "ddim", "ddpm", "dpm_solver", "euler", "euler_ancestral", "heun", "unipc"])
-def test_the_batch_size_does_not_change_the_pictures(pipeline: Path, sampler: SamplerName) -> None:
+def test_the_batch_size_does_not_change_the_pictures(pipeline: Path, loaded: Any, sampler: SamplerName) -> None:
     """Up to a thousandth of a level before rounding, including samplers that add noise at each step."""
     steps = 6 if sampler == "heun" else 2  # with fewer, its second evaluations amplify rounding in an untrained network
-    alone, together = (drawn(pipeline, size, sampler=[sampler], steps=[steps]) for size in (1, 4))
+    alone, together = (drawn(pipeline, loaded, size, sampler=[sampler], steps=[steps]) for size in (1, 4))
     assert (alone - together).abs().max() <= 1e-3 * LEVEL
     assert alone.std(0).mean() > 5 * LEVEL  # samples differ from each other
 
 
-def test_pictures_match_those_of_the_bare_pipeline(pipeline: Path) -> None:
-    found = drawn(pipeline, 5, images_per_prompt=1, guidance=[3.0], steps=[3])
+def test_pictures_match_those_of_the_bare_pipeline(pipeline: Path, loaded: Any) -> None:
+    found = drawn(pipeline, loaded, 5, images_per_prompt=1, guidance=[3.0], steps=[3])
     noise = torch.stack([initial_noise(0, prompt.id, 0, (4, 8, 8)) for prompt in PROMPTS])
-    bare = load_pipeline(pipeline, "cpu", "float32")(
+    bare = loaded(
         [prompt.text for prompt in PROMPTS],
         height=64,
         width=64,
@@ -87,7 +86,7 @@ class RewritesPrompts(StableDiffusionPipeline):
         return super().__call__([text.replace("blobs", "") if clean_caption else text for text in prompt], **options)
 
 
-def test_prompts_reach_the_text_encoder_unchanged(pipeline: Path) -> None:
+def test_prompts_reach_the_text_encoder_unchanged(pipeline: Path, loaded: Any) -> None:
     """Stage 1 does not clean captions, so a pipeline must not clean prompts."""
     assert inspect.signature(PixArtSigmaPipeline.__call__).parameters["clean_caption"].default is True
     config = sampling(images_per_prompt=1)
@@ -95,17 +94,16 @@ def test_prompts_reach_the_text_encoder_unchanged(pipeline: Path) -> None:
     samples = list_samples(PROMPTS, 1)
     cleaning = RewritesPrompts.from_pretrained(pipeline, safety_checker=None)
     cleaning.set_progress_bar_config(disable=True)
-    plain = load_pipeline(pipeline, "cpu", "float32")
-    assert torch.equal(draw(cleaning, samples, drawing), draw(plain, samples, drawing))
+    assert torch.equal(draw(cleaning, samples, drawing), draw(loaded, samples, drawing))
     prompts = [Prompt(prompt.id, prompt.text.replace("blobs", "")) for prompt in PROMPTS]
     shorter = list_samples(prompts, 1)
-    assert not torch.equal(draw(plain, shorter, drawing), draw(plain, samples, drawing))
+    assert not torch.equal(draw(loaded, shorter, drawing), draw(loaded, samples, drawing))
 
 
-def test_pictures_are_rounded_and_stored_without_metadata(pipeline: Path, tmp_path: Path) -> None:
+def test_pictures_are_rounded_and_stored_without_metadata(pipeline: Path, loaded: Any, tmp_path: Path) -> None:
     levels = torch.tensor([0.0, 0.4999, 0.5001, 1.2, 254.6, 255.0]) / 255
     assert to_bytes(levels.expand(1, 3, 1, 6))[0, 0, :, 0].tolist() == [0, 0, 1, 1, 255, 255]
-    before = drawn(pipeline, 2)
+    before = drawn(pipeline, loaded, 2)
     for codec in ("png", "webp"):
         found = pictures(draw_here(pipeline, tmp_path / codec, sampling(codec=codec)))
         assert len(found) == 10
@@ -175,11 +173,17 @@ def arguments(pipeline: Path, output: Path, *more: str) -> list[str]:
     return [*words, "--workers.num_gpus", "0", "--workers.num_cpus", "1", *more]
 
 
-def test_a_hub_pipeline_gives_the_same_pictures_as_its_folder(pipeline: Path, tmp_path: Path) -> None:
-    """The command downloads the pipeline, and Ray's workers load it by its name."""
+def test_a_hub_pipeline_gives_the_same_pictures_as_its_folder(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command downloads the pipeline, and workers load it by its name."""
+    monkeypatch.setattr("evaluation.sampling.job.run_units", run_here)
+    keep_downloads_in(monkeypatch, tmp_path / "cache")
     words = arguments(pipeline, tmp_path / "out", "--model", "someone/a-pipeline", "--sampling.guidance", "1,4")
     with fake_hub(pipeline) as hub:
-        printed = ask(COMMAND, hub, tmp_path / "cache", *words, "--workers.max_in_flight", "1")
+        connect(monkeypatch, hub)
+        command(words)
+    printed = capsys.readouterr().out
     assert "g1-s2-own: 10 images" in printed and "g4-s2-own: 10 images" in printed
     found = read_set(tmp_path / "out" / "g1-s2-own")
     assert (found.model.name, found.model.content) == ("someone/a-pipeline", hash_pipeline(pipeline))
@@ -258,28 +262,3 @@ def test_each_sample_is_in_exactly_one_part(count: int, per_prompt: int, part_si
     assert drawn == [(str(i), index) for i in range(count) for index in range(per_prompt)]
     assert [sample.number for part in parts for sample in part] == list(range(len(drawn)))
     assert max(map(len, parts)) <= part_size
-
-
-def test_a_posthoc_average_gives_the_pictures_of_its_weights(latents: Path, tmp_path: Path) -> None:
-    """Pictures match those of the raw weights' pipeline after the average's weights are loaded into it."""
-    run_dir = tmp_path / "run"
-    changes = {"ema": {"snapshot_every": 2}, "optimizer": {"lr": 1e-2}}
-    train(["--config", str(write_config(tmp_path, train_fields(latents, run_dir, **changes)))])
-    train(["ema", str(run_dir), "--std", "0.15"])
-    (average,) = (run_dir / "posthoc").glob("std-*")
-    drawn_of = {}
-    for name, weights in (("raw", "raw"), ("ema", "ema"), ("average", str(average))):
-        train(["export", str(run_dir), "--weights", weights, "--output", str(tmp_path / name)])
-        as_in_a_fresh_process()
-        drawn_of[name] = pictures(draw_here(tmp_path / name, tmp_path / f"{name}-drawn", sampling(part_size=2)))
-    expected = load_pipeline(tmp_path / "raw", "cpu", "float32")
-    expected.unet.load_state_dict(load_file(average / "diffusion_pytorch_model.safetensors"))
-    config = sampling()
-    drawing = describe_drawing(tmp_path / "raw", PROMPTS, config, config.grid[0])
-    for start in range(0, 10, 2):
-        batch = list_samples(PROMPTS, 2)[start : start + 2]
-        for sample, pixels in zip(batch, to_bytes(draw(expected, batch, drawing)).numpy(), strict=True):
-            data = drawn_of["average"].pop(f"{sample.number:07d}.png")
-            assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), pixels)
-            assert data not in (of[f"{sample.number:07d}.png"] for of in (drawn_of["raw"], drawn_of["ema"]))
-    assert drawn_of["average"] == {}

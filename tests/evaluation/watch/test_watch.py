@@ -278,8 +278,9 @@ def test_wandb_gets_evaluations_in_the_trainings_own_run(
     values = [row["value"] for row in written(run_dir) if row["metric"] == "toy_fid"]
     (name,) = (name for name in logged[0] if re.fullmatch(r"evaluation/toy_fid/g8-s1-own \w{8}", name))
     assert [row[name] for row in logged] == values
-    assert [row[f"evaluation/strips/g8-s1-own/{PROMPT}/width"] for row in logged] == [64, 132, 200]
-    assert logged[0]["evaluation/samples/g8-s1-own/width"] == 268
+    widths = [row[f"evaluation/strips/g8-s1-own/{PROMPT}/width"] for row in logged]
+    assert widths == [number * (widths[0] + 4) - 4 for number in (1, 2, 3)]  # as wide as the label of an image
+    assert logged[0]["evaluation/samples/g8-s1-own/width"] == 140
     (run_id,) = {path.stem.removeprefix("run-") for path in run_dir.glob("wandb/offline-run-*/*.wandb")}
     assert json.loads((run_dir / "tracker.json").read_text()) == {"id": run_id}
 

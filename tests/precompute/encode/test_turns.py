@@ -15,7 +15,7 @@ from tests.conftest import SIZES, precompute_config
 from tests.sleeping import Device, encode_asleep
 from tests.tiny import make_samples, make_tar
 
-NUM_TARS = 5
+NUM_TARS = 3
 Item = TypeVar("Item")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import snapshot_download
 from safetensors.torch import save
 
 from precompute.config import describe_encoding
@@ -18,25 +18,14 @@ from shards.format import models as hub_models
 from shards.format.models import hash_weights, model_folder, recorded_folder
 from shards.format.towers import Weights
 from tests.conftest import precompute_config
-from tests.fake_hub import COMMIT, fake_hub
+from tests.fake_hub import COMMIT, connect, fake_hub, keep_downloads_in
 
 pytestmark = pytest.mark.heavy
 
 
 @pytest.fixture(autouse=True)
 def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
-
-
-def connect(monkeypatch: pytest.MonkeyPatch, hub: str, offline: bool = False) -> None:
-    """Make this process use the hub at this address."""
-    monkeypatch.setattr(constants, "ENDPOINT", hub)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    )
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    keep_downloads_in(monkeypatch, tmp_path / "cache")
 
 
 def refusal(name: str) -> str:

@@ -79,7 +79,12 @@ def contents(root: Path | str) -> dict[str, bytes]:
     return {name: store.read(name) for name in store.files() if not name.startswith((".", "index/"))}
 
 
-@pytest.mark.parametrize("number", range(6))  # uncond and the tar's record; for each bucket, the part and the receipt
+@pytest.mark.parametrize(
+    # uncond and the tar's record; for each bucket, the part and the receipt
+    ("root", "number"),
+    [*(("folder", number) for number in range(6)), ("address", 3)],
+    indirect=["root"],
+)
 def test_a_kill_between_two_steps_leaves_nothing_that_anybody_reads(
     latents: Path, models: Path, one_tar: Path, root: Path | str, number: int
 ) -> None:

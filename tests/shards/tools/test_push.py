@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from shards.base.errors import RequestError
-from tests.fake_hub import fake_hub, with_hub
+from shards.__main__ import run as shards
+from shards.base.errors import RequestError, WorkError
+from tests.fake_hub import connect, fake_hub, keep_downloads_in
 from tests.runs import curve, train_fields, write_config
+from train.__main__ import run as train
 
-COMMAND = "import sys; from {module}.__main__ import main; sys.argv[1:] = {words!r}; main()"
 
-
-def run(hub: str, tmp_path: Path, module: str, *words: object) -> Any:
-    """Run a command in a new process that uses `hub`, without hf_xet, which needs the real hub's servers."""
-    code = COMMAND.format(module=module, words=[str(word) for word in words])
-    return with_hub(hub, tmp_path / "cache", code, HF_HUB_DISABLE_XET="1")
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_downloads_in(monkeypatch, tmp_path / "cache")
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
@@ -24,18 +23,20 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in found.items() if not re.search(r"(^|/)\.", name)}
 
 
-def test_a_root_is_pushed_and_trained_from_there(latents: Path, tmp_path: Path) -> None:
+def test_a_root_is_pushed_and_trained_from_there(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The upload is interrupted once. The losses are those of training from the folder."""
     asked: list[dict[str, Any]] = []
     (tmp_path / "hub").mkdir()
     with fake_hub(tmp_path / "hub", asked=asked) as hub:
-        push = ("push", latents, "flaky/latents", "--license", "cc-by-4.0")
-        interrupted = run(hub, tmp_path, "shards", *push)
-        assert interrupted.returncode == 1 and "was interrupted" in interrupted.stderr
+        connect(monkeypatch, hub)
+        push = ["push", str(latents), "flaky/latents", "--license", "cc-by-4.0"]
+        with pytest.raises(WorkError, match="was interrupted"):
+            shards(push)
         assert not (tmp_path / "hub" / "index" / "manifests").exists()
-        done = run(hub, tmp_path, "shards", *push)
-        assert done.returncode == 0, done.stderr
-        assert "train from it with `root: hf://datasets/flaky/latents`" in done.stdout
+        shards(push)
+        assert "train from it with `root: hf://datasets/flaky/latents`" in capsys.readouterr().out
         assert asked[0]["visibility"] == "private"
         uploaded = files_below(tmp_path / "hub")
         card = uploaded.pop("README.md").decode()
@@ -46,13 +47,12 @@ def test_a_root_is_pushed_and_trained_from_there(latents: Path, tmp_path: Path) 
         for name, root in (("near", str(latents)), ("far", "hf://datasets/flaky/latents")):
             data = {"streams": [{"root": root, "bucket": "64x64"}], "cache": str(tmp_path / "data")}
             fields = train_fields(latents, tmp_path / name, max_steps=3, data=data)
-            trained = run(hub, tmp_path, "train", "--config", write_config(tmp_path, fields))
-            assert trained.returncode == 0, trained.stderr
+            train(["--config", str(write_config(tmp_path, fields))])
             curves.append(curve(tmp_path / name))
         assert curves[0] == curves[1] and len(curves[0][0]) == 3
 
 
-def test_a_pipeline_is_pushed(tmp_path: Path) -> None:
+def test_a_pipeline_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "export"
     (folder / "unet").mkdir(parents=True)
     (folder / "model_index.json").write_text("{}")
@@ -65,8 +65,8 @@ def test_a_pipeline_is_pushed(tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = []
     (tmp_path / "hub").mkdir()
     with fake_hub(tmp_path / "hub", asked=asked) as hub:
-        done = run(hub, tmp_path, "train", "push", folder, "org/model", "--license", "apache-2.0", "--public")
-    assert done.returncode == 0, done.stderr
+        connect(monkeypatch, hub)
+        train(["push", str(folder), "org/model", "--license", "apache-2.0", "--public"])
     assert asked[0]["visibility"] == "public"
     uploaded = files_below(tmp_path / "hub")
     assert uploaded.keys() == {"model_index.json", "unet/config.json", "README.md"}
@@ -85,10 +85,13 @@ def test_a_pipeline_is_pushed(tmp_path: Path) -> None:
         (["gated/name", "--license", "cc0-1.0"], "Log in with `hf auth login`"),
     ],
 )
-def test_bad_requests(latents: Path, tmp_path: Path, words: list[str], said: str) -> None:
+def test_bad_requests(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
     with fake_hub(tmp_path) as hub:
-        refused = run(hub, tmp_path, "shards", "push", latents, *words)
-    assert refused.returncode == 2 and said in " ".join(refused.stderr.split())
+        connect(monkeypatch, hub)
+        with pytest.raises(RequestError, match=re.escape(said)):
+            shards(["push", str(latents), *words])
 
 
 def test_what_cannot_be_pushed(tmp_path: Path) -> None:

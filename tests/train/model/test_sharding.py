@@ -118,7 +118,8 @@ def test_groups_of_processes_give_the_curve_and_the_checkpoints_of_ddp(
 
 
 @pytest.mark.parametrize(
-    ("sharding", "num_processes", "group"), [("none", 2, 0), ("full", 2, 2), ("grad_op", 4, 4), ("full", 4, 2)]
+    ("sharding", "num_processes", "group"),
+    [("none", 2, 0), pytest.param("full", 2, 2, marks=pytest.mark.slow), ("full", 4, 2)],
 )
 def test_weights_are_built_by_one_process_and_sent_to_the_others(
     sharding: str, num_processes: int, group: int, tmp_path: Path
@@ -211,6 +212,7 @@ def copy_of_step_2(run: Path, target: Path) -> None:
             link.hardlink_to(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "num_processes", "sharding"),
     [("full", 1, "none"), ("whole", 2, "full")],
@@ -225,7 +227,8 @@ def test_a_run_goes_on_with_another_sharding(
     num_processes: int,
     sharding: str,
 ) -> None:
-    """A checkpoint survives loading and saving, apart from two steps of training."""
+    """A checkpoint survives loading and saving, apart from two steps of training. In `make test`, a run goes on in
+    groups of processes, and from them on one."""
     copy_of_step_2(request.getfixturevalue(source), tmp_path / "run")
     resumed = train(tmp_path, latents, "run", num_processes, sharding=sharding)
     assert rows(resumed, "step") == [3, 4]
