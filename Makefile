@@ -141,7 +141,7 @@ quick: lint
 # A test that hangs ends the run after ten minutes, with a stack trace of all its threads.
 ## make test                      | run the tests
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 6 $(BY_FILE) -o faulthandler_timeout=600 \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 $(BY_FILE) -o faulthandler_timeout=600 \
 	  -o faulthandler_exit_on_timeout=true $(ARGS)
 
 # docs/evidence/reliability.md publishes the figures
