@@ -21,7 +21,7 @@ from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.base.store import Place
 from shards.format.buckets import Bucket
-from shards.format.models import hash_weights, model_folder, read_model_config
+from shards.format.models import hash_weights, model_folder, probe_autoencoder, read_model_config
 from shards.format.towers import (
     CAUSAL,
     FeatureTower,
@@ -41,8 +41,6 @@ PIXELS_PER_TOKEN = 16
 """Default side, in pixels, of the square image area that one feature token represents."""
 MAX_EXTRA_TOKENS = 32
 """Maximum number of tokens (class token and registers) before a vision model's patch tokens."""
-PROBE_SIDE = 256
-"""Side in pixels of the image that is used to determine an autoencoder's latent shape."""
 NORMALISED_BY_CONFIG = ("AutoencoderKL", "AutoencoderDC", "AutoencoderKLHunyuanImage")
 """Autoencoder classes whose diffusers pipelines normalise latents using only the config fields that `_normalisation`
 reads. Check the pipelines' `vae.decode` calls before adding a class."""
@@ -203,27 +201,22 @@ def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **se
             f"the folder of an {supported}."
         )
     try:
-        with torch.device("meta"):
-            vae: Any = getattr(diffusers, class_name).from_config(config)
-            encoded = vae.encode(torch.empty(1, 3, PROBE_SIDE, PROBE_SIDE))
+        vae, has_posterior, channels, downsampling = probe_autoencoder(class_name, config)
     except UNSUITABLE as error:
         raise RequestError(
             f"vae: diffusers {diffusers.__version__} cannot build an image autoencoder ({class_name}) from "
             f"{folder}/config.json: {type(error).__name__}: {error}. Use the folder of an {supported}."
         ) from error
-    has_posterior = hasattr(encoded, "latent_dist")
     if not has_posterior and posterior is not None:
         raise RequestError(
             f"{class_name} has no posterior, because its latents are deterministic. Remove `posterior` from the config."
         )
-    mode = encoded.latent_dist.mode() if has_posterior else encoded.latent
-    channels, side = int(mode.shape[1]), int(mode.shape[-1])
     return ImageTower(
         class_name=class_name,
         weights=hash_weights(name, folder),
         posterior=(posterior or "moments") if has_posterior else "deterministic",
         channels=channels,
-        downsampling=PROBE_SIDE // side,
+        downsampling=downsampling,
         **_normalisation(vae.config, channels, f"vae: {folder}/config.json"),
         **settings,
     )

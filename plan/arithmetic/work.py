@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 NO_WEIGHTS = Weights(name="none", sha256="0" * 64)
 """Placeholder for the weights of networks that are built only from a config."""
-PROBE_SIDE = 256
-"""Side of the image that is encoded to find the shape of the latents."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def read_training(networks: Networks) -> Training:
     """
     path = networks.backbone
     if not Path(path).is_file():
-        raise RequestError(f"networks.backbone: there is no file {path}. Set it to the path of a training config.")
+        raise RequestError(f"networks.backbone: {path} does not exist. Set it to the path of a training config.")
     try:
         return load_config(Training, path, [], "plan")
     except RequestError as error:
@@ -220,30 +218,24 @@ def build_towers(networks: Networks) -> tuple[Any, ImageTower, dict[str, tuple[A
 
 def build_image_tower(path: str) -> tuple[Any, ImageTower]:
     """Build the autoencoder from a config file, and the record that would describe it in a latents root."""
-    import diffusers
-    import torch
-
+    from shards.format.models import probe_autoencoder  # imports the hub's client, which cached plans do not need
     from train.model.network import BUILD_ERRORS
 
     fields = _read_json(path)
     class_name = str(fields.get("_class_name", "AutoencoderKL"))
     try:
-        vae: Any = getattr(diffusers, class_name).from_config(fields)
-        encoded = vae.encode(torch.empty(1, 3, PROBE_SIDE, PROBE_SIDE))
+        vae, has_posterior, channels, downsampling = probe_autoencoder(class_name, fields)
     except BUILD_ERRORS as error:
         raise RequestError(
             f"networks.vae: diffusers cannot build an autoencoder of the class {class_name} from {path}: {error}. Set "
             f"it to the config.json of a diffusers autoencoder."
         ) from error
-    has_posterior = hasattr(encoded, "latent_dist")
-    latents = encoded.latent_dist.mode() if has_posterior else encoded.latent
-    channels = int(latents.shape[1])
     return vae, ImageTower(
         class_name=class_name,
         weights=NO_WEIGHTS,
         posterior="moments" if has_posterior else "deterministic",
         channels=channels,
-        downsampling=PROBE_SIDE // int(latents.shape[-1]),
+        downsampling=downsampling,
         scale=(1.0,) * channels,
         shift=(0.0,) * channels,
         crop="",

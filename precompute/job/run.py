@@ -42,7 +42,7 @@ def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: 
             `workers.outage_probes` attempts in a row failed because of storage, credentials, models or the cluster.
     """
     work = partial(encode_on_worker, recipe=recipe, output=output, **worker_settings(workers))
-    may_warn, checks_scores = True, True
+    may_warn = checks_scores = True
     with FailureLog(output) as failures:
         ledger = Ledger(len(tars), failures)
         with ledger.progress:

@@ -1,4 +1,4 @@
-"""Find, download and hash model folders, without loading a model into memory."""
+"""Find, download and hash model folders, and probe autoencoders, without loading weights into memory."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import constants, snapshot_download
 
@@ -42,6 +42,32 @@ PIPELINE_INDEX = "model_index.json"
 """File that names the class and components of a diffusers pipeline."""
 TRAINED_GUIDANCE = "_trained_guidance"
 """Field of an exported network's config.json that holds the constant value of its guidance input in training."""
+PROBE_SIDE = 256
+"""Side in pixels of the image that is used to determine an autoencoder's latent shape."""
+
+
+class ProbedAutoencoder(NamedTuple):
+    """An autoencoder without weights, and the properties of its latents."""
+
+    vae: Any
+    has_posterior: bool
+    channels: int
+    downsampling: int
+    """Side of an image relative to the side of its latents."""
+
+
+def probe_autoencoder(class_name: str, config: dict[str, Any]) -> ProbedAutoencoder:
+    """Build a diffusers autoencoder on the meta device, and encode one image to determine the shape of its latents.
+    Raises the exceptions of diffusers and torch if the config does not describe an image autoencoder."""
+    import diffusers
+    import torch
+
+    with torch.device("meta"), torch.no_grad():
+        vae: Any = getattr(diffusers, class_name).from_config(config)
+        encoded = vae.encode(torch.empty(1, 3, PROBE_SIDE, PROBE_SIDE))
+    has_posterior = hasattr(encoded, "latent_dist")
+    latents = encoded.latent_dist.mode() if has_posterior else encoded.latent
+    return ProbedAutoencoder(vae, has_posterior, int(latents.shape[1]), PROBE_SIDE // int(latents.shape[-1]))
 
 
 def model_folder(name: str, files: Sequence[str] = DOWNLOAD_PATTERNS) -> Path:

@@ -32,7 +32,7 @@ BATCH, LR, WEIGHT_DECAY = 4, 5e-4, 0.01
 
 
 def in_make_test(*names: str) -> list[Any]:
-    """Return all families; `make test` runs only these, and `make test-families` the others, too."""
+    """Return all families; `make test` runs only those named, and `make test-families` runs all."""
     return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 

@@ -165,7 +165,7 @@ def test_parts_given_by_name_are_merged_into_the_file(tmp_path: Path, monkeypatc
 
 
 def test_a_part_named_twice_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself and in its half, for example. The check waited forever for a second result."""
+    """The part is named by itself and as a member of its half. Its result is awaited only once."""
     ran = []
 
     def run_part(run: gpu_check.CheckRun, process: object, name: str) -> dict[str, Any]:

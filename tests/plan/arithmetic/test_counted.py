@@ -26,7 +26,7 @@ print("torch" in sys.modules, codes)
 """
 REFUSED = {
     "unknown option --gpu.prise_per_hour": ["--gpu.prise_per_hour", "2"],
-    "networks.backbone: there is no file nowhere.yaml": ["--networks.backbone", "nowhere.yaml"],
+    "networks.backbone: nowhere.yaml does not exist": ["--networks.backbone", "nowhere.yaml"],
     "The config file nowhere.yaml does not exist": ["--config", "nowhere.yaml"],
     "nowhere.json": ["--measured", "nowhere.json"],
 }

@@ -42,7 +42,7 @@ def test_buckets_need_not_be_square() -> None:
 @pytest.mark.parametrize(
     "networks, bucket, message",
     [
-        (Networks(backbone="nowhere.yaml"), "256x256", "networks.backbone: there is no file nowhere.yaml."),
+        (Networks(backbone="nowhere.yaml"), "256x256", "networks.backbone: nowhere.yaml does not exist."),
         (Networks(vae="nowhere.json"), "256x256", "The network config nowhere.json does not exist."),
         (Networks(vae="configs/plan.yaml"), "256x256", "configs/plan.yaml cannot be parsed"),
         (Networks(vae="configs/unet/sd2-base.json"), "256x256", "networks.vae: diffusers cannot build an autoencoder"),

@@ -1,4 +1,4 @@
-"""Which linear layers multiply in float8, how they round, and who is refused."""
+"""Linear layers that multiply in float8: their choice, their rounding, and refusals."""
 
 import re
 from pathlib import Path
