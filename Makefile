@@ -148,7 +148,7 @@ test: setup
 ## make test-faults               | run the long suites: kills, full disks, flipped bits, hostile images
 test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -n 3 $(BY_FILE) \
-	  -m "(slow or faults) and not (browser or container or prometheus or quantised or slurm)" $(ARGS)
+	  -m "(slow or faults) and not (browser or container or float8 or prometheus or slurm)" $(ARGS)
 
 ## make test-alerts               | test the alert rules, and a live job under Prometheus (needs prometheus)
 test-alerts: setup
@@ -191,10 +191,10 @@ test-families: setup
 
 # not into .venv, because diffusers would import an installed torchao in every process
 TORCHAO = torchao==0.18.0
-## make test-quantised            | test int8 and float8 text encoders and float8 training (installs torchao into .torchao)
-test-quantised: setup
+## make test-float8               | test training in float8, emulated on the CPU (installs torchao into .torchao)
+test-float8: setup
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target .torchao $(TORCHAO)
-	PYTHONPATH=.torchao OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m quantised tests/precompute/encode tests/train/model $(ARGS)
+	PYTHONPATH=.torchao OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m float8 tests/train/model $(ARGS)
 
 PYTHONS ?= 3.11 3.12 3.13
 ## make test-install [PYTHONS="3.11 3.12 3.13"] | test the wheel with every extra, in fresh environments

@@ -101,12 +101,9 @@ class PrecomputeConfig(Config):
 
     @model_validator(mode="after")
     def _check_towers(self) -> "PrecomputeConfig":
-        rounded = [name for name, tower in self.texts.items() if tower.weights == "int8"]
-        if rounded and self.precision == "float16":
-            raise ValueError(
-                f"texts.{rounded[0]}.weights: matrix products with int8 weights overflow float16; set precision: "
-                f"bfloat16"
-            )
+        rounded = [name for name, tower in self.texts.items() if tower.weights == "float8"]
+        if rounded and self.precision != "bfloat16":
+            raise ValueError(f"texts.{rounded[0]}.weights: float8 needs precision: bfloat16; int8 does not")
         columns = {source.column for source in self.captions or () if source.column}
         if both := sorted(columns & {source.name for source in self.scores}):
             raise ValueError(f"scores: {both[0]} is also the column of a table of captions; rename one of them")

@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard
 
@@ -143,8 +142,9 @@ class TextTowerConfig(Config):
     width: int | None = Field(None, ge=1)
     """Overrides `text.width` for this tower. Towers that are no wider are not projected."""
     weights: Literal["as_stored"] | Quantised = "as_stored"
-    """`int8` or `float8` quantises the weights of linear layers to one byte each with torchao, to save GPU memory. The
-    outputs differ slightly, so the root gets a different encoding id."""
+    """`int8` or `float8` quantises the weights of linear layers to one byte each, to save GPU memory. `float8` also
+    quantises their inputs, and multiplies in float8, which needs `precision: bfloat16` and GPUs of compute capability
+    8.9 or higher (Ada, Hopper, Blackwell). The outputs differ slightly, so the root gets a different encoding id."""
     batch_size: int | None = Field(None, ge=1)
     """Number of captions per batch; overrides `workers.batch_size`."""
 
@@ -287,12 +287,6 @@ def describe_text(name: str, config: TextTowerConfig, default: TextConfig) -> Te
         )
     _check_text_outputs(name, folder, class_name, text_config, config)
     quantised = None if config.weights == "as_stored" else config.weights
-    if quantised and find_spec("torchao") is None:
-        raise RequestError(
-            f"texts.{name}.weights: {quantised} weights need torchao, which is not installed. Install it here and on "
-            f"the workers (pip install 'latentmill[quantised]'), or remove `weights` to use the model as stored. To "
-            f"save memory without quantisation, set workers.towers to one_by_one."
-        )
     tokenizer = _load_tokenizer(
         name, tokenizer_folder, num_positions if is_clip else None, getattr(text_config, "vocab_size", None)
     )

@@ -1,5 +1,6 @@
 """Checks that encoders' results do not depend on the batch, and the speed of encoders and of decoding."""
 
+import copy
 import json
 import tempfile
 from argparse import Namespace
@@ -18,8 +19,10 @@ from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import PRECISIONS, Setup, seconds_of
 from bench.pixels import BUCKETS, make_corpus
 from precompute.encode.encoders import TextEncoder
+from precompute.encode.quantised import quantise
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from shards.base.device import Precision
+from shards.format.towers import Quantised
 
 MAX_DIFFERENCE: dict[Precision, float] = {"float32": 3e-3, "float16": 0.03, "bfloat16": 0.15}
 """Maximum difference relative to the standard deviation of the values. bfloat16 alone, without compiling, differs from
@@ -91,7 +94,7 @@ def rates(setup: Setup, found: Findings) -> None:
 
 
 def t5(setup: Setup, found: Findings) -> None:
-    """Time layers of T5-XXL, eager and compiled.
+    """Time layers of T5-XXL in bfloat16, eager and compiled, and in int8 and float8, compiled.
 
     All layers have the same shape, so a few of them, with random weights, stand for all 24.
     """
@@ -103,20 +106,28 @@ def t5(setup: Setup, found: Findings) -> None:
         ids = torch.randint(0, fields["vocab_size"], (batch, tokens))
         model = T5EncoderModel(T5Config(**fields)).eval().to(torch.bfloat16)
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
-        model(ids)
+        exact = model(ids).last_hidden_state
     flops = counter.get_total_flops()
-    for compiled in (False, True):
-        run = torch.compile(model, dynamic=False) if compiled else model
-        with found.tried("T5-XXL", compiled=compiled), torch.inference_mode():
+    quantised: tuple[Quantised, ...] = ("int8", "float8")
+    variants = ((None, False), (None, True), *((to, True) for to in quantised))
+    for to, compiled in variants:
+        weights = to or "bfloat16"
+        with found.tried("T5-XXL", weights=weights, compiled=compiled), torch.inference_mode():
+            torch.compiler.reset()
+            network = quantise(copy.deepcopy(model), to, setup.device) if to else model
+            run = torch.compile(network, dynamic=False) if compiled else network
+            states = run(ids).last_hidden_state
             seconds = seconds_of(partial(run, ids), setup)
             whole = batch / seconds * fields["num_layers"] / 24
             found.row(
                 "T5-XXL",
+                weights=weights,
                 compiled=compiled,
                 layers=fields["num_layers"],
                 ms=1e3 * seconds,
                 tflops=flops / seconds / 1e12,
                 captions_per_second_of_24_layers=whole,
+                error=float((states - exact).norm() / exact.norm()),
             )
 
 

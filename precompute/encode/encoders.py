@@ -13,7 +13,8 @@ import transformers
 from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import Tensor, nn
 
-from precompute.encode.networks import DeviceSettings, Network, model_class, pad, quantise, vision_options
+from precompute.encode.networks import DeviceSettings, Network, model_class, pad, vision_options
+from precompute.encode.quantised import quantise
 from shards.base.device import is_accelerator
 from shards.format.buckets import Bucket
 from shards.format.projection import matrix_of, project
@@ -93,7 +94,7 @@ class TextEncoder(Network):
         load = model_class(tower.class_name).from_pretrained
         model = load(folder, use_safetensors=True).to(torch.float32)  # uses torch's fused attention where available
         if tower.quantised:
-            model = quantise(model, tower.quantised)
+            model = quantise(model, tower.quantised, settings.device)
         super().__init__(model, self.encode, settings)
         self.tower = tower
         self.kept = torch.tensor(tower.kept)

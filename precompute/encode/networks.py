@@ -10,7 +10,6 @@ immediately, and the function that it returns waits for the latents. On a CPU, `
 import copy
 import importlib
 import inspect
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,9 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 from shards.base.device import Precision, device_module, host_buffer, is_accelerator
-from shards.base.errors import UnfitNode
 from shards.format.buckets import Bucket
-from shards.format.towers import Quantised
 
 Item = TypeVar("Item")
 Model = TypeVar("Model", bound=nn.Module)
@@ -67,20 +64,6 @@ def lowered(model: Model, precision: Precision) -> Model:
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.to(getattr(torch, precision))
-    return model
-
-
-def quantise(model: Model, to: Quantised) -> Model:
-    """Quantise the weights of a float32 network's linear layers, in place. Matrix products are still computed in the
-    precision of their inputs. Raises UnfitNode if torchao is not installed on this node."""
-    try:
-        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-    except ImportError as error:
-        raise UnfitNode(
-            f"The node {os.uname().nodename} has no torchao ({error}), but a text tower with {to} weights needs "
-            f"torchao. Install it on that node: pip install 'latentmill[quantised]'."
-        ) from error
-    quantize_(model, Int8WeightOnlyConfig() if to == "int8" else Float8WeightOnlyConfig())
     return model
 
 

@@ -80,7 +80,6 @@ def encode_tar(
                     written = parts.finish()
                 record = source.record()
         # parts => committed, while the device works on the next tar
-        is_quantised = any(text.quantised for text in recipe.encoding.texts.values())
         made = Attempt(
             tar=unit.name,
             folder=folder,
@@ -90,7 +89,7 @@ def encode_tar(
             parts=written,
             rules={str(bucket): rule for bucket, rule in recipe.buckets.rules.items()},
             source=record,
-            software=versions((*SOFTWARE, *is_quantised * ("torchao",))),
+            software=versions(SOFTWARE),
             settings=settings(recipe, towers.device) | table_settings(recipe.tables, found),
             made_by=made_by(towers.device),
             number=attempt,

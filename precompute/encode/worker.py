@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -218,8 +217,6 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
             clock.stop()
 
     settings: Settings = {"device": made_by(on).gpu, **recipe.batches(on)}
-    if any(tower.tower.quantised for tower in texts.values()):
-        settings["torchao"] = version("torchao")
     settings |= table_settings(recipe.tables)
     settings = {f"derived.{name}": value for name, value in settings.items()}
     found = Counter[str]()

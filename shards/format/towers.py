@@ -149,8 +149,8 @@ class TextTower(Config):
     storage: TextStorage
     trim: bool
     quantised: Quantised | None = None
-    """Data type to which the weights of the linear layers were quantised, with one scale per row, or None if they were
-    not."""
+    """Data type to which the weights of the linear layers were quantised, with one scale per output, or None if they
+    were not. With float8, the layers' inputs were quantised too, with one scale per token."""
     projection: Projection | None = None
     """Projection of the hidden states onto `width` dimensions, or None if they are stored in full width. Written to
     encoding.json only if there is one."""

@@ -71,7 +71,7 @@ def test_processes_that_cannot_use_float8(monkeypatch: pytest.MonkeyPatch) -> No
     assert "does not support precision float32. Set precision to bfloat16" in (problem("float32") or "")
     versions = iter(["0.9.0", "0.18.0", "0.20.0"])
     monkeypatch.setattr("train.model.float8.version", lambda name: next(versions))
-    assert re.search(r"needs torchao 0\.18 or later; \S+ has 0\.9\.0\. .*'latentmill\[quantised\]'", problem() or "")
+    assert re.search(r"needs torchao 0\.18 or later; \S+ has 0\.9\.0\. .*'latentmill\[float8\]'", problem() or "")
     assert problem() is None and problem() is None
 
 
@@ -122,7 +122,7 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.quantised
+@pytest.mark.float8
 def test_layers_multiply_rounded_values() -> None:
     """Compare output and gradients with products in float64, of values rounded by torch's casts."""
     torch.manual_seed(0)
@@ -175,7 +175,7 @@ def trained(flux: Small, with_float8: bool, compiled: bool = False) -> list[floa
 
 
 @pytest.mark.slow
-@pytest.mark.quantised
+@pytest.mark.float8
 def test_losses_stay_close(flux: Small) -> None:
     exact, found = trained(flux, False), trained(flux, True)
     assert exact[-1] < exact[0] / 2
@@ -183,7 +183,7 @@ def test_losses_stay_close(flux: Small) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.quantised
+@pytest.mark.float8
 def test_blocks_compile_without_breaks(flux: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     with capture_graphs(monkeypatch) as graphs:
         compiled = trained(flux, True, compiled=True)

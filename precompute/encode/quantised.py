@@ -1,0 +1,117 @@
+"""Linear layers of a frozen network with weights of one byte each: int8, which saves memory, or float8 (e4m3), which
+also multiplies in float8."""
+
+import os
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import ScalingType
+
+from shards.base.device import device_module, is_accelerator, multiplies_float8
+from shards.base.errors import UnfitNode
+from shards.format.towers import Quantised
+
+Model = TypeVar("Model", bound=nn.Module)
+MULTIPLE = 16
+"""GPUs multiply float8 matrices only if their sizes are multiples of this."""
+SMALLEST = 1e-12
+"""Smallest scale, for rows of zeros."""
+
+
+def quantise(model: Model, to: Quantised, device: torch.device) -> Model:
+    """Replace the linear layers of a float32 network by layers with quantised weights, in place. With float8, layers
+    whose numbers of inputs and outputs are not both multiples of 16 are kept.
+
+    Args:
+        model: the network, on the CPU.
+        to: data type of the weights.
+        device: device on which the network will run.
+
+    Raises:
+        UnfitNode: the device cannot multiply in float8, but `to` is "float8".
+    """
+    if to == "float8" and is_accelerator(device) and not multiplies_float8(device):
+        raise UnfitNode(
+            f"The {device_module().get_device_name(device)} of node {os.uname().nodename} has no float8 matrix "
+            f"products, but the job has a text tower with float8 weights. They need an NVIDIA GPU of the Ada, Hopper "
+            f"or Blackwell generation (compute capability 8.9 or higher). Use such nodes, or set the tower's `weights` "
+            f"to int8."
+        )
+    linears = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    for name, layer in linears.items():
+        if to == "int8":
+            model.set_submodule(name, Int8Linear(layer))
+        elif layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0:
+            model.set_submodule(name, Float8Linear(layer))
+    return model
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with int8 weights, one scale per output, and products in the precision of the context."""
+
+    weight = None  # transformers' T5 casts a layer's input to the type of its weight, unless this is None
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        weight = layer.weight.detach()
+        scales = scales_of(weight, 127.0)
+        self.register_buffer("codes", (weight / scales).round_().to(torch.int8))
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map inputs (…, in) to outputs (…, out)."""
+        return F.linear(inputs, (self.codes * self.scales).to(inputs.dtype), self.bias)
+
+
+class Float8Linear(nn.Module):
+    """A linear layer that multiplies in float8, with one scale per output of the weight and one per row of the input.
+
+    Because each row of the input has its own scale, a caption's results do not depend on the rest of its batch.
+    """
+
+    weight = None  # as above
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        codes, scales = to_float8(layer.weight.detach())
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales.T.contiguous())
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().bfloat16())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map inputs (…, in) to bfloat16 outputs (…, out)."""
+        codes, scales = to_float8(inputs.flatten(0, -2))
+        by_row = ScalingType.RowWise
+        rows = F.scaled_mm(
+            codes,
+            self.codes.T,
+            scales,
+            by_row,
+            self.scales,
+            by_row,
+            bias=self.bias,
+            output_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return rows.unflatten(0, inputs.shape[:-1])
+
+
+def scales_of(rows: Tensor, largest: float) -> Tensor:
+    """Return the scales (N, 1), float32, by which to divide `rows` (N, width) so that each row's largest magnitude
+    becomes `largest`."""
+    return (rows.abs().amax(dim=1, keepdim=True).float() / largest).clamp_(min=SMALLEST)
+
+
+def to_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `rows` (N, width) as float8 codes, and their scales (N, 1)."""
+    scales = scales_of(rows, torch.finfo(torch.float8_e4m3fn).max)
+    return (rows / scales).to(torch.float8_e4m3fn), scales
