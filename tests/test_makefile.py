@@ -39,8 +39,8 @@ def test_missing_and_wrong_arguments(words: list[str], message: str) -> None:
 def test_help_names_every_target() -> None:
     result = make("--silent", "help")
     assert result.returncode == 0
-    targets = set(re.findall(r"(?m)^([a-z-]+):", MAKEFILE.read_text())) - {"help", "check-lock"}
-    assert set(re.findall(r"(?m)^make ([a-z-]+)", result.stdout)) == targets
+    targets = set(re.findall(r"(?m)^([a-z0-9-]+):", MAKEFILE.read_text())) - {"help", "check-lock"}
+    assert set(re.findall(r"(?m)^make ([a-z0-9-]+)", result.stdout)) == targets
 
 
 def test_a_family_is_a_folder_of_configs() -> None:
