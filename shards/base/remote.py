@@ -9,6 +9,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,8 @@ EXISTS, CONFLICTS = "PreconditionFailed", ("ConditionalRequestConflict", "Operat
 retried."""
 MODIFIED_KEYS = ("LastModified", "mtime", "updated", "last_modified", "created")
 MAX_ATTEMPTS, RETRY_SECONDS = 8, 0.2
+NUM_REMOVERS = 16
+"""Number of files that are removed at a time."""
 S3_UPLOAD_OPTIONS = {"chunksize": 16 << 20, "max_concurrency": 4}
 """S3 multipart upload settings, which limit memory to 64 MiB per upload."""
 
@@ -56,13 +59,14 @@ class RemoteStore(Store):
             return bytes(self.fs.cat_file(self._path(name), start=start, end=end))
 
     def read_many(self, names: list[str]) -> dict[str, bytes]:
-        paths = {self._path(name): name for name in names}
         with self._store_errors(""):
-            found = self.fs.cat(list(paths), on_error="return") if paths else {}
-        for path, data in found.items():
+            # fsspec's `cat` would take a name with a * or [ for a pattern
+            found = self.fs.cat_ranges([self._path(name) for name in names], None, None, on_error="return")
+        contents = dict(zip(names, found, strict=True))
+        for name, data in contents.items():
             if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
-                raise outage(self.where(paths[path]), data) from data
-        return {paths[path]: bytes(data) for path, data in found.items() if not isinstance(data, Exception)}
+                raise outage(self.where(name), data) from data
+        return {name: bytes(data) for name, data in contents.items() if not isinstance(data, Exception)}
 
     def get(self, name: str, target: Path) -> None:
         with self._store_errors(name, FileNotFoundError):
@@ -131,8 +135,13 @@ class RemoteStore(Store):
                 self.fs.put_file(str(path), self._path(name), **options)
 
     def remove(self, names: Sequence[str]) -> None:
-        with self._store_errors(next(iter(names), "")), suppress(FileNotFoundError):
-            self.fs.rm([self._path(name) for name in names])
+        def remove_one(name: str) -> None:
+            with self._store_errors(name), suppress(FileNotFoundError):
+                self.fs.rm_file(self._path(name))
+
+        # fsspec's `rm` would take a name with a * or [ for a pattern, and s3fs ignores refusals of its bulk request
+        with ThreadPoolExecutor(NUM_REMOVERS) as threads:
+            list(threads.map(remove_one, names))
 
     def abort_uploads(self, before: float) -> list[str]:
         if not S3.intersection(protocols(self.fs)):

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from shards.__main__ import run
-from shards.base.errors import RequestError, WorkError
+from shards.base.errors import Outage, RequestError, WorkError
 from shards.base.remote import RemoteStore
 from shards.base.store import STAGING_FOLDER, LocalStore, Place, Store
 from shards.format.encoding import EncodingRecord
@@ -45,6 +45,32 @@ def test_files(store: Store, tmp_path: Path) -> None:
     assert [name for name in store.entries() if name != STAGING_FOLDER] == ["commits"]
     assert store.files() == ["commits/a.json"]
     assert store.size("commits") is None
+
+
+def test_names_are_not_patterns(store: Store) -> None:
+    """Names with characters that fsspec expands are read and removed as they are, and no others with them."""
+    names = ["a/data[1].tar", "a/data*.tar", "a/data?.tar", "a/**", "a/data1.tar", "a/other.tar"]
+    for name in names:
+        store.write(name, name.encode())
+    assert store.read_many([*names, "a/[none].tar"]) == {name: name.encode() for name in names}
+    store.remove([*names[:4], "a/other.tar"])
+    assert store.files("a") == ["data1.tar"]
+    with store.local("a") as local:
+        assert [path.name for path in local.iterdir()] == ["data1.tar"]
+
+
+def test_a_file_that_cannot_be_removed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RemoteStore("memory://refusing/root")
+
+    def refuse(path: str) -> None:
+        if path.endswith("/b"):
+            raise PermissionError("Access Denied")
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(store.fs, "rm_file", refuse)
+    store.remove(["a", "c"])
+    with pytest.raises(Outage, match=r"memory://refusing/root/b cannot be read or written: .*Access Denied"):
+        store.remove(["a", "b", "c"])
 
 
 def test_a_folder_is_moved_once_and_files_are_put_over_what_is_there(store: Store, tmp_path: Path) -> None:
