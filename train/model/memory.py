@@ -27,7 +27,6 @@ from shards.format.encoding import EncodingRecord
 from train.data.spec import DataSpec
 from train.model.backbone import BackboneConfig
 from train.model.blocks import find_blocks
-from train.model.channels_last import keep_channels_last
 from train.model.config import Checkpointing, Sharding
 from train.model.fit import dry_call
 from train.model.network import compile_network, compiles_by_block
@@ -163,8 +162,6 @@ def activation_bytes(
             recompute_blocks(copy, int(settings.gradient_checkpointing))
         if settings.low_precision_norms:
             use_low_precision_norms(copy)
-        if not is_sharded(settings):
-            keep_channels_last(copy)
         live = LiveBytes()
         with FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             # FSDP gathers weights in bfloat16, and averages the gradients of each block as soon as they exist
