@@ -530,14 +530,15 @@ def _notes(inputs: Inputs, rows: list[Row]) -> list[str]:
                     f"from a different GPU count. The given bandwidths do not explain the gap, so the bottleneck is "
                     f"uncertain."
                 )
+    per_node = inputs.plan.gpu.gpus_per_node
     sharding_gains = [
         f"{phase.bucket} on {row.gpus} GPUs by {phase.split_speedup - 1:.0%}"
         for row in rows
         for phase in row.phases
-        if phase.split_speedup > MIN_SHARDING_SPEEDUP
+        if phase.split_speedup > MIN_SHARDING_SPEEDUP and row.gpus % min(row.gpus, per_node) == 0
     ]
     if sharding_gains:
-        within = f"`sharding: full` and `sharding_group: {inputs.plan.gpu.gpus_per_node}`"
+        within = f"`sharding: full` and `sharding_group: {per_node}`"
         notes.append(
             f"Sharding weights within each node ({within}), instead of what the training config sets, would speed up "
             f"training: {'; '.join(sharding_gains)}."

@@ -20,12 +20,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from shards.base.durable import flock, locked
+from shards.base.errors import RequestError
 from shards.base.store import Store
 
 OWNER = ".owner"
 NEW = ".new"
 """Suffix of a folder whose owner has not been recorded yet, or that is being removed."""
 SWEEPER = ".sweeper.lock"
+SCRATCH = ".scratch"
+"""Ending of the folder for processes' private folders."""
 
 
 @contextmanager
@@ -100,8 +103,18 @@ def has_live_owner(folder: Path) -> bool:
     return False
 
 
+def user_folder(ending: str = "") -> Path:
+    """Return the folder `latentmill-UID` + `ending` in the system's temporary folder; it may not exist yet. Raises
+    RequestError if it belongs to another user."""
+    folder = Path(tempfile.gettempdir()) / f"latentmill-{os.getuid()}{ending}"
+    with suppress(FileNotFoundError):
+        if folder.stat().st_uid != os.getuid():
+            raise RequestError(f"{folder} belongs to another user. Set TMPDIR to a folder of your own.")
+    return folder
+
+
 def _scratch(scratch: Path | None) -> Path:
-    return (scratch or Path(tempfile.gettempdir())) / f"latentmill-{os.getuid()}.scratch"
+    return user_folder(SCRATCH) if scratch is None else scratch / f"latentmill-{os.getuid()}{SCRATCH}"
 
 
 def _make_private(top: Path, owned: ExitStack) -> Path:

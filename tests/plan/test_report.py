@@ -277,6 +277,14 @@ def test_traffic_between_gpus_is_that_of_the_training_config(report: MakeReport,
         report("--networks.backbone", training_config(tmp_path / "training.yaml", sharding="half"))
 
 
+def test_groups_are_recommended_only_for_whole_nodes(report: MakeReport) -> None:
+    """Groups of 8 would speed up 36 GPUs, but do not divide them."""
+    words = ("--phase1.global_batch_size", "2304", "--phase1.microbatch_size", "8", "--phase2", "null")
+    slow = ("--gpu_counts", "[36, 64]", "--measured", "[]", "--gpu.network_gbit_per_s", "50")
+    (note,) = (note for note in report(*words, *slow).notes if "Sharding weights within each node" in note)
+    assert "on 64 GPUs" in note and "on 36 GPUs" not in note
+
+
 def test_a_training_config_inherits_from_its_base(report: MakeReport, tmp_path: Path) -> None:
     training_config(tmp_path / "phase1.yaml", sharding="full", sharding_group=8)
     (tmp_path / "phase2.yaml").write_text("base: phase1.yaml\nmicrobatch_size: 32\n")

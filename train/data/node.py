@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from shards.base.durable import fsync_tree, locked
-from shards.base.errors import RequestError
+from shards.base.scratch import user_folder
 from shards.base.store import LocalStore, Store
 from shards.format.mds import MdsIndex
 from train.data.cache import INDEXES
@@ -38,11 +38,8 @@ def node_folder(cache: Path | None) -> Path:
     """
     if cache is not None:
         return cache / INDEXES
-    folder = Path(tempfile.gettempdir()) / f"latentmill-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise RequestError(f"{folder} belongs to another user. Set TMPDIR or data.cache to a folder of your own.")
-    return folder / INDEXES
+    user_folder().mkdir(mode=0o700, exist_ok=True)
+    return user_folder() / INDEXES  # checked again, now that it exists
 
 
 def once_per_node(folder: Path, key: str, make: Callable[[Path], None]) -> Path:

@@ -24,6 +24,7 @@ from train.data.loader import Loader
 from train.data.node import KEPT_SECONDS, node_folder, once_per_node
 from train.data.spec import DataConfig
 from train.data.streams import find_data, open_data
+from train.run.checkpoints.local_copy import work_folder
 
 PARTS = [13, 29, 17, 23, 19, 11]
 CALLS = ("read", "listing", "entries", "size", "get", "sha256")
@@ -131,6 +132,10 @@ def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(RequestError, match=rf"latentmill-{other} belongs to another user"):
         node_folder(None)
     assert node_folder(tmp_path / "cache").parent == tmp_path / "cache"
+    assert work_folder("s3://bucket/run").parent == tmp_path / f"latentmill-{other}.runs"
+    (tmp_path / f"latentmill-{other}.runs").mkdir()
+    with pytest.raises(RequestError, match=rf"latentmill-{other}\.runs belongs to another user"):
+        work_folder("s3://bucket/run")
 
 
 def test_only_one_of_several_concurrent_callers_makes_an_entry(tmp_path: Path) -> None:

@@ -395,7 +395,7 @@ def test_sharded_checkpoints_of_two_machines_resume_bit_exactly_on_empty_ones(
         codes = ranks.wait(start_elsewhere(tmp_path / "log", write_config(tmp_path, fields), 2, 2))
         assert codes == [0, 0], (tmp_path / "log").read_text()[-3000:]
     assert "resuming s3://mill/parts after step 1" in (tmp_path / "log").read_text()
-    folders = [list(machine.glob("latentmill-runs-*/*/*/parts")) for machine in machines.glob("node-*")]
+    folders = [list(machine.glob("latentmill-*.runs/*/*/parts")) for machine in machines.glob("node-*")]
     assert [len(found) for found in folders] == [1] * 4, "a process worked in another machine's temporary folder"
     download_run(store, tmp_path / "copy")
     assert curve(tmp_path / "copy") == curve(tmp_path / "near")

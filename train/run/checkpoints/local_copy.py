@@ -2,14 +2,13 @@
 
 Each launch works in a local folder that is named after the token of its lease, so no two launches share files:
 
-    $TMPDIR/latentmill-runs-UID/<hash of the URL>/<token>/NAME/    laid out as a run folder, with the newest checkpoint
+    $TMPDIR/latentmill-UID.runs/<hash of the URL>/<token>/NAME/    laid out as a run folder, with the newest checkpoint
 
 A launch reuses the checkpoints that earlier launches left on this machine, even those that were never uploaded, and
 removes the folders of superseded launches once it has moved the checkpoint that it resumes from.
 """
 
 import hashlib
-import os
 import re
 import shutil
 import tempfile
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 from shards.base.durable import DamagedFile, copy_file, locked, parse_sealed_json
 from shards.base.errors import RequestError, WorkError
-from shards.base.scratch import private_folder
+from shards.base.scratch import private_folder, user_folder
 from shards.base.store import Place, Store
 from shards.open import open_store
 from train.run.checkpoints.checkpoint import (
@@ -42,11 +41,12 @@ from train.run.lease.store import StoreBackend, read_accepted
 
 
 def work_folder(place: Place) -> Path:
-    """Return `place` itself for a run in a folder, or this machine's folder for copies of a run at a URL."""
+    """Return `place` itself for a run in a folder, or this machine's folder for copies of a run at a URL. Raises
+    RequestError if that folder belongs to another user."""
     if isinstance(place, Path):
         return place
     name = hashlib.sha256(place.encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir()) / f"latentmill-runs-{os.getuid()}" / name
+    return user_folder(".runs") / name
 
 
 def lease_backend(place: Place, copies: Path | None = None) -> Backend:
