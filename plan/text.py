@@ -254,7 +254,9 @@ def render_comparison(reports: list[Report]) -> str:
             format_table([["  differs in", *names], *(different or [["  nothing", *("" for _ in names)]])]),
             format_table([["  total", *names], *totals]),
             "Days and GPU-hours including precompute, GPU cost, and cost relative to A\n"
-            + format_table([header, *lines]),
+            + format_table([header, *lines])
+            if lines
+            else "No GPU count is in all plans, so days and costs cannot be compared. Set gpu_counts or gpus.",
         ]
     )
 

@@ -327,6 +327,11 @@ def test_a_plan_with_free_gpus_compares_gpu_hours(report: MakeReport) -> None:
     assert row.split()[-1] == "-"
 
 
+def test_plans_without_a_common_gpu_count_say_so(report: MakeReport) -> None:
+    text = render_comparison([report("--gpu_counts", f"[{count}]") for count in (8, 16)])
+    assert text.endswith("No GPU count is in all plans, so days and costs cannot be compared. Set gpu_counts or gpus.")
+
+
 def test_scaling_stops_paying(report: MakeReport) -> None:
     verdict = "Scaling stops paying off at 512 GPUs: on 1024, the speedup per doubling is 1.32x (below 1.5x),"
     assert scaling_verdict(report()).startswith(verdict)
