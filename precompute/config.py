@@ -103,7 +103,9 @@ class PrecomputeConfig(Config):
     def _check_towers(self) -> "PrecomputeConfig":
         rounded = [name for name, tower in self.texts.items() if tower.weights == "float8"]
         if rounded and self.precision != "bfloat16":
-            raise ValueError(f"texts.{rounded[0]}.weights: float8 needs precision: bfloat16; int8 does not")
+            raise ValueError(
+                f"texts.{rounded[0]}.weights: float8 needs bfloat16. Set precision to bfloat16, or weights to int8"
+            )
         columns = {source.column for source in self.captions or () if source.column}
         if both := sorted(columns & {source.name for source in self.scores}):
             raise ValueError(f"scores: {both[0]} is also the column of a table of captions; rename one of them")

@@ -16,6 +16,7 @@ import transformers
 from pydantic import AfterValidator, Field, model_validator
 
 from precompute.encode.networks import model_class, vision_options
+from precompute.encode.quantised import quantise
 from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.base.store import Place
@@ -143,8 +144,9 @@ class TextTowerConfig(Config):
     """Overrides `text.width` for this tower. Towers that are no wider are not projected."""
     weights: Literal["as_stored"] | Quantised = "as_stored"
     """`int8` or `float8` quantises the weights of linear layers to one byte each, to save GPU memory. `float8` also
-    quantises their inputs, and multiplies in float8, which needs `precision: bfloat16` and GPUs of compute capability
-    8.9 or higher (Ada, Hopper, Blackwell). The outputs differ slightly, so the root gets a different encoding id."""
+    quantises the layers' inputs, and multiplies in float8, which needs `precision: bfloat16` and GPUs of compute
+    capability 8.9 or higher (Ada, Hopper, Blackwell), or a CPU, where it is slow. The outputs differ slightly, so the
+    root gets a different encoding id."""
     batch_size: int | None = Field(None, ge=1)
     """Number of captions per batch; overrides `workers.batch_size`."""
 
@@ -346,6 +348,20 @@ def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: A
             f"texts.{name}: {class_name} in {folder} does not return hidden states when its only input is a caption "
             f"({error}). Set `class_name` to an encoder, such as T5EncoderModel or Gemma2Model."
         ) from error
+    if config.weights != "as_stored":
+        _check_quantised(name, class_name, model, config.weights)
+
+
+def _check_quantised(name: str, class_name: str, model: Any, to: Quantised) -> None:
+    """Run the quantised model without weights, because some models read a layer's weight by themselves."""
+    try:
+        quantise(model, to, torch.device("meta"))(torch.zeros(1, 2, dtype=torch.long, device="meta"))
+    except UNSUITABLE as error:
+        if not _needs_values(error):
+            raise RequestError(
+                f"texts.{name}.weights: {class_name} does not run with {to} weights ({error}). Remove `weights` to use "
+                f"the model as stored. To save memory without quantisation, set workers.towers to one_by_one."
+            ) from error
 
 
 def _needs_values(error: Exception) -> bool:

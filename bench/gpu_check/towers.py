@@ -21,7 +21,7 @@ from bench.pixels import BUCKETS, make_corpus
 from precompute.encode.encoders import TextEncoder
 from precompute.encode.quantised import quantise
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
-from shards.base.device import Precision
+from shards.base.device import Precision, is_accelerator, multiplies_float8
 from shards.format.towers import Quantised
 
 MAX_DIFFERENCE: dict[Precision, float] = {"float32": 3e-3, "float16": 0.03, "bfloat16": 0.15}
@@ -108,7 +108,9 @@ def t5(setup: Setup, found: Findings) -> None:
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         exact = model(ids).last_hidden_state
     flops = counter.get_total_flops()
-    quantised: tuple[Quantised, ...] = ("int8", "float8")
+    quantised: list[Quantised] = ["int8"]
+    if not is_accelerator(setup.device) or multiplies_float8(setup.device):
+        quantised.append("float8")
     variants = ((None, False), (None, True), *((to, True) for to in quantised))
     for to, compiled in variants:
         weights = to or "bfloat16"

@@ -60,7 +60,7 @@ def lowered(model: Model, precision: Precision) -> Model:
     if precision == "float32":
         return model
     if precision == "float16":
-        model = copy.deepcopy(model)
+        model = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})  # buffers never change
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.to(getattr(torch, precision))

@@ -1,5 +1,5 @@
-"""Linear layers of a frozen network with weights of one byte each: int8, which saves memory, or float8 (e4m3), which
-also multiplies in float8."""
+"""Linear layers of a frozen network with one byte per weight: int8, which saves memory, and float8 (e4m3), which also
+multiplies in float8."""
 
 import os
 from typing import TypeVar
@@ -15,17 +15,17 @@ from shards.format.towers import Quantised
 
 Model = TypeVar("Model", bound=nn.Module)
 MULTIPLE = 16
-"""GPUs multiply float8 matrices only if their sizes are multiples of this."""
+"""GPUs multiply float8 matrices only if their inner and output sizes are multiples of this."""
 SMALLEST = 1e-12
 """Smallest scale, for rows of zeros."""
 
 
 def quantise(model: Model, to: Quantised, device: torch.device) -> Model:
-    """Replace the linear layers of a float32 network by layers with quantised weights, in place. With float8, layers
-    whose numbers of inputs and outputs are not both multiples of 16 are kept.
+    """Replace the linear layers of a network by layers with quantised weights, in place. With float8, layers whose
+    numbers of inputs and outputs are not both multiples of 16 stay as they are.
 
     Args:
-        model: the network, on the CPU.
+        model: the network.
         to: data type of the weights.
         device: device on which the network will run.
 
@@ -35,9 +35,9 @@ def quantise(model: Model, to: Quantised, device: torch.device) -> Model:
     if to == "float8" and is_accelerator(device) and not multiplies_float8(device):
         raise UnfitNode(
             f"The {device_module().get_device_name(device)} of node {os.uname().nodename} has no float8 matrix "
-            f"products, but the job has a text tower with float8 weights. They need an NVIDIA GPU of the Ada, Hopper "
+            f"products, but the job has a text tower with float8 weights, which need an NVIDIA GPU of the Ada, Hopper "
             f"or Blackwell generation (compute capability 8.9 or higher). Use such nodes, or set the tower's `weights` "
-            f"to int8."
+            f"to int8, with a new `output`."
         )
     linears = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
     for name, layer in linears.items():
@@ -49,7 +49,7 @@ def quantise(model: Model, to: Quantised, device: torch.device) -> Model:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with int8 weights, one scale per output, and products in the precision of the context."""
+    """A linear layer with int8 weights, one scale per output, and products in autocast's precision."""
 
     weight = None  # transformers' T5 casts a layer's input to the type of its weight, unless this is None
     codes: Tensor
@@ -75,7 +75,7 @@ class Float8Linear(nn.Module):
     Because each row of the input has its own scale, a caption's results do not depend on the rest of its batch.
     """
 
-    weight = None  # as above
+    weight = None  # see Int8Linear
     codes: Tensor
     scales: Tensor
     bias: Tensor | None
@@ -89,7 +89,7 @@ class Float8Linear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map inputs (…, in) to bfloat16 outputs (…, out)."""
-        codes, scales = to_float8(inputs.flatten(0, -2))
+        codes, scales = to_float8(inputs.flatten(0, -2).contiguous())
         by_row = ScalingType.RowWise
         rows = F.scaled_mm(
             codes,

@@ -41,7 +41,7 @@ DEVICE_ERROR = "CUDA error"
 TRIAL_CHANNELS, TRIAL_SIDE = 64, 16
 """Tensor sizes for the timing trial, small enough that it takes under 100 ms on a CPU that emulates bfloat16."""
 TRIAL_SECONDS = 0.02
-"""Measurement time per data type, after one warm-up run."""
+"""CPU time that is measured per data type, after one warm-up run."""
 WARN_SLOWDOWN = 1.5
 """Slowdown relative to float32 at which a lower precision, explicitly chosen on a CPU, triggers a warning."""
 
@@ -213,7 +213,7 @@ def cpu_slowdown(precision: Precision) -> float:
 
 
 def _trial(precision: Precision) -> float:
-    """Return the CPU time, in seconds, of a convolution and a matrix product in `precision`: the shortest of several
+    """Return the CPU time, in seconds, of a convolution and a matrix product in `precision`: the mean of several
     runs."""
     import torch
     from torch.nn import functional
@@ -222,16 +222,15 @@ def _trial(precision: Precision) -> float:
     weights = torch.full((TRIAL_CHANNELS, TRIAL_CHANNELS, 3, 3), 0.01, dtype=dtype, requires_grad=True)
     matrix = torch.full((4 * TRIAL_CHANNELS, TRIAL_CHANNELS), 0.01, dtype=dtype, requires_grad=True)
     image = torch.ones(1, TRIAL_CHANNELS, TRIAL_SIDE, TRIAL_SIDE, dtype=dtype)
-    shortest, spent, is_warm = math.inf, 0.0, False
+    spent, num_runs, is_warm = 0.0, 0, False
     while spent < TRIAL_SECONDS:
         started = time.thread_time()
         tokens = functional.conv2d(image, weights, padding=1).flatten(2).transpose(1, 2)
         torch.autograd.grad(functional.linear(tokens, matrix).sum(), [weights, matrix])
         if is_warm:
-            seconds = time.thread_time() - started
-            shortest, spent = min(shortest, seconds), spent + seconds
+            spent, num_runs = spent + time.thread_time() - started, num_runs + 1
         is_warm = True
-    return shortest
+    return spent / num_runs
 
 
 def available_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:

@@ -38,8 +38,8 @@ class Outage(WorkError):
 
 
 class UnfitNode(Outage):
-    """A failure on a node that lacks something the work needs: models, code, or access to the root. Other nodes may
-    have what is missing."""
+    """A failure on a node that lacks something the work needs: models, code, hardware, or access to the root. Other
+    nodes may have what is missing."""
 
     is_transient = False
 

@@ -60,7 +60,7 @@ class RemoteStore(Store):
 
     def read_many(self, names: list[str]) -> dict[str, bytes]:
         with self._store_errors(""):
-            # fsspec's `cat` would take a name with a * or [ for a pattern
+            # fsspec's `cat` treats names with *, ? or [ as patterns
             found = self.fs.cat_ranges([self._path(name) for name in names], None, None, on_error="return")
         contents = dict(zip(names, found, strict=True))
         for name, data in contents.items():
@@ -139,7 +139,7 @@ class RemoteStore(Store):
             with self._store_errors(name), suppress(FileNotFoundError):
                 self.fs.rm_file(self._path(name))
 
-        # fsspec's `rm` would take a name with a * or [ for a pattern, and s3fs ignores refusals of its bulk request
+        # fsspec's `rm` treats names with *, ? or [ as patterns, and s3fs does not report what its `rm` failed to remove
         with ThreadPoolExecutor(NUM_REMOVERS) as threads:
             list(threads.map(remove_one, names))
 

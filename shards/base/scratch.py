@@ -63,7 +63,8 @@ def use_scratch(scratch: Path | None) -> Path:
 
     The folder is created below `scratch` (default: the system's temporary folder), after sweeping the folders that dead
     processes of any job left on this machine. It is removed when this process exits, or by the next process if this one
-    is killed. Raises RequestError if the file system does not support file locks.
+    is killed. Raises RequestError if the file system does not support file locks, or if the folder belongs to another
+    user.
     """
     owned = ExitStack()
     folder = _make_private(_scratch(scratch), owned)
@@ -77,7 +78,7 @@ def private_folder() -> Iterator[Path]:
     """Yield a private folder in the system's temporary folder, and remove it afterwards.
 
     Folders left by killed processes on this machine are removed first. Raises RequestError if the file system does not
-    support file locks.
+    support file locks, or if the system's folder for them belongs to another user.
     """
     with ExitStack() as owned:
         yield _make_private(_scratch(None), owned)
@@ -108,7 +109,7 @@ def user_folder(ending: str = "") -> Path:
     RequestError if it belongs to another user."""
     folder = Path(tempfile.gettempdir()) / f"latentmill-{os.getuid()}{ending}"
     with suppress(FileNotFoundError):
-        if folder.stat().st_uid != os.getuid():
+        if folder.lstat().st_uid != os.getuid():
             raise RequestError(f"{folder} belongs to another user. Set TMPDIR to a folder of your own.")
     return folder
 

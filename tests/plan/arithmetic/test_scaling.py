@@ -62,7 +62,7 @@ def test_twice_the_gpus_never_cost_less(
     # Within a node that is not full yet, two GPUs halve what each must read into it.
     assume(gpus >= machine.gpus_per_node)
     assume(machine.network <= machine.link)
-    # On a second node, traffic between groups uses the network, and no longer the links that groups use.
+    # With a second node, traffic between groups moves from the links, which groups also use, to the network.
     assume(gpus > machine.gpus_per_node or step.group_size(gpus) in (1, gpus))
     assert two >= one * (1 - 1e-9)
 

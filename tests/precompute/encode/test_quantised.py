@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel
 
 from precompute.config import PrecomputeConfig, describe_encoding
+from precompute.encode import networks
 from precompute.encode.networks import DeviceSettings, Network
 from precompute.encode.quantised import quantise
 from shards.base.device import Precision
@@ -65,7 +66,7 @@ def test_a_root_of_the_unquantised_tower_is_refused(models: Path, tars: Path, to
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_float8_needs_bfloat16(models: Path, tars: Path, towers: Path, precision: str) -> None:
-    with pytest.raises(ValueError, match=r"texts\.t5\.weights: float8 needs precision: bfloat16; int8 does not"):
+    with pytest.raises(ValueError, match=r"texts\.t5\.weights: float8 needs bfloat16\. Set precision to bfloat16"):
         config(models, tars, tars / "none", towers, "float8", precision=precision)
     config(models, tars, tars / "none", towers, "int8", precision=precision)
 
@@ -88,7 +89,7 @@ def int8_rows(rows: Tensor) -> Tensor:
 
 
 def float8_rows(rows: Tensor) -> Tensor:
-    """Round each row of a matrix to e4m3, and return float64. Numbers have 3 bits of mantissa, and from 2⁻⁶ on a fixed
+    """Round each row of a matrix to e4m3, and return float64. Numbers have 3 bits of mantissa, and below 2⁻⁶ a fixed
     exponent."""
     scale = rows.double().abs().amax(1, keepdim=True) / 448
     scaled = rows.double() / scale
@@ -99,7 +100,7 @@ def float8_rows(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("to", BOTH)
 def test_layers_multiply_rounded_values(to: Quantised, bias: bool) -> None:
-    """Compare outputs with products in float64. Rows of the input differ by 6 orders of magnitude, and one is zero."""
+    """Compare outputs with products in float64. Rows of the input differ by up to 6 orders of magnitude; one is 0."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 48, bias=bias)
     quantised = quantise(nn.Sequential(layer), to, CPU)
@@ -143,13 +144,21 @@ def t5() -> T5EncoderModel:
 
 
 def states_of(model: nn.Module, precision: Precision, compiled: bool = False) -> Tensor:
+    return states_through(Network(model, encode, DeviceSettings(CPU, precision, compiled)))
+
+
+def encode(t5: nn.Module, ids: Tensor) -> tuple[Tensor]:
+    return (t5(ids).last_hidden_state,)
+
+
+def states_through(network: Network) -> Tensor:
+    """Encode four random captions."""
     ids = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(5))
-    network = Network(model, lambda t5, ids: (t5(ids).last_hidden_state,), DeviceSettings(CPU, precision, compiled))
     return network.start((ids,), len(ids))()[0].float()
 
 
 def num_bytes(model: T5EncoderModel) -> int:
-    """Return the bytes that the blocks take."""
+    """Return the size of the blocks in bytes."""
     tensors = [*model.encoder.block.parameters(), *model.encoder.block.buffers()]
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -171,6 +180,40 @@ def test_float8_products_compile() -> None:
     found, compiled = (states_of(quantise(t5(), "float8", CPU), "bfloat16", how) for how in (False, True))
     assert not found.equal(compiled)  # kernels are fused, so it was compiled
     assert (compiled - exact).norm() / exact.norm() < LARGEST_ERROR["float8"]
+
+
+def test_captions_that_overflow_float16_are_encoded_again() -> None:
+    """The weights in the last layer overflow float16, so all states are those of the network in float32, to which the
+    one in float16 lends its int8 weights."""
+    model, expected = t5(), t5()
+    for each in (model, expected):
+        each.encoder.block[-1].layer[1].DenseReluDense.wo.weight.data *= 1e7
+    network = Network(quantise(model, "int8", CPU), encode, DeviceSettings(CPU, "float16"))
+    held, lowered = ([id(buffer) for buffer in each.buffers()] for each in (network.model, network.lowered))
+    assert network.model is not network.lowered and held == lowered
+    exact = states_of(quantise(expected, "int8", CPU), "float32")
+    assert states_through(network).equal(exact) and exact.isfinite().all()
+
+
+class ReadsWeight(T5EncoderModel):
+    """A model that multiplies by a layer's weight itself."""
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        outputs = super().forward(*arguments, **named)
+        outputs.last_hidden_state = (
+            outputs.last_hidden_state @ self.encoder.block[0].layer[1].DenseReluDense.wi.weight.T
+        )
+        return outputs
+
+
+def test_a_model_that_reads_a_weight_is_refused(
+    models: Path, tars: Path, towers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(networks.transformers, "T5EncoderModel", ReadsWeight)
+    record(models, tars, towers, "as_stored")
+    wanted = r"texts\.t5\.weights: T5EncoderModel does not run with int8 weights \(.*Remove `weights` to use the model"
+    with pytest.raises(RequestError, match=wanted):
+        record(models, tars, towers, "int8")
 
 
 @pytest.mark.parametrize("to", BOTH)

@@ -240,7 +240,7 @@ def test_ambiguous_captions_are_asked_for(tmp_path: Path) -> None:
     as_files(folder, [(key, {"jpg": members["jpg"]}) for key, members in SAMPLES])
     with pytest.raises(RequestError, match=r"No captions were found.*Put a text file"):
         choose_caption_fields(find_input(str(folder)), LIMIT)
-    for tags, has_captions in (("a red", False), ("a red square", True)):  # three words on average, or fewer
+    for tags, has_captions in (("a red", False), ("a red square", True)):  # captions have three words on average
         rows = [{"file_name": f"{key}.jpg", "note": tags, "licence": "CC0"} for key, _ in SAMPLES]
         (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
         if has_captions:
