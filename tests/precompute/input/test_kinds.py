@@ -36,7 +36,10 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 def read(unit: Unit, policy: str = "reject") -> list[RawSample]:
     with unit.open(LIMIT, policy) as source:  # type: ignore[arg-type]
         samples = list(source.samples())
-        assert len(str(source.record()["sha256"])) == 64
+        record = source.record()
+    assert len(str(record["sha256"])) == 64
+    num_lost = sum(bool(sample.lost) for sample in samples)
+    assert (record.get("lost", 0), record.get("lost_unnamed", 0)) == (num_lost, 0)
     return samples
 
 
