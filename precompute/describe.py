@@ -349,18 +349,19 @@ def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: A
             f"({error}). Set `class_name` to an encoder, such as T5EncoderModel or Gemma2Model."
         ) from error
     if config.weights != "as_stored":
-        _check_quantised(name, class_name, model, config.weights)
+        _check_quantised(name, class_name, model)
 
 
-def _check_quantised(name: str, class_name: str, model: Any, to: Quantised) -> None:
-    """Run the quantised model without weights, because some models read a layer's weight by themselves."""
+def _check_quantised(name: str, class_name: str, model: Any) -> None:
+    """Run the quantised model without weights, because some models read a layer's weight by themselves. The check is
+    the same for int8 and float8."""
     try:
-        quantise(model, to, torch.device("meta"))(torch.zeros(1, 2, dtype=torch.long, device="meta"))
+        quantise(model, "int8")(torch.zeros(1, 2, dtype=torch.long, device="meta"))
     except UNSUITABLE as error:
         if not _needs_values(error):
             raise RequestError(
-                f"texts.{name}.weights: {class_name} does not run with {to} weights ({error}). Remove `weights` to use "
-                f"the model as stored. To save memory without quantisation, set workers.towers to one_by_one."
+                f"texts.{name}.weights: {class_name} does not run with quantised weights ({error}). Remove `weights` to "
+                f"use the model as stored. To save memory without quantisation, set workers.towers to one_by_one."
             ) from error
 
 

@@ -69,7 +69,7 @@ because each process runs whole files."""
 class NamesFailuresAtOnce:
     """Reporter that prints each failure at once, because a run that is killed at a time limit prints no summary."""
 
-    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+    def __init__(self, terminal: "pytest.TerminalReporter") -> None:  # older versions of pytest do not export it
         self.terminal = terminal
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

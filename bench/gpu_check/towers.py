@@ -116,7 +116,7 @@ def t5(setup: Setup, found: Findings) -> None:
         weights = to or "bfloat16"
         with found.tried("T5-XXL", weights=weights, compiled=compiled), torch.inference_mode():
             torch.compiler.reset()
-            network = quantise(copy.deepcopy(model), to, setup.device) if to else model
+            network = quantise(copy.deepcopy(model), to) if to else model
             run = torch.compile(network, dynamic=False) if compiled else network
             states = run(ids).last_hidden_state
             seconds = seconds_of(partial(run, ids), setup)

@@ -14,7 +14,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import Tensor, nn
 
 from precompute.encode.networks import DeviceSettings, Network, model_class, pad, vision_options
-from precompute.encode.quantised import quantise
+from precompute.encode.quantised import check_float8, quantise
 from shards.base.device import is_accelerator
 from shards.format.buckets import Bucket
 from shards.format.projection import matrix_of, project
@@ -93,8 +93,10 @@ class TextEncoder(Network):
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
         load = model_class(tower.class_name).from_pretrained
         model = load(folder, use_safetensors=True).to(torch.float32)  # uses torch's fused attention where available
+        if tower.quantised == "float8":
+            check_float8(settings.device)
         if tower.quantised:
-            model = quantise(model, tower.quantised, settings.device)
+            model = quantise(model, tower.quantised)
         super().__init__(model, self.encode, settings)
         self.tower = tower
         self.kept = torch.tensor(tower.kept)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
-from shards.base.device import device_module, is_accelerator, multiplies_float8
+from shards.base.device import device_module, is_accelerator
 from shards.base.errors import UnfitNode
 from shards.format.towers import Quantised
 
@@ -20,25 +20,9 @@ SMALLEST = 1e-12
 """Smallest scale, for rows of zeros."""
 
 
-def quantise(model: Model, to: Quantised, device: torch.device) -> Model:
+def quantise(model: Model, to: Quantised) -> Model:
     """Replace the linear layers of a network by layers with quantised weights, in place. With float8, layers whose
-    numbers of inputs and outputs are not both multiples of 16 stay as they are.
-
-    Args:
-        model: the network.
-        to: data type of the weights.
-        device: device on which the network will run.
-
-    Raises:
-        UnfitNode: the device cannot multiply in float8, but `to` is "float8".
-    """
-    if to == "float8" and is_accelerator(device) and not multiplies_float8(device):
-        raise UnfitNode(
-            f"The {device_module().get_device_name(device)} of node {os.uname().nodename} has no float8 matrix "
-            f"products, but the job has a text tower with float8 weights, which need an NVIDIA GPU of the Ada, Hopper "
-            f"or Blackwell generation (compute capability 8.9 or higher). Use such nodes, or set the tower's `weights` "
-            f"to int8, with a new `output`."
-        )
+    numbers of inputs and outputs are not both multiples of 16 stay as they are."""
     linears = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
     for name, layer in linears.items():
         if to == "int8":
@@ -46,6 +30,20 @@ def quantise(model: Model, to: Quantised, device: torch.device) -> Model:
         elif layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0:
             model.set_submodule(name, Float8Linear(layer))
     return model
+
+
+def check_float8(device: torch.device) -> None:
+    """Try a product in float8. Raises UnfitNode if the device or the installed torch does not support it."""
+    try:
+        Float8Linear(nn.Linear(MULTIPLE, MULTIPLE)).to(device)(torch.ones(1, MULTIPLE, device=device))
+    except RuntimeError as error:  # NotImplementedError is one, too
+        name = device_module().get_device_name(device) if is_accelerator(device) else "CPU"
+        raise UnfitNode(
+            f"The {name} of node {os.uname().nodename} cannot multiply in float8 with torch {torch.__version__} "
+            f"({str(error).splitlines()[0][:200]}), but the job has a text tower with float8 weights. Use NVIDIA GPUs "
+            f"of the Ada, Hopper or Blackwell generation (compute capability 8.9 or higher), or set the tower's "
+            f"`weights` to int8, with a new `output`."
+        ) from error
 
 
 class Int8Linear(nn.Module):

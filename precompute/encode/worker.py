@@ -137,7 +137,7 @@ Networks = tuple[ImageEncoder, dict[str, TextEncoder], dict[str, FeatureEncoder]
 
 def load_towers(recipe: Recipe, device: str) -> Towers:
     """Load the towers of the recipe's encoding on `device`, and keep their networks for the next call. Raises UnfitNode
-    if this node lacks a model that encoding.json records, or cannot multiply in float8 although a tower does."""
+    if this node lacks a model that encoding.json records, or cannot multiply in float8 although a tower needs it."""
     worker = recipe.worker
     compiled = worker.compiles(torch.device(device))
     networks = _kept_networks(recipe.encoding.sealed(), device, compiled, worker.one_by_one)
@@ -172,7 +172,7 @@ def _kept_networks(encoding_json: bytes, device: str, compiled: bool, one_by_one
 
 def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False, one_by_one: bool = False) -> Networks:
     """Load the networks of all towers on `device`, or in host memory if they run one by one. Raises UnfitNode if this
-    node lacks a model that `encoding` records, or cannot multiply in float8 although a tower does."""
+    node lacks a model that `encoding` records, or cannot multiply in float8 although a tower needs it."""
     settings = device_settings(encoding, torch.device(device), compiled, one_by_one)
     texts = load_texts(encoding.texts, settings)
     features = {

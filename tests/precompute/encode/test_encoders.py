@@ -306,11 +306,16 @@ def test_narrow_heads_keep_the_fused_kernel_and_a_cpu_every_head(tmp_path: Path)
     }
 
 
+class Doubled(torch.nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return 2 * values
+
+
 def test_a_network_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default torch.compile gives up after eight shapes, and only logs it."""
     seen = compile_with(monkeypatch)
     settings = DeviceSettings(CPU, "float32", compiled=True)
-    network = Network(torch.nn.Linear(2, 2), lambda model, values: (model(values),), settings)
+    network = Network(Doubled(), lambda model, values: (model(values),), settings)
     for length in range(1, 13):
         network.start((torch.zeros(1, length, 2),), 1)()
     assert len(seen) == 12

@@ -1,7 +1,6 @@
 """Text towers with quantised weights: accuracy, records in the root, and refusals."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,15 +70,20 @@ def test_float8_needs_bfloat16(models: Path, tars: Path, towers: Path, precision
     config(models, tars, tars / "none", towers, "int8", precision=precision)
 
 
-def test_a_node_without_float8_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(get_device_capability=lambda device: (8, 0), get_device_name=lambda device: "NVIDIA A100")
-    for module in ("shards.base.device", "precompute.encode.quantised"):
-        monkeypatch.setattr(f"{module}.device_module", lambda: found)
-    with pytest.raises(UnfitNode, match=r"The NVIDIA A100 of node \S+ has no float8 .* set the tower's `weights` to"):
-        quantise(nn.Sequential(nn.Linear(16, 16)), "float8", torch.device("cuda"))
-    quantise(nn.Sequential(nn.Linear(16, 16)), "int8", torch.device("cuda"))
-    found.get_device_capability = lambda device: (8, 9)
-    quantise(nn.Sequential(nn.Linear(16, 16)), "float8", torch.device("cuda"))
+def test_a_node_that_cannot_multiply_in_float8_is_refused(
+    models: Path, tars: Path, towers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **named: Any) -> Tensor:
+        raise RuntimeError(
+            "scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9\nand more"
+        )
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", refuse)
+    with pytest.raises(
+        UnfitNode,
+        match=r"The CPU of node \S+ cannot multiply in float8 with torch \S+ \(scaled_mm is only [^\n]*8\.9\), but",
+    ):
+        encode_all(config(models, tars, tmp_path, towers, "float8"), models)
 
 
 def int8_rows(rows: Tensor) -> Tensor:
@@ -103,7 +107,7 @@ def test_layers_multiply_rounded_values(to: Quantised, bias: bool) -> None:
     """Compare outputs with products in float64. Rows of the input differ by up to 6 orders of magnitude; one is 0."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 48, bias=bias)
-    quantised = quantise(nn.Sequential(layer), to, CPU)
+    quantised = quantise(nn.Sequential(layer), to)
     inputs = torch.randn(3, 5, 64) * 10.0 ** torch.randint(-3, 4, (3, 5, 1))
     inputs[0, 0] = 0
     rows = inputs.flatten(0, 1)
@@ -123,7 +127,7 @@ def test_layers_multiply_rounded_values(to: Quantised, bias: bool) -> None:
 def test_rows_do_not_depend_on_the_batch() -> None:
     """In a batch with much larger numbers, a row has the same results."""
     torch.manual_seed(0)
-    layer = quantise(nn.Sequential(nn.Linear(64, 48)), "float8", CPU)
+    layer = quantise(nn.Sequential(nn.Linear(64, 48)), "float8")
     rows = torch.randn(32, 64, dtype=torch.bfloat16)
     others = rows.clone()
     others[1:] *= 1e4
@@ -132,7 +136,7 @@ def test_rows_do_not_depend_on_the_batch() -> None:
 
 
 def test_layers_that_float8_products_do_not_support_are_kept() -> None:
-    model = quantise(nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24), nn.Linear(32, 32)), "float8", CPU)
+    model = quantise(nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24), nn.Linear(32, 32)), "float8")
     assert [type(layer) is nn.Linear for layer in model] == [True, True, False]
 
 
@@ -168,16 +172,16 @@ def test_the_error_of_quantised_weights(to: Quantised) -> None:
     exact = states_of(t5(), "float32")
     precisions: tuple[Precision, ...] = ("float32", "bfloat16") if to == "int8" else ("bfloat16",)
     for precision in precisions:
-        found, plain = states_of(quantise(t5(), to, CPU), precision), states_of(t5(), precision)
+        found, plain = states_of(quantise(t5(), to), precision), states_of(t5(), precision)
         error, without = (float((of - exact).norm() / exact.norm()) for of in (found, plain))
         print(f"\n{to} in {precision}: {error:.2%}; not rounded: {without:.2%}")
         assert without < error < LARGEST_ERROR[to]
-    assert num_bytes(quantise(t5(), to, CPU)) < 1.1 * num_bytes(t5()) / 4
+    assert num_bytes(quantise(t5(), to)) < 1.1 * num_bytes(t5()) / 4
 
 
 def test_float8_products_compile() -> None:
     exact = states_of(t5(), "float32")
-    found, compiled = (states_of(quantise(t5(), "float8", CPU), "bfloat16", how) for how in (False, True))
+    found, compiled = (states_of(quantise(t5(), "float8"), "bfloat16", how) for how in (False, True))
     assert not found.equal(compiled)  # kernels are fused, so it was compiled
     assert (compiled - exact).norm() / exact.norm() < LARGEST_ERROR["float8"]
 
@@ -188,10 +192,10 @@ def test_captions_that_overflow_float16_are_encoded_again() -> None:
     model, expected = t5(), t5()
     for each in (model, expected):
         each.encoder.block[-1].layer[1].DenseReluDense.wo.weight.data *= 1e7
-    network = Network(quantise(model, "int8", CPU), encode, DeviceSettings(CPU, "float16"))
+    network = Network(quantise(model, "int8"), encode, DeviceSettings(CPU, "float16"))
     held, lowered = ([id(buffer) for buffer in each.buffers()] for each in (network.model, network.lowered))
     assert network.model is not network.lowered and held == lowered
-    exact = states_of(quantise(expected, "int8", CPU), "float32")
+    exact = states_of(quantise(expected, "int8"), "float32")
     assert states_through(network).equal(exact) and exact.isfinite().all()
 
 
@@ -211,7 +215,9 @@ def test_a_model_that_reads_a_weight_is_refused(
 ) -> None:
     monkeypatch.setattr(networks.transformers, "T5EncoderModel", ReadsWeight)
     record(models, tars, towers, "as_stored")
-    wanted = r"texts\.t5\.weights: T5EncoderModel does not run with int8 weights \(.*Remove `weights` to use the model"
+    wanted = (
+        r"texts\.t5\.weights: T5EncoderModel does not run with quantised weights \(.*Remove `weights` to use the model"
+    )
     with pytest.raises(RequestError, match=wanted):
         record(models, tars, towers, "int8")
 
