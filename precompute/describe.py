@@ -360,8 +360,8 @@ def _check_quantised(name: str, class_name: str, model: Any) -> None:
     except UNSUITABLE as error:
         if not _needs_values(error):
             raise RequestError(
-                f"texts.{name}.weights: {class_name} does not run with quantised weights ({error}). Remove `weights` to "
-                f"use the model as stored. To save memory without quantisation, set workers.towers to one_by_one."
+                f"texts.{name}.weights: {class_name} does not run with quantised weights ({error}). Remove `weights` "
+                f"to use the model as stored. To save memory without quantisation, set workers.towers to one_by_one."
             ) from error
 
 

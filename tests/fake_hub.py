@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FAULTS = {
@@ -152,8 +152,8 @@ def keep_downloads_in(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 def connect(monkeypatch: pytest.MonkeyPatch, hub: str, offline: bool = False) -> None:
     """Make this process use the hub at this address, without hf_xet, which needs the real hub's servers."""
     monkeypatch.setattr(constants, "ENDPOINT", hub)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    )
+    template = f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    for module in (constants, file_download):  # version 0.34 copies it
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=module is constants)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)

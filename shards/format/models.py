@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from shards.base.durable import canonical_json, locked, sha256_file
 from shards.base.errors import RequestError, is_storage_error
@@ -169,7 +170,9 @@ def _fetch(name: str, files: Sequence[str]) -> Path:
     except Exception as error:  # the hub client's own errors, and those of its HTTP libraries
         if is_storage_error(error):
             raise
-        said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        # if nothing is in the cache, the hub client only says so, and chains what went wrong
+        reason = error.__cause__ or error if isinstance(error, LocalEntryNotFoundError) else error
+        said = " ".join(str(reason).split()).rstrip(".") or type(reason).__name__
         raise RequestError(
             f"The model {name} is not a local folder, and downloading it from the hub at {constants.ENDPOINT} failed: "
             f"{said}. Check the name at {constants.ENDPOINT}/{repo}, your network connection and HF_HUB_OFFLINE. If "
