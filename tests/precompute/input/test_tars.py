@@ -10,6 +10,7 @@ import pytest
 from precompute.input import tars
 from precompute.input.find import find_input
 from precompute.input.tars import Tar, TarUnit, counted_samples
+from precompute.input.unit import MAX_JSON_BYTES
 from shards.base.errors import DamagedInput
 from tests.tiny import make_samples, make_tar
 
@@ -31,6 +32,13 @@ def test_members_are_grouped_in_order(tar: Path) -> None:
     assert [sample.key for sample in samples] == [f"00007{i:04d}" for i in range(6)]
     assert samples[2].caption == b"picture 000070002 of 2 blobs"
     assert samples[2].image is not None and samples[2].metadata["url"] == "http://example.org/000070002"
+
+
+def test_an_image_may_be_larger_than_a_json_but_a_json_that_large_is_not_read(tmp_path: Path) -> None:
+    large = b"x" * (MAX_JSON_BYTES + 1)
+    path = make_tar(tmp_path, "00000", [("a", {"jpg": large, "json": b'{"url": "%b"}' % large})])
+    (sample,) = Tar(path, 2 * MAX_JSON_BYTES).samples()
+    assert sample.image == large and sample.metadata == {}
 
 
 def test_counts_come_from_both_side_files(tar: Path) -> None:

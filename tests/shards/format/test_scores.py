@@ -151,9 +151,9 @@ def test_texts_are_not_scores(models: Path, scored: Path, tmp_path: Path) -> Non
         command(precompute_arguments(models, scored, tmp_path / "root", "--scores", scores))
 
 
-def test_roots_with_the_usual_scores_record_none(latents: Path) -> None:
+def test_roots_record_only_settings_that_are_not_the_usual_ones(latents: Path) -> None:
     fields = read_sealed_json(latents / "encoding.json")
-    assert "scores" not in fields
+    assert not {"scores", "caption_weights", "tables", "deduplicates_text"} & fields.keys()
     record = EncodingRecord.load(open_store(latents))
     more = record.model_copy(update={"scores": (*LAION_SCORES, "hps")})
     assert more.id != record.id == fields["id"]
