@@ -353,8 +353,8 @@ def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: A
 
 
 def _check_quantised(name: str, class_name: str, model: Any) -> None:
-    """Run the quantised model without weights, because some models read a layer's weight by themselves. The check is
-    the same for int8 and float8."""
+    """Run the model with int8 weights on the meta device. Raises RequestError if it reads the weight of a
+    layer, which quantised layers, int8 or float8, do not have."""
     try:
         quantise(model, "int8")(torch.zeros(1, 2, dtype=torch.long, device="meta"))
     except UNSUITABLE as error:

@@ -9,13 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
-from shards.base.device import device_module, is_accelerator
+from shards.base.device import FLOAT8_MULTIPLE, device_module, is_accelerator
 from shards.base.errors import UnfitNode
 from shards.format.towers import Quantised
 
 Model = TypeVar("Model", bound=nn.Module)
-MULTIPLE = 16
-"""GPUs multiply float8 matrices only if their inner and output sizes are multiples of this."""
 SMALLEST = 1e-12
 """Smallest scale, for rows of zeros."""
 
@@ -27,7 +25,7 @@ def quantise(model: Model, to: Quantised) -> Model:
     for name, layer in linears.items():
         if to == "int8":
             model.set_submodule(name, Int8Linear(layer))
-        elif layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0:
+        elif layer.in_features % FLOAT8_MULTIPLE == layer.out_features % FLOAT8_MULTIPLE == 0:
             model.set_submodule(name, Float8Linear(layer))
     return model
 
@@ -35,7 +33,8 @@ def quantise(model: Model, to: Quantised) -> Model:
 def check_float8(device: torch.device) -> None:
     """Try a product in float8. Raises UnfitNode if the device or the installed torch does not support it."""
     try:
-        Float8Linear(nn.Linear(MULTIPLE, MULTIPLE)).to(device)(torch.ones(1, MULTIPLE, device=device))
+        layer = Float8Linear(nn.Linear(FLOAT8_MULTIPLE, FLOAT8_MULTIPLE)).to(device)
+        layer(torch.ones(1, FLOAT8_MULTIPLE, device=device))
     except RuntimeError as error:  # NotImplementedError is one, too
         name = device_module().get_device_name(device) if is_accelerator(device) else "CPU"
         raise UnfitNode(

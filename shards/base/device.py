@@ -69,6 +69,10 @@ def memory_of(device: "torch.device") -> int:
     return int(total)
 
 
+FLOAT8_MULTIPLE = 16
+"""GPUs multiply float8 matrices only if their inner and output sizes are multiples of this."""
+
+
 def multiplies_float8(device: "torch.device") -> bool:
     """Return whether an accelerator multiplies float8 matrices in hardware, as NVIDIA's do from Ada and Hopper on."""
     import torch

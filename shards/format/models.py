@@ -170,8 +170,8 @@ def _fetch(name: str, files: Sequence[str]) -> Path:
     except Exception as error:  # the hub client's own errors, and those of its HTTP libraries
         if is_storage_error(error):
             raise
-        # if nothing is in the cache, the hub client only says so, and chains what went wrong
-        reason = error.__cause__ or error if isinstance(error, LocalEntryNotFoundError) else error
+        # some versions of the hub client say only that nothing is in the cache, and chain what went wrong
+        reason = (error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else error
         said = " ".join(str(reason).split()).rstrip(".") or type(reason).__name__
         raise RequestError(
             f"The model {name} is not a local folder, and downloading it from the hub at {constants.ENDPOINT} failed: "

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shards.base.device import Precision, device_module, is_accelerator, multiplies_float8
+from shards.base.device import FLOAT8_MULTIPLE, Precision, device_module, is_accelerator, multiplies_float8
 
-MULTIPLE = 16
-"""GPUs multiply float8 matrices only if their sizes are multiples of this."""
 PER_GRADIENT, PER_INPUT, PER_WEIGHT = 6, 10, 18
 """Memory traffic of scaling and casting to float8, in bytes per element of the output's gradient, the input and the
 weight. Each is read once for its maximum and once for the cast. bfloat16 inputs and float32 weights are cast in the
@@ -55,7 +53,7 @@ def large_linears(network: nn.Module, call: Callable[[], object], num_samples: i
 def _is_large(layer: nn.Linear, rows: int) -> bool:
     inputs, outputs = layer.in_features, layer.out_features
     traffic = PER_GRADIENT / inputs + PER_INPUT / outputs + PER_WEIGHT / rows
-    return inputs % MULTIPLE == outputs % MULTIPLE == 0 and traffic < BYTES_SAVED
+    return inputs % FLOAT8_MULTIPLE == outputs % FLOAT8_MULTIPLE == 0 and traffic < BYTES_SAVED
 
 
 def float8_problem(device: torch.device, precision: Precision) -> str | None:

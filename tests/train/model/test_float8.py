@@ -104,7 +104,7 @@ def test_only_compiled_layers_without_hooks_use_float8(
 ) -> None:
     """All layers of the small network count as large. Its blocks are compiled separately."""
     monkeypatch.setattr("train.model.float8.BYTES_SAVED", 100.0)
-    monkeypatch.setattr("train.model.float8.MULTIPLE", 1)
+    monkeypatch.setattr("train.model.float8.FLOAT8_MULTIPLE", 1)
     used: list[str] = []
     monkeypatch.setattr("train.setup.use_float8", lambda network, layers: used.extend(layers))
     aligned = "single_transformer_blocks.0.proj_out"
