@@ -94,15 +94,17 @@ def read_network(config: TrainConfig, data: DataSpec) -> tuple[Any, BackboneConf
 
 
 def variants(settings: StepSettings) -> list[StepSettings]:
-    """Return the settings as configured, and with gradient checkpointing of half the blocks and of all blocks if that
+    """Return the settings as configured, and with half of the activations or those of all blocks recomputed, if that
     saves more memory.
 
-    The latter are estimated without compilation, which is faster and gives an upper bound.
+    With all blocks, the step is estimated without compilation, which is faster and needs slightly more memory.
     """
-    configured = settings.gradient_checkpointing
-    ways: list[Checkpointing] = [2, True]
-    more = [way for way in ways if not configured or way < configured]
-    return [settings, *(replace(settings, gradient_checkpointing=way, compile=False) for way in more)]
+    half = replace(settings, gradient_checkpointing=0.5)
+    blocks = replace(settings, gradient_checkpointing=True, compile=False)
+    return [
+        settings,
+        *(each for each in (half, blocks) if each.gradient_checkpointing > settings.gradient_checkpointing),
+    ]
 
 
 def describe(settings: StepSettings) -> str:
@@ -116,7 +118,4 @@ def checkpointing(setting: Checkpointing) -> list[str]:
     """Describe gradient checkpointing; an empty list means none."""
     if not setting:
         return []
-    if setting is True:
-        return ["checkpointing"]
-    suffix = {2: "nd", 3: "rd"}.get(setting, "th")
-    return [f"checkpointing every {setting}{suffix} block"]
+    return ["checkpointing" if setting is True else f"checkpointing {setting:.0%}"]

@@ -73,8 +73,9 @@ class TrainConfig(Config):
     supports it and float32 otherwise; a resumed run keeps its earlier precision. `float32` does not use TF32, not even
     in convolutions."""
     gradient_checkpointing: Checkpointing = False
-    """Recompute activations in the backward pass, which saves memory but takes more time. With an integer k ≥ 2,
-    only every k-th block is recomputed, starting with the first."""
+    """Recompute activations in the backward pass, which saves memory but takes more time: true: those of all blocks;
+    a number between 0 and 1: about this share of all activations. With `compile`, torch chooses the activations that
+    take the least work to recompute; otherwise, this share of the blocks is recomputed."""
     compile: bool = False
     """Compile the network with torch.compile. An unsharded U-Net is compiled as a whole, any other network block by
     block."""

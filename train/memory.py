@@ -61,7 +61,8 @@ def check_memory(estimate: Callable[[StepSettings], StepMemory], settings: StepS
         return
     size = largest_microbatch(estimates, capacity)
     remedies = [f"lower microbatch_size to {size}, which changes the losses only by rounding"] if size else []
-    remedies += [] if settings.gradient_checkpointing is True else ["set gradient_checkpointing to true"]
+    if settings.gradient_checkpointing is not True:
+        remedies.append(f"set gradient_checkpointing to {'true' if settings.gradient_checkpointing else '0.5 or true'}")
     remedies += [] if settings.sharding == "full" else ["shard the weights across several GPUs (`sharding: full`)"]
     message = (
         f"A step with microbatches of {settings.microbatch_size} needs about {memory} on each GPU. The GPU has "

@@ -317,7 +317,7 @@ def make_aligned(
     for latent_hw in sorted({stream.latent_hw for stream in spec.streams}):
         copy, call = on_meta(network, backbone, spec, latent_hw)
         shapes[latent_hw] = layer_shape(copy, config.repa, call)
-    if config.compile and config.gradient_checkpointing and not isinstance(network, UNet2DConditionModel):
+    if config.compile and config.gradient_checkpointing is True and not isinstance(network, UNet2DConditionModel):
         check_whole_block(network, config.repa.layer)
     head = make_head(config.repa, shapes, features.tower.width, config.seed)
     return Aligned(network, head, config.repa, features)

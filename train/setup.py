@@ -21,6 +21,7 @@ from train.model.float8 import large_linears, use_float8
 from train.model.flops import peak_tflops, training_flops
 from train.model.network import compile_network, compiles_by_block
 from train.model.optimizer import Optimizer, build_optimizer
+from train.model.recompute import recomputed_shares
 from train.model.sharding import group_mesh, shard_weights
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
@@ -55,12 +56,13 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
         print_once(accelerator, f"float8: {len(layers)} linear layers are large enough for it to save time")
         use_float8(network, layers)
     mesh = group_mesh(config.active_group, accelerator.num_processes, accelerator.device.type) if is_sharded else None
+    of_blocks, of_activations = recomputed_shares(config.gradient_checkpointing, config.compile)
     place_network(
         network,
         accelerator.device,
         channels_last=config.channels_last,
         low_precision_norms=config.low_precision_norms,
-        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing=of_blocks,
         sharding=config.sharding if is_sharded else "none",
         precision=config.precision,
         mesh=mesh,
@@ -82,7 +84,7 @@ def build_step(config: TrainConfig, prepared: Prepared, accelerator: Accelerator
 
     if config.compile:
         num_shapes = len({stream.latent_hw for stream in prepared.spec.streams})
-        compile_network(network, num_shapes, by_block=compiles_by_block(network, is_sharded))
+        compile_network(network, num_shapes, by_block=compiles_by_block(network, is_sharded), recomputed=of_activations)
     # with evaluation_mode, accelerate applies autocast to a sharded model but does not wrap it in DDP, which would keep
     # all weights in every process
     model = accelerator.prepare_model(aligned or network, device_placement=False, evaluation_mode=is_sharded)

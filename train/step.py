@@ -197,7 +197,7 @@ def place_network(
         attention: kernels that torch may choose from, on GPUs.
     """
     if gradient_checkpointing:
-        recompute_blocks(network, int(gradient_checkpointing))
+        recompute_blocks(network, float(gradient_checkpointing))
     if low_precision_norms:
         use_low_precision_norms(network)
     is_sharded = sharding != "none"

@@ -35,20 +35,20 @@ def test_a_row_for_each_way_to_train(tmp_path: Path, capsys: pytest.CaptureFixtu
         ["2", "sharding", "full", "over", "8,"],
         ["2", "sharding", "full", "over", "8,"],
     ]
-    assert rows[1][6:10] == ["checkpointing", "every", "2nd", "block"] and rows[2][6] == "checkpointing"
+    assert rows[1][6:8] == ["checkpointing", "50%"] and rows[2][6] == "checkpointing"
     plain, half, checkpointing = (float(row[-5]) for row in rows)
     assert plain >= half >= checkpointing > 0
     assert rows[0][-1] == "all"
 
 
-@pytest.mark.parametrize(("configured", "expected"), [(4, ["4th", "2nd", ""]), (2, ["2nd", ""]), (True, [""])])
-def test_checkpointing_of_more_blocks_than_configured(
-    configured: bool | int, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("configured", "expected"), [(0.25, ["25%", "50%", ""]), (0.5, ["50%", ""]), (True, [""])])
+def test_more_checkpointing_than_configured(
+    configured: bool | float, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run([*PLAN, "--gpus", "8", "--memory", training_config(tmp_path, gradient_checkpointing=configured)])
     lines = capsys.readouterr().out.splitlines()
     rows = [line.partition("phase1.yaml")[2] for line in lines if "phase1.yaml" in line]
-    assert [re.findall(r"checkpointing(?: every (\w+) block)?", row) for row in rows] == [[each] for each in expected]
+    assert [re.findall(r"checkpointing(?: (\d+%))?", row) for row in rows] == [[each] for each in expected]
 
 
 @pytest.mark.parametrize(

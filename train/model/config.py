@@ -22,8 +22,8 @@ Width = Annotated[float, Field(gt=0, lt=0.28)]
 weights all steps equally has a width of 1/√12 = 0.289."""
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Sharding = Literal["none", "grad_op", "full"]
-Checkpointing = bool | Annotated[int, Field(ge=2)]
-"""Gradient checkpointing of no block, all blocks, or every k-th block."""
+Checkpointing = bool | Annotated[float, Field(gt=0, lt=1)]
+"""Share of the activations that the backward pass recomputes: none (false), part, or all of each block (true)."""
 
 
 class EmaConfig(Config):

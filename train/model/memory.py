@@ -31,7 +31,7 @@ from train.model.config import Checkpointing, Sharding
 from train.model.fit import dry_call
 from train.model.network import compile_network, compiles_by_block
 from train.model.norms import use_low_precision_norms
-from train.model.recompute import recompute_blocks
+from train.model.recompute import recompute_blocks, recomputed_shares
 
 GIB = 2**30
 RESERVED = 0.08
@@ -158,8 +158,9 @@ def activation_bytes(
         copy, call = dry_call(network, backbone, data, latent_hw, settings.microbatch_size, "cpu")
         for own, its in zip(copy.parameters(), network.parameters(), strict=True):
             own.requires_grad_(its.requires_grad)
-        if settings.gradient_checkpointing:
-            recompute_blocks(copy, int(settings.gradient_checkpointing))
+        of_blocks, of_activations = recomputed_shares(settings.gradient_checkpointing, settings.compile)
+        if of_blocks:
+            recompute_blocks(copy, of_blocks)
         if settings.low_precision_norms:
             use_low_precision_norms(copy)
         live = LiveBytes()
@@ -176,7 +177,13 @@ def activation_bytes(
                     parameter.grad = torch.empty_like(parameter)
                     held.append(parameter.grad)
             if settings.compile:
-                compile_network(copy, 1, by_block=compiles_by_block(copy, is_sharded(settings)), backend=PARTITIONED)
+                compile_network(
+                    copy,
+                    1,
+                    by_block=compiles_by_block(copy, is_sharded(settings)),
+                    recomputed=of_activations,
+                    backend=PARTITIONED,
+                )
                 run_passes(call, settings.precision)  # compiles
             live.ignore(held)
             with live:
@@ -187,14 +194,13 @@ def activation_bytes(
 @contextmanager
 def compiler_settings() -> Iterator[None]:
     """On exit, forget what was compiled within the context, and restore the settings that `compile_network` changes."""
-    dynamo = torch._dynamo.config
-    before = {name: getattr(dynamo, name) for name in COMPILER_SETTINGS}
+    dynamo, functorch = torch._dynamo.config, torch._functorch.config
+    unchanged = {name: getattr(dynamo, name) for name in COMPILER_SETTINGS}
     try:
-        yield
+        with dynamo.patch(unchanged), functorch.patch(activation_memory_budget=functorch.activation_memory_budget):
+            yield
     finally:
         torch.compiler.reset()
-        for name, value in before.items():
-            setattr(dynamo, name, value)
 
 
 def run_passes(call: Any, precision: Precision) -> None:

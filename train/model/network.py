@@ -9,6 +9,7 @@ from typing import Any
 
 import diffusers
 import torch
+import torch._functorch.config
 import yaml
 from safetensors import SafetensorError
 from torch import Tensor
@@ -75,7 +76,12 @@ def compiles_by_block(network: Any, is_sharded: bool) -> bool:
 
 
 def compile_network(
-    network: Any, num_shapes: int, *, by_block: bool = False, backend: str | Callable[..., Any] | None = None
+    network: Any,
+    num_shapes: int,
+    *,
+    by_block: bool = False,
+    recomputed: float = 0.0,
+    backend: str | Callable[..., Any] | None = None,
 ) -> None:
     """Compile a network in place, with static graphs for each of `num_shapes` latent shapes.
 
@@ -85,12 +91,15 @@ def compile_network(
     Args:
         by_block: whether to compile each block separately. Blocks of the same class share graphs, so this takes seconds
             instead of minutes, and it also works for a network that gathers its weights block by block.
+        recomputed: share of each graph's activations that the backward pass recomputes, chosen by torch such that this
+            takes as few operations as possible. Like torch's other settings, it applies to the whole process.
         backend: torch.compile's backend; None: the default, which generates kernels.
     """
     modules = list(find_blocks(network).values()) if by_block else [network]
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, len(modules) * (num_shapes + 1))  # one more for validation
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, dynamo.recompile_limit)
+    torch._functorch.config.activation_memory_budget = 1 - recomputed
     dynamo.skip_nnmodule_hook_guards = False  # otherwise, a block with a hook inside would use another block's graph
     for module in modules:
         module.compile(dynamic=False, **({} if backend is None else {"backend": backend}))

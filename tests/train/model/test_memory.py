@@ -23,20 +23,22 @@ from train.model.config import Checkpointing
 from train.model.fit import dry_call
 from train.model.memory import (
     GIB,
+    PARTITIONED,
     RESERVED,
     LiveBytes,
     StepMemory,
     StepSettings,
     activation_bytes,
+    compiler_settings,
     largest_microbatch,
     run_passes,
     step_memory,
     usable,
 )
-from train.model.network import build_network
+from train.model.network import build_network, compile_network
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import freeze_except
-from train.model.recompute import recompute_blocks
+from train.model.recompute import recompute_blocks, recomputed_shares
 
 HW = (32, 32)
 SETTINGS = StepSettings("float32", microbatch_size=4, images=8, optimizer_bytes=8, num_averages=0)
@@ -101,8 +103,15 @@ def test_live_bytes_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "checkpointing", "precision"),
-    [(2, False, "float32"), (8, 2, "float32"), (8, True, "float32"), (8, False, "bfloat16"), (2, True, "bfloat16")],
+    ("size", "checkpointing", "precision", "compiled"),
+    [
+        (2, False, "float32", False),
+        (8, 0.5, "float32", False),
+        (8, 0.5, "float32", True),
+        (8, True, "float32", False),
+        (8, False, "bfloat16", False),
+        (2, True, "bfloat16", False),
+    ],
 )
 def test_a_real_step_allocates_as_much(
     unet: Any,
@@ -111,6 +120,7 @@ def test_a_real_step_allocates_as_much(
     size: int,
     checkpointing: Checkpointing,
     precision: Precision,
+    compiled: bool,
 ) -> None:
     """Compare with the peak of the allocations and releases that torch's profiler records on a CPU."""
     settings = replace(
@@ -119,6 +129,7 @@ def test_a_real_step_allocates_as_much(
         microbatch_size=size,
         gradient_checkpointing=checkpointing,
         low_precision_norms=True,
+        compile=compiled,
     )
     real: Any
     real, call = dry_call(unet, backbone, encoding, HW, size, "cpu")
@@ -126,11 +137,15 @@ def test_a_real_step_allocates_as_much(
     real.load_state_dict(unet.state_dict())
     keep_channels_last(real)
     use_low_precision_norms(real)
-    if checkpointing:
-        recompute_blocks(real, int(checkpointing))
-    run_passes(call, precision)  # creates the gradients
-    with profile(profile_memory=True) as profiled:
-        run_passes(call, precision)
+    of_blocks, of_activations = recomputed_shares(checkpointing, compiled)
+    if of_blocks:
+        recompute_blocks(real, of_blocks)
+    with compiler_settings():
+        if compiled:
+            compile_network(real, 1, recomputed=of_activations, backend=PARTITIONED)
+        run_passes(call, precision)  # compiles, and creates the gradients
+        with profile(profile_memory=True) as profiled:
+            run_passes(call, precision)
     events = profiled.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     now = peak = 0
@@ -174,7 +189,7 @@ def test_settings_that_save_memory(small: Any, backbone: BackboneConfig, encodin
     assert memory(small, backbone, encoding, precision="bfloat16", low_precision_norms=True).activations < plain
     half, least = (
         memory(small, backbone, encoding, precision="bfloat16", gradient_checkpointing=every).activations
-        for every in (2, True)
+        for every in (0.5, True)
     )
     assert least < plain / 2 and least < half < 0.8 * plain
     assert memory(small, backbone, encoding, precision="bfloat16", microbatch_size=2).activations < plain
@@ -206,8 +221,8 @@ def test_a_step_that_cannot_fit_is_refused(
         assert capsys.readouterr().out.startswith("warning: A step with microbatches of 4 needs about ")
     with pytest.raises(RequestError, match=r"lower microbatch_size to 3, which .* gradient_checkpointing .* full"):
         check_memory(partial(step_memory, small, backbone, encoding, HW), settings, int(0.9 * needed))
-    for checkpointing in (False, 2):
-        with pytest.raises(RequestError, match="To save memory, set gradient_checkpointing to true, or shard"):
+    for checkpointing, more in ((False, "0.5 or true"), (0.5, "true")):
+        with pytest.raises(RequestError, match=f"To save memory, set gradient_checkpointing to {more}, or shard"):
             tried = replace(settings, gradient_checkpointing=checkpointing)
             check_memory(partial(step_memory, small, backbone, encoding, HW), tried, 1024)
 
