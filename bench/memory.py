@@ -1,10 +1,12 @@
 """Compare estimates of GPU memory with measured peaks: `python -m bench.memory`. It needs no GPU.
 
-The peaks are from docs/evidence/gpu-h200.txt. Steps had two microbatches and no moving averages.
+The peaks are from docs/evidence/gpu-h200.txt. Steps had two microbatches and no moving averages. `--recomputed` prints
+estimates for different shares of recomputed activations instead.
 """
 
+import argparse
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from shards.base.config import load_config
 from shards.format.buckets import Bucket
 from train.config import TrainConfig
 from train.model.config import AdamWConfig
-from train.model.memory import GIB, StepSettings, step_memory
+from train.model.memory import GIB, StepMemory, StepSettings, step_memory
 from train.model.network import class_of
 
 MICROBATCHES = 2
@@ -33,8 +35,8 @@ class Measured:
     compile: bool = False
     others: dict[str, Any] = field(default_factory=dict)
 
-    def estimate(self) -> float:
-        """Estimate the peak in GiB."""
+    def estimate(self) -> StepMemory:
+        """Estimate the memory of the step."""
         config = load_config(TrainConfig, CONFIGS / self.family / f"phase{self.phase}.yaml", [], "train")
         encoding = read_family(self.family).encoding
         fields = json.loads(config.network.read_text()) | SHORTENED.get(self.family, {})
@@ -51,7 +53,7 @@ class Measured:
             **self.others,
         )
         backbone = config.backbone.resolved(encoding.texts)
-        return step_memory(network, backbone, encoding, shape, settings).total / GIB
+        return step_memory(network, backbone, encoding, shape, settings)
 
 
 LOW, CHECKPOINTED = {"low_precision_norms": True}, {"gradient_checkpointing": True}
@@ -72,18 +74,44 @@ MEASURED = (
 )
 
 
-def main() -> None:
-    """Print a Markdown section."""
+SHARES = (False, 0.1, 0.25, 0.5, 0.75, True)
+
+
+def compare_with_measured() -> str:
+    """Return a Markdown table of estimated and measured peaks."""
     rows = []
     for each in MEASURED:
-        estimate = each.estimate()
+        estimate = each.estimate().total / GIB
         name = f"{each.family}, phase {each.phase}"
         name += f", {', '.join(key.replace('_', ' ') for key in each.others)}" if each.others else ""
         how = "compiled" if each.compile else "eager"
         ratio = f"{estimate / each.gib:.3f}"
         rows.append([name, each.microbatch_size, how, f"{each.gib:.1f}", f"{estimate:.1f}", ratio])
-    header = ["step", "microbatch", "", "measured, GiB", "estimated, GiB", "ratio"]
-    print(section("Memory of a training step", "bench.memory", table(header, rows)))
+    return table(["step", "microbatch", "", "measured, GiB", "estimated, GiB", "ratio"], rows)
+
+
+def compare_shares() -> str:
+    """Return a Markdown table of compiled steps with each share of recomputed activations: the peak, and the FLOPs
+    relative to those without recomputation."""
+    rows = []
+    for each in (step for step in MEASURED if step.compile):
+        cells, flops = [], 0
+        for share in SHARES:
+            memory = replace(each, others=each.others | {"gradient_checkpointing": share}).estimate()
+            flops = flops or memory.flops
+            cells.append(f"{memory.total / GIB:.1f} ({memory.flops / flops:.2f} ×)")
+        rows.append([f"{each.family}, phase {each.phase}", each.microbatch_size, *cells])
+    return table(["step", "microbatch", *(str(share).lower() for share in SHARES)], rows)
+
+
+def main() -> None:
+    """Print a Markdown section."""
+    parser = argparse.ArgumentParser(prog="bench.memory", description=__doc__)
+    parser.add_argument("--recomputed", action="store_true", help="compare shares of recomputed activations")
+    if parser.parse_args().recomputed:
+        print(section("Recomputed activations", "bench.memory --recomputed", compare_shares()))
+    else:
+        print(section("Memory of a training step", "bench.memory", compare_with_measured()))
 
 
 if __name__ == "__main__":

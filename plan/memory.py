@@ -34,7 +34,7 @@ def memory_report(plan: Plan, paths: list[Path]) -> str:
     """
     num_gpus = plan.gpus or plan.gpu.gpus_per_node
     data = encoder_spec(plan)
-    header = ["training config", "microbatch", "", "state", "averages", "batch", "activations", "total"]
+    header = ["training config", "microbatch", "", "state", "averages", "batch", "activations", "total", "TFLOP/image"]
     rows = [[*header, *(f"in {size} GB" for size in CAPACITIES)]]
     for path in paths:
         config = load_config(TrainConfig, path, [], "plan")
@@ -54,13 +54,15 @@ def memory_report(plan: Plan, paths: list[Path]) -> str:
             rows.append(
                 [str(path), str(size), describe(settings)]
                 + [f"{part / GIB:.1f}" for part in parts]
+                + [f"{memory.flops / 1e12:.3f}"]
                 + ["-" if fit == 0 else "all" if fit >= settings.images else str(fit) for fit in fits]
             )
     return (
         f"Memory of each GPU in GiB, on {counted(num_gpus, 'GPU')}, and the largest microbatch that fits\n\n"
         f"{format_table(rows, '<><' + '>' * (len(rows[0]) - 3))}\n\n"
         f"state: weights, gradients and optimizer   averages: moving averages of the weights, from the step at which "
-        f"they start\nall: the GPU's whole share of a global batch fits   -: not even one image fits"
+        f"they start\nTFLOP/image: operations of the forward and the backward pass, including recomputation\n"
+        f"all: the GPU's whole share of a global batch fits   -: not even one image fits"
     )
 
 

@@ -80,13 +80,14 @@ def estimate_sizes(
     """Estimate the memory of a step with the configured microbatch size and, if that might not fit, with one image.
 
     Without compilation, a step needs more memory, and its trace takes seconds instead of a minute. So a compiled step
-    is traced only if it might not fit without compilation.
+    is traced only if it might not fit without compilation, or if torch chooses what to recompute, which can save less.
 
     Returns:
         Microbatch size → memory.
     """
-    size, memory = settings.microbatch_size, estimate(replace(settings, compile=False))
-    if memory.total > usable(capacity) and settings.compile:
+    quick = settings if 0 < settings.gradient_checkpointing < 1 else replace(settings, compile=False)
+    size, memory = settings.microbatch_size, estimate(quick)
+    if memory.total > usable(capacity) and quick != settings:
         memory = estimate(settings)
     if memory.total <= usable(capacity) or size == 1:
         return {size: memory}

@@ -63,7 +63,8 @@ class FamilyPhase:
     family: str
     phase: int
     how: tuple[str, ...] = ("eager", "blocks")
-    """Ways to compile the network: `eager` (not at all), `blocks` (block by block) or `whole` (as one graph)."""
+    """Ways to compile the network: `eager` (not at all), `blocks` (block by block), `whole` (as one graph), or `half`
+    (block by block, with half of the activations recomputed)."""
 
     def run(self, setup: Setup, found: Findings) -> None:
         """Time the family's step in each way. A way that fails is listed as such."""
@@ -85,7 +86,7 @@ class FamilyPhase:
         prepared = prepare(config, accelerator)
         step, _ = build_step(config, prepared, accelerator)
         if how != "eager":
-            compile_network(step.network, 1, by_block=how == "blocks")
+            compile_network(step.network, 1, by_block=how != "whole", recomputed=0.5 if how == "half" else 0.0)
         made = time.perf_counter() - start
         batches = iter(make_loader(config, prepared, 0, 0))
         waited: list[float] = []

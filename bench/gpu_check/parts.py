@@ -55,7 +55,7 @@ HALVES: dict[str, list[dict[str, CheckPart]]] = {
         },
         {
             "splitting": CheckPart(correctness.splitting, 90),
-            "pixart-sigma": CheckPart(FamilyPhase("pixart-sigma", 1).run, 200),
+            "pixart-sigma": CheckPart(FamilyPhase("pixart-sigma", 1, ("eager", "blocks", "half")).run, 250),
             "prx": CheckPart(FamilyPhase("prx", 1).run, 200),
             "flux1": CheckPart(FamilyPhase("flux1", 2).run, 200),
             "batches": CheckPart(towers.batches, 250),

@@ -13,7 +13,7 @@ def test_rates() -> None:
     """On 8 GPUs, a rate is that of the measured step, and a step that does not fit has none."""
     plan = read_plan("pixart-sigma", "H200")
     work = count_work(plan.networks, [phase.bucket for phase in plan.phases])
-    little, much = (StepMemory(size * GIB, 0, 0, 0, 0, 0) for size in (1, 100))
+    little, much = (StepMemory(size * GIB, 0, 0, 0, 0, 0, 0) for size in (1, 100))
     traces = [Traced([], [little, little], 2, 0), Traced([], [little, much], 2, 0)]
     first, second = rates("pixart-sigma", work, traces)
     assert first[:2] == ["pixart-sigma", "256x256"] and second[1] == "512x512"

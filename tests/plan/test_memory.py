@@ -36,8 +36,10 @@ def test_a_row_for_each_way_to_train(tmp_path: Path, capsys: pytest.CaptureFixtu
         ["2", "sharding", "full", "over", "8,"],
     ]
     assert rows[1][6:8] == ["checkpointing", "50%"] and rows[2][6] == "checkpointing"
-    plain, half, checkpointing = (float(row[-5]) for row in rows)
+    plain, half, checkpointing = (float(row[-6]) for row in rows)
     assert plain >= half >= checkpointing > 0
+    plain, half, checkpointing = (float(row[-5]) for row in rows)
+    assert 0 < plain <= half <= checkpointing
     assert rows[0][-1] == "all"
 
 

@@ -28,12 +28,11 @@ def recompute_blocks(network: Any, share: float = 1.0) -> None:
         network.enable_gradient_checkpointing()
         return
     inner = [module for module in network.modules() if isinstance(module, ResnetBlock2D | BasicTransformerBlock)]
-    for number, block in enumerate(inner or find_blocks(network).values()):
-        # an attribute, because torch.compile guards it
-        block.is_recomputed = math.ceil((number + 1) * share) > math.ceil(number * share)
+    blocks = enumerate(inner or find_blocks(network).values())
+    recomputed = {block for number, block in blocks if math.ceil((number + 1) * share) > math.ceil(number * share)}
 
     def call(given: Any, *inputs: Any) -> Any:
         block = getattr(given, "__self__", given)  # PRX passes a method of the block
-        return checkpoint(block.__call__, *inputs, use_reentrant=False) if block.is_recomputed else block(*inputs)
+        return checkpoint(block.__call__, *inputs, use_reentrant=False) if block in recomputed else block(*inputs)
 
     network.enable_gradient_checkpointing(call)

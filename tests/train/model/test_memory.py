@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from bench.kit.roots import encoding_record
 from shards.base.device import Precision
@@ -25,14 +26,14 @@ from train.model.memory import (
     GIB,
     PARTITIONED,
     RESERVED,
-    LiveBytes,
+    Recorder,
     StepMemory,
     StepSettings,
-    activation_bytes,
     compiler_settings,
     largest_microbatch,
     run_passes,
     step_memory,
+    trace_passes,
     usable,
 )
 from train.model.network import build_network, compile_network
@@ -84,9 +85,9 @@ def memory(unet: Any, backbone: BackboneConfig, encoding: EncodingRecord, **chan
     return step_memory(unet, backbone, encoding, HW, replace(SETTINGS, **changes))
 
 
-def test_live_bytes_by_hand() -> None:
+def test_live_bytes() -> None:
     kilobyte, held = 1024, torch.zeros(1024)
-    with LiveBytes() as live:
+    with Recorder() as live:
         live.ignore([held])
         held.add_(1)  # returns an ignored tensor
         a = torch.empty(kilobyte, dtype=torch.uint8)
@@ -152,7 +153,7 @@ def test_a_real_step_allocates_as_much(
     for _, num_bytes in changes:
         now += num_bytes
         peak = max(peak, now)
-    assert activation_bytes(unet, backbone, encoding, HW, settings) == pytest.approx(peak, rel=0.03)
+    assert trace_passes(unet, backbone, encoding, HW, settings).peak == pytest.approx(peak, rel=0.03)
 
 
 def test_state(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
@@ -169,6 +170,18 @@ def test_state(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -
     assert (sharded.weights, sharded.averages) == (count, 2 * count)
     alone = memory(small, backbone, encoding, sharding="full")
     assert alone.weights == 4 * count
+
+
+def test_flops_are_those_that_torch_counts(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
+    real: Any
+    real, call = dry_call(small, backbone, encoding, HW, 2, "cpu")
+    real.to_empty(device="cpu")
+    with FlopCounterMode(display=False) as counter:
+        run_passes(call, "float32")
+    found = memory(small, backbone, encoding, microbatch_size=2).flops
+    assert 2 * found == counter.get_total_flops()
+    again = memory(small, backbone, encoding, microbatch_size=2, gradient_checkpointing=True).flops
+    assert 1.2 * found < again < 4 / 3 * found
 
 
 def test_frozen_weights_need_no_gradients(backbone: BackboneConfig, encoding: EncodingRecord) -> None:
@@ -241,6 +254,16 @@ def test_a_step_that_fits_only_if_it_is_compiled(
     check_memory(partial(step_memory, small, backbone, encoding, HW), replace(settings, compile=False), capacity)
     assert "To save memory, lower microbatch_size to 3" in capsys.readouterr().out
     assert torch._dynamo.config.get_config_copy() == compiler
+
+
+def test_a_share_that_torch_chooses_is_estimated_as_compiled() -> None:
+    """In a compiled U-Net, a large share can need more memory than the same share of blocks."""
+
+    def estimate(settings: StepSettings) -> StepMemory:
+        return StepMemory(0, 0, 0, 0, 0, activations=(2 if settings.compile else 0) * GIB, flops=0)
+
+    with pytest.raises(RequestError, match="To save memory, set gradient_checkpointing to true"):
+        check_memory(estimate, replace(SETTINGS, compile=True, gradient_checkpointing=0.9), GIB)
 
 
 def test_an_estimate_that_fails_is_a_warning(
