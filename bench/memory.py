@@ -22,6 +22,8 @@ from train.model.memory import GIB, StepMemory, StepSettings, step_memory
 from train.model.network import class_of
 
 MICROBATCHES = 2
+SHARES = (False, 0.1, 0.25, 0.5, 0.75, True)
+"""Settings of `gradient_checkpointing` to compare."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,6 @@ MEASURED = (
 )
 
 
-SHARES = (False, 0.1, 0.25, 0.5, 0.75, True)
-
-
 def compare_with_measured() -> str:
     """Return a Markdown table of estimated and measured peaks."""
     rows = []
@@ -91,8 +90,8 @@ def compare_with_measured() -> str:
 
 
 def compare_shares() -> str:
-    """Return a Markdown table of compiled steps with each share of recomputed activations: the peak, and the FLOPs
-    relative to those without recomputation."""
+    """Return a Markdown table of the compiled steps: for each share, the peak in GiB and, in parentheses, the FLOPs
+    relative to no recomputation."""
     rows = []
     for each in (step for step in MEASURED if step.compile):
         cells, flops = [], 0
@@ -109,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.memory", description=__doc__)
     parser.add_argument("--recomputed", action="store_true", help="compare shares of recomputed activations")
     if parser.parse_args().recomputed:
-        print(section("Recomputed activations", "bench.memory --recomputed", compare_shares()))
+        print(section("Recomputed activations", "bench.memory", compare_shares()))
     else:
         print(section("Memory of a training step", "bench.memory", compare_with_measured()))
 

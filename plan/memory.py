@@ -96,10 +96,10 @@ def read_network(config: TrainConfig, data: DataSpec) -> tuple[Any, BackboneConf
 
 
 def variants(settings: StepSettings) -> list[StepSettings]:
-    """Return the settings as configured, and with half of the activations or those of all blocks recomputed, if that
-    saves more memory.
+    """Return the settings as configured, then with half of the activations recomputed and with those of all blocks, as
+    far as that recomputes more than configured.
 
-    With all blocks, the step is estimated without compilation, which is faster and needs slightly more memory.
+    The last is estimated without compilation, which is faster and gives a slightly higher estimate.
     """
     half = replace(settings, gradient_checkpointing=0.5)
     blocks = replace(settings, gradient_checkpointing=True, compile=False)
@@ -120,4 +120,4 @@ def checkpointing(setting: Checkpointing) -> list[str]:
     """Describe gradient checkpointing; an empty list means none."""
     if not setting:
         return []
-    return ["checkpointing" if setting is True else f"checkpointing {setting:.0%}"]
+    return ["checkpointing" if setting is True else f"checkpointing {100 * setting:g}%"]

@@ -16,6 +16,7 @@ import fsspec
 import hypothesis
 import pytest
 import torch
+import torch._functorch.config
 from accelerate.state import AcceleratorState
 from botocore.loaders import JSONFileLoader
 from moto.server import ThreadedMotoServer
@@ -130,6 +131,7 @@ SIZES = [(80, 64), (200, 150), (140, 300), (40, 90)]
 def as_in_a_fresh_process() -> None:
     """Undo the process-wide settings that training changes."""
     torch.backends.cuda.enable_flash_sdp(True)
+    torch._functorch.config.activation_memory_budget = 1.0
     torch.set_num_threads(1)
 
 

@@ -73,9 +73,10 @@ class TrainConfig(Config):
     supports it and float32 otherwise; a resumed run keeps its earlier precision. `float32` does not use TF32, not even
     in convolutions."""
     gradient_checkpointing: Checkpointing = False
-    """Recompute activations in the backward pass, which saves memory but takes more time: true: those of all blocks;
-    a number between 0 and 1: about this share of all activations. With `compile`, torch chooses the activations that
-    take the least work to recompute; otherwise, this share of the blocks is recomputed."""
+    """Recompute activations in the backward pass, which saves memory but takes more time. `true` recomputes those of
+    all blocks. A number between 0 and 1 is the approximate share to recompute: with `compile`, torch chooses the
+    activations that are cheapest to recompute, and fewer of them if the weights take more memory than all activations;
+    without `compile`, that share of the blocks is recomputed."""
     compile: bool = False
     """Compile the network with torch.compile. An unsharded U-Net is compiled as a whole, any other network block by
     block."""

@@ -62,7 +62,8 @@ def check_memory(estimate: Callable[[StepSettings], StepMemory], settings: StepS
     size = largest_microbatch(estimates, capacity)
     remedies = [f"lower microbatch_size to {size}, which changes the losses only by rounding"] if size else []
     if settings.gradient_checkpointing is not True:
-        remedies.append(f"set gradient_checkpointing to {'true' if settings.gradient_checkpointing else '0.5 or true'}")
+        share = "a larger share" if settings.gradient_checkpointing else "0.5"
+        remedies.append(f"set gradient_checkpointing to {share} or true")
     remedies += [] if settings.sharding == "full" else ["shard the weights across several GPUs (`sharding: full`)"]
     message = (
         f"A step with microbatches of {settings.microbatch_size} needs about {memory} on each GPU. The GPU has "
@@ -79,8 +80,9 @@ def estimate_sizes(
 ) -> dict[int, StepMemory]:
     """Estimate the memory of a step with the configured microbatch size and, if that might not fit, with one image.
 
-    Without compilation, a step needs more memory, and its trace takes seconds instead of a minute. So a compiled step
-    is traced only if it might not fit without compilation, or if torch chooses what to recompute, which can save less.
+    Without compilation, a step usually needs more memory, and its trace takes seconds instead of a minute. So a
+    compiled step is traced only if it might not fit without compilation, or if torch chooses what to recompute, which
+    can save less memory than recomputing the same share of blocks.
 
     Returns:
         Microbatch size → memory.

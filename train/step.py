@@ -21,7 +21,7 @@ from shards.base.device import SAFE_KERNELS, AttentionKernel, Precision, choose_
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.model.channels_last import keep_channels_last
-from train.model.config import Checkpointing, Sharding
+from train.model.config import Sharding
 from train.model.ema import SNAPSHOT_DTYPES, Ema
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer
@@ -178,7 +178,7 @@ def place_network(
     *,
     channels_last: bool | None = None,
     low_precision_norms: bool = False,
-    gradient_checkpointing: Checkpointing = False,
+    gradient_checkpointing: float = 0.0,
     sharding: Sharding = "none",
     precision: Precision = "float32",
     mesh: DeviceMesh | None = None,
@@ -191,13 +191,14 @@ def place_network(
 
     Args:
         channels_last: whether to use the channels-last memory format; None: only on GPUs.
+        gradient_checkpointing: share of the blocks to recompute.
         sharding: modes other than `none` need a process group.
         precision: data type in which sharded weights are gathered.
         mesh: see `shard_weights`.
         attention: kernels that torch may choose from, on GPUs.
     """
     if gradient_checkpointing:
-        recompute_blocks(network, float(gradient_checkpointing))
+        recompute_blocks(network, gradient_checkpointing)
     if low_precision_norms:
         use_low_precision_norms(network)
     is_sharded = sharding != "none"

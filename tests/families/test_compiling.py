@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.resnet import ResnetBlock2D
 
 from tests.families.small import FAMILIES, Small, stir
 from tests.families.starting import small_run, started
@@ -19,7 +17,7 @@ from train.data.draws import Draws
 from train.data.loader import Loader
 from train.model.blocks import find_blocks
 from train.model.network import compile_network
-from train.model.recompute import recompute_blocks
+from train.model.recompute import recompute_blocks, recomputed_shares
 from train.model.sharding import shard_weights
 from train.objective.loss import DiffusionLoss
 from train.prepare import prepare
@@ -35,19 +33,21 @@ def test_every_block_is_compiled_once_per_latent_shape(
     """Train three steps on each of two latent shapes."""
     made = small(name)
     checkpointed = made.family.read("phase1.yaml").get("gradient_checkpointing", False)
+    of_blocks, of_activations = recomputed_shares(checkpointed, compiled=True)
     losses = {}
     for compiled in (False, True):
         changes = {"global_batch_size": 4, "microbatch_size": 2, "max_steps": 6, "compile": compiled}
         changes |= {"gradient_checkpointing": checkpointed}
         config = TrainConfig.model_validate(small_run(made, f"compiled-{compiled}", **changes))
         step = started(config).train_step
+        assert torch._functorch.config.activation_memory_budget == 1 - (of_activations if compiled else 0)
         whole, cut = shapes(config)
         losses[compiled] = [step(batch, number).sums.total for number, batch in enumerate([whole, cut])]
         num_graphs, calls = len(graphs.captured), graphs.calls
         losses[compiled] += [step(batch, 2 + number).sums.total for number, batch in enumerate([whole, cut] * 2)]
     blocks = 1 if name in UNETS else len(find_blocks(step.network))
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
-    assert calls == 2 * NUM_MICROBATCHES * blocks * (1 + checkpointed) and graphs.calls == 3 * calls
+    assert calls == 2 * NUM_MICROBATCHES * blocks * (1 + of_blocks) and graphs.calls == 3 * calls
     assert len(graphs.captured) == num_graphs
     assert not graphs.breaks
 
@@ -68,8 +68,7 @@ def test_half_of_the_blocks_can_be_recomputed(name: str, small: Callable[[str], 
 
     expected = gradients()
     recompute_blocks(network, 0.5)
-    inner = [module for module in network.modules() if isinstance(module, ResnetBlock2D | BasicTransformerBlock)]
-    blocks = inner or list(find_blocks(network).values())
+    blocks = [block for block in network.modules() if hasattr(block, "is_recomputed")]
     called: list[torch.nn.Module] = []
     for block in blocks:
         block.register_forward_pre_hook(lambda block, _: called.append(block))
@@ -109,7 +108,7 @@ def test_every_block_of_a_sharded_network_is_compiled(name: str, small: Callable
     loss = DiffusionLoss(config.objective, prepared.spec, torch.device("cpu"), prepared.backbone)
     sharded = copy.deepcopy(prepared.network)
     shard_weights(sharded, "full", "float32")
-    compile_network(sharded, 2, by_block=True)
+    compile_network(sharded, 2, by_block=True, recomputed=0.5)
     found: list[float] = []
     expected: list[float] = []
     for number, batch in enumerate([*shapes(config), *shapes(config)]):

@@ -23,7 +23,8 @@ weights all steps equally has a width of 1/√12 = 0.289."""
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Sharding = Literal["none", "grad_op", "full"]
 Checkpointing = bool | Annotated[float, Field(gt=0, lt=1)]
-"""Share of the activations that the backward pass recomputes: none (false), part, or all of each block (true)."""
+"""Share of the activations that the backward pass recomputes: none (false), some (a number), or those of all blocks
+(true)."""
 
 
 class EmaConfig(Config):

@@ -158,7 +158,7 @@ def trace_passes(
     latent_hw: tuple[int, int],
     settings: StepSettings,
 ) -> "Recorder":
-    """Record the FLOPs of a forward and a backward pass of one microbatch, and the bytes of everything that they
+    """Record the FLOPs of a forward and a backward pass of one microbatch, and the peak of the bytes that they
     allocate."""
     with torch.random.fork_rng(devices=[]), compiler_settings():
         copy: Any
@@ -200,7 +200,7 @@ def trace_passes(
 
 @contextmanager
 def compiler_settings() -> Iterator[None]:
-    """On exit, forget what was compiled within the context, and restore the settings that `compile_network` changes."""
+    """On exit, forget everything that was compiled, and restore the settings that `compile_network` changes."""
     dynamo, functorch = torch._dynamo.config, torch._functorch.config
     unchanged = {name: getattr(dynamo, name) for name in COMPILER_SETTINGS}
     try:
@@ -312,8 +312,8 @@ def without_values(network: nn.Module, dtype: torch.dtype = torch.float32) -> No
 def largest_microbatch(estimates: Mapping[int, StepMemory], capacity: int) -> int:
     """Return the largest microbatch size with which a step fits on a GPU, or 0 if none does.
 
-    The memory is interpolated linearly, which is an upper bound, because the peak is convex in the size. Beyond the
-    largest size, it is extrapolated.
+    The memory is interpolated linearly. This is an upper bound unless torch chooses what to recompute, because the
+    peak is otherwise convex in the size. Beyond the largest size, it is extrapolated.
 
     Args:
         estimates: microbatch size → memory, for two or more sizes.

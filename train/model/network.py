@@ -91,8 +91,9 @@ def compile_network(
     Args:
         by_block: whether to compile each block separately. Blocks of the same class share graphs, so this takes seconds
             instead of minutes, and it also works for a network that gathers its weights block by block.
-        recomputed: share of each graph's activations that the backward pass recomputes, chosen by torch such that this
-            takes as few operations as possible. Like torch's other settings, it applies to the whole process.
+        recomputed: share of each graph's activations that the backward pass recomputes; torch chooses those that take
+            the fewest operations. Like torch's other settings, it applies to everything that this process compiles from
+            then on.
         backend: torch.compile's backend; None: the default, which generates kernels.
     """
     modules = list(find_blocks(network).values()) if by_block else [network]

@@ -13,7 +13,7 @@ from train.model.config import Checkpointing
 
 def recomputed_shares(setting: Checkpointing, compiled: bool) -> tuple[float, float]:
     """Return the share of blocks to pass to `recompute_blocks`, and the share of activations to pass to
-    `compile_network`. One of them is 0."""
+    `compile_network`. At least one of them is 0."""
     share = float(setting)
     return (0.0, share) if compiled and share < 1 else (share, 0.0)
 
@@ -28,11 +28,12 @@ def recompute_blocks(network: Any, share: float = 1.0) -> None:
         network.enable_gradient_checkpointing()
         return
     inner = [module for module in network.modules() if isinstance(module, ResnetBlock2D | BasicTransformerBlock)]
-    blocks = enumerate(inner or find_blocks(network).values())
-    recomputed = {block for number, block in blocks if math.ceil((number + 1) * share) > math.ceil(number * share)}
+    for number, block in enumerate(inner or find_blocks(network).values()):
+        # an attribute, because a copy of the network has other blocks
+        block.is_recomputed = math.ceil(round((number + 1) * share, 9)) > math.ceil(round(number * share, 9))
 
     def call(given: Any, *inputs: Any) -> Any:
         block = getattr(given, "__self__", given)  # PRX passes a method of the block
-        return checkpoint(block.__call__, *inputs, use_reentrant=False) if block in recomputed else block(*inputs)
+        return checkpoint(block.__call__, *inputs, use_reentrant=False) if block.is_recomputed else block(*inputs)
 
     network.enable_gradient_checkpointing(call)

@@ -231,6 +231,6 @@ def check_whole_block(network: nn.Module, layer: str) -> None:
         if layer.startswith(f"{block}."):
             raise RequestError(
                 f"repa.layer {layer} is inside the block {block}, which does not work with both `compile` and "
-                f"`gradient_checkpointing: true`. Set repa.layer to {block}, gradient_checkpointing to a number below "
-                f"1, or compile to false."
+                f"`gradient_checkpointing: true`. Set repa.layer to {block}, or set gradient_checkpointing to false or "
+                f"to a number between 0 and 1, or set compile to false."
             )

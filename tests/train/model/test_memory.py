@@ -85,7 +85,7 @@ def memory(unet: Any, backbone: BackboneConfig, encoding: EncodingRecord, **chan
     return step_memory(unet, backbone, encoding, HW, replace(SETTINGS, **changes))
 
 
-def test_live_bytes() -> None:
+def test_the_recorder_counts_live_bytes() -> None:
     kilobyte, held = 1024, torch.zeros(1024)
     with Recorder() as live:
         live.ignore([held])
@@ -201,8 +201,8 @@ def test_settings_that_save_memory(small: Any, backbone: BackboneConfig, encodin
     assert plain < memory(small, backbone, encoding).activations
     assert memory(small, backbone, encoding, precision="bfloat16", low_precision_norms=True).activations < plain
     half, least = (
-        memory(small, backbone, encoding, precision="bfloat16", gradient_checkpointing=every).activations
-        for every in (0.5, True)
+        memory(small, backbone, encoding, precision="bfloat16", gradient_checkpointing=share).activations
+        for share in (0.5, True)
     )
     assert least < plain / 2 and least < half < 0.8 * plain
     assert memory(small, backbone, encoding, precision="bfloat16", microbatch_size=2).activations < plain
@@ -234,7 +234,7 @@ def test_a_step_that_cannot_fit_is_refused(
         assert capsys.readouterr().out.startswith("warning: A step with microbatches of 4 needs about ")
     with pytest.raises(RequestError, match=r"lower microbatch_size to 3, which .* gradient_checkpointing .* full"):
         check_memory(partial(step_memory, small, backbone, encoding, HW), settings, int(0.9 * needed))
-    for checkpointing, more in ((False, "0.5 or true"), (0.5, "true")):
+    for checkpointing, more in ((False, "0.5 or true"), (0.5, "a larger share or true")):
         with pytest.raises(RequestError, match=f"To save memory, set gradient_checkpointing to {more}, or shard"):
             tried = replace(settings, gradient_checkpointing=checkpointing)
             check_memory(partial(step_memory, small, backbone, encoding, HW), tried, 1024)
@@ -262,7 +262,7 @@ def test_a_share_that_torch_chooses_is_estimated_as_compiled() -> None:
     def estimate(settings: StepSettings) -> StepMemory:
         return StepMemory(0, 0, 0, 0, 0, activations=(2 if settings.compile else 0) * GIB, flops=0)
 
-    with pytest.raises(RequestError, match="To save memory, set gradient_checkpointing to true"):
+    with pytest.raises(RequestError, match="To save memory, set gradient_checkpointing to a larger share or true"):
         check_memory(estimate, replace(SETTINGS, compile=True, gradient_checkpointing=0.9), GIB)
 
 
