@@ -27,7 +27,18 @@ from plan.measured import read_rates
 from shards.base.errors import RequestError, WorkError
 
 SETUP = Setup(torch.device("cpu"), small=True)
-COMPILING = ("compiling", "training-large", "training-small", "choices", "sd2", "sd3", "sdxl", "pixart-sigma", "prx")
+COMPILING = (
+    "compiling",
+    "training-large",
+    "training-small",
+    "choices",
+    "sd2",
+    "sd3",
+    "sdxl",
+    "pixart-sigma",
+    "prx",
+    "flux1",
+)
 QUICK = tuple(name for name in PARTS if name not in COMPILING)
 """Parts that take seconds. `make gpu-check ARGS="--device cpu --small"` runs all parts."""
 ASLEEP = 71931
