@@ -22,9 +22,11 @@ from bench.train_step import release, seconds_of_steps
 from shards.base.config import load_config
 from train.config import TrainConfig
 from train.metrics import peak_memory
+from train.model.config import Checkpointing
 from train.model.fit import on_meta
 from train.model.flops import training_flops
 from train.model.network import compile_network
+from train.model.recompute import recomputed_shares
 from train.prepare import prepare
 from train.setup import build_step, make_loader
 
@@ -54,6 +56,8 @@ SMALL: dict[str, dict[str, Any]] = {
 """Fields of each backbone in a rehearsal."""
 MICROBATCHES = 2
 """Number of microbatches in a step."""
+RECOMPUTED: dict[str, Checkpointing] = {"half recomputed": 0.5, "all recomputed": True}
+"""Way to compile a network block by block → its `gradient_checkpointing`."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ class FamilyPhase:
     family: str
     phase: int
     how: tuple[str, ...] = ("eager", "blocks")
-    """Ways to compile the network: `eager` (not at all), `blocks` (block by block), `whole` (as one graph), or `half`
-    (block by block, with half of the activations recomputed)."""
+    """Ways to compile the network: `eager` (not at all), `blocks` (block by block) or `whole` (as one graph), each with
+    the shipped gradient checkpointing, or block by block with that of `RECOMPUTED`."""
 
     def run(self, setup: Setup, found: Findings) -> None:
         """Time the family's step in each way. A way that fails is listed as such."""
@@ -80,13 +84,16 @@ class FamilyPhase:
     def measure(self, setup: Setup, folder: Path, how: str) -> dict[str, Any]:
         """Train on random latents in `folder`, and return a row of measurements."""
         config = self.config(setup, folder)
+        share = RECOMPUTED.get(how, config.gradient_checkpointing)
+        of_blocks, of_activations = recomputed_shares(share, compiled=how != "eager")
+        config = config.model_copy(update={"gradient_checkpointing": of_blocks})
         accelerator = setup.accelerator(config.precision)
         counters.clear()
         start = time.perf_counter()
         prepared = prepare(config, accelerator)
         step, _ = build_step(config, prepared, accelerator)
         if how != "eager":
-            compile_network(step.network, 1, by_block=how != "whole", recomputed=0.5 if how == "half" else 0.0)
+            compile_network(step.network, 1, by_block=how != "whole", recomputed=of_activations)
         made = time.perf_counter() - start
         batches = iter(make_loader(config, prepared, 0, 0))
         waited: list[float] = []

@@ -55,9 +55,9 @@ HALVES: dict[str, list[dict[str, CheckPart]]] = {
         },
         {
             "splitting": CheckPart(correctness.splitting, 90),
-            "pixart-sigma": CheckPart(FamilyPhase("pixart-sigma", 1, ("eager", "blocks", "half")).run, 250),
+            "pixart-sigma": CheckPart(FamilyPhase("pixart-sigma", 1, ("eager", "blocks", "half recomputed")).run, 250),
             "prx": CheckPart(FamilyPhase("prx", 1).run, 200),
-            "flux1": CheckPart(FamilyPhase("flux1", 2).run, 200),
+            "flux1": CheckPart(FamilyPhase("flux1", 2, ("blocks", "all recomputed")).run, 200),
             "batches": CheckPart(towers.batches, 250),
             "loader": CheckPart(speed.loading, 60),
             "prediction": CheckPart(prediction.predicting, 150),
