@@ -15,9 +15,9 @@ PLAN = ["--config", "configs/pixart-sigma/plan.yaml"]
 
 
 def training_config(folder: Path, **changes: Any) -> str:
-    """Write phase 1 of PixArt-Σ with four blocks, and return its path."""
+    """Write phase 1 of PixArt-Σ with two blocks, and return its path."""
     fields = json.loads(Path("configs/pixart-sigma/backbone.json").read_text())
-    fields["num_layers"] = 4
+    fields["num_layers"] = 2
     (folder / "backbone.json").write_text(json.dumps(fields))
     config = {"base": str(Path("configs/pixart-sigma/phase1.yaml").resolve()), "compile": False, "microbatch_size": 32}
     path = folder / "phase1.yaml"
