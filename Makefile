@@ -202,7 +202,7 @@ test-install: setup
 	$(BIN)/python -m tests.install --pythons $(PYTHONS) $(ARGS)
 
 OLDEST = tests/precompute/encode/test_encoders.py tests/shards/base/test_config.py tests/shards/format/test_models.py \
-  tests/test_end_to_end.py tests/train/test_cached_equals_online.py
+  tests/test_end_to_end.py tests/train/test_cached_equals_online.py tests/families/test_compiling.py
 ## make test-oldest               | test the oldest supported versions, in .venv-oldest
 test-oldest: .venv-oldest/.installed
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(OLDEST) $(ARGS)

@@ -337,7 +337,7 @@ def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: A
         elif config.states:
             outputs.last_hidden_state  # noqa: B018
     except UNSUITABLE as error:
-        if _needs_values(error):
+        if _fails_only_on_meta(error):
             return  # an unsuitable model will fail on the first caption instead
         if isinstance(error, IndexError):
             raise RequestError(
@@ -358,16 +358,17 @@ def _check_quantised(name: str, class_name: str, model: Any) -> None:
     try:
         quantise(model, "int8")(torch.zeros(1, 2, dtype=torch.long, device="meta"))
     except UNSUITABLE as error:
-        if not _needs_values(error):
+        if not _fails_only_on_meta(error):
             raise RequestError(
                 f"texts.{name}.weights: {class_name} does not run with quantised weights ({error}). Remove `weights` "
                 f"to use the model as stored. To save memory without quantisation, set workers.towers to one_by_one."
             ) from error
 
 
-def _needs_values(error: Exception) -> bool:
-    """Return whether a model failed only because it inspects values, which tensors on the meta device lack."""
-    return "meta tensors" in str(error)
+def _fails_only_on_meta(error: Exception) -> bool:
+    """Return whether a model failed only because it ran on the meta device: it inspects values, which these tensors
+    lack, or it sets autocast for their device, which torch before 2.12 cannot."""
+    return "meta tensors" in str(error) or "unsupported scalarType" in str(error)
 
 
 def _num_kept(name: str, keep: list[Slice], max_tokens: int) -> int:
@@ -513,7 +514,7 @@ def _check_feature_outputs(
             return
         found = f"{num_tokens} tokens of {token_width} numbers"
     except UNSUITABLE as error:
-        if _needs_values(error):
+        if _fails_only_on_meta(error):
             return  # an unsuitable model will fail on the first batch instead
         cause, found = error, f"no hidden states ({error})"
     raise RequestError(

@@ -92,7 +92,10 @@ class TextEncoder(Network):
     def __init__(self, folder: Path, tokenizer_folder: Path, tower: TextTower, settings: DeviceSettings):
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
         load = model_class(tower.class_name).from_pretrained
-        model = load(folder, use_safetensors=True).to(torch.float32)  # uses torch's fused attention where available
+        encoder = getattr(transformers.AutoConfig.from_pretrained(folder), "encoder", None)
+        # of a model with a decoder; transformers before version 5 does not choose the encoder's config itself
+        own = {} if encoder is None else {"config": encoder}
+        model = load(folder, use_safetensors=True, **own).to(torch.float32)  # uses torch's fused attention where available
         if tower.quantised == "float8":
             check_float8(settings.device)
         if tower.quantised:
