@@ -95,7 +95,8 @@ class TextEncoder(Network):
         encoder = getattr(transformers.AutoConfig.from_pretrained(folder), "encoder", None)
         # of a model with a decoder; transformers before version 5 does not choose the encoder's config itself
         own = {} if encoder is None else {"config": encoder}
-        model = load(folder, use_safetensors=True, **own).to(torch.float32)  # uses torch's fused attention where available
+        # uses torch's fused attention where available
+        model = load(folder, use_safetensors=True, **own).to(torch.float32)
         if tower.quantised == "float8":
             check_float8(settings.device)
         if tower.quantised:
