@@ -37,6 +37,11 @@ class Measured:
     compile: bool = False
     others: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """Family, phase, and the settings of `others`."""
+        return ", ".join([self.family, f"phase {self.phase}", *(key.replace("_", " ") for key in self.others)])
+
     def estimate(self) -> StepMemory:
         """Estimate the memory of the step."""
         config = load_config(TrainConfig, CONFIGS / self.family / f"phase{self.phase}.yaml", [], "train")
@@ -81,11 +86,9 @@ def compare_with_measured() -> str:
     rows = []
     for each in MEASURED:
         estimate = each.estimate().total / GIB
-        name = f"{each.family}, phase {each.phase}"
-        name += f", {', '.join(key.replace('_', ' ') for key in each.others)}" if each.others else ""
         how = "compiled" if each.compile else "eager"
         ratio = f"{estimate / each.gib:.3f}"
-        rows.append([name, each.microbatch_size, how, f"{each.gib:.1f}", f"{estimate:.1f}", ratio])
+        rows.append([each.name, each.microbatch_size, how, f"{each.gib:.1f}", f"{estimate:.1f}", ratio])
     return table(["step", "microbatch", "", "measured, GiB", "estimated, GiB", "ratio"], rows)
 
 
@@ -94,12 +97,13 @@ def compare_shares() -> str:
     relative to no recomputation."""
     rows = []
     for each in (step for step in MEASURED if step.compile):
+        others = {name: value for name, value in each.others.items() if name != "gradient_checkpointing"}
         cells, flops = [], 0
         for share in SHARES:
-            memory = replace(each, others=each.others | {"gradient_checkpointing": share}).estimate()
+            memory = replace(each, others=others | {"gradient_checkpointing": share}).estimate()
             flops = flops or memory.flops
             cells.append(f"{memory.total / GIB:.1f} ({memory.flops / flops:.2f} ×)")
-        rows.append([f"{each.family}, phase {each.phase}", each.microbatch_size, *cells])
+        rows.append([replace(each, others=others).name, each.microbatch_size, *cells])
     return table(["step", "microbatch", *(str(share).lower() for share in SHARES)], rows)
 
 

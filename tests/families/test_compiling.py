@@ -22,22 +22,24 @@ from train.model.sharding import shard_weights
 from train.objective.loss import DiffusionLoss
 from train.prepare import prepare
 
+CHECKPOINTING = "gradient_checkpointing"
 UNETS = ("sd2", "sd15", "sdxl")
 NUM_MICROBATCHES = 2
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "changed"), [*((name, {}) for name in FAMILIES), ("flux1", {CHECKPOINTING: True})])
 def test_every_block_is_compiled_once_per_latent_shape(
-    name: str, small: Callable[[str], Small], graphs: Graphs
+    name: str, changed: dict[str, bool], small: Callable[[str], Small], graphs: Graphs
 ) -> None:
-    """Train three steps on each of two latent shapes."""
+    """Train three steps on each of two latent shapes, with the shipped gradient checkpointing and with that of all
+    blocks."""
     made = small(name)
-    checkpointed = made.family.read("phase1.yaml").get("gradient_checkpointing", False)
+    checkpointed = (made.family.read("phase1.yaml") | changed).get(CHECKPOINTING, False)
     of_blocks, of_activations = recomputed_shares(checkpointed, compiled=True)
     losses = {}
     for compiled in (False, True):
         changes = {"global_batch_size": 4, "microbatch_size": 2, "max_steps": 6, "compile": compiled}
-        changes |= {"gradient_checkpointing": checkpointed}
+        changes |= {CHECKPOINTING: checkpointed}
         config = TrainConfig.model_validate(small_run(made, f"compiled-{compiled}", **changes))
         step = started(config).train_step
         assert torch._functorch.config.activation_memory_budget == 1 - (of_activations if compiled else 0)
