@@ -6,6 +6,7 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -255,17 +256,25 @@ class InlineFleet:
             yield Done(key, None, self.function(pickle.loads(pickle.dumps(work)), 1, lambda done: None))
 
 
-@pytest.fixture
-def without_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@contextmanager
+def ray_replaced() -> Iterator[None]:
     """Let `python -m precompute` encode in this process."""
-    for module in ("precompute.__main__", "precompute.job.projection"):
-        monkeypatch.setattr(f"{module}.start_ray", lambda workers: None)
-    for module in ("precompute.job.run", "precompute.job.projection"):
-        monkeypatch.setattr(f"{module}.Fleet", InlineFleet)
-    for name in ("prepare_process", "scratch_of_process"):
-        monkeypatch.setattr(f"precompute.encode.worker.{name}", lambda *_: None)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("precompute.__main__", "precompute.job.projection"):
+            patch.setattr(f"{module}.start_ray", lambda workers: None)
+        for module in ("precompute.job.run", "precompute.job.projection"):
+            patch.setattr(f"{module}.Fleet", InlineFleet)
+        for name in ("prepare_process", "scratch_of_process"):
+            patch.setattr(f"precompute.encode.worker.{name}", lambda *_: None)
+        yield
     _kept_networks.cache_clear()
+
+
+@pytest.fixture
+def without_ray() -> Iterator[None]:
+    """Let `python -m precompute` encode in this process. Fixtures of wider scope use `ray_replaced` itself."""
+    with ray_replaced():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from shards.root.committed import load_tars
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.evaluation.sets import draw_here, pictures, sampling
 from tests.roots import precompute_arguments
-from tests.runs import run_module, train_fields, write_config
+from tests.runs import UNET, run_module, train_fields, write_config
 from tests.tiny import make_models
 from train.__main__ import run as train
 from train.run.reporting.json_lines import read_json_lines
@@ -37,8 +37,9 @@ def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
     # the trainer must work without these
     shutil.move(tmp_path / "models", tmp_path / "hidden")
     shutil.rmtree(tmp_path / "tars")
-    phase1 = train_fields(root, tmp_path / "phase1", max_steps=3)
-    phase2 = train_fields(root, tmp_path / "phase2", max_steps=3, init_from=str(tmp_path / "phase1"))
+    changes: dict[str, Any] = {"max_steps": 3, "backbone": {"config": str(UNET)}}
+    phase1 = train_fields(root, tmp_path / "phase1", **changes)
+    phase2 = train_fields(root, tmp_path / "phase2", **changes, init_from=str(tmp_path / "phase1"))
     phase2["data"]["streams"][0]["bucket"] = "128x128"
     for fields in (phase1, phase2):
         result = run_module("train", "--config", str(write_config(tmp_path, fields)))
@@ -85,7 +86,7 @@ def test_a_trimmed_root_trains_and_samples_with_its_mask(models: Path, tars: Pat
         models, tars, tmp_path / "root", buckets=["64x64"], text={"storage": "float8", "trim": True}
     )
     encode_all(config, models)
-    fields = train_fields(folder_of(config), tmp_path / "run", max_steps=2)
+    fields = train_fields(folder_of(config), tmp_path / "run", max_steps=2, backbone={"config": str(UNET)})
     result = run_module("train", "--config", str(write_config(tmp_path, fields)))
     assert result.returncode == 0, result.stderr
     assert run_module("train", "export", str(tmp_path / "run")).returncode == 0

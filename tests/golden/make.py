@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.runs import run_module, train_fields, write_config
+from tests.runs import UNET, run_module, train_fields, write_config
 
 HERE = Path(__file__).parent
 RESUMED = "epsilon"
@@ -94,7 +94,8 @@ def train_case(name: str, folder: Path) -> Path:
     """Train a case in a new process, and return its run folder."""
     root, changes = CASES[name]
     changes = json.loads(json.dumps(changes).replace('"ROOT"', json.dumps(str(HERE / "roots" / root))))
-    fields = train_fields(HERE / "roots" / root, folder / name, **({"max_steps": STEPS} | changes))
+    changes = {"max_steps": STEPS, "backbone": {"config": str(UNET)}} | changes
+    fields = train_fields(HERE / "roots" / root, folder / name, **changes)
     result = run_module("train", "--config", str(write_config(folder, fields)))
     assert result.returncode == 0, result.stderr
     return folder / name

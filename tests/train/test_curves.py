@@ -8,7 +8,7 @@ import pytest
 
 from bench.kit.roots import make_root
 from tests import ranks
-from tests.runs import curve, train_fields, write_config
+from tests.runs import TRANSFORMER, UNET, curve, train_fields, write_config
 
 LAYOUTS = [
     # processes, nodes, workers, microbatch
@@ -43,7 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_root(tmp_path_factory.mktemp("aspect") / "root", {name: parts for name, (parts, _) in BUCKETS.items()})
 
 
-def train(folder: Path, root: Path, layout: tuple[int, int, int, int], steps: int) -> Path:
+def train(folder: Path, root: Path, network: Path, layout: tuple[int, int, int, int], steps: int) -> Path:
     """Train on that layout and return the run folder."""
     processes, nodes, workers, microbatch = layout
     name = f"{processes}-processes-{nodes}-nodes-{workers}-workers-{microbatch}"
@@ -51,6 +51,7 @@ def train(folder: Path, root: Path, layout: tuple[int, int, int, int], steps: in
     fields = train_fields(
         root,
         folder / name,
+        backbone={"config": str(network)},
         max_steps=steps,
         global_batch_size=32,
         microbatch_size=microbatch,
@@ -68,17 +69,17 @@ def largest_difference(found: list[float], expected: list[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("steps", "layouts"),
-    [(16, SHORT), pytest.param(200, range(len(LAYOUTS)), marks=pytest.mark.slow)],
+    ("steps", "layouts", "network"),
+    [(16, SHORT, TRANSFORMER), pytest.param(200, range(len(LAYOUTS)), UNET, marks=pytest.mark.slow)],
     ids=["16-steps", "200-steps"],
 )
-def test_one_curve(steps: int, layouts: list[int], root: Path, tmp_path: Path) -> None:
+def test_one_curve(steps: int, layouts: list[int], network: Path, root: Path, tmp_path: Path) -> None:
     expected = None
     for layout in (LAYOUTS[i] for i in layouts):
         if layout[1] > 1 and not ranks.nodes_can_be_simulated():
             print("several nodes: left out, as this process may not make a /dev/shm of its own for each")
             continue
-        found = curve(train(tmp_path, root, layout, steps))
+        found = curve(train(tmp_path, root, network, layout, steps))
         assert len(found[0]) == steps
         expected = expected or found
         assert found[1] == expected[1]  # the same samples at each step
@@ -92,8 +93,12 @@ def test_one_curve(steps: int, layouts: list[int], root: Path, tmp_path: Path) -
         assert first <= 1e-5 and all_of_them <= 1e-3
 
 
-@pytest.mark.parametrize("launches", [2, pytest.param(24, marks=pytest.mark.slow)])
-def test_a_run_requeued_with_random_numbers_of_ranks_has_one_curve(launches: int, root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launches", "network"), [(2, TRANSFORMER), pytest.param(24, UNET, marks=pytest.mark.slow)], ids=["2", "24"]
+)
+def test_a_run_requeued_with_random_numbers_of_ranks_has_one_curve(
+    launches: int, network: Path, root: Path, tmp_path: Path
+) -> None:
     """Every launch has a different number of processes and machines. 3 machines do not divide 4 canonical nodes, and a
     resume on 2 machines is reported once."""
     rng = random.Random(launches)
@@ -102,6 +107,7 @@ def test_a_run_requeued_with_random_numbers_of_ranks_has_one_curve(launches: int
         sizes = [(processes, 1) for processes, _ in sizes]
     streams = [{"root": str(root), "bucket": name, "weight": weight} for name, (_, weight) in BUCKETS.items()]
     changes = {"global_batch_size": 12, "microbatch_size": 3, "data": {"streams": streams}, "collective_timeout": 120.0}
+    changes["backbone"] = {"config": str(network)}
     steps, curves = 2 * launches, []
     for name, schedule in (("alone", [(1, 1)]), ("requeued", sizes)):
         for number, (processes, nodes) in enumerate(schedule, start=1):

@@ -15,7 +15,7 @@ from plan.config import Plan
 from shards.base.config import load_config
 from shards.base.errors import RequestError
 from tests.families.small import FAMILIES
-from tests.runs import UNET, curve, train_fields, write_config
+from tests.runs import TRANSFORMER, curve, train_fields, write_config
 from train.__main__ import run as command
 from train.model.blocks import BlockHook, add_hook, find_blocks
 from train.model.config import OPTIMIZERS, OptimizerConfig, optimizer_class
@@ -157,12 +157,12 @@ def test_tokens_are_routed_past_blocks() -> None:
 
 def test_train_only_trains_a_subset_of_the_parameters(latents: Path, tmp_path: Path) -> None:
     """The other parameters keep their values and have no optimizer state. Checkpoints and averages contain all."""
-    run = train(tmp_path, latents, "run", train_only=["*.attn2.*", "conv_out.bias"], optimizer={"lr": 0.01})
+    run = train(tmp_path, latents, "run", train_only=["*.attn2.*", "proj_out.bias"], optimizer={"lr": 0.01})
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
-    network = build_network(UNET, seed=0)
+    network = build_network(TRANSFORMER, seed=0)
     first, last = network.state_dict(), load_tensors(checkpoint.weights("raw") / WEIGHTS_NAME)
-    trained = {name for name in first if ".attn2." in name or name == "conv_out.bias"}
+    trained = {name for name in first if ".attn2." in name or name == "proj_out.bias"}
     assert trained and first.keys() == last.keys() == load_tensors(checkpoint.weights("ema") / WEIGHTS_NAME).keys()
     assert {name for name in first if not first[name].equal(last[name])} == trained
     state = load_tensors(checkpoint.folder / OPTIMIZER_NAME)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shards.format.text import quantise
 from tests.graphs import Graphs
-from tests.runs import UNET, curve, train_fields, write_config
+from tests.runs import TRANSFORMER, UNET, curve, train_fields, write_config
 from tests.train.specs import CHANNELS, make_batch, spec
 from train.__main__ import run as train
 from train.data.batch import Batch
@@ -187,7 +187,7 @@ def test_a_step_outside_a_run_trains_as_a_run_does(latents: Path, tmp_path: Path
     config = DataConfig.model_validate({"streams": streams, "num_workers": 0, "num_canonical_nodes": 4})
     root = open_data(config, global_batch_size=8)
     loader = Loader(config, root, 8, seed=0, step=0, slots=torch.arange(8))
-    accelerator, network = Accelerator(cpu=True), build_network(UNET, seed=0)
+    accelerator, network = Accelerator(cpu=True), build_network(TRANSFORMER, seed=0)
     place_network(network, accelerator.device)
     adamw = build_optimizer(dict(network.named_parameters()), AdamWConfig())
     optimizer = Optimizer(adamw, accelerator, AdamWConfig(), schedule, max_steps=3)

@@ -17,6 +17,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.scores import LAION_SCORES, SCORES, score_fields
 from shards.open import open_store
 from shards.root.reading import read_parts
+from tests.conftest import ray_replaced
 from tests.roots import part_of, precompute_arguments, receipts_of_tar
 from tests.tiny import make_samples, make_tar
 from train.config import DataConfig
@@ -52,7 +53,8 @@ def scores_option(scored: Path) -> list[str]:
 def root(scored: Path, models: Path) -> Path:
     """A root with a score of LAION's, one from the samples' JSON and one from a table."""
     root = scored.parent / "root"
-    command(precompute_arguments(models, scored, root, *scores_option(scored)))
+    with ray_replaced():
+        command(precompute_arguments(models, scored, root, *scores_option(scored)))
     return root
 
 

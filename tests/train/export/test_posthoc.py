@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from shards.base.durable import DamagedFile, read_sealed_json
 from shards.base.errors import RequestError, WorkError
-from tests.runs import curve, train_fields, write_config
+from tests.runs import UNET, curve, train_fields, write_config
 from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.export.posthoc import RECORD, RebuildConfig, combine, select_snapshots, write_average
@@ -26,6 +26,7 @@ def runs(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     folder = tmp_path_factory.mktemp("posthoc")
     validation = {"root": str(latents), "bucket": "64x64", "samples": 8, "batch_size": 8, "every": 4}
     changes = {"ema": {"snapshot_every": 4}, "checkpoint": {"every": 6}, "optimizer": {"lr": 1e-2}}
+    changes["backbone"] = {"config": str(UNET)}
     for name, parts in (("whole", [12]), ("parts", [8, 12])):
         for max_steps in parts:
             averaged = validation | {"weights": "ema" if name == "whole" else "raw"}

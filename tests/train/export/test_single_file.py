@@ -30,6 +30,7 @@ from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, CLIPTextM
 
 from examples.shapes.models import MODELS
 from shards.base.errors import RequestError
+from tests.runs import UNET as TINY_UNET
 from tests.runs import train_fields, write_config
 from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
@@ -196,7 +197,7 @@ def test_the_header_has_modelspec_fields_and_the_hash_of_the_weights(tmp_path: P
 
 
 def test_the_command_exports_a_run(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fields = train_fields(latents, tmp_path / "run", max_steps=2)
+    fields = train_fields(latents, tmp_path / "run", max_steps=2, backbone={"config": str(TINY_UNET)})
     command(["--config", str(write_config(tmp_path, fields))])
     words = ["export", str(tmp_path / "run"), "--format", "single-file"]
     for _ in range(2):  # the second export replaces the first

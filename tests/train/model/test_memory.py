@@ -36,7 +36,7 @@ from train.model.memory import (
     trace_passes,
     usable,
 )
-from train.model.network import build_network, compile_network
+from train.model.network import build_network, compile_network, compiles_by_block
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import freeze_except
 from train.model.recompute import recompute_blocks, recomputed_shares
@@ -50,25 +50,29 @@ def unet() -> Any:
     return build_network(UNET, 0)
 
 
-@pytest.fixture(scope="module")
-def small(unet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A network that reads the same latents and text as `unet`, and is traced faster."""
+def transformer(folder: Path, num_layers: int) -> Any:
+    """Make a network that reads the same latents and text as the U-Net, and is traced faster."""
     fields = {
         "_class_name": "PixArtTransformer2DModel",
         "num_attention_heads": 2,
         "attention_head_dim": 16,
         "cross_attention_dim": 32,
-        "caption_channels": unet.config.cross_attention_dim,
-        "num_layers": 5,
+        "caption_channels": json.loads(UNET.read_text())["cross_attention_dim"],
+        "num_layers": num_layers,
         "sample_size": HW[0],
         "in_channels": 4,
         "out_channels": 4,
         "use_additional_conditions": False,
         "patch_size": 2,
     }
-    path = tmp_path_factory.mktemp("transformer") / "config.json"
+    path = folder / "config.json"
     path.write_text(json.dumps(fields))
-    return build_network(path, None)
+    return build_network(path, 0)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return transformer(tmp_path_factory.mktemp("transformer"), num_layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -104,26 +108,28 @@ def test_the_recorder_counts_live_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "checkpointing", "precision", "compiled"),
+    ("name", "size", "checkpointing", "precision", "compiled"),
     [
-        (2, False, "float32", False),
-        (8, 0.5, "float32", False),
-        (8, 0.5, "float32", True),
-        (8, True, "float32", False),
-        (8, False, "bfloat16", False),
-        (2, True, "bfloat16", False),
+        ("unet", 2, False, "float32", False),
+        ("unet", 8, 0.5, "float32", False),
+        ("unet", 8, False, "bfloat16", False),
+        ("unet", 2, True, "bfloat16", False),
+        ("small", 8, 0.5, "float32", True),
+        pytest.param("unet", 8, 0.5, "float32", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_real_step_allocates_as_much(
-    unet: Any,
+    request: pytest.FixtureRequest,
     backbone: BackboneConfig,
     encoding: EncodingRecord,
+    name: str,
     size: int,
     checkpointing: Checkpointing,
     precision: Precision,
     compiled: bool,
 ) -> None:
     """Compare with the peak of the allocations and releases that torch's profiler records on a CPU."""
+    network = request.getfixturevalue(name)
     settings = replace(
         SETTINGS,
         precision=precision,
@@ -133,9 +139,9 @@ def test_a_real_step_allocates_as_much(
         compile=compiled,
     )
     real: Any
-    real, call = dry_call(unet, backbone, encoding, HW, size, "cpu")
+    real, call = dry_call(network, backbone, encoding, HW, size, "cpu")
     real.to_empty(device="cpu")
-    real.load_state_dict(unet.state_dict())
+    real.load_state_dict(network.state_dict())
     keep_channels_last(real)
     use_low_precision_norms(real)
     of_blocks, of_activations = recomputed_shares(checkpointing, compiled)
@@ -143,7 +149,8 @@ def test_a_real_step_allocates_as_much(
         recompute_blocks(real, of_blocks)
     with compiler_settings():
         if compiled:
-            compile_network(real, 1, recomputed=of_activations, backend=PARTITIONED)
+            by_block = compiles_by_block(real, is_sharded=False)
+            compile_network(real, 1, by_block=by_block, recomputed=of_activations, backend=PARTITIONED)
         run_passes(call, precision)  # compiles, and creates the gradients
         with profile(profile_memory=True) as profiled:
             run_passes(call, precision)
@@ -153,7 +160,7 @@ def test_a_real_step_allocates_as_much(
     for _, num_bytes in changes:
         now += num_bytes
         peak = max(peak, now)
-    assert trace_passes(unet, backbone, encoding, HW, settings).peak == pytest.approx(peak, rel=0.03)
+    assert trace_passes(network, backbone, encoding, HW, settings).peak == pytest.approx(peak, rel=0.03)
 
 
 def test_state(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
@@ -241,17 +248,18 @@ def test_a_step_that_cannot_fit_is_refused(
 
 
 def test_a_step_that_fits_only_if_it_is_compiled(
-    small: Any, backbone: BackboneConfig, encoding: EncodingRecord, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, backbone: BackboneConfig, encoding: EncodingRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings, compiler = replace(SETTINGS, precision="bfloat16", compile=True), torch._dynamo.config.get_config_copy()
+    network = transformer(tmp_path, num_layers=5)
     eager, compiled = (
-        step_memory(small, backbone, encoding, HW, replace(settings, compile=compile)).total
+        step_memory(network, backbone, encoding, HW, replace(settings, compile=compile)).total
         for compile in (False, True)
     )
     capacity = int((eager + compiled) / 2 / (1 - RESERVED))
-    check_memory(partial(step_memory, small, backbone, encoding, HW), settings, capacity)
+    check_memory(partial(step_memory, network, backbone, encoding, HW), settings, capacity)
     assert capsys.readouterr().out == ""
-    check_memory(partial(step_memory, small, backbone, encoding, HW), replace(settings, compile=False), capacity)
+    check_memory(partial(step_memory, network, backbone, encoding, HW), replace(settings, compile=False), capacity)
     assert "To save memory, lower microbatch_size to 3" in capsys.readouterr().out
     assert torch._dynamo.config.get_config_copy() == compiler
 

@@ -85,7 +85,7 @@ def test_a_share_of_the_blocks_is_computed_twice(make: Callable[[], Case], share
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("make", "by_block"), [(unet, False), (flux, True)])
+@pytest.mark.parametrize(("make", "by_block"), [pytest.param(unet, False, marks=pytest.mark.slow), (flux, True)])
 def test_torch_recomputes_what_takes_the_least_work(make: Callable[[], Case], by_block: bool) -> None:
     """Recomputing half of the activations leaves less in memory between the two passes, takes fewer operations than
     recomputing all blocks, and does not change a bit of the gradients."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from diffusers import UNet2DConditionModel
+from diffusers import PixArtTransformer2DModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
@@ -88,7 +88,7 @@ def test_full_sharding_gives_the_curve_the_norms_and_the_checkpoints_of_ddp(whol
     files = set(verify_checkpoint(step_folder(full, STEPS)).content["files"])
     parts = {f"{name[:-12]}-0000{number}-of-00002.safetensors" for name in FILES for number in (1, 2)}
     assert files == parts | {f"{name}.index.json" for name in FILES} | {"unet/config.json", "ema/config.json"}
-    loaded = UNet2DConditionModel.from_pretrained(step_folder(full, STEPS) / "unet").state_dict()
+    loaded = PixArtTransformer2DModel.from_pretrained(step_folder(full, STEPS) / "unet").state_dict()
     saved = load_tensors(step_folder(full, STEPS) / FILES[0])
     assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
 

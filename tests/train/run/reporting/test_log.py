@@ -36,8 +36,11 @@ def test_lines_are_flushed_before_their_checkpoint_is_published(
     monkeypatch.setattr(Path, "replace", record_replace)
     command(["--config", str(write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=4)))])
     first, second = (events.index(f"published: step-{step:08d}") for step in (2, 4))
-    for part in (events[:first], events[first:second]):
-        assert {"metrics.jsonl", "samples.jsonl"} <= set(part)
+    for name in (
+        "metrics.jsonl",
+        "samples.jsonl",
+    ):  # the lines of steps 3 and 4 may be flushed before step 2 is published
+        assert events[:first].count(name) >= 1 and events[:second].count(name) >= 2
 
 
 def test_tensorboard_gets_every_step_once_and_the_config(
