@@ -1,6 +1,7 @@
 """The complete pipeline on tiny data, with the users' commands: tars → latents → both phases → export → a picture."""
 
 import contextlib
+import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +29,8 @@ def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
     shutil.copytree(tars, tmp_path / "tars")
     root = tmp_path / "latents"
 
-    result = run_module("precompute", *precompute_arguments(tmp_path / "models", tmp_path / "tars", root))
+    one_worker = ("--workers.num_cpus", str(os.cpu_count()))  # because each takes seconds to start
+    result = run_module("precompute", *precompute_arguments(tmp_path / "models", tmp_path / "tars", root, *one_worker))
     assert result.returncode == 0, result.stderr
     assert "Tars: 2 encoded (46 samples in, 30 accepted, 16 rejected)" in result.stdout
     assert "20 samples in 128x128, 30 samples in 64x64" in result.stdout

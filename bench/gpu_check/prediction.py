@@ -10,7 +10,6 @@ import torch
 from bench.gpu_check.findings import COPY_RATE, Findings, Parts
 from bench.gpu_check.setup import Setup
 from bench.roofline.kernels import ASSUMED_EFFICIENCY, DeviceRates, KernelClass
-from bench.roofline.networks import TrainingStep, training_work
 
 
 def predicting(setup: Setup, found: Findings) -> None:
@@ -23,6 +22,8 @@ def predicting(setup: Setup, found: Findings) -> None:
 
 def main() -> None:
     """Print the counts of each kernel class as JSON."""
+    from bench.roofline.networks import TrainingStep, training_work  # imports Inductor, which takes seconds
+
     setup = Setup(torch.device("cpu"), "--small" in sys.argv)
     setting, batch = setup.profiled
     step = TrainingStep(setting.bucket, setting.microbatch_size, setting.compile, setting.low_precision_norms)
