@@ -21,7 +21,7 @@ def test_every_step(models: Path, tmp_path: Path, report: dict[str, object]) -> 
 
 
 def test_some_steps(models: Path, tmp_path: Path, report: dict[str, object]) -> None:
-    report["steps"] = steps(tmp_path, models, 29, "tar")
+    report["steps"] = steps(tmp_path, models, 59, "tar")
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ def test_every_request_to_s3(models: Path, tmp_path: Path, report: dict[str, obj
 
 
 def test_some_requests_to_s3(models: Path, tmp_path: Path, report: dict[str, object]) -> None:
-    report["steps on S3"] = steps(tmp_path, models, 160, module="steps_s3")
+    report["steps on S3"] = steps(tmp_path, models, 320, module="steps_s3")
 
 
 @pytest.mark.slow

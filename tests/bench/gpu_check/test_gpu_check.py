@@ -27,7 +27,8 @@ from plan.measured import read_rates
 from shards.base.errors import RequestError, WorkError
 
 SETUP = Setup(torch.device("cpu"), small=True)
-COMPILING = (
+LONG = (
+    "batches",
     "compiling",
     "training-large",
     "training-small",
@@ -39,7 +40,7 @@ COMPILING = (
     "prx",
     "flux1",
 )
-QUICK = tuple(name for name in PARTS if name not in COMPILING)
+QUICK = tuple(name for name in PARTS if name not in LONG)
 """Parts that take seconds. `make gpu-check ARGS="--device cpu --small"` runs all parts."""
 ASLEEP = 71931
 """A duration that no other process sleeps for, in seconds."""

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -233,18 +233,19 @@ def test_a_step_that_cannot_fit_is_refused(
     small: Any, backbone: BackboneConfig, encoding: EncodingRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = replace(SETTINGS, sharding="grad_op", num_processes=2)
-    needed = step_memory(small, backbone, encoding, HW, settings).total
-    check_memory(partial(step_memory, small, backbone, encoding, HW), settings, int(1.1 * needed))
+    estimate = cache(partial(step_memory, small, backbone, encoding, HW))
+    needed = estimate(settings).total
+    check_memory(estimate, settings, int(1.1 * needed))
     assert capsys.readouterr().out == ""
     for capacity in (1.02, 0.97):
-        check_memory(partial(step_memory, small, backbone, encoding, HW), settings, int(capacity * needed))
+        check_memory(estimate, settings, int(capacity * needed))
         assert capsys.readouterr().out.startswith("warning: A step with microbatches of 4 needs about ")
     with pytest.raises(RequestError, match=r"lower microbatch_size to 3, which .* gradient_checkpointing .* full"):
-        check_memory(partial(step_memory, small, backbone, encoding, HW), settings, int(0.9 * needed))
+        check_memory(estimate, settings, int(0.9 * needed))
     for checkpointing, more in ((False, "0.5 or true"), (0.5, "a larger share or true")):
         with pytest.raises(RequestError, match=f"To save memory, set gradient_checkpointing to {more}, or shard"):
             tried = replace(settings, gradient_checkpointing=checkpointing)
-            check_memory(partial(step_memory, small, backbone, encoding, HW), tried, 1024)
+            check_memory(estimate, tried, 1024)
 
 
 def test_a_step_that_fits_only_if_it_is_compiled(
