@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import IO
 
 from shards.base.durable import flock
 from shards.base.errors import RequestError, WorkError
@@ -130,7 +131,7 @@ class Cache:
             for oldest, num_bytes in copies:
                 if excess <= 0:
                     break
-                with try_lock_copy(partial_path(self.path(oldest))) as free:
+                with lock_copy(partial_path(self.path(oldest)), wait=False) as free:
                     if not free:
                         continue
                     self._unlink(oldest)
@@ -173,52 +174,30 @@ def partial_path(path: Path) -> Path:
 
 
 @contextmanager
-def lock_copy(partial: Path) -> Iterator[None]:
-    """Hold the exclusive lock on a copy. The kernel releases the lock when its holder dies."""
-    descriptor = None
-    while descriptor is None:
-        descriptor = _lock(partial)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def try_lock_copy(partial: Path) -> Iterator[bool]:
-    """Try to take the exclusive lock on a copy without waiting; yield False if another process holds it."""
-    # the folder is missing if a process was killed between adding its row and starting the download
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = _lock(partial, wait=False)
-    except BlockingIOError:
-        descriptor = None
-    try:
-        yield descriptor is not None
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _lock(partial: Path, wait: bool = True) -> int | None:
-    """Lock a copy, and return a file descriptor that holds the lock.
-
-    Return None if the last holder has renamed or removed the locked file, in which case the caller must retry.
+def lock_copy(partial: Path, wait: bool = True) -> Iterator[bool]:
+    """Take the exclusive lock on a copy, which the kernel releases when its holder dies. Yield whether it is held,
+    which it always is if `wait` is true.
 
     Raises:
-        BlockingIOError: another process holds the lock, and `wait` is False.
         RequestError: the file system does not support file locks.
     """
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT)
+    # the folder is missing if a process was killed between adding its row and starting the download
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with partial.open("ab") as file:
+            try:
+                flock(file.fileno(), partial, wait)
+                is_held = True
+            except BlockingIOError:
+                is_held = False
+            if not is_held or _is_still_at(file, partial):
+                yield is_held
+                return
+
+
+def _is_still_at(file: IO[bytes], path: Path) -> bool:
+    """Return whether no other process has renamed or removed an open file."""
     try:
-        flock(descriptor, partial, wait)
-    except (OSError, RequestError):
-        os.close(descriptor)
-        raise
-    try:
-        if os.path.samestat(os.stat(partial), os.fstat(descriptor)):
-            return descriptor
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
-        pass
-    os.close(descriptor)
-    return None
+        return False

@@ -117,13 +117,3 @@ def _channel_statistics(vae: AutoencoderKL, picture_sets: list[torch.Tensor]) ->
     posteriors = [vae.encode(batch).latent_dist for pictures in picture_sets for batch in pictures[:512].split(64)]
     latents = torch.cat([posterior.sample().movedim(1, -1).flatten(0, -2) for posterior in posteriors])
     return latents.mean(0), latents.std(0)
-
-
-@torch.no_grad()
-def psnr(vae: AutoencoderKL, pictures: torch.Tensor) -> float:
-    """Return the peak signal-to-noise ratio, in dB, of reconstructions from the posterior mean."""
-    errors = [
-        F.mse_loss(vae.decode(vae.encode(batch).latent_dist.mean).sample.clamp(-1, 1), batch)
-        for batch in pictures.split(64)
-    ]
-    return float(10 * torch.log10(4 / torch.stack(errors).mean()))
