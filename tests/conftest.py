@@ -1,6 +1,5 @@
 """Shared fixtures: small models, tars, and a latents root made from them once per session."""
 
-import atexit
 import gc
 import os
 import pickle
@@ -93,8 +92,6 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("any speed")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(NamesFailuresAtOnce(config.pluginmanager.getplugin("terminalreporter")))
-    else:
-        atexit.register(exit_at_once, os.getpid())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -111,16 +108,9 @@ def pytest_collection_finish() -> None:
         ranks.fork_server()
 
 
-def exit_at_once(pid: int) -> None:
-    """End an xdist worker, but none of its forks, without freeing all objects one by one, which takes seconds."""
-    if os.getpid() == pid:
-        os._exit(0)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish() -> None:
     """Let the interpreter free everything at its exit; otherwise libraries report leaks."""
-    if not hasattr(session.config, "workerinput"):
-        gc.unfreeze()
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -279,8 +269,10 @@ def ray_replaced() -> Iterator[None]:
             patch.setattr(f"{module}.Fleet", InlineFleet)
         for name in ("prepare_process", "scratch_of_process"):
             patch.setattr(f"precompute.encode.worker.{name}", lambda *_: None)
-        yield
-    _kept_networks.cache_clear()
+        try:
+            yield
+        finally:
+            _kept_networks.cache_clear()
 
 
 @pytest.fixture

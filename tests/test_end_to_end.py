@@ -1,7 +1,6 @@
 """The complete pipeline on tiny data, with the users' commands: tars → latents → both phases → export → a picture."""
 
 import contextlib
-import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
 
+from shards.base.device import available_cores
 from shards.base.errors import RequestError
 from shards.open import open_store
 from shards.root.committed import load_tars
@@ -29,7 +29,7 @@ def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
     shutil.copytree(tars, tmp_path / "tars")
     root = tmp_path / "latents"
 
-    one_worker = ("--workers.num_cpus", str(os.cpu_count()))  # because each takes seconds to start
+    one_worker = ("--workers.num_cpus", str(available_cores()))  # because each takes seconds to start
     result = run_module("precompute", *precompute_arguments(tmp_path / "models", tmp_path / "tars", root, *one_worker))
     assert result.returncode == 0, result.stderr
     assert "Tars: 2 encoded (46 samples in, 30 accepted, 16 rejected)" in result.stdout

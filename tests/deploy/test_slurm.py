@@ -20,7 +20,7 @@ from tests.deploy.machines import missing
 from tests.deploy.slurm import PROGRAMS, Slurm
 from tests.faults.world import make_world
 from tests.roots import precompute_arguments, tree
-from tests.runs import PYTHON, compare, environment, last_step, train_fields, wait_until, write_config
+from tests.runs import PYTHON, UNET, compare, environment, last_step, train_fields, wait_until, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 REPOSITORY = Path(__file__).parents[2]
@@ -44,6 +44,7 @@ class Training:
     def __init__(self, slurm: Slurm, latents: Path, folder: Path, max_steps: int, every: int):
         self.slurm, self.folder, self.run = slurm, folder, folder / "run"
         changes = {"checkpoint": {"every": every, "keep": 2}, "collective_timeout": 60.0, "takeover_after": 5.0}
+        changes["backbone"] = {"config": str(UNET)}
         self.config = write_config(folder, train_fields(latents, self.run, max_steps=max_steps, **changes))
         undisturbed = train_fields(latents, folder / "undisturbed", max_steps=max_steps, **changes)
         self.undisturbed = write_config(folder, undisturbed)

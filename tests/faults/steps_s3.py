@@ -153,7 +153,8 @@ def main(folder: Path, models: Path, every: int) -> None:
         requests = set_fault(server)
         figures: dict[str, object] = {"requests": requests}
         for number, fault in enumerate(FAULTS):
-            at = range(1 + number * every // len(FAULTS), requests + 1, every)
+            # every fault occurs at least once
+            at = range(1 + number * min(every, requests) // len(FAULTS), requests + 1, every)
             figures[fault] = {"faults": len(at), "came through": sum(break_at(encoding, server, n, fault) for n in at)}
         figures["two at once"] = race(encoding, folder, max(2, 200 // every))
         sweep_scratch(folder / "scratch")  # forks exit without cleanup

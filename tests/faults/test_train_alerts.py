@@ -15,7 +15,7 @@ from moto.server import ThreadedMotoServer
 
 from tests import ranks
 from tests.faults.prometheus import STAGE_2, Prometheus, wait_until
-from tests.runs import environment, launcher, rank_processes, train_fields, write_config
+from tests.runs import UNET, environment, launcher, rank_processes, train_fields, write_config
 from train.__main__ import run as command
 from train.step import StepResult, TrainStep
 
@@ -33,7 +33,7 @@ NUMBERS = ("LatentmillTrainNotFinite", "LatentmillTrainLossSpike")
 def fields(latents: Path, run_dir: Path | str, port: int, **changes: Any) -> dict[str, Any]:
     """Return the config of an endless run with a metrics endpoint."""
     log = {"metrics_at": f"127.0.0.1:{port}", "every": 5, "samples": False}
-    changes = {"log": log, "max_steps": FOREVER} | changes
+    changes = {"log": log, "max_steps": FOREVER, "backbone": {"config": str(UNET)}} | changes
     return train_fields(latents, run_dir, **changes)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from tests.runs import compare, environment, last_step, launcher, rank_processes, train_fields, write_config
+from tests.runs import UNET, compare, environment, last_step, launcher, rank_processes, train_fields, write_config
 from train.__main__ import run as command
 from train.run.checkpoints import writer as checkpoint
 from train.run.lease import folder as lease_folder
@@ -27,7 +27,7 @@ from train.run.lease import folder as lease_folder
 FIGURES = Path(__file__).parents[2] / "runs" / "faults" / "train.json"
 STAGES = [
     # function, which of its calls, and whether the kill comes before, halfway through or after the call
-    ("write_tensors", 1, "before"),  # the folder is there, and nothing in it but the U-Net's config
+    ("write_tensors", 1, "before"),  # the folder is there, and nothing in it but the network's config
     ("write_tensors", 1, "half"),
     ("write_tensors", 2, "before"),
     ("write_tensors", 2, "half"),  # the moving average
@@ -108,6 +108,7 @@ def reference(latents: Path, folder: Path, max_steps: int, num_processes: int = 
 def run_fields(latents: Path, run_dir: Path, max_steps: int, **changes: Any) -> dict[str, Any]:
     """Return the config of a run with a checkpoint after every second step, which takes about half of the time."""
     changes = {"checkpoint": {"every": 2, "keep": 2}, "collective_timeout": 120.0} | changes
+    changes["backbone"] = {"config": str(UNET)}
     return train_fields(latents, run_dir, max_steps=max_steps, **changes)
 
 

@@ -458,6 +458,7 @@ def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path) -> None:
     assert "Ctrl-C was pressed twice" in printed
 
 
-def test_the_launcher_returns_the_exit_code_of_a_single_process(tmp_path: Path) -> None:
-    (tmp_path / "exit.py").write_text("import sys; sys.exit(75)")
-    assert ranks.wait([start_launcher(tmp_path, 1, str(tmp_path / "exit.py"))], 120) == [75]
+@pytest.mark.parametrize("code", [0, 75])
+def test_the_launcher_returns_the_exit_code_of_a_single_process(tmp_path: Path, code: int) -> None:
+    (tmp_path / "exit.py").write_text(f"import sys; sys.exit({code})")
+    assert ranks.wait([start_launcher(tmp_path, 1, str(tmp_path / "exit.py"))], 120) == [code]

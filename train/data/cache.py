@@ -189,6 +189,8 @@ def lock_copy(partial: Path, wait: bool = True) -> Iterator[bool]:
                 flock(file.fileno(), partial, wait)
                 is_held = True
             except BlockingIOError:
+                if wait:
+                    raise
                 is_held = False
             if not is_held or _is_still_at(file, partial):
                 yield is_held

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.kit.roots import make_root
-from tests.runs import curve, launcher, run_module, train_fields, write_config
+from tests.runs import UNET, curve, launcher, run_module, train_fields, write_config
 from train.model.config import DdpConfig
 
 STEPS, LAST, SEEDS = 500, 200, 3
@@ -67,7 +67,7 @@ def last_loss(root: Path, folder: Path, seed: int, gradients: str) -> float:
     fields = train_fields(
         root, folder / f"{gradients}-{seed}", seed=seed, max_steps=STEPS, ddp={"gradients": gradients}
     )
-    fields["checkpoint"] = {"every": STEPS}
+    fields |= {"backbone": {"config": str(UNET)}, "checkpoint": {"every": STEPS}}
     config = write_config(folder, fields)
     result = run_module("train", "--config", str(config), "--num_processes", "2", launcher=launcher(2))
     assert result.returncode == 0, result.stderr

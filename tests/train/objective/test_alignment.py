@@ -294,7 +294,7 @@ def test_killed_and_resumed_it_is_bit_equal(whole: Path, root: Path, tmp_path: P
         train(tmp_path, root, "run", repa={"layer": LAYER, "hidden": 24, "until": 7, "schedule": "linear"})
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharding", ["none", "full"])
 def test_two_ranks_and_other_microbatches_give_the_curve(
     whole: Path, root: Path, tmp_path: Path, sharding: str
 ) -> None:
@@ -326,8 +326,8 @@ def test_the_next_phase_starts_with_the_head(whole: Path, root: Path, tmp_path: 
     [
         ("gradient_checkpointing", LAYER),
         ("gradient_checkpointing", INNER_LAYER),
-        ("compile by block, half recomputed", INNER_LAYER),
-        pytest.param("both", INNER_LAYER, marks=pytest.mark.slow),
+        ("both", INNER_LAYER),
+        pytest.param("compile by block, half recomputed", INNER_LAYER, marks=pytest.mark.slow),
         pytest.param("compile", LAYER, marks=pytest.mark.slow),
         pytest.param("compile", INNER_LAYER, marks=pytest.mark.slow),
     ],

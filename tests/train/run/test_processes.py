@@ -20,7 +20,8 @@ import torch
 
 from shards.base.errors import Preempted, WorkError
 from tests import ranks
-from tests.runs import curve, launcher, train_fields, write_config
+from tests.runs import UNET, curve, launcher, train_fields, write_config
+from train.run.checkpoints.checkpoint import list_checkpoints
 from train.run.checkpoints.retention import CheckpointConfig
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.lease.owner import Pace
@@ -65,7 +66,9 @@ def test_a_lost_process_ends_the_run_with_an_error_that_names_it(
     )
     config = write_config(tmp_path, fields)
     processes = ranks.start(tmp_path / "log", ["--config", str(config)], 2)
-    wait_for_lines(tmp_path / "run", 3, processes[0])
+    while not list_checkpoints(tmp_path / "run"):
+        assert processes[0].is_alive()
+        time.sleep(0.01)
     lost = processes.pop(rank)
     assert lost.pid is not None
     os.kill(lost.pid, number)
@@ -89,7 +92,8 @@ def test_a_lost_process_ends_the_run_with_an_error_that_names_it(
 def test_a_killed_rank_is_restarted_and_ranks_die_with_the_launcher(latents: Path, tmp_path: Path) -> None:
     """The launcher restarts the job after a rank was killed. When the launcher is killed, the ranks die too, although
     each has its own session. The next launch resumes, and the loss curve equals that of an undisturbed run."""
-    fields = train_fields(latents, tmp_path / "whole", max_steps=30, checkpoint={"every": 5}, collective_timeout=120.0)
+    changes = {"checkpoint": {"every": 5}, "backbone": {"config": str(UNET)}}  # not done before it is killed
+    fields = train_fields(latents, tmp_path / "whole", max_steps=30, collective_timeout=120.0, **changes)
     ranks.run(tmp_path / "whole.log", ["--config", str(write_config(tmp_path, fields))], 2)
     config = write_config(tmp_path, fields | {"run_dir": str(tmp_path / "run")})
     ddp = ("--config_file", "configs/accelerate/ddp.yaml", "--num_processes", "2", "--main_process_port", "0")

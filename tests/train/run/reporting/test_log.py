@@ -36,10 +36,8 @@ def test_lines_are_flushed_before_their_checkpoint_is_published(
     monkeypatch.setattr(Path, "replace", record_replace)
     command(["--config", str(write_config(tmp_path, train_fields(latents, tmp_path / "run", max_steps=4)))])
     first, second = (events.index(f"published: step-{step:08d}") for step in (2, 4))
-    for name in (
-        "metrics.jsonl",
-        "samples.jsonl",
-    ):  # the lines of steps 3 and 4 may be flushed before step 2 is published
+    # the lines of steps 3 and 4 may be flushed before step 2 is published
+    for name in ("metrics.jsonl", "samples.jsonl"):
         assert events[:first].count(name) >= 1 and events[:second].count(name) >= 2
 
 
