@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from diffusers import PixArtTransformer2DModel
+from diffusers import PixArtTransformer2DModel, UNet2DConditionModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 
 from shards.base.errors import RequestError
 from tests import ranks
-from tests.runs import curve, train_fields, write_config
+from tests.runs import TRANSFORMER, UNET, curve, train_fields, write_config
 from train.__main__ import run as command
 from train.data.batch import Batch
 from train.data.draws import Draws
@@ -48,17 +48,24 @@ def train(folder: Path, latents: Path, name: str, num_processes: int, **changes:
     return folder / name
 
 
+@pytest.fixture(scope="module", params=[TRANSFORMER, pytest.param(UNET, marks=pytest.mark.slow)], ids=lambda p: p.stem)
+def backbone(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The network that is trained."""
+    return {"config": str(request.param)}
+
+
 @pytest.fixture(scope="module")
-def whole(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(backbone: dict[str, str], latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two processes without sharding."""
-    return train(tmp_path_factory.mktemp("whole"), latents, "whole", 2)
+    return train(tmp_path_factory.mktemp("whole"), latents, "whole", 2, backbone=backbone)
 
 
 @pytest.fixture(scope="module")
-def full(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full(backbone: dict[str, str], latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two processes with sharded weights, which validates between steps."""
     validation = {"root": str(latents), "bucket": "64x64", "samples": 10, "batch_size": 4, "every": 2}
-    return train(tmp_path_factory.mktemp("full"), latents, "full", 2, sharding="full", validation=validation)
+    changes = {"sharding": "full", "validation": validation, "backbone": backbone}
+    return train(tmp_path_factory.mktemp("full"), latents, "full", 2, **changes)
 
 
 def same_weights(one: Path, other: Path, step: int) -> None:
@@ -79,7 +86,9 @@ def rows(run: Path, field: str) -> list[float]:
     return [row[field] for row in read_json_lines(run / "metrics.jsonl")]
 
 
-def test_full_sharding_gives_the_curve_the_norms_and_the_checkpoints_of_ddp(whole: Path, full: Path) -> None:
+def test_full_sharding_gives_the_curve_the_norms_and_the_checkpoints_of_ddp(
+    backbone: dict[str, str], whole: Path, full: Path
+) -> None:
     assert curve(full)[1] == curve(whole)[1]
     assert curve(full)[0] == pytest.approx(curve(whole)[0], rel=1e-5)
     assert rows(full, "grad_norm") == pytest.approx(rows(whole, "grad_norm"), rel=1e-4)  # the norm is over all shards
@@ -88,31 +97,35 @@ def test_full_sharding_gives_the_curve_the_norms_and_the_checkpoints_of_ddp(whol
     files = set(verify_checkpoint(step_folder(full, STEPS)).content["files"])
     parts = {f"{name[:-12]}-0000{number}-of-00002.safetensors" for name in FILES for number in (1, 2)}
     assert files == parts | {f"{name}.index.json" for name in FILES} | {"unet/config.json", "ema/config.json"}
-    loaded = PixArtTransformer2DModel.from_pretrained(step_folder(full, STEPS) / "unet").state_dict()
+    classes = {str(TRANSFORMER): PixArtTransformer2DModel, str(UNET): UNet2DConditionModel}
+    loaded = classes[backbone["config"]].from_pretrained(step_folder(full, STEPS) / "unet").state_dict()
     saved = load_tensors(step_folder(full, STEPS) / FILES[0])
     assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
-def test_grad_op_gives_the_curve_and_the_checkpoints_of_ddp(whole: Path, latents: Path, tmp_path: Path) -> None:
+def test_grad_op_gives_the_curve_and_the_checkpoints_of_ddp(
+    backbone: dict[str, str], whole: Path, latents: Path, tmp_path: Path
+) -> None:
     # weights that stayed gathered after the validation could not be swapped with the sharded average
     validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 2, "weights": "ema"}
-    grad_op = train(tmp_path, latents, "grad_op", 2, sharding="grad_op", max_steps=2, validation=validation)
+    changes = {"sharding": "grad_op", "max_steps": 2, "validation": validation, "backbone": backbone}
+    grad_op = train(tmp_path, latents, "grad_op", 2, **changes)
     assert curve(grad_op)[0] == pytest.approx(curve(whole)[0][:2], rel=1e-5)
     same_weights(whole, grad_op, 2)
 
 
 def test_groups_of_processes_give_the_curve_and_the_checkpoints_of_ddp(
-    whole: Path, latents: Path, tmp_path: Path
+    backbone: dict[str, str], whole: Path, latents: Path, tmp_path: Path
 ) -> None:
     """Resume an unsharded run in two groups of two processes (HSDP), with two microbatches per step and validation of
     the average, and resume the result on one process."""
     copy_of_step_2(whole, tmp_path / "groups")
     validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 1, "weights": "ema"}
-    layout = {"sharding": "full", "sharding_group": 2, "microbatch_size": 1}
+    layout = {"sharding": "full", "sharding_group": 2, "microbatch_size": 1, "backbone": backbone}
     groups = train(tmp_path, latents, "groups", 4, **layout, validation=validation, max_steps=3)
     assert rows(groups, "loss") == pytest.approx(rows(whole, "loss")[2:3], rel=1e-5)
     assert rows(groups, "grad_norm") == pytest.approx(rows(whole, "grad_norm")[2:3], rel=1e-4)
-    resumed = train(tmp_path, latents, "groups", 1)
+    resumed = train(tmp_path, latents, "groups", 1, backbone=backbone)
     assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss")[2:], rel=1e-5)
     same_weights(whole, resumed, STEPS)
 
@@ -220,6 +233,7 @@ def copy_of_step_2(run: Path, target: Path) -> None:
 )
 def test_a_run_goes_on_with_another_sharding(
     request: pytest.FixtureRequest,
+    backbone: dict[str, str],
     whole: Path,
     latents: Path,
     tmp_path: Path,
@@ -230,7 +244,7 @@ def test_a_run_goes_on_with_another_sharding(
     """A checkpoint survives loading and saving, apart from two steps of training. In `make test`, a run goes on in
     groups of processes, and from them on one."""
     copy_of_step_2(request.getfixturevalue(source), tmp_path / "run")
-    resumed = train(tmp_path, latents, "run", num_processes, sharding=sharding)
+    resumed = train(tmp_path, latents, "run", num_processes, sharding=sharding, backbone=backbone)
     assert rows(resumed, "step") == [3, 4]
     assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss")[2:], rel=1e-5)
     same_weights(whole, resumed, STEPS)
