@@ -39,9 +39,8 @@ def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
     # the trainer must work without these
     shutil.move(tmp_path / "models", tmp_path / "hidden")
     shutil.rmtree(tmp_path / "tars")
-    changes: dict[str, Any] = {"max_steps": 3, "backbone": {"config": str(UNET)}}
-    phase1 = train_fields(root, tmp_path / "phase1", **changes)
-    phase2 = train_fields(root, tmp_path / "phase2", **changes, init_from=str(tmp_path / "phase1"))
+    phase1 = train_fields(root, tmp_path / "phase1", UNET, max_steps=3)
+    phase2 = train_fields(root, tmp_path / "phase2", UNET, max_steps=3, init_from=str(tmp_path / "phase1"))
     phase2["data"]["streams"][0]["bucket"] = "128x128"
     for fields in (phase1, phase2):
         result = run_module("train", "--config", str(write_config(tmp_path, fields)))
@@ -88,7 +87,7 @@ def test_a_trimmed_root_trains_and_samples_with_its_mask(models: Path, tars: Pat
         models, tars, tmp_path / "root", buckets=["64x64"], text={"storage": "float8", "trim": True}
     )
     encode_all(config, models)
-    fields = train_fields(folder_of(config), tmp_path / "run", max_steps=2, backbone={"config": str(UNET)})
+    fields = train_fields(folder_of(config), tmp_path / "run", UNET, max_steps=2)
     result = run_module("train", "--config", str(write_config(tmp_path, fields)))
     assert result.returncode == 0, result.stderr
     assert run_module("train", "export", str(tmp_path / "run")).returncode == 0

@@ -44,9 +44,8 @@ class Training:
     def __init__(self, slurm: Slurm, latents: Path, folder: Path, max_steps: int, every: int):
         self.slurm, self.folder, self.run = slurm, folder, folder / "run"
         changes = {"checkpoint": {"every": every, "keep": 2}, "collective_timeout": 60.0, "takeover_after": 5.0}
-        changes["backbone"] = {"config": str(UNET)}
-        self.config = write_config(folder, train_fields(latents, self.run, max_steps=max_steps, **changes))
-        undisturbed = train_fields(latents, folder / "undisturbed", max_steps=max_steps, **changes)
+        self.config = write_config(folder, train_fields(latents, self.run, UNET, max_steps=max_steps, **changes))
+        undisturbed = train_fields(latents, folder / "undisturbed", UNET, max_steps=max_steps, **changes)
         self.undisturbed = write_config(folder, undisturbed)
         self.log = folder / "log"
         self.job = slurm.submit(*SMALL, "--output", str(self.log), TRAIN, "--config", str(self.config))

@@ -30,7 +30,7 @@ def trained(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with checkpoints of steps 2, 4 and 6, which logs to TensorBoard. Tests must not modify it."""
     folder = tmp_path_factory.mktemp("trained")
     changes = {"checkpoint": {"keep": 3}, "log": {"tracker": "tensorboard"}, "optimizer": {"lr": 0.01}}
-    fields = train_fields(latents, folder / "run", backbone={"config": str(UNET)}, **changes)
+    fields = train_fields(latents, folder / "run", UNET, **changes)
     train(["--config", str(write_config(folder, fields))])
     as_in_a_fresh_process()
     return folder / "run"

@@ -33,8 +33,8 @@ NUMBERS = ("LatentmillTrainNotFinite", "LatentmillTrainLossSpike")
 def fields(latents: Path, run_dir: Path | str, port: int, **changes: Any) -> dict[str, Any]:
     """Return the config of an endless run with a metrics endpoint."""
     log = {"metrics_at": f"127.0.0.1:{port}", "every": 5, "samples": False}
-    changes = {"log": log, "max_steps": FOREVER, "backbone": {"config": str(UNET)}} | changes
-    return train_fields(latents, run_dir, **changes)
+    changes = {"log": log, "max_steps": FOREVER} | changes
+    return train_fields(latents, run_dir, UNET, **changes)
 
 
 def steps(prometheus: Prometheus) -> float:

@@ -108,8 +108,7 @@ def reference(latents: Path, folder: Path, max_steps: int, num_processes: int = 
 def run_fields(latents: Path, run_dir: Path, max_steps: int, **changes: Any) -> dict[str, Any]:
     """Return the config of a run with a checkpoint after every second step, which takes about half of the time."""
     changes = {"checkpoint": {"every": 2, "keep": 2}, "collective_timeout": 120.0} | changes
-    changes["backbone"] = {"config": str(UNET)}
-    return train_fields(latents, run_dir, max_steps=max_steps, **changes)
+    return train_fields(latents, run_dir, UNET, max_steps=max_steps, **changes)
 
 
 def kill_at_random(latents: Path, folder: Path, name: str, undisturbed: Path, rng: random.Random) -> dict[str, Any]:

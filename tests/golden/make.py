@@ -94,8 +94,7 @@ def train_case(name: str, folder: Path) -> Path:
     """Train a case in a new process, and return its run folder."""
     root, changes = CASES[name]
     changes = json.loads(json.dumps(changes).replace('"ROOT"', json.dumps(str(HERE / "roots" / root))))
-    changes = {"max_steps": STEPS, "backbone": {"config": str(UNET)}} | changes
-    fields = train_fields(HERE / "roots" / root, folder / name, **changes)
+    fields = train_fields(HERE / "roots" / root, folder / name, UNET, **({"max_steps": STEPS} | changes))
     result = run_module("train", "--config", str(write_config(folder, fields)))
     assert result.returncode == 0, result.stderr
     return folder / name

@@ -82,7 +82,7 @@ def cached(case: Case, models: Path, tars: Path, folder: Path, steps: int) -> tu
     fields = train_fields(
         folder / "root",
         folder / "run",
-        backbone={"config": str(UNET)},
+        UNET,
         seed=SEED,
         max_steps=steps,
         global_batch_size=BATCH,

@@ -51,7 +51,7 @@ def train(folder: Path, root: Path, network: Path, layout: tuple[int, int, int, 
     fields = train_fields(
         root,
         folder / name,
-        backbone={"config": str(network)},
+        network,
         max_steps=steps,
         global_batch_size=32,
         microbatch_size=microbatch,
@@ -107,12 +107,11 @@ def test_a_run_requeued_with_random_numbers_of_ranks_has_one_curve(
         sizes = [(processes, 1) for processes, _ in sizes]
     streams = [{"root": str(root), "bucket": name, "weight": weight} for name, (_, weight) in BUCKETS.items()]
     changes = {"global_batch_size": 12, "microbatch_size": 3, "data": {"streams": streams}, "collective_timeout": 120.0}
-    changes["backbone"] = {"config": str(network)}
     steps, curves = 2 * launches, []
     for name, schedule in (("alone", [(1, 1)]), ("requeued", sizes)):
         for number, (processes, nodes) in enumerate(schedule, start=1):
             max_steps = steps * number // len(schedule)
-            fields = train_fields(root, tmp_path / name, max_steps=max_steps, **changes)
+            fields = train_fields(root, tmp_path / name, network, max_steps=max_steps, **changes)
             output = ranks.run(
                 tmp_path / f"{name}.log", ["--config", str(write_config(tmp_path, fields))], processes, nodes
             )

@@ -128,7 +128,7 @@ def test_invalid_requests_are_refused_without_torch(latents: Path, tmp_path: Pat
     ]
     commands, messages = [], []
     for number, (fields, message) in enumerate(changes):
-        config = write_config(tmp_path / str(number), train_fields(latents, **({"run_dir": tmp_path / "run"} | fields)))
+        config = write_config(tmp_path / str(number), train_fields(latents, tmp_path / "run", **fields))
         commands += [("run", [*command, "--config", str(config)]) for command in ([], ["check"])]
         messages += [message, message]
     three = [

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shards.format.text import quantise
 from tests.graphs import Graphs
-from tests.runs import TRANSFORMER, UNET, curve, train_fields, write_config
+from tests.runs import ONE_LEVEL, TRANSFORMER, UNET, curve, train_fields, write_config
 from tests.train.specs import CHANNELS, make_batch, spec
 from train.__main__ import run as train
 from train.data.batch import Batch
@@ -319,9 +319,7 @@ def test_a_placed_network_uses_attention_kernels_that_are_safe_for_training() ->
 def test_each_latent_shape_compiles_one_graph(graphs: Graphs, accelerator: Accelerator, tmp_path: Path) -> None:
     """All microbatches of a step share a graph, including the smaller last one, and validation with other batch sizes
     uses it, too. A second latent shape compiles a second graph. Captions are trimmed."""
-    level = {"block_out_channels": [16], "down_block_types": ["CrossAttnDownBlock2D"]}
-    level |= {"up_block_types": ["CrossAttnUpBlock2D"]}  # only one, because tracing takes seconds per level
-    (tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | level))
+    (tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | ONE_LEVEL))
     unet = build_network(tmp_path / "unet.json", 0)
     compile_network(unet, num_shapes=2)
     model = accelerator.prepare_model(unet, device_placement=False)

@@ -30,8 +30,7 @@ from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, CLIPTextM
 
 from examples.shapes.models import MODELS
 from shards.base.errors import RequestError
-from tests.runs import UNET as TINY_UNET
-from tests.runs import train_fields, write_config
+from tests.runs import UNET, train_fields, write_config
 from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.export.single_file import (
@@ -49,7 +48,7 @@ from train.export.single_file import (
 )
 
 DATE = datetime(2026, 11, 27, tzinfo=UTC)
-UNET: dict[str, Any] = {
+SMALL_UNET: dict[str, Any] = {
     "block_out_channels": [32, 32, 64, 64],
     "attention_head_dim": 2,
     "norm_num_groups": 8,
@@ -80,7 +79,7 @@ def check_same(found: dict[str, torch.Tensor], model: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", ["configs/unet/sd15.json", "configs/unet/sd2-base.json", "configs/sdxl/backbone.json"])
 def test_diffusers_converts_a_unet_back(name: str) -> None:
-    fields = json.loads(Path(name).read_text()) | UNET
+    fields = json.loads(Path(name).read_text()) | SMALL_UNET
     if "sdxl" in name:
         fields |= {"block_out_channels": [32, 32, 64], "transformer_layers_per_block": [1, 2, 2]}
     network = UNet2DConditionModel.from_config(fields)
@@ -124,7 +123,7 @@ def test_diffusers_converts_flux_back() -> None:
 def stable_diffusion(folder: Path, hidden_act: str) -> StableDiffusionPipeline:
     """Save a small Stable Diffusion, of version 1 (`quick_gelu`) or 2 (`gelu`)."""
     name, width = ("sd15", 768) if hidden_act == "quick_gelu" else ("sd2-base", 1024)
-    fields = json.loads(Path(f"configs/unet/{name}.json").read_text()) | UNET
+    fields = json.loads(Path(f"configs/unet/{name}.json").read_text()) | SMALL_UNET
     text = CLIPTextConfig(hidden_size=width, hidden_act=hidden_act, **SIZES | {"num_hidden_layers": 23})
     pipeline = StableDiffusionPipeline(
         vae=AutoencoderKL(**VAE),
@@ -156,7 +155,7 @@ def test_from_single_file_restores_stable_diffusion(hidden_act: str, tmp_path: P
 
 
 def test_from_single_file_restores_sdxl(tmp_path: Path) -> None:
-    fields = json.loads(Path("configs/sdxl/backbone.json").read_text()) | UNET
+    fields = json.loads(Path("configs/sdxl/backbone.json").read_text()) | SMALL_UNET
     fields |= {"block_out_channels": [32, 32, 64], "transformer_layers_per_block": [1, 1, 1]}
     small, large = (
         CLIPTextConfig(hidden_size=768, hidden_act="quick_gelu", **SIZES),
@@ -197,7 +196,7 @@ def test_the_header_has_modelspec_fields_and_the_hash_of_the_weights(tmp_path: P
 
 
 def test_the_command_exports_a_run(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fields = train_fields(latents, tmp_path / "run", max_steps=2, backbone={"config": str(TINY_UNET)})
+    fields = train_fields(latents, tmp_path / "run", UNET, max_steps=2)
     command(["--config", str(write_config(tmp_path, fields))])
     words = ["export", str(tmp_path / "run"), "--format", "single-file"]
     for _ in range(2):  # the second export replaces the first
@@ -264,7 +263,7 @@ def test_a_layout_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     for name in ("SanaPipeline", ["trimmed_pipeline", "TrimmedStableDiffusionPipeline"]):
         with pytest.raises(RequestError, match=r"cannot load (Sana|Trimmed)"):
             layout_of(name)
-    network = UNet2DConditionModel.from_config(json.loads(Path("configs/unet/sd15.json").read_text()) | UNET)
+    network = UNet2DConditionModel.from_config(json.loads(Path("configs/unet/sd15.json").read_text()) | SMALL_UNET)
     odd = Component({**network.state_dict(), "controlnet.weight": torch.zeros(1)}, dict(network.config))
     with pytest.raises(RequestError, match=r"no place for the weight controlnet\.weight"):
         unet(odd)

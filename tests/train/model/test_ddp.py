@@ -65,9 +65,9 @@ def test_bfloat16_gradients_train_as_well(tmp_path: Path) -> None:
 def last_loss(root: Path, folder: Path, seed: int, gradients: str) -> float:
     """Return the mean loss of the last steps of a run."""
     fields = train_fields(
-        root, folder / f"{gradients}-{seed}", seed=seed, max_steps=STEPS, ddp={"gradients": gradients}
+        root, folder / f"{gradients}-{seed}", UNET, seed=seed, max_steps=STEPS, ddp={"gradients": gradients}
     )
-    fields |= {"backbone": {"config": str(UNET)}, "checkpoint": {"every": STEPS}}
+    fields["checkpoint"] = {"every": STEPS}
     config = write_config(folder, fields)
     result = run_module("train", "--config", str(config), "--num_processes", "2", launcher=launcher(2))
     assert result.returncode == 0, result.stderr

@@ -15,33 +15,28 @@ from torch import Tensor, nn
 
 from shards.base.config import load_config
 from shards.base.errors import RequestError
-from tests.runs import UNET, train_fields, write_config
+from tests.runs import ONE_LEVEL, UNET, train_fields, write_config
 from train.config import TrainConfig
 from train.model.config import Checkpointing
 from train.model.memory import PARTITIONED, Recorder, compiler_settings
-from train.model.network import build_network, compile_network
+from train.model.network import compile_network
 from train.model.recompute import recompute_blocks
 
 Case = tuple[Any, Callable[[Any], Tensor], list[nn.Module]]
 
 
-def unet() -> Case:
+def unet(**changes: Any) -> Case:
     """Return a U-Net, a function that computes its loss, and its blocks in the order in which it registers them."""
     torch.manual_seed(0)
-    network = build_network(UNET, 0).train()
+    network = UNet2DConditionModel.from_config(json.loads(UNET.read_text()) | changes).train()
     inputs = torch.randn(2, 4, 16, 16), torch.tensor([3, 700]), torch.randn(2, 5, network.config.cross_attention_dim)
     blocks = [part for part in network.modules() if isinstance(part, ResnetBlock2D | BasicTransformerBlock)]
     return network, lambda model: model(*inputs).sample.square().mean(), blocks
 
 
 def shallow_unet() -> Case:
-    """Return the same for a U-Net of one level, which is compiled faster."""
-    level = {"block_out_channels": [16], "down_block_types": ["CrossAttnDownBlock2D"]}
-    level |= {"up_block_types": ["CrossAttnUpBlock2D"]}
-    torch.manual_seed(0)
-    network = UNet2DConditionModel.from_config(json.loads(UNET.read_text()) | level).train()
-    inputs = torch.randn(2, 4, 16, 16), torch.tensor([3, 700]), torch.randn(2, 5, network.config.cross_attention_dim)
-    return network, lambda model: model(*inputs).sample.square().mean(), []
+    """Return the same for a U-Net of one level."""
+    return unet(**ONE_LEVEL)
 
 
 def flux() -> Case:

@@ -40,32 +40,32 @@ STEPS = 4
 FILES = ("unet/diffusion_pytorch_model.safetensors", "ema/diffusion_pytorch_model.safetensors", "optimizer.safetensors")
 
 
-def train(folder: Path, latents: Path, name: str, num_processes: int, **changes: Any) -> Path:
+def train(folder: Path, latents: Path, network: Path, name: str, num_processes: int, **changes: Any) -> Path:
     """Train a run with checkpoints after step 2 and at the end, and return its folder."""
     defaults = {"max_steps": STEPS, "checkpoint": {"every": 2, "keep": 9}, "collective_timeout": 120.0}
-    fields = train_fields(latents, folder / name, **defaults | {"microbatch_size": 2} | changes)
+    fields = train_fields(latents, folder / name, network, **defaults | {"microbatch_size": 2} | changes)
     ranks.run(folder / f"{name}.log", ["--config", str(write_config(folder, fields))], num_processes)
     return folder / name
 
 
 @pytest.fixture(scope="module", params=[TRANSFORMER, pytest.param(UNET, marks=pytest.mark.slow)], ids=lambda p: p.stem)
-def backbone(request: pytest.FixtureRequest) -> dict[str, str]:
-    """The network that is trained."""
-    return {"config": str(request.param)}
+def network(request: pytest.FixtureRequest) -> Path:
+    """Config of the network that is trained."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def whole(backbone: dict[str, str], latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(network: Path, latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two processes without sharding."""
-    return train(tmp_path_factory.mktemp("whole"), latents, "whole", 2, backbone=backbone)
+    return train(tmp_path_factory.mktemp("whole"), latents, network, "whole", 2)
 
 
 @pytest.fixture(scope="module")
-def full(backbone: dict[str, str], latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full(network: Path, latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two processes with sharded weights, which validates between steps."""
     validation = {"root": str(latents), "bucket": "64x64", "samples": 10, "batch_size": 4, "every": 2}
-    changes = {"sharding": "full", "validation": validation, "backbone": backbone}
-    return train(tmp_path_factory.mktemp("full"), latents, "full", 2, **changes)
+    folder = tmp_path_factory.mktemp("full")
+    return train(folder, latents, network, "full", 2, sharding="full", validation=validation)
 
 
 def same_weights(one: Path, other: Path, step: int) -> None:
@@ -87,7 +87,7 @@ def rows(run: Path, field: str) -> list[float]:
 
 
 def test_full_sharding_gives_the_curve_the_norms_and_the_checkpoints_of_ddp(
-    backbone: dict[str, str], whole: Path, full: Path
+    network: Path, whole: Path, full: Path
 ) -> None:
     assert curve(full)[1] == curve(whole)[1]
     assert curve(full)[0] == pytest.approx(curve(whole)[0], rel=1e-5)
@@ -97,35 +97,35 @@ def test_full_sharding_gives_the_curve_the_norms_and_the_checkpoints_of_ddp(
     files = set(verify_checkpoint(step_folder(full, STEPS)).content["files"])
     parts = {f"{name[:-12]}-0000{number}-of-00002.safetensors" for name in FILES for number in (1, 2)}
     assert files == parts | {f"{name}.index.json" for name in FILES} | {"unet/config.json", "ema/config.json"}
-    classes = {str(TRANSFORMER): PixArtTransformer2DModel, str(UNET): UNet2DConditionModel}
-    loaded = classes[backbone["config"]].from_pretrained(step_folder(full, STEPS) / "unet").state_dict()
+    kind = UNet2DConditionModel if network == UNET else PixArtTransformer2DModel
+    loaded = kind.from_pretrained(step_folder(full, STEPS) / "unet").state_dict()
     saved = load_tensors(step_folder(full, STEPS) / FILES[0])
     assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
 def test_grad_op_gives_the_curve_and_the_checkpoints_of_ddp(
-    backbone: dict[str, str], whole: Path, latents: Path, tmp_path: Path
+    network: Path, whole: Path, latents: Path, tmp_path: Path
 ) -> None:
     # weights that stayed gathered after the validation could not be swapped with the sharded average
     validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 2, "weights": "ema"}
-    changes = {"sharding": "grad_op", "max_steps": 2, "validation": validation, "backbone": backbone}
-    grad_op = train(tmp_path, latents, "grad_op", 2, **changes)
+    changes = {"sharding": "grad_op", "max_steps": 2, "validation": validation}
+    grad_op = train(tmp_path, latents, network, "grad_op", 2, **changes)
     assert curve(grad_op)[0] == pytest.approx(curve(whole)[0][:2], rel=1e-5)
     same_weights(whole, grad_op, 2)
 
 
 def test_groups_of_processes_give_the_curve_and_the_checkpoints_of_ddp(
-    backbone: dict[str, str], whole: Path, latents: Path, tmp_path: Path
+    network: Path, whole: Path, latents: Path, tmp_path: Path
 ) -> None:
     """Resume an unsharded run in two groups of two processes (HSDP), with two microbatches per step and validation of
     the average, and resume the result on one process."""
     copy_of_step_2(whole, tmp_path / "groups")
     validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 1, "weights": "ema"}
-    layout = {"sharding": "full", "sharding_group": 2, "microbatch_size": 1, "backbone": backbone}
-    groups = train(tmp_path, latents, "groups", 4, **layout, validation=validation, max_steps=3)
+    layout = {"sharding": "full", "sharding_group": 2, "microbatch_size": 1}
+    groups = train(tmp_path, latents, network, "groups", 4, **layout, validation=validation, max_steps=3)
     assert rows(groups, "loss") == pytest.approx(rows(whole, "loss")[2:3], rel=1e-5)
     assert rows(groups, "grad_norm") == pytest.approx(rows(whole, "grad_norm")[2:3], rel=1e-4)
-    resumed = train(tmp_path, latents, "groups", 1, backbone=backbone)
+    resumed = train(tmp_path, latents, network, "groups", 1)
     assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss")[2:], rel=1e-5)
     same_weights(whole, resumed, STEPS)
 
@@ -233,7 +233,7 @@ def copy_of_step_2(run: Path, target: Path) -> None:
 )
 def test_a_run_goes_on_with_another_sharding(
     request: pytest.FixtureRequest,
-    backbone: dict[str, str],
+    network: Path,
     whole: Path,
     latents: Path,
     tmp_path: Path,
@@ -244,7 +244,7 @@ def test_a_run_goes_on_with_another_sharding(
     """A checkpoint survives loading and saving, apart from two steps of training. In `make test`, a run goes on in
     groups of processes, and from them on one."""
     copy_of_step_2(request.getfixturevalue(source), tmp_path / "run")
-    resumed = train(tmp_path, latents, "run", num_processes, sharding=sharding, backbone=backbone)
+    resumed = train(tmp_path, latents, network, "run", num_processes, sharding=sharding)
     assert rows(resumed, "step") == [3, 4]
     assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss")[2:], rel=1e-5)
     same_weights(whole, resumed, STEPS)

@@ -242,8 +242,7 @@ def fields_of(root: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     validation = {"root": str(root), "bucket": "64x64", "samples": 10, "batch_size": 4, "every": 4, "weights": "ema"}
     fields: dict[str, Any] = {"data": {"streams": streams}, "repa": repa, "max_steps": 4, "optimizer": {"lr": 1e-3}}
     fields |= {"ema": {"snapshot_every": 4}, "validation": validation, "collective_timeout": 120.0}
-    fields["backbone"] = {"config": str(UNET)}
-    return train_fields(root, folder, **fields | changes)
+    return train_fields(root, folder, UNET, **fields | changes)
 
 
 def train(folder: Path, root: Path, name: str, **changes: Any) -> Path:
@@ -405,7 +404,7 @@ def test_wrong_requests(
 
 
 def test_a_root_without_features(latents: Path, tmp_path: Path) -> None:
-    fields = train_fields(latents, tmp_path / "run", backbone={"config": str(UNET)}, repa={"layer": LAYER})
+    fields = train_fields(latents, tmp_path / "run", UNET, repa={"layer": LAYER})
     with pytest.raises(RequestError, match=r"the run reads none\. Set repa\.tower to one of .*\(none\)"):
         command(["check", "--config", str(write_config(tmp_path, fields))])
 
