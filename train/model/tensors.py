@@ -138,20 +138,46 @@ def bytes_of(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-class HostCopies:
-    """Host buffers for a copy of a checkpoint's tensors. Buffers for tensors on a GPU are page-locked.
+PIECE_BYTES = 2**30
+"""Size of the largest piece of page-locked memory that several tensors share; a power of two."""
+ALIGNMENT = 64
+"""Each copy begins at a multiple of this many bytes."""
 
-    Every save reuses the buffers, because allocating and page-locking new memory would take longer than the copy.
+
+def host_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return uninitialised host memory for a contiguous copy of each tensor, page-locked if they are on a GPU.
+
+    The copies share pieces of memory, because torch rounds each page-locked piece up to a power of two (pytorch
+    #150517), which for one piece per tensor can cost half as much memory again.
+    """
+    devices = {tensor.device for tensor in tensors.values()}
+    device = next(filter(is_accelerator, devices), torch.device("cpu"))
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    spans = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
+    buffers, piece, begin, left = {}, torch.empty(0, dtype=torch.uint8), 0, sum(spans.values())
+    for name, tensor in tensors.items():
+        if begin + spans[name] > piece.numel():
+            largest = min(PIECE_BYTES, 2 ** (left.bit_length() - 1))  # a power of two that will be filled
+            piece, begin = host_buffer((max(spans[name], largest),), torch.uint8, device), 0
+        buffers[name] = piece[begin : begin + sizes[name]].view(tensor.dtype).view(tensor.shape)
+        begin, left = begin + spans[name], left - spans[name]
+    return buffers
+
+
+class HostCopies:
+    """Copies of a checkpoint's tensors in host memory.
+
+    Every save reuses the memory, because allocating and page-locking it again would take longer than the copy.
     """
 
     def __init__(self) -> None:
-        self.buffers: dict[tuple[str, str], Tensor] = {}
+        self.buffers: dict[str, dict[str, Tensor]] = {}
         self.devices: set[torch.device] = set()
 
     @property
     def bytes(self) -> int:
-        """Total size of the buffers."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers.values())
+        """Total size of the copies."""
+        return sum(map(bytes_of, self.buffers.values()))
 
     def take(self, file: str, tensors: Mapping[str, Tensor], mine: Collection[str]) -> dict[str, Tensor]:
         """Start copying the tensors of `file` that are named in `mine`, and return the copies.
@@ -160,18 +186,17 @@ class HostCopies:
         Sharded tensors are gathered in the same order as in `write_tensors`, which other processes may call at the same
         time.
         """
-        copies = {}
-        for name in file_order(tensors):
+        order = file_order(tensors)
+        wanted = {name: tensors[name].detach() for name in order if name in mine}
+        buffers = self.buffers.get(file, {})
+        if [(n, b.shape, b.dtype) for n, b in buffers.items()] != [(n, t.shape, t.dtype) for n, t in wanted.items()]:
+            self.buffers[file] = buffers = host_buffers(wanted)
+        for name in order:
             source = gather(tensors[name].detach())
-            if name not in mine:
-                continue
-            buffer = self.buffers.get((file, name))
-            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-                buffer = host_buffer(tuple(source.shape), source.dtype, source.device)
-                self.buffers[file, name] = buffer
-            copies[name] = buffer.copy_(source, non_blocking=True)
-            self.devices |= {source.device} if is_accelerator(source.device) else set()
-        return copies
+            if name in wanted:
+                buffers[name].copy_(source, non_blocking=True)
+                self.devices |= {source.device} if is_accelerator(source.device) else set()
+        return dict(buffers)
 
     def wait(self) -> None:
         """Wait until the copies from GPUs are complete."""

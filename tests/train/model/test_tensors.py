@@ -81,6 +81,23 @@ def test_copies_are_made_into_the_same_memory_again() -> None:
     assert copies.take("x", {"a": torch.zeros(5)}, ["a"])["a"].shape == (5,)
 
 
+def test_copies_share_pieces_of_memory_so_that_rounding_each_to_a_power_of_two_costs_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 2**22)
+    kinds = [(3, 640), (1_000, 10), (), (0,), (900, 160, 2), (64, 5, 3, 3)]
+    dtypes = [torch.float32, torch.bfloat16, torch.uint8]
+    source = {
+        f"w{number:02d}": torch.randint(0, 99, shape).to(dtypes[number % 3]) for number, shape in enumerate(kinds * 20)
+    }
+    taken = HostCopies().take("x", source, source)
+    assert all(torch.equal(taken[name], tensor) for name, tensor in source.items())
+    pieces = {copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in taken.values()}
+    rounded = sum(2 ** max(size - 1, 0).bit_length() for size in pieces.values())
+    alone = sum(2 ** (tensor.nbytes - 1).bit_length() for tensor in source.values() if tensor.nbytes)
+    assert len(pieces) > 2 and rounded < 1.1 * bytes_of(source) < 1.3 * bytes_of(source) < alone
+
+
 def test_memory_that_is_free_is_the_least_of_the_machines_and_the_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
