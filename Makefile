@@ -194,7 +194,7 @@ TORCHAO = torchao==0.18.0
 ## make test-float8               | test training in float8, emulated on the CPU (installs torchao into .torchao)
 test-float8: setup
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target .torchao $(TORCHAO)
-	PYTHONPATH=.torchao OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m float8 tests/train/model $(ARGS)
+	PYTHONPATH=.torchao OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m float8 tests/train/model tests/bench/gpu_check $(ARGS)
 
 PYTHONS ?= 3.11 3.12 3.13
 ## make test-install [PYTHONS="3.11 3.12 3.13"] | test the wheel with every extra, in fresh environments

@@ -2,7 +2,8 @@
 # Run the GPU check on a machine without this project's environment and without a package index. It needs torch,
 # transformers, accelerate, numpy, pyarrow, pillow and xxhash with their dependencies.
 #
-#   bash bench/gpu_check.sh wheels [3.12]    with a package index: download the missing packages to .wheels/ (9 MB)
+#   bash bench/gpu_check.sh wheels [3.12]    with a package index: download the missing packages to .wheels/ (9 MB), and
+#                                            torchao, which only the float8 part imports, to .torchao/ (21 MB)
 #   bash bench/gpu_check.sh [OPTIONS]        on the machine: install them to a temporary folder and run the check
 #
 # OPTIONS are those of bench.gpu_check. PYTHON selects an interpreter other than python3. The wheels have the versions of
@@ -22,7 +23,10 @@ if [ "${1:-}" = wheels ]; then
       --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
       --dest .wheels "$pinned"
   done
-  du -ch .wheels/*.whl | tail -1
+  torchao=$(sed -n 's/^TORCHAO = //p' Makefile)
+  "$PYTHON" -m pip install --quiet --no-deps --only-binary=:all: --python-version "$VERSION" --implementation cp \
+    --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --upgrade --target .torchao "$torchao"
+  du -ch .wheels/*.whl .torchao | tail -1
   exit
 fi
 

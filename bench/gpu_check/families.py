@@ -13,6 +13,7 @@ from typing import Any
 
 from torch._dynamo.utils import counters
 
+from bench.gpu_check import float8
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup
 from bench.kit.common import synchronize
@@ -68,7 +69,7 @@ class FamilyPhase:
     phase: int
     how: tuple[str, ...] = ("eager", "blocks")
     """Ways to compile the network: `eager` (not at all), `blocks` (block by block) or `whole` (as one graph), each with
-    the shipped gradient checkpointing, or block by block with that of `RECOMPUTED`."""
+    the shipped gradient checkpointing, or block by block with that of `RECOMPUTED` or with `float8`."""
 
     def run(self, setup: Setup, found: Findings) -> None:
         """Time the family's step in each way. A way that fails is listed as such."""
@@ -76,6 +77,9 @@ class FamilyPhase:
             cells: dict[str, Any] = {"family": self.family, "phase": self.phase, "compiled": how}
             if number and not found.has_time:
                 found.row("families", **cells, note="skipped for lack of time")
+                continue
+            if how == "float8" and (problem := "a rehearsal" if setup.small else float8.missing(setup)):
+                found.row("families", **cells, note=f"skipped: {problem}")
                 continue
             with found.tried("families", **cells), tempfile.TemporaryDirectory() as folder:
                 release(setup.device)
@@ -86,7 +90,7 @@ class FamilyPhase:
         config = self.config(setup, folder)
         share = RECOMPUTED.get(how, config.gradient_checkpointing)
         of_blocks, of_activations = recomputed_shares(share, compiled=how != "eager")
-        config = config.model_copy(update={"gradient_checkpointing": of_blocks})
+        config = config.model_copy(update={"gradient_checkpointing": of_blocks, "float8": how == "float8"})
         accelerator = setup.accelerator(config.precision)
         counters.clear()
         start = time.perf_counter()

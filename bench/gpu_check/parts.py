@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu_check import attention, choices, correctness, prediction, speed, towers
+from bench.gpu_check import attention, choices, correctness, float8, prediction, speed, towers
 from bench.gpu_check.families import FamilyPhase
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup, use_no_compiler
@@ -57,7 +57,8 @@ HALVES: dict[str, list[dict[str, CheckPart]]] = {
             "splitting": CheckPart(correctness.splitting, 90),
             "pixart-sigma": CheckPart(FamilyPhase("pixart-sigma", 1, ("eager", "blocks", "half recomputed")).run, 250),
             "prx": CheckPart(FamilyPhase("prx", 1).run, 200),
-            "flux1": CheckPart(FamilyPhase("flux1", 2, ("blocks", "all recomputed")).run, 200),
+            "flux1": CheckPart(FamilyPhase("flux1", 2, ("blocks", "float8", "all recomputed")).run, 250),
+            "float8": CheckPart(float8.layers, 100),
             "batches": CheckPart(towers.batches, 250),
             "loader": CheckPart(speed.loading, 60),
             "prediction": CheckPart(prediction.predicting, 150),

@@ -69,6 +69,15 @@ def test_all_checks_hold_on_the_cpu(rehearsed: Parts) -> None:
     assert {line["kernel"] for line in rehearsed["attention"]["tables"]["attention"]} >= {"flash", "cudnn", "math"}
 
 
+@pytest.mark.slow
+@pytest.mark.float8
+def test_float8_layers_are_emulated_on_the_cpu(tmp_path: Path) -> None:
+    found = Findings(tmp_path / "float8.json")
+    PARTS["float8"].run(SETUP, found)
+    assert [line["right"] for line in found.checks] == [True] * 3 and not found.failed
+    assert found.tables["float8"][0]["chosen"] is False
+
+
 def test_the_planner_reads_the_file_and_the_report_breaks_down_the_time(rehearsed: Parts, tmp_path: Path) -> None:
     file = gpu_check.planner_file(with_prediction(rehearsed))
     (tmp_path / "gpu-check.json").write_text(file.model_dump_json(exclude_none=True))
