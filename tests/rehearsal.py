@@ -25,7 +25,7 @@ import importlib.util, sys
 print("{}.{}".format(*sys.version_info), *filter(importlib.util.find_spec, sys.argv[1:]))
 """
 MOST_CARRIED = 64 << 20
-"""Bytes of wheels."""
+"""Bytes of wheels and of the folder of torchao."""
 
 
 def main() -> None:
@@ -39,8 +39,8 @@ def main() -> None:
         python, version = machine(place, options.python)
         export(clone)
         say(run("env", f"PYTHON={python}", "bash", "bench/gpu_check.sh", "wheels", version, cwd=clone))
-        carried = sum(wheel.stat().st_size for wheel in (clone / ".wheels").iterdir())
-        assert carried <= MOST_CARRIED, f"{carried} bytes of wheels"
+        carried = sum(path.stat().st_size for name in (".wheels", ".torchao") for path in (clone / name).rglob("*"))
+        assert carried <= MOST_CARRIED, f"{carried} bytes of wheels and torchao"
         words = ["bash", "bench/gpu_check.sh", "--output", str(place / "found"), "--device", "cpu", "--small"]
         words += ["--minutes", options.minutes, *more]
         check = subprocess.run(["env", "-u", "PYTHONPATH", f"PYTHON={python}", *words], cwd=clone)
