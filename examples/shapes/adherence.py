@@ -10,7 +10,7 @@ from evaluation.report.pictures import first_pictures
 from evaluation.report.runs import evaluations
 from examples.shapes.captions import write_caption
 from examples.shapes.judge import judge
-from examples.shapes.scenes import HELD_OUT, SEEN, Scene, sample_scene
+from examples.shapes.scenes import HELD_OUT, NUM_PROMPTS, SEEN, Scene, sample_scene
 
 PHASES = ("phase1", "phase2")
 PROMPT_SEED = 7
@@ -33,7 +33,7 @@ def prompt_lists() -> dict[str, list[ScenePrompt]]:
 
     The pairs in `seen` occur in the training data. The pairs in `held_out` occur in no training image or caption.
     """
-    return draw_prompts({"seen": 78, "held_out": 48}, PROMPT_SEED)
+    return draw_prompts(NUM_PROMPTS, PROMPT_SEED)
 
 
 def draw_prompts(counts: dict[str, int], seed: int) -> dict[str, list[ScenePrompt]]:

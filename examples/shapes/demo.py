@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from examples.shapes.progress import Progress, Step
+from examples.shapes.scenes import NUM_PROMPTS
 from examples.shapes.serve import serve
 from examples.shapes.world import NUM_PICTURES, metadata, plan_world, write_world
 from shards.base.config import load_config
@@ -28,6 +29,8 @@ from train.config import TrainConfig
 from train.run.reporting.json_lines import read_json_lines
 
 CONFIGS = Path(__file__).parent / "configs"
+SIDES = {"phase1": 64, "phase2": 128}
+"""Side length of each phase's images in pixels."""
 ROWS_PER_TAR = 500
 WORLD_SEED = 0
 MAX_THREADS = 4
@@ -88,7 +91,14 @@ class Demo:
                 lambda: self.train(2),
                 lambda: self.share_of_phase(2),
             ),
-            Step("evaluate", "sample and judge images of both phases", 47, "training", self.evaluate),
+            Step(
+                "evaluate",
+                "sample and judge images of both phases",
+                47,
+                "training",
+                self.evaluate,
+                self.share_of_sampling,
+            ),
         )
 
     def run(self) -> None:
@@ -120,6 +130,12 @@ class Demo:
         lines = read_json_lines(self.folder / f"phase{phase}" / "metrics.jsonl")
         config = load_config(TrainConfig, CONFIGS / f"phase{phase}.yaml", [], "demo")
         return lines[-1]["step"] / config.max_steps if lines else 0.0
+
+    def share_of_sampling(self) -> float:
+        """Return the share of the samples' pixels that have been drawn."""
+        pictures = {phase: list(self.folder.glob(f"{phase}/evaluations/*/*/pictures/*/*.png")) for phase in SIDES}
+        drawn = sum(len(pictures[phase]) * side**2 for phase, side in SIDES.items())
+        return drawn / sum(NUM_PROMPTS.values()) / sum(side**2 for side in SIDES.values())
 
     def draw(self) -> None:
         """Draw the images."""

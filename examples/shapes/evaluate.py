@@ -5,11 +5,11 @@ from pathlib import Path
 from evaluation.__main__ import run as evaluation
 from evaluation.units import workers_kept
 from examples.shapes.adherence import judge_phases, write_prompts
+from examples.shapes.demo import SIDES
 from shards.base.errors import console
 from train.export.pipeline import export
 
 CONFIG = Path(__file__).parent / "configs" / "evaluate.yaml"
-SIDES = {"phase1": 64, "phase2": 128}
 
 
 def run(arguments: list[str]) -> None:

@@ -77,6 +77,8 @@ HELD_OUT: frozenset[tuple[str, str]] = frozenset(
 SEEN: tuple[tuple[str, str], ...] = tuple(
     (colour, shape) for colour in COLOURS for shape in OUTLINES if (colour, shape) not in HELD_OUT
 )
+NUM_PROMPTS = {"seen": 78, "held_out": 48}
+"""Number of fixed prompts for both kinds of combinations."""
 
 
 @dataclass(frozen=True)

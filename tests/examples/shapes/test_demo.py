@@ -63,6 +63,19 @@ def test_plain_lines_tell_the_step_and_the_finish(capsys: pytest.CaptureFixture[
     assert 0.1 < spent["encode"] < 5
 
 
+def test_the_share_of_samples_counts_their_pixels(tmp_path: Path) -> None:
+    """An image of phase 2 has four times the pixels of one of phase 1; each phase draws 126."""
+    demo = Demo(tmp_path / "demo", 100)
+    share = demo.steps[-1].done
+    assert share is not None and share() == 0
+    for phase, count, expected in (("phase1", 63, 0.1), ("phase1", 126, 0.2), ("phase2", 63, 0.6), ("phase2", 126, 1)):
+        for number in range(count):
+            picture = demo.folder / phase / "evaluations/step-1-auto/g3/pictures" / str(number // 63) / f"{number}.png"
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            picture.touch()
+        assert share() == pytest.approx(expected)
+
+
 def test_a_failed_step_shows_its_error_and_is_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo = Demo(tmp_path / "demo", 100)
     demo.steps = (
