@@ -1,14 +1,20 @@
 """Kernels that return NaN are refused."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 
 from shards.base.device import SAFE_KERNELS, AttentionKernel
 from shards.base.errors import RequestError
+from tests.runs import train_fields
+from train.config import TrainConfig
 from train.model.attention import check_attention, error_of, provoke
+from train.prepare import prepare
+from train.setup import build_step
 
 CPU = torch.device("cpu")
 
@@ -71,3 +77,18 @@ def test_a_broken_gpu_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_error_is_relative() -> None:
     reference = torch.tensor([3.0, 4.0])
     assert error_of(reference * 1.5, reference) == pytest.approx(0.5)
+
+
+def test_a_run_uses_the_kernels_that_it_lists_and_tries_them_first(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are tried only on accelerators, so this run is told that the CPU is one, with 80 GB."""
+    calls: list[tuple[str, Any]] = []
+    monkeypatch.setattr("train.prepare.is_accelerator", lambda device: True)
+    monkeypatch.setattr("train.prepare.memory_of", lambda device: 80 << 30)
+    monkeypatch.setattr("train.prepare.check_attention", lambda *tried: calls.append(("tried", tried)))
+    monkeypatch.setattr("train.step.choose_attention", lambda *chosen: calls.append(("chosen", chosen)))
+    fields = train_fields(latents, tmp_path / "run", attention=["math", "efficient"])
+    config, accelerator = TrainConfig.model_validate(fields), Accelerator(cpu=True)
+    build_step(config, prepare(config, accelerator), accelerator)
+    assert calls == [("tried", (["math", "efficient"], CPU, "float32")), ("chosen", (CPU, ["math", "efficient"]))]
