@@ -19,9 +19,10 @@ from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import PRECISIONS, Setup, seconds_of
 from bench.pixels import BUCKETS, make_corpus
 from precompute.encode.encoders import TextEncoder
-from precompute.encode.quantised import quantise
+from precompute.encode.quantised import check_float8, quantise
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
-from shards.base.device import Precision, is_accelerator, multiplies_float8
+from shards.base.device import Precision
+from shards.base.errors import UnfitNode
 from shards.format.towers import Quantised
 
 MAX_DIFFERENCE: dict[Precision, float] = {"float32": 3e-3, "float16": 0.03, "bfloat16": 0.15}
@@ -109,8 +110,11 @@ def t5(setup: Setup, found: Findings) -> None:
         exact = model(ids).last_hidden_state
     flops = counter.get_total_flops()
     quantised: list[Quantised] = ["int8"]
-    if not is_accelerator(setup.device) or multiplies_float8(setup.device):
+    try:
+        check_float8(setup.device)
         quantised.append("float8")
+    except UnfitNode as refusal:
+        found.row("T5-XXL", weights="float8", note=f"skipped: {refusal}")
     variants = ((None, False), (None, True), *((to, True) for to in quantised))
     for to, compiled in variants:
         weights = to or "bfloat16"
