@@ -86,9 +86,12 @@ def watch(arguments: list[str]) -> None:
             "and --until."
         )
     names = choose_metrics(config.metrics, config.extractors, config.reference)
-    run, output = open_store(config.model), base_place(config)
+    place, output = absolute_place(parse_place(config.model)), base_place(config)
+    run = open_store(place)
     read_schedule(run)  # fails early if the folder is not a run
     settings = config.model_dump(mode="json", include={"weights", "sampling", "extractors", "reference"})
+    if output != place:
+        settings["run"] = str(place)  # another run may share the output
     Follower(
         run=run,
         output=output,
@@ -151,8 +154,12 @@ def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[P
 
 def base_place(config: EvaluateConfig) -> Path | str:
     """Return the folder or URL that contains evaluations/: `output` if it is set, otherwise the run."""
-    place = config.output or parse_place(config.model)
-    return place.absolute() if isinstance(place, Path) else place  # workers have different working directories
+    return absolute_place(config.output or parse_place(config.model))
+
+
+def absolute_place(place: Path | str) -> Path | str:
+    """Make a path absolute, because workers have different working directories."""
+    return place.absolute() if isinstance(place, Path) else place
 
 
 def output_place(config: EvaluateConfig) -> Path | str:

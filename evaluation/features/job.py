@@ -184,9 +184,9 @@ def reference_features(
         raise RequestError(NO_REFERENCE)
     store, record = open_store(config.place), config.record()
     if config.pictures is not None:
-        units = reference_units(config)
+        units, listed = reference_units(config)
         names = [unit.name for unit in units]
-        content = record | {"units": names, "pictures": config.pictures}
+        content = record | {"units": names, "pictures": config.pictures, "files": listed}
         found = create_once(store, RECORD, lambda: content)
         if canonical_json(found) != canonical_json(content):
             raise _different_reference(store, found, content)

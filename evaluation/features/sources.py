@@ -29,6 +29,7 @@ from precompute.pixels.blur import boxes_of
 from precompute.pixels.decode import LimitsConfig, Picture, PixelsConfig, decode
 from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, Isolated
 from shards.base.config import Config
+from shards.base.durable import canonical_json
 from shards.base.store import Place
 from shards.format.buckets import Bucket, BucketName
 from shards.open import open_store
@@ -168,11 +169,16 @@ def sample_units(samples: SampleSet) -> list[SampleUnit]:
     ]
 
 
-def reference_units(config: ReferenceConfig) -> list[ReferenceUnit]:
+def reference_units(config: ReferenceConfig) -> tuple[list[ReferenceUnit], str]:
     """Divide a reference into units, as stage 1 does.
+
+    Returns:
+        The units, and the SHA-256 of the names and sizes of all image files, tars or other pieces of the input.
 
     Raises:
         RequestError: the folder contains no images.
     """
     assert config.pictures is not None
-    return [ReferenceUnit(unit.name, unit, config) for unit in find_input(config.pictures).units()]
+    found = find_input(config.pictures)
+    listed = hashlib.sha256(canonical_json(sorted(found.members))).hexdigest()
+    return [ReferenceUnit(unit.name, unit, config) for unit in found.units()], listed

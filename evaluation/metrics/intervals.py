@@ -162,10 +162,14 @@ def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Est
 
 
 def wilson(share: float, count: float, quantile: float) -> tuple[float, float]:
-    """Return the Wilson interval (1927), which is within [0, 1], for a share p of n independent samples at quantile q.
+    """Return the Wilson interval (1927), which is within [0, 1] and contains p, for a share p of n independent samples
+    at quantile q.
 
     (p + q²/2n ± q·√(p(1 − p)/n + q²/4n²)) / (1 + q²/n)
     """
     q2 = quantile**2 / count
     middle, half = share + q2 / 2, math.sqrt(q2 * (share * (1 - share) + q2 / 4))
-    return (middle - half) / (1 + q2), (middle + half) / (1 + q2)
+    low, high = (middle - half) / (1 + q2), (middle + half) / (1 + q2)
+    return max(0.0, min(low, share)), min(
+        1.0, max(high, share)
+    )  # rounding may leave [0, 1] or exclude a share of 0 or 1

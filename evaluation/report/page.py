@@ -246,9 +246,7 @@ def _by_setting(run: LoggedRun) -> dict[str, list[Evaluation]]:
     """Group a run's evaluations by sampling settings and weights."""
     groups: dict[str, list[Evaluation]] = {}
     for evaluation in run.evaluations:
-        setting = evaluation.setting
-        name = setting if evaluation.weights == "auto" else f"{setting}, {evaluation.weights} weights"
-        groups.setdefault(name, []).append(evaluation)
+        groups.setdefault(evaluation.title, []).append(evaluation)
     return groups
 
 

@@ -69,6 +69,11 @@ class Evaluation:
     seconds: float
     """Time spent on sampling and feature extraction, summed over all workers."""
 
+    @property
+    def title(self) -> str:
+        """The setting, and the weights unless they are `auto`."""
+        return self.setting if self.weights == "auto" else f"{self.setting}, {self.weights} weights"
+
 
 def step_place(place: Path | str, step: int, weights: str) -> Path | str:
     """Return the folder or URL for a checkpoint's sample sets."""
@@ -141,23 +146,27 @@ class LoggedRun:
     @property
     def seconds(self) -> float:
         """Duration of all steps, derived from their logged speed. Excludes startup, validation and interrupted work."""
+        return sum(self._durations)
+
+    @property
+    def _durations(self) -> list[float]:
+        """Seconds of the steps since the line before, for each line of the log."""
         previous = [0, *(line["step"] for line in self.log)]
         batch = self.config["global_batch_size"]
-        return sum(
+        return [
             (line["step"] - last) * batch / line["images_per_second"]
             for last, line in zip(previous, self.log, strict=False)
-        )
+        ]
 
     @property
     def gpu_hours(self) -> float:
-        """Duration of all steps times the number of processes, in hours."""
-        return self.seconds * self.num_processes / 3600
+        """Duration of all steps times the number of processes at the time, in hours."""
+        return sum(seconds * _processes(line) for seconds, line in zip(self._durations, self.log, strict=True)) / 3600
 
     @property
     def num_processes(self) -> int:
         """Number of training processes, according to the last line of the log."""
-        last = self.log[-1] if self.log else {"images_per_second": 1, "images_per_second_per_gpu": 1}
-        return round(last["images_per_second"] / (last.get("images_per_second_per_gpu") or last["images_per_second"]))
+        return _processes(self.log[-1]) if self.log else 1
 
     def median(self, field: str) -> float | None:
         """Return the median of a logged field, or None if no line has the field."""
@@ -168,6 +177,11 @@ class LoggedRun:
         """Return (step + offset, value) for every log line in which the value is finite."""
         values = [(line["step"] + offset, line.get(field)) for line in self.log]
         return [(step, value) for step, value in values if value is not None and math.isfinite(value)]
+
+
+def _processes(line: dict[str, Any]) -> int:
+    """Return the number of training processes when a line of metrics.jsonl was written."""
+    return round(line["images_per_second"] / (line.get("images_per_second_per_gpu") or line["images_per_second"]))
 
 
 def read_runs(names: list[str]) -> list[LoggedRun]:
@@ -217,26 +231,29 @@ def compare(first: LoggedRun, second: LoggedRun) -> str:
     Raises:
         RequestError: a metric has different ids in the two runs, or the runs have no metric in common.
     """
-    # for each run: metric → id → row from the latest step that has this id
-    found: tuple[dict[str, dict[str, Row]], ...] = ({}, {})
+    # for each run: metric → (id, weights) → row from the latest step that has them
+    found: tuple[dict[str, dict[tuple[str, str], Row]], ...] = ({}, {})
     for run, rows in zip((first, second), found, strict=True):
-        for row in (row for each in run.evaluations for row in each.rows):
-            rows.setdefault(row["metric"], {})[row["id"]] = row
+        for evaluation, row in ((one, row) for one in run.evaluations for row in one.rows):
+            rows.setdefault(row["metric"], {})[row["id"], evaluation.weights] = row
     ours, theirs = found
     lines = []
     for name in (name for name in ours if name in theirs):
-        shared = [number for number in ours[name] if number in theirs[name]]
+        shared = [key for key in ours[name] if key in theirs[name]]
         if not shared:
             one, other = (next(iter(rows[name].values())) for rows in found)
             raise RequestError(
                 f"{name} {one['id']} ({one['model']}) and {name} {other['id']} ({other['model']}) are different "
-                f"metrics: they differ in the extractor, the number of images, the prompts, the reference or the "
-                f"sampler, so their values cannot be compared. Evaluate both models with the same config."
+                f"metrics: they differ in the extractor, the number of images, the prompts, the reference, the "
+                f"sampler or the weights, so their values cannot be compared. Evaluate both models with the same "
+                f"config."
             )
-        for number in shared:
-            lines.append(f"{name} {number} ({ours[name][number]['better']} is better), N {ours[name][number]['n']}")
+        for key in shared:
+            row, (number, weights) = ours[name][key], key
+            which = "" if weights == "auto" else f"{weights} weights, "
+            lines.append(f"{name} {number} ({row['better']} is better), {which}N {row['n']}")
             for run, rows in zip((first, second), found, strict=True):
-                row = rows[name][number]
+                row = rows[name][key]
                 lines.append("  {:<20} step {step:>8}  {value:10.4f}  [{low:.4f}, {high:.4f}]".format(run.name, **row))
     if not lines:
         without = [run.name for run, rows in zip((first, second), found, strict=True) if not rows]

@@ -105,11 +105,14 @@ def prepare_model(
     if not is_run(name):
         check_code(folder := pipeline_folder(name), trust_remote_code)
         model = Model(name, None, weights, hash_pipeline(folder))
-    elif found is not None and is_exported(output):
+    elif found is not None and is_exported(output) and (found.name == name or _has_moved(found, name)):
         # the checkpoint may have been pruned after its export, so only the export is read
         model = replace(found, name=name, step=found.step if step is None else step, weights=weights)
     else:
-        model = _export(name, choose_step(open_store(name), step), weights, output)
+        run = open_store(name)
+        if step is None and found is not None and found.step in checkpoints_in(run.files("checkpoints")):
+            step = found.step
+        model = _export(name, choose_step(run, step), weights, output, found)
     if found is None:
         output.write(RECORD, sealed_json(asdict(model)))
     elif found.step is not None and found == replace(model, name=found.name):
@@ -123,8 +126,14 @@ def prepare_model(
     return model
 
 
-def _export(name: str, step: int, weights: Weights, output: Store) -> Model:
-    """Export a checkpoint to `output` in a separate process."""
+def _has_moved(found: Model, name: str) -> bool:
+    """Return whether the run `name` may be the one of `found` at a new place: nothing is left at the old place, and the
+    checkpoint has been pruned, so it cannot be compared."""
+    return not is_run(found.name) and found.step not in checkpoints_in(open_store(name).files("checkpoints"))
+
+
+def _export(name: str, step: int, weights: Weights, output: Store, found: Model | None) -> Model:
+    """Export a checkpoint to `output` in a separate process, unless `found` is a different model."""
     with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch:
         target = Path(scratch) / EXPORTED
         words = ["export", name, "--step", str(step), "--weights", weights, "--output", str(target)]
@@ -135,11 +144,13 @@ def _export(name: str, step: int, weights: Weights, output: Store) -> Model:
                 f"The checkpoint at step {step} in {name} cannot be exported, so it cannot be sampled: {reason} Other "
                 f"checkpoints may be intact."
             )
-        content = hash_pipeline(target)
+        model = Model(name, step, weights, hash_pipeline(target))
+        if found is not None and found != replace(model, name=found.name):
+            return model
         files = [path for path in sorted(target.rglob("*")) if path.is_file()]
         files.sort(key=lambda path: path.name == INDEX)  # the index comes last, because it marks the export as complete
         output.put({f"{EXPORTED}/{path.relative_to(target).as_posix()}": path for path in files})
-    return Model(name, step, weights, content)
+    return model
 
 
 def is_exported(output: Store) -> bool:

@@ -75,7 +75,7 @@ def scalars(step: int, found: list[Evaluation]) -> dict[str, float]:
     values: dict[str, float] = {}
     for evaluation in (each for each in found if each.step == step):
         for row in evaluation.rows:
-            name = f"evaluation/{row['metric']}/{evaluation.setting} {row['id'][:8]}"
+            name = f"evaluation/{row['metric']}/{evaluation.title} {row['id'][:8]}"
             values |= {name: row["value"], f"{name} low": row["low"], f"{name} high": row["high"]}
     return values
 
@@ -86,10 +86,10 @@ def images(step: int, found: list[Evaluation]) -> dict[str, Image.Image]:
     for evaluation in (each for each in found if each.step == step):
         shown = first_pictures(evaluation.place, GRID_PICTURES, SIDE)
         if shown:  # images may have been deleted or replaced in the meantime
-            drawn[f"evaluation/samples/{evaluation.setting}"] = grid(list(shown.values()), GRID_COLUMNS)
-        earlier = [other for other in found if other.setting == evaluation.setting and other.step <= step]
+            drawn[f"evaluation/samples/{evaluation.title}"] = grid(list(shown.values()), GRID_COLUMNS)
+        earlier = [other for other in found if other.title == evaluation.title and other.step <= step]
         for prompt_id, strip in strips(earlier, STRIP_PROMPTS).items():
-            drawn[f"evaluation/strips/{evaluation.setting}/{prompt_id}"] = strip
+            drawn[f"evaluation/strips/{evaluation.title}/{prompt_id}"] = strip
     return drawn
 
 

@@ -1,6 +1,7 @@
 """Features and metrics of sample sets, with references that go through stage 1's pixel path."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,9 @@ def test_invalid_references_are_refused(drawn: Path, references: Path, tmp_path:
     make_tar(tmp_path / "few", "00000", make_samples(0, 23, [(80, 64)]))
     score(read_set(drawn), ["toy_kid"], TOY, reference(tmp_path / "made", references / "tars"), WORKERS)
     next((tmp_path / "made" / "receipts").rglob("00001.json")).unlink()
+    shutil.copytree(references / "files", tmp_path / "files")
+    score(read_set(drawn), ["toy_kid"], TOY, reference(tmp_path / "grown", tmp_path / "files"), WORKERS)
+    shutil.copy(tmp_path / "files" / "000000000.jpg", tmp_path / "files" / "new.jpg")
     for config, message in (
         (
             ReferenceConfig(place=tmp_path, size="128x128"),
@@ -221,6 +225,7 @@ def test_invalid_references_are_refused(drawn: Path, references: Path, tmp_path:
             "a reference with different images or settings: resampling: 'bicubic' ≠ 'lan",
         ),
         (reference(tmp_path / "made", None), "features of only 1 of 2 parts"),
+        (reference(tmp_path / "grown", tmp_path / "files"), "different images or settings: files: '"),
     ):
         with pytest.raises((RequestError, WorkError), match=message):
             score(read_set(drawn), ["toy_kid"], TOY, config, WORKERS)

@@ -122,7 +122,7 @@ def test_each_receipt_is_read_once_in_a_single_batch(tmp_path: Path, monkeypatch
     """This matters on an object store, where each read takes a round trip."""
     files_unit(tmp_path / "files", VALID)
     monkeypatch.setattr("precompute.input.numbering.UNIT_SAMPLES", 2)
-    units = reference_units(ReferenceConfig(pictures=str(tmp_path / "files"), size="64x64"))
+    units, _ = reference_units(ReferenceConfig(pictures=str(tmp_path / "files"), size="64x64"))
     assert [unit.name for unit in units] == ["00000", "00001", "00002"]
     place = f"memory://{tmp_path.name}/reference"
     first = extract(units, "toy", TOY, place, WORKERS)

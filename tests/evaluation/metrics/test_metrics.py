@@ -282,6 +282,13 @@ def test_wilsons_interval_matches_published_values(hits: int, count: int, low: f
     assert wilson(hits / count, count, 1.959964) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
+def test_wilsons_interval_contains_the_share() -> None:
+    for share in (0.0, 1.0):
+        for count in range(1, 200):
+            low, high = wilson(share, float(count), 1.959964)
+            assert 0 <= low <= share <= high <= 1, count
+
+
 @settings(max_examples=20)
 @given(seeds)
 def test_jackknife_of_the_mean_and_the_squared_mean(seed: int) -> None:

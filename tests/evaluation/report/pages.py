@@ -53,11 +53,11 @@ def make_run(folder: Path, steps: int = 40, **config: Any) -> Path:
     return folder
 
 
-def add_evaluation(run: Path, step: int, number: str, value: float) -> None:
+def add_evaluation(run: Path, step: int, number: str, value: float, weights: str = "auto") -> None:
     """Add a sample set with one metric to a run."""
-    place = run / "evaluations" / f"step-{step:08d}-auto" / "g8-s1-own"
+    place = run / "evaluations" / f"step-{step:08d}-{weights}" / "g8-s1-own"
     row = {"metric": "kid", "value": value, "low": value - 1, "high": value + 1, "estimand": "distance", "n": 3}
-    row |= {"reference_n": 9, "id": number, "better": "lower", "model": str(run), "step": step, "weights": "auto"}
+    row |= {"reference_n": 9, "id": number, "better": "lower", "model": str(run), "step": step, "weights": weights}
     store = open_store(place)
     store.create(f"metrics/kid-{number}.json", sealed_json(row | {"setting": {}}))
     drawing = {"images_per_prompt": 1, "codec": "png"}

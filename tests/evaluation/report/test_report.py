@@ -140,6 +140,30 @@ def test_metrics_with_different_ids_are_not_compared(tmp_path: Path, capsys: pyt
     assert shown[0].startswith("kid id1 (lower is better)") and "20.0000" in shown[1] and "4.0000" in shown[2]
 
 
+def test_other_weights_of_a_run_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    for run, weights, value in ((first, "auto", 1), (first, "raw", 9), (second, "auto", 2), (second, "raw", 8)):
+        add_evaluation(run, 10, "id1", value, weights)
+    command(["compare", str(first), str(second)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("step")[0].split() for line in lines] == [
+        *(["kid", "id1", "(lower", "is", "better),", "N", "3"], ["a"], ["b"]),
+        *(["kid", "id1", "(lower", "is", "better),", "raw", "weights,", "N", "3"], ["a"], ["b"]),
+    ]
+    assert [float(line.split()[3]) for line in lines if "step" in line] == [1, 2, 9, 8]
+
+
+def test_hours_count_the_processes_of_each_line(tmp_path: Path) -> None:
+    """10 of 40 steps run on two processes, the others on one, at the same speed of the run."""
+    run = make_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    rest = [line.replace('"images_per_second_per_gpu": 10.0', '"images_per_second_per_gpu": 20.0') for line in lines]
+    (run / "metrics.jsonl").write_text("\n".join([lines[0], *rest[1:]]) + "\n")
+    (found,) = read_runs([str(run)])
+    assert found.seconds == pytest.approx(16) and found.num_processes == 1
+    assert found.gpu_hours * 3600 == pytest.approx(4 * 2 + 12)
+
+
 def test_first_pictures_of_a_sample_set(tmp_path: Path) -> None:
     """Small images are exact, and images of a missing part are skipped."""
     run = make_run(tmp_path / "run")

@@ -16,13 +16,14 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
+from evaluation.__main__ import run as command
 from evaluation.report import runs
 from evaluation.report.runs import Evaluation, evaluations, lines
 from evaluation.sampling.model import hash_pipeline
 from evaluation.watch import follow
 from evaluation.watch.tracker import images
 from shards.base.durable import read_sealed_json
-from shards.base.errors import RequestError
+from shards.base.errors import RequestError, exit_code_of
 from shards.open import open_store
 from tests.evaluation.watch.watching import numbers, stay_here, train_here, watch, watcher, written
 from tests.runs import environment
@@ -134,6 +135,24 @@ def test_killed_and_run_again(run_dir: Path, words: list[str], alone: Path) -> N
         run_dir = run_dir.rename(run_dir.with_name(f"{run_dir.name}-moved"))
     assert watch(run_dir, words) == 0
     assert numbers(run_dir) == numbers(alone)
+
+
+def test_two_runs_with_one_output(
+    run_dir: Path, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other run lacks the step, and its newest weights are different. A copy of the first run is the same run."""
+    shared = tmp_path / "shared"
+    watched = ["--once", "true", "--until", "2", "--output", str(shared)]
+    assert watch(run_dir, words, *watched) == 0
+    other, copy = (Path(shutil.copytree(run_dir, tmp_path / name)) for name in ("other", "copy"))
+    shutil.rmtree(other / "checkpoints" / "step-00000002")
+    place = shared / "evaluations" / "step-00000002-auto"
+    sampling = ["sample", "--model", str(other), *words[:-2], "--output", str(place)]
+    assert exit_code_of(lambda: command(sampling)) == 2
+    assert "contains samples from a different model" in capsys.readouterr().err.replace("\n", " ")
+    assert watch(copy, words, *watched) == 0
+    assert "60 images" in capsys.readouterr().out  # the receipt of the first run does not count
+    assert len(list(place.glob("evaluated-*.json"))) == 2
 
 
 def test_a_checkpoint_that_is_pruned_while_it_is_read(
@@ -288,9 +307,10 @@ def test_wandb_gets_evaluations_in_the_trainings_own_run(
 def test_results_of_an_unfinished_run_are_left_to_the_trainer(
     run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The results file waits for the trainer, and the watcher does not fail."""
+    """The results file waits for the trainer, and the watcher does not fail. The run is given by a relative path."""
     edit_config(run_dir, log={"tracker": "wandb"}, max_steps=100)
-    assert watch(run_dir, words, "--once", "true", "--every", "4") == 0
+    monkeypatch.chdir(run_dir.parent)
+    assert watch(run_dir.name, words, "--once", "true", "--every", "4") == 0
     expected = "has completed 6 of its 100 steps. The launch that resumes the run will log the evaluations"
     assert expected in capsys.readouterr().out
     assert len(list((run_dir / "tracker" / "evaluations").glob("*.zip"))) == 1
