@@ -170,6 +170,5 @@ def wilson(share: float, count: float, quantile: float) -> tuple[float, float]:
     q2 = quantile**2 / count
     middle, half = share + q2 / 2, math.sqrt(q2 * (share * (1 - share) + q2 / 4))
     low, high = (middle - half) / (1 + q2), (middle + half) / (1 + q2)
-    return max(0.0, min(low, share)), min(
-        1.0, max(high, share)
-    )  # rounding may leave [0, 1] or exclude a share of 0 or 1
+    # rounding may leave [0, 1] or exclude a share of 0 or 1
+    return max(0.0, min(low, share)), min(1.0, max(high, share))

@@ -5,11 +5,13 @@ The template is card.md.
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diffusers
 
+from shards.base.durable import DamagedFile, read_sealed_json, sha256_file
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import TextTower
@@ -17,16 +19,53 @@ from train.config import TrainConfig
 from train.data.selection import FilterConfig
 from train.export.components import default_size, trained_sizes
 from train.export.evidence import describe_evaluations, describe_samples, evaluations, gpu_hours
+from train.export.posthoc import RECORD
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
 from train.model.network import class_name
+from train.model.tensors import file_of
 from train.objective.config import ObjectiveConfig
+from train.run.checkpoints.checkpoint import WEIGHTS_NAME, Checkpoint
 
 CARD = Path(__file__).with_name("card.md")
 SIZES = ("block_out_channels", "cross_attention_dim", "num_layers", "num_attention_heads", "depth", "hidden_size")
 """Fields of a network's config that the card lists if the network has them."""
 GUIDANCE = 5.0
 """Guidance scale in the card's code for pipelines that do not use classifier-free guidance by default."""
+
+
+@dataclass(frozen=True)
+class ExportedWeights:
+    """What a card says about the weights."""
+
+    name: str
+    """`unet`, `ema`, or empty if they are not from the checkpoint."""
+    description: str
+    step: int
+    sha256: str
+    """SHA-256 of the file, or `unknown` if the checkpoint does not record it."""
+
+
+def exported_weights(config: TrainConfig, checkpoint: Checkpoint, folder: Path) -> ExportedWeights:
+    """Describe the weights in a folder: those of a checkpoint, an average that `train ema` rebuilt, or others.
+
+    Raises:
+        DamagedFile: the files of a rebuilt average do not match its record.
+    """
+    step, hashes = checkpoint.state.step, checkpoint.content["files"]
+    if folder.parent == checkpoint.folder:
+        own = [sha256 for name, sha256 in hashes.items() if name.startswith(f"{folder.name}/diffusion")]
+        return ExportedWeights(folder.name, _describe_weights(config, folder.name), step, own[0] if own else "unknown")
+    if not (folder / RECORD).is_file():
+        return ExportedWeights("", f"those in {folder}", step, sha256_file(file_of(folder / WEIGHTS_NAME)))
+    record = read_sealed_json(folder / RECORD)
+    for name, sha256 in record["files"].items():
+        if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
+            raise DamagedFile(f"{folder / name} does not match {RECORD} beside it. Rebuild it with `train ema`.")
+    description = (
+        f"moving average of the weights (width {record['std']:g}, rebuilt from {len(record['made_of'])} averages)"
+    )
+    return ExportedWeights("", description, record["step"], record["files"][WEIGHTS_NAME])
 
 
 def model_card(
@@ -36,7 +75,7 @@ def model_card(
     checkpoint: dict[str, Any],
     encoding: EncodingRecord,
     texts: list[TextTower],
-    weights: str,
+    weights: ExportedWeights,
     scheduler: Any,
     trimmed: bool = False,
     samples: Sequence[str] = (),
@@ -49,7 +88,6 @@ def model_card(
         target: folder of the export, used in the card's code.
         checkpoint: content of the checkpoint's state.json.
         texts: the pipeline's text towers, in the pipeline's order.
-        weights: name of the exported weights folder: `unet`, or `ema` for the moving average.
         trimmed: whether the pipeline is the one in trimmed_pipeline.py.
         samples: names of images in the export.
         funnel: description of the data, from `describe_funnels`.
@@ -59,14 +97,12 @@ def model_card(
     sizes = trained_sizes(fingerprint)
     stock = pipeline == PipelineConfig().class_name
     trust = "trust_remote_code=True"
-    hashes = [sha256 for name, sha256 in checkpoint["files"].items() if name.startswith(f"{weights}/diffusion")]
     streams = [
         _describe_stream(stream, stream_config.filter or config.data.filter)
         for stream, stream_config in zip(fingerprint["streams"], config.data.streams, strict=True)
     ]
     return CARD.read_text().format(
         title=run_dir.resolve().name,
-        checkpoint=checkpoint,
         fingerprint=fingerprint,
         config=config,
         encoding=encoding,
@@ -79,15 +115,14 @@ def model_card(
         sizes=", ".join(sorted(str(size) for size in sizes)),
         default=_describe_default(default_size(fingerprint, class_name(fingerprint["unet"]))),
         start=config.init_from or config.init_unet or f"random weights (seed {config.seed})",
-        weights=_describe_weights(config, weights),
+        weights=weights,
         objective=_describe_objective(config.objective),
         scheduler=type(scheduler).__name__,
         streams="\n".join(streams),
         network=_describe_network(fingerprint["unet"], text_widths),
-        weights_sha256=hashes[0] if hashes else "unknown",
         samples=describe_samples(list(samples)),
-        evaluation=describe_evaluations(evaluations(run_dir, checkpoint, weights)),
-        cost=_describe_cost(run_dir, checkpoint["state"]["step"], fingerprint["global_batch_size"]),
+        evaluation=describe_evaluations(evaluations(run_dir, checkpoint, weights.name)),
+        cost=_describe_cost(run_dir, weights.step, fingerprint["global_batch_size"]),
         funnel=funnel,
     )
 

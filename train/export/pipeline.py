@@ -34,7 +34,7 @@ from shards.format.towers import Weights
 from shards.open import open_store
 from train.config import TrainConfig
 from train.data.spec import keep_towers
-from train.export.card import model_card
+from train.export.card import exported_weights, model_card
 from train.export.components import (
     check_same_encoders,
     check_unconditional,
@@ -136,6 +136,7 @@ def _write(
     is_trimmed = is_trimmed and pipeline_texts(encoding, config)[0].trim
     # fails before anything is copied
     check_class(TRIMMED if is_trimmed else config.backbone.pipeline.class_name, config.objective.prediction)
+    step = exported_weights(config, checkpoint, checkpoint.weights(options.weights)).step
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as name:
         pipeline = _write_pipeline(run_dir, config, checkpoint, Path(name) / "export", options)
@@ -147,7 +148,7 @@ def _write(
             ),
             prediction=config.objective.prediction,
             date=written,
-            description=f"Trained with latentmill, {checkpoint.tag} after step {checkpoint.state.step}",
+            description=f"Trained with latentmill, {checkpoint.tag} after step {step}",
         )
         private = Path(name) / target.name
         write_single_file(pipeline, private, fields, getattr(torch, options.dtype))
@@ -160,6 +161,7 @@ def _write_pipeline(
     run_dir: Path, config: TrainConfig, checkpoint: Checkpoint, target: Path, options: ExportConfig
 ) -> Path:
     weights = checkpoint.weights(options.weights)
+    exported = exported_weights(config, checkpoint, weights)
     encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
     texts = pipeline_texts(encoding, config)
     pipeline = config.backbone.pipeline
@@ -192,9 +194,9 @@ def _write_pipeline(
             shutil.copyfile(PIPELINE_FILE, private / PIPELINE_FILE.name)
         if options.format == "single-file":
             return target  # it has no card
-        samples = copy_samples(run_dir, evaluations(run_dir, checkpoint.content, weights.name), private)
+        samples = copy_samples(run_dir, evaluations(run_dir, checkpoint.content, exported.name), private)
         funnel = describe_funnels(stream.root for stream in config.data.streams)
-        described = (config, checkpoint.content, encoding, texts, weights.name, scheduler)
+        described = (config, checkpoint.content, encoding, texts, exported, scheduler)
         widths = None if projection is None else (projection.shape[0], projection.shape[1])
         card = model_card(run_dir, target, *described, trimmed, samples, funnel, widths)
         (private / "README.md").write_text(card)

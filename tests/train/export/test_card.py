@@ -12,7 +12,9 @@ from bench.kit.roots import encoding_record
 def test_card_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/test_end_to_end.py runs the card's code."""
     from train.config import TrainConfig
-    from train.export.card import model_card
+    from train.export.card import exported_weights, model_card
+    from train.run.checkpoints.checkpoint import Checkpoint
+    from train.run.state import TrainState
 
     encoding = encoding_record(16, 16)
     fields: Any = {
@@ -34,7 +36,10 @@ def test_card_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "files": {"ema/diffusion_pytorch_model.safetensors": 64 * "c"},
     }
     config = TrainConfig.model_validate(fields)
-    described = (encoding, [encoding.texts["text"]], "ema", DPMSolverMultistepScheduler())
+    state = TrainState(step=7).to_json()
+    saved = Checkpoint(tmp_path / "step-7", checkpoint | {"state": state})
+    weights = exported_weights(config, saved, tmp_path / "step-7" / "ema")
+    described = (encoding, [encoding.texts["text"]], weights, DPMSolverMultistepScheduler())
     card = model_card(tmp_path / "phase9", tmp_path, config, checkpoint, *described)
     for words in (
         "# phase9",

@@ -9,7 +9,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 
-from shards.base.durable import DamagedFile, read_sealed_json
+from shards.base.durable import DamagedFile, read_sealed_json, sha256_file
 from shards.base.errors import RequestError, WorkError
 from tests.runs import UNET, curve, train_fields, write_config
 from train.__main__ import run as command
@@ -71,8 +71,11 @@ def test_train_ema_rebuilds_an_average_for_export(runs: tuple[Path, Path], capsy
     exported = write_pipeline(run, ExportConfig(weights=str(folder)))
     assert load_file(exported / "unet" / WEIGHTS_NAME).keys() == weights.keys()
     assert all(value.equal(weights[name]) for name, value in load_file(exported / "unet" / WEIGHTS_NAME).items())
+    assert f"`{sha256_file(folder / WEIGHTS_NAME)}`" in (exported / "README.md").read_text()
     # rebuilding a width that was kept gives the snapshot itself, up to float16
     kept = write_average(run, RebuildConfig(std=0.1, step=8))
+    card = (write_pipeline(run, ExportConfig(weights=str(kept))) / "README.md").read_text()
+    assert "| steps | 8 of 8 samples |" in card and "(width 0.1, rebuilt from 4 averages)" in card
     snapshot = load_file(step_folder(run / "posthoc", 8) / "ema-0.100" / WEIGHTS_NAME)
     for name, value in load_file(kept / WEIGHTS_NAME).items():
         torch.testing.assert_close(value, snapshot[name].float(), rtol=1e-6, atol=1e-8)
