@@ -12,8 +12,8 @@ class ImagesConfig(Config):
     """Storage of downloaded images."""
 
     mode: Literal["original", "keep_ratio_largest"] = "original"
-    """`original` stores images byte for byte as served. `keep_ratio_largest` re-encodes them as JPEG, with the longer
-    side scaled down to `max_side`."""
+    """`original` stores images byte for byte as served. `keep_ratio_largest` re-encodes them as upright JPEGs in
+    sRGB, with the longer side scaled down to `max_side`."""
     max_side: PositiveInt = 1024
     """Maximum length of the longer side in pixels, for `keep_ratio_largest`."""
     jpeg_quality: Annotated[int, Field(ge=1, le=100)] = 95

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pyarrow as pa
 from precompute.download import opener
 from precompute.download.config import DownloadConfig
 from precompute.download.rows import PlannedTar, read_rows
+from precompute.download.shrink import keep, shrink
 from precompute.download.verify import check_tar
 from shards.base.durable import fsync_folder, fsync_tree, write_atomically
 from shards.base.errors import RequestError, WorkError
@@ -44,9 +46,9 @@ def _import_img2dataset() -> Any:
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # otherwise albumentations checks PyPI for updates
     # img2dataset imports both but uses neither; without them, a process takes 200 MB rather than 700
     with _hidden("torch", "ray"):
-        from img2dataset import downloader, resizer, writer
+        from img2dataset import downloader, writer
 
-    return downloader.Downloader, resizer.Resizer, writer.WebDatasetSampleWriter
+    return downloader.Downloader, writer.WebDatasetSampleWriter
 
 
 @contextlib.contextmanager
@@ -97,20 +99,16 @@ def fetch_tar(config: DownloadConfig, tar: PlannedTar) -> dict[str, Any]:
 
 
 def _download(config: DownloadConfig, tar: PlannedTar, folder: Path) -> None:
-    downloader_class, resizer_class, writer_class = _import_img2dataset()
+    downloader_class, writer_class = _import_img2dataset()
+    images = config.images
+    smaller = partial(shrink, max_side=images.max_side, quality=images.jpeg_quality)
     table = read_rows(tar, config.extra_columns)
     opener.install(config.requests, expected_hashes(table) if config.verify else None)
     with pa.OSFile(str(folder / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     downloader = downloader_class(
         sample_writer_class=writer_class,
-        resizer=resizer_class(
-            image_size=config.images.max_side,
-            resize_mode="no" if config.images.mode == "original" else config.images.mode,
-            resize_only_if_bigger=True,
-            encode_quality=config.images.jpeg_quality,
-            disable_all_reencoding=config.images.mode == "original",
-        ),
+        resizer=keep if images.mode == "original" else smaller,
         thread_count=config.threads,
         save_caption=True,
         extract_exif=False,

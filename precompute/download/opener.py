@@ -56,13 +56,13 @@ class _Opener(urllib.request.OpenerDirector):
 
 def build_opener(config: RequestsConfig, hashes: Hashes | None = None) -> urllib.request.OpenerDirector:
     """Build an opener that supports only http and https: no file, ftp or data URLs. See `install`."""
-    redirects = type("Redirects", (urllib.request.HTTPRedirectHandler,), {"max_redirections": config.max_redirects})()
+    redirects = type("Redirects", (urllib.request.HTTPRedirectHandler,), {"max_redirections": config.max_redirects})
     opener = _Opener(hashes or {})
     for handler in (
         urllib.request.ProxyHandler(),
         urllib.request.UnknownHandler(),
         urllib.request.HTTPDefaultErrorHandler(),
-        redirects,
+        *([redirects()] if config.max_redirects else []),  # urllib follows the first one whatever the maximum is
         urllib.request.HTTPErrorProcessor(),
         _LimitedHandler(config),
     ):
@@ -77,7 +77,8 @@ class _LimitedHandler(urllib.request.AbstractHTTPHandler):
         super().__init__()
         self.tls = ssl.create_default_context()  # shared by all connections: creating it loads the CA certificates
         self.make_response = partial(_LimitedResponse, config=config)
-        proxies = {urllib.parse.urlsplit(address).hostname for address in urllib.request.getproxies().values()}
+        addresses = urllib.request.getproxies().values()  # such as http://proxy:3128, or proxy:3128
+        proxies = {urllib.parse.urlsplit(a if "://" in a else f"//{a}").hostname for a in addresses}
         self.trusted_hosts = None if config.allow_private_hosts else proxies
 
     def http_request(self, request: urllib.request.Request) -> urllib.request.Request:
@@ -113,7 +114,7 @@ class _PublicHTTPConnection(HTTPConnection):
 
     def connect(self) -> None:
         super().connect()
-        if self.trusted_hosts is not None and self.host not in self.trusted_hosts:
+        if self.trusted_hosts is not None and self.host.lower() not in self.trusted_hosts:
             peer = self.sock.getpeername()[0].partition("%")[0]
             if not is_public_address(peer):
                 self.close()

@@ -20,7 +20,7 @@ KINDS = {
     "too_large": r"^too large",
     "hash_mismatch": r"^hash mismatch",
     "deadline": r"^deadline",
-    "redirect_loop": r"infinite loop|Redirection to url",
+    "redirect_loop": r"infinite loop|Redirection to url|HTTP Error 30[12378]",
     "not_http": r"unknown url type|no host given|InvalidURL|URL can't contain|nonnumeric port",
     "http_403": r"HTTP Error 403",
     "http_404": r"HTTP Error 404",
@@ -49,7 +49,8 @@ def write_report(
         fetched: number of tars published in this run.
         seconds: wall-clock time of this run.
     """
-    stats = [json.loads(path.read_text()) for tar in tars if (path := stats_path(output, tar)).exists()]
+    published = [stats_path(output, tar) for tar in tars if tar.name not in failed]
+    stats = [json.loads(path.read_text()) for path in published if path.exists()]
     totals = {name: sum(item[name] for item in stats) for name in ("count", "successes")}
     failures, formats = Counter[str](), Counter[str]()
     for item in stats:

@@ -61,20 +61,26 @@ class NumberedUnit(Unit):
     def _samples(self, max_bytes: int, policy: Policy) -> Iterator[RawSample]:
         seen: set[str] = set()
         for member in self.members:
-            done = 0
+            done, name = 0, escaped(member.name)
             try:
                 for sample in self.read(member, max_bytes):
-                    if sample.key in seen:
-                        raise ValueError(f"the key {sample.key!r} occurs twice")
-                    seen.add(sample.key)
-                    yield sample
                     done += 1
+                    if sample.key not in seen:
+                        seen.add(sample.key)
+                        yield sample
+                        continue
+                    if policy == "reject":
+                        raise DamagedInput(
+                            f"{self.store.where(name)} has the key {sample.key!r}, which occurs twice in unit "
+                            f"{self.name}. Make keys unique (the column `key` or `__key__` contains them), or set "
+                            f"tars.policy to salvage, which keeps the first sample with each key."
+                        )
+                    yield RawSample(f"{name}/{done - 1}", lost=f"the key {sample.key!r} occurs twice")
                 if done != member.samples:
                     raise ValueError(f"there are {done} samples instead of {member.samples}")
             except READ_ERRORS as error:
                 if isinstance(error, OSError) and error.errno is not None and not isinstance(error, FileNotFoundError):
                     raise
-                name = escaped(member.name)
                 reason = f"{self.store.where(name)} is damaged or missing: {' '.join(str(error).split())}"
                 if policy == "reject":
                     raise DamagedInput(

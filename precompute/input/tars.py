@@ -71,12 +71,19 @@ class TarUnit(Unit):
 
     def head(self, max_bytes: int) -> Iterator[RawSample]:
         file_system, path = fsspec.core.url_to_fs(self.address)
-        with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
-            copy = Path(folder) / "head.tar"
-            with store_errors(self.address):
-                copy.write_bytes(file_system.cat_file(path, start=0, end=HEAD_BYTES))
-            with decompressed(copy, self.address, "salvage") as start:
-                yield from (sample for sample in Tar(start, max_bytes, "salvage").samples() if not sample.lost)
+        for num_bytes in (HEAD_BYTES, HEAD_BYTES + max_bytes):  # the first image may be large
+            with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
+                copy = Path(folder) / "head.tar"
+                with store_errors(self.address):
+                    copy.write_bytes(file_system.cat_file(path, start=0, end=num_bytes))
+                is_empty = True
+                with decompressed(copy, self.address, "salvage") as start:
+                    for sample in Tar(start, max_bytes, "salvage").samples():
+                        if not sample.lost:
+                            is_empty = False
+                            yield sample
+            if not is_empty:
+                return
 
 
 def find_tars(listing: Listing) -> Found | None:

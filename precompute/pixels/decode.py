@@ -3,45 +3,25 @@
 The header is checked before anything is decoded, and one decode serves all buckets.
 """
 
-import io
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from PIL import Image
-from PIL.ImageFile import ImageFile
 from pydantic import Field
 
 from precompute.input.reject import Reject
 from precompute.pixels.blur import Box, blur, turned_boxes
-from precompute.pixels.color import scale_transparency, to_srgb
+from precompute.pixels.color import to_srgb
+from precompute.pixels.opening import FORMATS, MAX_PIXELS, MAX_SIDE, Format, open_image, rejecting, turns_of
 from precompute.pixels.resample import Filter, place, resample
 from shards.base.config import Config
 from shards.format.buckets import AspectTable, Bucket, choose_buckets
 
-Format = Literal["JPEG", "PNG", "WEBP", "GIF", "TIFF", "AVIF"]
-FORMATS: tuple[Format, ...] = get_args(Format)
-"""The only formats that Pillow may open; it supports 43."""
 SCALED_FORMATS = ("JPEG", "MPO")
 """Formats that can be decoded at a reduced size. MPO is Pillow's name for the multi-image JPEGs that phones write, of
 which only the first image is used."""
-ORIENTATION_TAG = 0x0112
-# EXIF orientation → whether to flip left-right, flip top-bottom, and then transpose the stored image to make it upright
-TURNS = {
-    1: (False, False, False),
-    2: (True, False, False),
-    3: (True, True, False),
-    4: (False, True, False),
-    5: (False, False, True),
-    6: (False, True, True),
-    7: (True, True, True),
-    8: (True, False, True),
-}
-Image.MAX_IMAGE_PIXELS = None  # `limits.max_pixels` replaces Pillow's check
-MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class PixelsConfig(Config):
@@ -78,9 +58,9 @@ class LimitsConfig(Config):
 
     formats: tuple[Format, ...] = Field(FORMATS, min_length=1)
     """Accepted image formats, detected by magic bytes."""
-    max_pixels: int = 100_000_000
+    max_pixels: int = MAX_PIXELS
     """Maximum width × height according to the header."""
-    max_side: int = 30_000
+    max_side: int = MAX_SIDE
     """Maximum side in pixels."""
     max_bytes: int = 64 << 20
     """Maximum size of a tar member."""
@@ -127,11 +107,10 @@ def decode(
     Raises:
         Reject: `not_an_image`, `too_many_pixels`, `too_small`, `bad_profile` or `undecodable`.
     """
-    image = _open(data, limits)
+    image = open_image(data, limits.formats, limits.max_pixels, limits.max_side)
     if not any(choose_buckets(*size, buckets, aspects) for size in (image.size, image.size[::-1])):
         raise Reject("too_small", f"{image.width}x{image.height}")
-    with rejecting("undecodable"):
-        flip_x, flip_y, turned = TURNS[_orientation(image)]
+    flip_x, flip_y, turned = turns_of(image)
     width, height = image.size[::-1] if turned else image.size
     chosen = choose_buckets(width, height, buckets, aspects)
     if not chosen:
@@ -154,37 +133,6 @@ def decode(
             cut = cut[:: -1 if flip_y else 1, :: -1 if flip_x else 1]
             pixels[bucket] = np.ascontiguousarray(cut.swapaxes(0, 1) if turned else cut)
     return Picture(width, height, pixels, {bucket: at.corner for bucket, at in placements.items()})
-
-
-@contextmanager
-def rejecting(reason: str) -> Iterator[None]:
-    """Convert any exception raised in the block, except MemoryError, to a Reject. Pillow's parsers raise a dozen types
-    of exceptions."""
-    try:
-        yield
-    except (MemoryError, Reject):
-        raise
-    except Exception as error:
-        text = MEMORY_ADDRESS.sub("", f"{type(error).__name__}: {error}")  # rejects must be identical in every run
-        raise Reject(reason, text[:200]) from error
-
-
-def _open(data: bytes, limits: LimitsConfig) -> ImageFile:
-    with rejecting("not_an_image"):
-        image = Image.open(io.BytesIO(data), formats=limits.formats)
-    if image.width * image.height > limits.max_pixels or max(image.size) > limits.max_side:
-        raise Reject("too_many_pixels", f"{image.width}x{image.height}")
-    if image.format == "TIFF":
-        image.info.pop("xmp", None)  # otherwise Pillow applies the XMP orientation, but only in load()
-    with rejecting("undecodable"):
-        scale_transparency(image)
-    return image
-
-
-def _orientation(image: Image.Image) -> int:
-    # Pillow rotates TIFFs itself, and the size that it reports is already the rotated one
-    orientation = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION_TAG, 1)
-    return orientation if orientation in TURNS else 1
 
 
 def _shrink_on_decode(image: Image.Image, buckets: list[Bucket], turned: bool, config: PixelsConfig) -> int:

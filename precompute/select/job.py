@@ -53,7 +53,7 @@ def select(config: SelectConfig) -> dict[str, Any]:
     if config.urls.opt_out:
         hosts, num_urls = read_hosts(config.urls.opt_out)
         print(f"Opt-outs in {config.urls.opt_out}: {len(hosts):,} by host, {num_urls:,} by URL.", flush=True)
-    addresses = find_files(config.metadata)
+    addresses = find_files(config.metadata, config.output)
     footers = [read_footer(address) for address in addresses]
     dataset = choose_dataset(config, dict(zip(addresses, (footer.schema for footer in footers), strict=True)))
     rules = build_rules(config.filters, config.urls, hosts, dataset)

@@ -40,15 +40,20 @@ class MetadataFile:
         return self.address.rpartition("/")[2]
 
 
-def find_files(metadata: str) -> list[str]:
-    """Return the sorted addresses of the parquet files at `metadata`, which is a file, a folder or a glob. Raises
-    RequestError if there are none, or they cannot be listed."""
+def find_files(metadata: str, output: Path) -> list[str]:
+    """Return the sorted addresses of the parquet files at `metadata`, which is a file, a folder or a glob, except those
+    in the folder `output`. Raises RequestError if there are none, or they cannot be listed."""
     try:
         file_system, path = fsspec.core.url_to_fs(metadata)
         if file_system.isfile(path):
             found = [path]
         else:
-            found = file_system.glob(f"{path.rstrip('/')}/**/*.parquet" if file_system.isdir(path) else path)
+            is_folder = file_system.isdir(path)
+            listed = file_system.find(path) if is_folder else file_system.glob(path)
+            own = f"{output.absolute()}/" if "file" in file_system.protocol else None
+            found = [name for name in listed if own is None or not name.startswith(own)]
+            if is_folder:
+                found = [name for name in found if name.endswith(".parquet")]
     except (OSError, ImportError, ValueError) as error:
         raise RequestError(f"The metadata {metadata} cannot be listed: {error}. Check --metadata.") from error
     if not found:

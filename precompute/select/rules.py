@@ -141,7 +141,9 @@ def _numeric_predicate(passes: Callable[..., np.ndarray]) -> Callable[..., pa.Bo
     """Turn a predicate on NumPy arrays into a predicate on Arrow arrays that returns null for null and NaN."""
 
     def predicate(*columns: pa.Array) -> pa.BooleanArray:
-        arrays = [np.asarray(column) for column in columns]
+        arrays = [
+            np.asarray(column.cast(pa.float32()) if pa.types.is_null(column.type) else column) for column in columns
+        ]
         return pa.array(passes(*arrays), mask=reduce(np.logical_or, (array != array for array in arrays)))
 
     return predicate

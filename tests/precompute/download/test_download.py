@@ -196,6 +196,10 @@ def test_shrinking_pictures(server: BadServer, tmp_path: Path, monkeypatch: pyte
     assert found == {"000000000.jpg": (100, 50), "000000001.jpg": (60, 90)}
     report = write_report(tmp_path / "out", [shard], {}, 1, 1.0)
     assert report["failures"] == {"not_an_image": 1} and report["formats"] == {"jpeg": 2}
+    # a tar that could not be downloaded again is not complete, whatever is left of the earlier one
+    (tmp_path / "out" / "00000_stats.json").write_text("{")
+    report = write_report(tmp_path / "out", [shard], {"00000": "damaged"}, 0, 1.0)
+    assert report["shards"]["published"] == report["successes"] == 0
 
 
 def test_a_full_disk_is_reported(server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

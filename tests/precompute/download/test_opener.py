@@ -56,6 +56,13 @@ def test_failures_are_reported_in_time(server: BadServer, path: str, kind: str, 
     assert kind_of(str(caught.value)) == kind
 
 
+def test_no_redirect_is_followed(server: BadServer) -> None:
+    before = server.requests["/jpeg/redirected"]
+    with pytest.raises(OSError, match="HTTP Error 302") as caught:
+        fetch(f"{server.address}/redirect", max_redirects=0)
+    assert kind_of(str(caught.value)) == "redirect_loop" and server.requests["/jpeg/redirected"] == before
+
+
 @pytest.mark.parametrize(("max_bytes", "fits"), [(len(JPEG) + 7, True), (len(JPEG) + 6, False)])
 def test_the_edge_of_the_size(server: BadServer, max_bytes: int, fits: bool) -> None:
     if fits:
@@ -94,12 +101,14 @@ def test_a_public_name_with_a_private_address_gets_no_request(
     assert server.requests.total() == before
 
 
-def test_the_proxy_may_be_private(server: BadServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", server.address)
+@pytest.mark.parametrize("spelling", ["http://127.0.0.1", "127.0.0.1", "LocalHost"])
+def test_the_proxy_may_be_private(spelling: str, server: BadServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"{spelling}:{server.address.rpartition(':')[2]}")
     monkeypatch.setenv("no_proxy", "")
+    before = server.requests["http://example.com/jpeg/1"]
     with pytest.raises(OSError, match="404"):  # used as a proxy, the server does not know that path
         fetch("http://example.com/jpeg/1", allow_private_hosts=False)
-    assert server.requests["http://example.com/jpeg/1"] == 1
+    assert server.requests["http://example.com/jpeg/1"] == before + 1
     with pytest.raises(OSError, match=r"private address: host 10.0.0.1"):
         fetch("http://10.0.0.1/jpeg/1", allow_private_hosts=False)
 

@@ -422,8 +422,20 @@ def test_keys_need_only_be_unique_within_a_parquet_file(tmp_path: Path) -> None:
         pq.write_table(pa.table({"image": [b"x", b"y"], "key": ["0", "1"]}), tmp_path / "input" / f"{name}.parquet")
     assert names_of(find_input(str(tmp_path / "input")).units()) == [["0", "1"], ["0", "1"]]
     pq.write_table(pa.table({"image": [b"x", b"y"], "key": ["0", "0"]}), tmp_path / "input" / "b.parquet")
-    with pytest.raises(DamagedInput, match="the key '0' occurs twice"):
+    with pytest.raises(DamagedInput, match=r"has the key '0', which occurs twice in unit .* Make keys unique"):
         names_of(find_input(str(tmp_path / "input")).units())
+
+
+def test_rows_after_a_repeated_key_are_salvaged(tmp_path: Path) -> None:
+    (tmp_path / "input").mkdir()
+    rows = {"image": [b"a", b"b", b"c", b"d"], "key": ["0", "0", "1", "2"]}
+    pq.write_table(pa.table(rows), tmp_path / "input" / "a.parquet")
+    (unit,) = find_input(str(tmp_path / "input")).units()
+    samples = read(unit, "salvage")
+    assert [(sample.key, sample.image) for sample in samples] == [
+        *(("0", b"a"), ("a.parquet#0/1", None), ("1", b"c"), ("2", b"d"))
+    ]
+    assert [sample.lost for sample in samples] == ["", "the key '0' occurs twice", "", ""]
 
 
 def test_mds_in_folders_with_a_merged_index(tmp_path: Path) -> None:

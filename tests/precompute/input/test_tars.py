@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from precompute.input import tars
-from precompute.input.find import find_input
+from precompute.input.find import choose_caption_fields, find_input
 from precompute.input.tars import Tar, TarUnit, counted_samples
 from precompute.input.unit import MAX_JSON_BYTES
 from shards.base.errors import DamagedInput
@@ -39,6 +39,14 @@ def test_an_image_may_be_larger_than_a_json_but_a_json_that_large_is_not_read(tm
     path = make_tar(tmp_path, "00000", [("a", {"jpg": large, "json": b'{"url": "%b"}' % large})])
     (sample,) = Tar(path, 2 * MAX_JSON_BYTES).samples()
     assert sample.image == large and sample.metadata == {}
+
+
+def test_captions_are_found_behind_a_large_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first bytes of the tar, which are read to find the captions, do not contain a whole sample."""
+    monkeypatch.setattr(tars, "HEAD_BYTES", 10_000)
+    samples = [(str(number), {"jpg": b"x" * 20_000, "txt": b"a caption"}) for number in range(3)]
+    make_tar(tmp_path / "input", "00000", samples)
+    assert choose_caption_fields(find_input(str(tmp_path / "input")), LIMIT) == ["txt"]
 
 
 def test_counts_come_from_both_side_files(tar: Path) -> None:

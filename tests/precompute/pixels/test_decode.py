@@ -13,7 +13,8 @@ from PIL import Image, TiffImagePlugin
 
 from bench.pixels import photograph
 from precompute.input.reject import Reject
-from precompute.pixels.decode import FORMATS, TURNS, LimitsConfig, PixelsConfig, decode
+from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
+from precompute.pixels.opening import FORMATS, TURNS
 from precompute.pixels.resample import place
 from shards.format.buckets import Bucket
 from tests.tiny import picture, saved

@@ -177,6 +177,20 @@ def test_types_that_differ_only_in_width_are_unified(tmp_path: Path) -> None:
     assert table["image_phash"].to_pylist() == [*COYO["image_phash"][1:5], None, None, None, None]
 
 
+def test_a_score_without_any_value_drops_the_rows(tmp_path: Path) -> None:
+    """pandas writes such a column with the null type."""
+    laion.write(tmp_path / "in" / "a.parquet", pa.table(COYO))
+    laion.write(tmp_path / "in" / "b.parquet", pa.table(COYO | {"nsfw_score_gantman": pa.nulls(NUMBER)}))
+    config = laion.config(
+        *(tmp_path / "in", tmp_path / "out"),
+        urls={"drop_duplicates": False},
+        filters={"scores": {"nsfw_score_gantman": {"max": 0.5}}},
+    )
+    select(config)
+    urls = pq.read_table(tmp_path / "out" / "selected-00000.parquet")["URL"].to_pylist()
+    assert urls and len(urls) == len(set(urls)) <= NUMBER
+
+
 def test_a_bound_can_be_on_any_name_and_switched_off(tmp_path: Path) -> None:
     scores = {"original_width": {"min": 641}, "clip_b32_similarity_score": None}
     with pytest.raises(WorkError, match=r"The rule `min_original_width` \(original_width ≥ 641\) dropped the most"):

@@ -76,6 +76,16 @@ def test_processes_and_partitions_change_no_byte(metadata: Path, tmp_path: Path)
     assert one == two
 
 
+def test_a_selection_below_its_metadata_does_not_read_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "in [1]"
+    laion.write(folder / "a.parquet", laion.rows(6))
+    work = folder / "out" / ".work" / "0"
+    work.mkdir(parents=True)
+    (work / "rows.parquet").write_bytes(b"PAR1")  # of a selection that was killed
+    assert select(laion.config(folder, folder / "out"))["rows_in"] == 6
+    assert select(laion.config(folder, folder / "out"))["rows_in"] == 6  # the finished one
+
+
 class Killed(BaseException):
     """Stand-in for SIGKILL."""
 

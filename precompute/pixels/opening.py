@@ -1,0 +1,80 @@
+"""Open image files: accepted formats, limits that the header has to meet, and EXIF orientation."""
+
+import io
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+from PIL import Image
+from PIL.ImageFile import ImageFile
+
+from precompute.input.reject import Reject
+from precompute.pixels.color import scale_transparency
+
+Format = Literal["JPEG", "PNG", "WEBP", "GIF", "TIFF", "AVIF"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+"""The only formats that Pillow may open; it supports 43."""
+MAX_PIXELS, MAX_SIDE = 100_000_000, 30_000
+"""Default limits on width × height and on each side."""
+ORIENTATION_TAG = 0x0112
+# EXIF orientation → whether to flip left-right, flip top-bottom, and then transpose the stored image to make it upright
+TURNS = {
+    1: (False, False, False),
+    2: (True, False, False),
+    3: (True, True, False),
+    4: (False, True, False),
+    5: (False, False, True),
+    6: (False, True, True),
+    7: (True, True, True),
+    8: (True, False, True),
+}
+Image.MAX_IMAGE_PIXELS = None  # the limits replace Pillow's check
+MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@contextmanager
+def rejecting(reason: str) -> Iterator[None]:
+    """Convert any exception raised in the block, except MemoryError, to a Reject. Pillow's parsers raise a dozen types
+    of exceptions."""
+    try:
+        yield
+    except (MemoryError, Reject):
+        raise
+    except Exception as error:
+        text = MEMORY_ADDRESS.sub("", f"{type(error).__name__}: {error}")  # rejects must be identical in every run
+        raise Reject(reason, text[:200]) from error
+
+
+def open_image(
+    data: bytes,
+    formats: Collection[Format] = FORMATS,
+    max_pixels: int = MAX_PIXELS,
+    max_side: int = MAX_SIDE,
+) -> ImageFile:
+    """Open an image without decoding its pixels.
+
+    Raises:
+        Reject: `not_an_image`, `too_many_pixels` or `undecodable`.
+    """
+    with rejecting("not_an_image"):
+        image = Image.open(io.BytesIO(data), formats=tuple(formats))
+    if image.width * image.height > max_pixels or max(image.size) > max_side:
+        raise Reject("too_many_pixels", f"{image.width}x{image.height}")
+    if image.format == "TIFF":
+        image.info.pop("xmp", None)  # otherwise Pillow applies the XMP orientation, but only in load()
+    with rejecting("undecodable"):
+        scale_transparency(image)
+    return image
+
+
+def turns_of(image: ImageFile) -> tuple[bool, bool, bool]:
+    """Return whether an image has to be flipped left-right, flipped top-bottom and then transposed to be upright.
+
+    Raises:
+        Reject: `undecodable`.
+    """
+    with rejecting("undecodable"):
+        # Pillow rotates TIFFs itself, and the size that it reports is already the rotated one
+        orientation = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION_TAG, 1)
+        return TURNS.get(orientation, TURNS[1])

@@ -1,0 +1,65 @@
+"""Images that are shrunk at download look to stage 1 like the originals."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from precompute.download.shrink import keep, shrink
+from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
+from precompute.pixels.opening import ORIENTATION_TAG, TURNS
+from shards.format.buckets import Bucket
+from tests.precompute.pixels import icc
+
+
+def gradient(width: int, height: int) -> Image.Image:
+    """An image in which every corner differs."""
+    x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    return Image.fromarray(np.stack([x, y, 255 - x], -1).astype(np.uint8))
+
+
+def file_of(image: Image.Image, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def rotated(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[ORIENTATION_TAG] = orientation
+    return file_of(gradient(400, 200), "JPEG", exif=exif, quality=95)
+
+
+FILES = {
+    **{f"orientation {orientation}": rotated(orientation) for orientation in TURNS},
+    "16-bit grey": file_of(Image.fromarray(np.full((200, 400), 20000, np.uint16)), "PNG"),
+    "Adobe RGB": file_of(gradient(300, 200), "PNG", icc_profile=icc.rgb_profile(icc.ADOBE_RGB, 1.8)),
+    "transparent": file_of(Image.new("RGBA", (300, 300), (255, 0, 0, 128)), "PNG"),
+    "CMYK": file_of(gradient(300, 200).convert("CMYK"), "JPEG", quality=95),
+    "palette": file_of(gradient(300, 200).quantize(64), "PNG"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_stage_1_sees_the_same_image(name: str) -> None:
+    data, width, height, original_width, original_height, error = shrink(
+        io.BytesIO(FILES[name]), max_side=200, quality=95
+    )
+    assert error is None and data is not None and width is not None and height is not None
+    small = Image.open(io.BytesIO(data))
+    assert small.format == "JPEG" and small.size == (width, height) and max(small.size) == 200
+    assert small.mode == "RGB" and not small.getexif()
+    bucket, config, limits = Bucket(64, 64), PixelsConfig(), LimitsConfig()
+    expected, found = (decode(file, [bucket], config, limits) for file in (FILES[name], data))
+    assert (expected.width, expected.height) == (original_width, original_height)
+    difference = np.abs(expected.pixels[bucket].astype(int) - found.pixels[bucket])
+    assert difference.mean() < 4 and np.median(difference) <= 3
+
+
+def test_small_images_keep_their_size_and_damaged_ones_are_refused() -> None:
+    assert shrink(io.BytesIO(file_of(gradient(60, 90), "PNG")), max_side=200, quality=95)[1:3] == (60, 90)
+    whole = file_of(gradient(300, 200), "PNG")
+    for data, reason in ((b"<html>", "not_an_image"), (whole[: len(whole) // 2], "undecodable")):
+        assert shrink(io.BytesIO(data), max_side=200, quality=95) == (*[None] * 5, f"Image decoding error: {reason}")
+    assert keep(io.BytesIO(whole)) == (whole, *[None] * 5)
