@@ -81,6 +81,7 @@ class Trainer:
             while state.step < self.max_steps:
                 batch = self._next_batch(batches)
                 if state.step == first_step:
+                    self.heartbeat.enter(state.step, "training")
                     with shutdown.untimed():
                         self.train_step.settle_gradient_order(batch, first_step)
                 self._train(batch)

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -54,13 +55,17 @@ class Progress:
         else:
             print(message, file=sys.stderr, flush=True)
 
-    def advance(self) -> None:
-        """Count one more completed unit. A bar updates immediately; a log gets a line at intervals."""
+    def advance(self, figures: Callable[[], dict[str, Any]] | None = None) -> None:
+        """Count one more completed unit. A bar updates immediately; a log gets a line at intervals.
+
+        Args:
+            figures: function that returns the content of the line; None: the number of completed units.
+        """
         self.completed += 1
         if self.bar and self.bar.tasks:
             self.bar.advance(self.task)
         elif self.is_due:
-            self.show(self.completed, "", {"completed": self.completed, "of": self.total})
+            self.show(self.completed, "", figures() if figures else {"completed": self.completed, "of": self.total})
 
     def show(self, completed: int, text: str, figures: dict[str, Any]) -> None:
         """Set the number of completed units, and show `text` next to the bar or print `figures` as a line of JSON."""

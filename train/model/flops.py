@@ -29,6 +29,7 @@ PEAK_TFLOPS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
     "H100": 989.0,  # SXM; its name ends in "80GB HBM3"
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "GH200": 989.0,
     "B200": 2250.0,
@@ -59,7 +60,7 @@ def training_flops(call: Callable[[], Any]) -> int:
 def peak_tflops(device_name: str) -> float | None:
     """Return the dense bfloat16 peak in TFLOP/s of the GPU with this device name, or None if it is unknown."""
     words = device_name.replace("-", " ").split()
-    if {"Laptop", "MIG"} & set(words):  # a different chip with the same name, or a slice of one
+    if {"Laptop", "D", "MIG"} & set(words):  # a different chip with the same name, or a slice of one
         return None
     known = [name for name in PEAK_TFLOPS if all(word in words for word in name.split())]
     return PEAK_TFLOPS[max(known, key=len)] if known else None

@@ -1,6 +1,7 @@
 """Log of a training run: metrics.jsonl, samples.jsonl, the tracker and the progress bar."""
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,9 @@ class Log:
             self.accelerator.end_training()
 
     def advance(self) -> None:
-        """Count one more step on the progress bar."""
+        """Count one more step on the progress bar, or print a line at intervals."""
         if self.progress:
-            self.progress.advance()
+            self.progress.advance(partial(self._figures, self.progress.completed + 1))
 
     def write_samples(self, batch: Batch, step: int) -> None:
         """Write the keys of a global batch to samples.jsonl, in global order. All processes must call it.
@@ -103,11 +104,18 @@ class Log:
             self.evaluations.log_next(self.accelerator.trackers, step)
 
     def _show_progress(self, progress: Progress, step: int) -> None:
-        shown = {name: self.last_fields[name] for name in ("loss", "images_per_second")}
-        text = "loss not finite" if shown["loss"] is None else "loss {loss:.4f}  {images_per_second:.1f} img/s"
+        figures = self._figures(step)
+        text = "loss not finite" if figures["loss"] is None else "loss {loss:.4f}  {images_per_second:.1f} img/s"
+        progress.show(step, text.format(**figures), figures)
+
+    def _figures(self, step: int) -> dict[str, Any]:
+        """Return the figures to show after `step` steps: those of the last line of metrics, if there is one."""
+        last: dict[str, Any] = {
+            name: self.last_fields[name] for name in ("loss", "images_per_second") if name in self.last_fields
+        }
         seconds_per_step = (time.monotonic() - self.start) / (step - self.first_step)
         eta = round(seconds_per_step * (self.max_steps - step))
-        progress.show(step, text.format(**shown), {"step": step, "steps": self.max_steps, **shown, "eta_seconds": eta})
+        return {"step": step, "steps": self.max_steps, **last, "eta_seconds": eta}
 
     def sync(self) -> dict[str, int]:
         """Flush the log to disk before a checkpoint is saved, because a resumed run does not write earlier lines again.

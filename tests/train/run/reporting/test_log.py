@@ -1,5 +1,6 @@
 """Lines outlive power cuts, and TensorBoard shows one run, with its config and commit, however often it is requeued."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,12 +9,14 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
+from shards.base import progress
 from shards.base.errors import Preempted, RequestError
 from tests.runs import train_fields, write_config
 from tests.train.run.reporting.preemption import preempt_in_step
 from train.__main__ import run as command
 from train.run.preflight import check_tracker
 from train.run.reporting import tracker
+from train.run.reporting.json_lines import read_json_lines
 from train.run.reporting.tracker import flatten_numbers, source_version
 
 
@@ -39,6 +42,21 @@ def test_lines_are_flushed_before_their_checkpoint_is_published(
     # the lines of steps 3 and 4 may be flushed before step 2 is published
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert events[:first].count(name) >= 1 and events[:second].count(name) >= 2
+
+
+def test_lines_of_progress_have_the_loss(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Outside a terminal, every step prints a line here. Before the first line of metrics, there is no loss to show."""
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    fields = train_fields(latents, tmp_path / "run", max_steps=4, log={"every": 2})
+    command(["--config", str(write_config(tmp_path, fields))])
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith('{"step"')]
+    losses = {row["step"]: row["loss"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")}
+    assert [(line["step"], line.get("loss")) for line in lines] == [
+        *((1, None), (2, None), (2, losses[2]), (3, losses[2]), (4, losses[2]), (4, losses[4]))
+    ]
+    assert all(line["steps"] == 4 and line["eta_seconds"] >= 0 for line in lines)
 
 
 def test_tensorboard_gets_every_step_once_and_the_config(
