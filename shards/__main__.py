@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from shards.base.device import available_cores
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError, WorkError, console
-from shards.base.store import LocalStore
+from shards.base.store import LocalStore, parse_place
 from shards.base.table import counted
 from shards.derive.conversion import Changes
 from shards.derive.job import derive
@@ -65,8 +65,8 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
             kinds = command.add_mutually_exclusive_group(required=True)
             for kind, about in KINDS.items():
                 option = f"--{about.split()[0].rstrip(',')}"
-                kinds.add_argument(option, nargs="*", dest=kind, metavar="VALUE", help=about)
-            add("--file", type=Path, help="file with more values, one per line")
+                kinds.add_argument(option, nargs="*", action="extend", dest=kind, metavar="VALUE", help=about)
+            add("--file", type=Path, action="append", default=[], help="UTF-8 file with more values, one per line")
         case "derive":
             add("out", help="the new root: local folder or URL")
             for option, about in (
@@ -78,7 +78,8 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
                 ),
                 ("joint", "text towers to project jointly, as in clip_l,clip_g t5; see docs/how-to/text-storage.md"),
             ):
-                add(f"--text.{option}", dest=f"text_{option}", nargs="*", default=[], metavar="VALUE", help=about)
+                dest = f"text_{option}"
+                add(f"--text.{option}", dest=dest, nargs="*", action="extend", default=[], metavar="VALUE", help=about)
             about = "true to store identical text latents only once per file"
             add("--text.deduplicate", dest="text_deduplicate", metavar="VALUE", help=about)
             about = "root whose projections are reused instead of computing new ones"
@@ -86,8 +87,8 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
             about = "storage of the image latents"
             add("--image.storage", dest="image_storage", choices=("float16", "int8"), help=about)
             add("--image.posterior", dest="image_posterior", choices=("mean",), help="drop the log-variances")
-            add("--towers", nargs="*", metavar="KIND.NAME", help="towers to keep; default: all")
-            add("--buckets", nargs="+", help="buckets to derive; default: all")
+            add("--towers", nargs="*", action="extend", metavar="KIND.NAME", help="towers to keep; default: all")
+            add("--buckets", nargs="+", action="extend", help="buckets to derive; default: all")
             about = "worker processes; default: one per available core"
             add("--processes", type=int, default=available_cores(), help=about)
         case "where":
@@ -97,7 +98,7 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
             about = "maximum number of samples to read per bucket"
             add("--max-samples", type=int, default=10_000, help=about)
         case "card":
-            add("--output", type=Path, help="file to write, such as ROOT/README.md; default: stdout")
+            add("--output", help="file to write, such as ROOT/README.md; default: stdout")
         case "push":
             add_push_options(add)
         case "clean":
@@ -131,6 +132,8 @@ def verify(options: argparse.Namespace) -> None:
 
 def stats(options: argparse.Namespace) -> None:
     """Show sample counts, bytes, rejects and latent statistics."""
+    if options.max_samples < 0:
+        raise RequestError(f"--max-samples must not be negative, but is {options.max_samples}.")
     found = root_stats(options.root, options.max_samples)
     print(json.dumps(found, indent=2) if options.json else stats_table(found))
     if options.plot:
@@ -147,10 +150,14 @@ def index(options: argparse.Namespace) -> None:
 def card(options: argparse.Namespace) -> None:
     """Write a dataset card: contents, provenance and how to read the samples."""
     text = dataset_card(options.root)
-    if options.output:
-        options.output.write_text(text)
-    else:
+    if not options.output:
         print(text, end="")
+    elif isinstance(place := parse_place(options.output), Path):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    else:
+        folder, _, name = place.rpartition("/")
+        open_store(folder).write(name, text.encode())
 
 
 def push(options: argparse.Namespace) -> None:
@@ -158,8 +165,12 @@ def push(options: argparse.Namespace) -> None:
     directly."""
     if not isinstance(options.root, LocalStore):
         raise RequestError(f"{options.root.where()} is a URL, but only a local folder can be uploaded to the hub.")
+    EncodingRecord.load(options.root)
     # those of now: a job that extends the root may publish more before their parts are uploaded
     manifests = tuple(f"{MANIFESTS}/{name}" for name in options.root.files(MANIFESTS))
+    if not manifests:
+        root = options.root.where()
+        raise RequestError(f"{root} has no index, so nothing could be trained on it. Run `shards index {root}` first.")
     folder = Path(options.root.where())
     written = folder / "README.md"  # perhaps edited
     text = written.read_text() if written.is_file() else dataset_card(options.root)
@@ -231,14 +242,25 @@ def by_tower(values: list[str]) -> dict[str, str]:
 
 def exclude_samples(options: argparse.Namespace) -> None:
     """Exclude samples from all later training runs, by key, URL or image SHA-256."""
-    try:
-        lines = options.file.read_text().splitlines() if options.file else []
-    except OSError as error:
-        raise RequestError(
-            f"--file {options.file} cannot be read: {error.strerror}. Nothing was excluded. Check the path."
-        ) from None
     ((kind, values),) = ((kind, values) for kind in KINDS if (values := getattr(options, kind)) is not None)
-    print(exclude(options.root, make_exclusion(kind, [*values, *lines])))
+    print(
+        exclude(options.root, make_exclusion(kind, [*values, *(line for path in options.file for line in lines(path))]))
+    )
+
+
+def lines(path: Path) -> list[str]:
+    """Read the lines of a text file. Windows editors begin it with a byte order mark.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    try:
+        return path.read_text("utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise RequestError(
+            f"--file {path} cannot be read: {reason}. Nothing was excluded. Check the path and the encoding."
+        ) from None
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], str]] = {

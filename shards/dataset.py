@@ -8,6 +8,7 @@ import torch
 from streaming import StreamingDataset
 from torch import Tensor
 
+from shards.base.store import parse_place
 from shards.format import image
 from shards.format.encoding import EncodingRecord
 from shards.format.text import pad_tokens, unpack_stored, with_duplicate_text
@@ -45,10 +46,11 @@ class LatentDataset(StreamingDataset):
         """
         self.encoding = EncodingRecord.load(open_store(root))
         self.posterior_mean = posterior_mean
-        if "://" in str(root):
-            super().__init__(remote=f"{root}/{bucket}", **options)
+        place = parse_place(root)
+        if isinstance(place, Path):
+            super().__init__(local=str(place / bucket), **options)
         else:
-            super().__init__(local=str(Path(root) / bucket), **options)
+            super().__init__(remote=f"{place}/{bucket}", **options)
 
     def __getitem__(self, at: Any) -> Any:
         """Return one sample, or a list of samples if `at` is a slice or a list."""

@@ -59,9 +59,15 @@ def fsync_file(path: str | Path, forget: bool = False) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def raise_unless_missing(error: OSError) -> None:
+    """Raise an error of os.walk, which would otherwise skip folders that it cannot read, unless there is no folder."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
 def fsync_tree(folder: Path) -> None:
     """Flush `folder` and everything below it to disk."""
-    for parent, _, names in os.walk(folder, topdown=False):
+    for parent, _, names in os.walk(folder, topdown=False, onerror=raise_unless_missing):
         for name in names:
             fsync_file(os.path.join(parent, name))
         fsync_folder(Path(parent))

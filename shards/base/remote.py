@@ -91,12 +91,15 @@ class RemoteStore(Store):
                 found = self.fs.find(top, detail=True)
             except FileNotFoundError:
                 return {}
-        return {path.removeprefix(f"{top}/"): entry_from_info(info) for path, info in found.items() if path != top}
+        names = {path.removeprefix(f"{top}/"): info for path, info in found.items() if path != top}
+        # consoles mark a folder with an object whose name ends in /
+        return {name: entry_from_info(info) for name, info in names.items() if name and not name.endswith("/")}
 
     def entries(self) -> list[str]:
         with self._store_errors(""):
             try:
-                return sorted(Path(path).name for path in self.fs.ls(self.path, detail=False))
+                listed = (path.rstrip("/") for path in self.fs.ls(self.path, detail=False))
+                return sorted(Path(path).name for path in listed if path != self.path.rstrip("/"))
             except FileNotFoundError:
                 return []
 

@@ -9,6 +9,7 @@ never come back.
 """
 
 import atexit
+import glob
 import json
 import os
 import shutil
@@ -41,7 +42,7 @@ def attempt_folder(store: Store, tar: str) -> Iterator[Path]:
     attempts = store.attempts()
     with ExitStack() as owned:
         with locked(_sweep_lock(attempts, tar)):
-            _sweep(attempts.glob(f"{tar}.*"))
+            _sweep(attempts.glob(f"{glob.escape(tar)}.*"))
             folder = _make_owned(attempts / f"{tar}.{uuid.uuid4().hex[:12]}", owned)
         yield folder
 
@@ -55,7 +56,7 @@ def sweep_attempts(store: Store) -> None:
     attempts = store.attempts()
     for tar in {folder.name.removesuffix(NEW).rpartition(".")[0] for folder in attempts.glob("*.*")}:
         with locked(_sweep_lock(attempts, tar)):
-            _sweep(attempts.glob(f"{tar}.*"))
+            _sweep(attempts.glob(f"{glob.escape(tar)}.*"))
 
 
 def use_scratch(scratch: Path | None) -> Path:

@@ -23,7 +23,16 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import PlainSerializer, PlainValidator
 
-from shards.base.durable import copy_file, create_file, fsync_folder, fsync_tree, make_folder, sha256_file, write_file
+from shards.base.durable import (
+    copy_file,
+    create_file,
+    fsync_folder,
+    fsync_tree,
+    make_folder,
+    raise_unless_missing,
+    sha256_file,
+    write_file,
+)
 
 STAGING_FOLDER = ".unfinished"
 """Folder in the root where files are written before they are linked or renamed into place."""
@@ -185,7 +194,7 @@ class LocalStore(Store):
 
     def listing(self, folder: str = "") -> dict[str, Entry]:
         top, found = self.root / folder, {}
-        for parent, _, names in os.walk(top):
+        for parent, _, names in os.walk(top, onerror=raise_unless_missing):
             for name in names:
                 path = Path(parent, name)
                 try:

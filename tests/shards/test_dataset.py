@@ -118,7 +118,7 @@ def test_a_sample_is_drawn_from_the_posterior_afresh(latents: Path) -> None:
 
 
 def test_a_loader_of_torch_reads_it(latents: Path) -> None:
-    dataset = LatentDataset(latents, "64x64", batch_size=5, shuffle=True)
+    dataset = LatentDataset(f"file://{latents}", "64x64", batch_size=5, shuffle=True)
     loader: Any = torch.utils.data.DataLoader(dataset, batch_size=5, collate_fn=list)
     keys = [sample["key"] for batch in loader for sample in batch]
     assert len(keys) == len(set(keys)) == 30

@@ -115,7 +115,7 @@ def end_while_removing(root: Path, after: int) -> None:
         os_unlink(*words, **options)
 
     os_unlink = os.unlink
-    with attempt_folder(LocalStore(root), "00000") as attempt:
+    with attempt_folder(LocalStore(root), "photos [1]") as attempt:
         for name in ("a", "b"):
             (attempt / name).write_bytes(b"latents")
         os.unlink = unlink

@@ -1,10 +1,14 @@
 """Both kinds of store behave in the same way, and each excludes other writers by its own means."""
 
+import errno
 import hashlib
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import boto3  # type: ignore[import-untyped]
 import pytest
 from pydantic import BaseModel
 
@@ -45,6 +49,35 @@ def test_files(store: Store, tmp_path: Path) -> None:
     assert [name for name in store.entries() if name != STAGING_FOLDER] == ["commits"]
     assert store.files() == ["commits/a.json"]
     assert store.size("commits") is None
+
+
+def test_a_folder_that_cannot_be_read_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise `clean` would take its parts for orphans."""
+    store, scandir = LocalStore(tmp_path), os.scandir
+    store.write("commits/64x64/00000.json", b"")
+
+    def fail(path: Any) -> Any:
+        if str(path).endswith("64x64"):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    for folder in ("", "commits", "commits/64x64"):
+        with pytest.raises(OSError, match="Stale file handle"):
+            store.listing(folder)
+    assert store.listing("absent") == {}
+
+
+def test_markers_of_folders_are_no_files(s3: str) -> None:
+    """Consoles create them."""
+    store = RemoteStore(f"{s3}/root")
+    bucket = s3.removeprefix("s3://")
+    client = boto3.client("s3")
+    for key in ("root/", "root/commits/"):
+        client.put_object(Bucket=bucket, Key=key)
+    assert store.files() == [] and store.files("commits") == [] and store.entries() == ["commits"]
+    store.write("commits/a.json", b"")
+    assert store.files() == ["commits/a.json"] and store.files("commits") == ["a.json"]
 
 
 def test_names_are_not_patterns(store: Store) -> None:

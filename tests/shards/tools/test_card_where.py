@@ -80,8 +80,10 @@ def test_a_score_that_is_absent_is_null(
 
 
 def test_the_card(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(["card", str(latents), "--output", str(tmp_path / "README.md")])
-    _, front, text = (tmp_path / "README.md").read_text().split("---\n", 2)
+    run(["card", str(latents), "--output", str(tmp_path / "cards" / "README.md")])
+    _, front, text = (tmp_path / "cards" / "README.md").read_text().split("---\n", 2)
+    run(["card", str(latents), "--output", f"memory://{tmp_path.name}/README.md"])
+    assert open_store(f"memory://{tmp_path.name}").read("README.md").decode().split("---\n", 2)[2] == text
     fields = yaml.safe_load(front)
     assert fields["license"] is None and fields["size_categories"] == ["n<1K"]
     assert [config["config_name"] for config in fields["configs"]] == ["64x64", "128x128"]

@@ -57,7 +57,10 @@ def test_by_key_url_and_hash(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert batch_keys(root) == everything
     one, two, three, four = sorted(everything)[3:20:5]
     path = tmp_path / "urls.txt"
-    path.write_text(f"http://example.org/{two}\n\n  http://example.org/nobody \n")
+    path.write_text(f"http://example.org/{two}\n\n  http://example.org/nobody \n", "utf-8-sig")
+    (tmp_path / "latin").write_text("http://example.org/\u00e9", "latin-1")
+    with pytest.raises(RequestError, match="latin cannot be read: it is not UTF-8 text"):
+        shards(["exclude", str(root), "--urls", "--file", str(tmp_path / "latin")])
     shards(["exclude", str(root), "--keys", one])
     assert "64x64: 1 sample in 1 of 2 parts" in capsys.readouterr().out
     assert keys(root) == everything - {one}

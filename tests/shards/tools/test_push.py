@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from bench.kit.roots import encoding_record
 from shards.__main__ import run as shards
 from shards.base.errors import RequestError, WorkError
+from shards.base.store import LocalStore
 from tests.fake_hub import connect, fake_hub, keep_downloads_in
 from tests.runs import curve, train_fields, write_config
 from train.__main__ import run as train
@@ -99,3 +101,9 @@ def test_what_cannot_be_pushed(tmp_path: Path) -> None:
 
     with pytest.raises(RequestError, match=r"is not a pipeline folder with a model card"):
         push([str(tmp_path), "org/name", "--license", "cc0-1.0"])
+    (tmp_path / "README.md").write_text("---\nlicense: cc0-1.0\n---\n")  # of something else
+    with pytest.raises(RequestError, match="is not a latents root"):
+        shards(["push", str(tmp_path), "org/name", "--license", "cc0-1.0"])
+    encoding_record(4, 4).save(LocalStore(tmp_path))
+    with pytest.raises(RequestError, match="has no index, so nothing could be trained on it"):
+        shards(["push", str(tmp_path), "org/name", "--license", "cc0-1.0"])
