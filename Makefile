@@ -23,7 +23,8 @@ REQUIRED_evaluate = RUN
 REQUIRED_watch = RUN PROMPTS
 REQUIRED_report = RUN
 REQUIRED_study = A B
-usage = $(shell sed -n 's/^## \(make $(1) [^|]*[^ |]\) *|.*/\1/p' Makefile)
+HASH := \#
+usage = $(shell sed -n 's/^$(HASH)$(HASH) \(make $(1) [^|]*[^ |]\) *|.*/\1/p' Makefile)
 $(foreach goal,$(MAKECMDGOALS),$(foreach name,$(REQUIRED_$(goal)),$(if $($(name)),,$(error make $(goal) needs $(name:PHASE_CONFIG=PHASE or CONFIG). Usage: $(call usage,$(goal))))))
 ifneq ($(filter train,$(MAKECMDGOALS)),)
 $(if $(HOSTS),$(if $(wildcard $(HOSTS)),,$(error HOSTS=$(HOSTS) does not exist. HOSTS must be a file with one host name per line)))
@@ -73,7 +74,7 @@ LEAVE ?= 120
 LAUNCH ?= $(if $(filter-out 1,$(NPROC)),--num_machines 1 --num_processes $(NPROC) --multi_gpu)
 # On several machines, Slurm starts one task per process on NODES nodes of its allocation, NPROC on each.
 # Without Slurm, a launcher is started by ssh on each machine of HOSTS, or on the first NODES of them.
-NODES ?= $(if $(HOSTS),$(shell grep -cEv '^[[:space:]]*(#|$$)' $(HOSTS)),1)
+NODES ?= $(if $(HOSTS),$(shell grep -cEv '^[[:space:]]*($(HASH)|$$)' $(HOSTS)),1)
 # No --kill-on-bad-exit, which would kill a main process that is saving a checkpoint.
 SRUN = srun --nodes $(NODES) --ntasks-per-node $(NPROC) --wait $(LEAVE)
 STARTER = $(if $(HOSTS),--hosts $(HOSTS) $(NODES) $(NPROC),$(LAUNCH))

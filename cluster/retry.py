@@ -20,6 +20,8 @@ Work = TypeVar("Work")
 
 MAX_BACKOFF_SECONDS = 300.0
 SUSPENSION_SECONDS = 600.0
+AVOID_SECONDS = 120.0
+"""Time for which a due unit waits for a node other than the one where it failed."""
 
 
 class RetryConfig(Config):
@@ -59,6 +61,12 @@ class Unit(Generic[Work]):
     def attempt(self) -> int:
         """Number of the current or next attempt, counted from 1."""
         return self.errors + self.lost + 1
+
+    @property
+    def avoided_node(self) -> str | None:
+        """Node where the last attempt failed, unless no other node could take the unit for AVOID_SECONDS: the others
+        may belong to another job for days."""
+        return self.failed_on if time.monotonic() < self.not_before + AVOID_SECONDS else None
 
     @property
     def runs_alone(self) -> bool:

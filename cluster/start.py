@@ -19,6 +19,8 @@ from shards.base.device import (
 from shards.base.errors import Preempted, RequestError, WorkError, say
 from shards.base.stop import exit_on_stop_signal
 
+WORKER_START_SECONDS = 300.0
+"""Time to start a worker's process on a node, import torch and try a precision."""
 STOPPED = "Stopped by a signal. Committed work is kept. Run the same command again to continue."
 # With a launcher's variables in the environment, `streaming` would treat this process as one of several ranks.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -87,10 +89,10 @@ def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> 
         return requested
     start_ray(config)
     task = ray.remote(num_gpus=config.num_gpus, num_cpus=config.num_cpus, resources=config.resources)(_resolve)
+    # this machine has the resources; the time for starting the process does not count as waiting for them
+    seconds = config.wait_for_resources + WORKER_START_SECONDS if os.environ.get("RAY_ADDRESS") else None
     try:
-        precision, lines = ray.get(
-            task.remote(requested, worker_device(config.num_gpus)), timeout=config.wait_for_resources
-        )
+        precision, lines = ray.get(task.remote(requested, worker_device(config.num_gpus)), timeout=seconds)
     except ray.exceptions.GetTimeoutError as error:
         raise WorkError(
             f"The precision {requested} must be resolved on a worker, but no node in the cluster could take a worker "

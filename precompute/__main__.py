@@ -34,12 +34,13 @@ from shards.open import open_store
 from shards.root.index import write_streaming
 from shards.root.manifest import newest_manifest
 from shards.root.publish import PeriodicPublisher
-from shards.root.shared import check_root, check_rules, create_root, record_rules
+from shards.root.shared import check_root, check_rules, check_writable, create_root, record_rules
 
 
 def run(arguments: list[str]) -> None:
     """Run stage 1 on the requested units."""
     config = load_from_args(PrecomputeConfig, arguments, "precompute", __doc__)
+    check_writable(open_store(config.output))
     found = find_input(config.input) if config.source is None else None
     config = resolved(config, found)
 

@@ -60,11 +60,11 @@ TowerName = Annotated[str, AfterValidator(_check_name)]
 
 
 def _absolute_folder(name: str) -> str:
-    return str(Path(name).absolute()) if name and Path(name).is_dir() else name
+    return str(Path(name).absolute()) if name and Path(name).exists() else name
 
 
 FolderOrName = Annotated[str, AfterValidator(_absolute_folder)]
-"""A local folder, hub name or URL. The path of an existing folder is made absolute, because a Ray worker has a
+"""A local folder or file, hub name or URL. The path of an existing one is made absolute, because a Ray worker has a
 different working directory than the driver."""
 
 
@@ -282,11 +282,6 @@ def describe_text(name: str, config: TextTowerConfig, default: TextConfig) -> Te
             f"texts.{name}.max_tokens: {class_name} accepts captions of any length, so max_tokens has no default. Set "
             f"it to the number of tokens, including padding."
         )
-    if num_positions is not None and max_tokens > num_positions:
-        raise RequestError(
-            f"texts.{name}.max_tokens: {class_name} in {folder} has {num_positions} positions, fewer than the "
-            f"{max_tokens} tokens requested. Use at most {num_positions}."
-        )
     _check_text_outputs(name, folder, class_name, text_config, config)
     quantised = None if config.weights == "as_stored" else config.weights
     tokenizer = _load_tokenizer(
@@ -294,6 +289,12 @@ def describe_text(name: str, config: TextTowerConfig, default: TextConfig) -> Te
     )
     if config.beyond_template:
         max_tokens += len(tokenizer(config.template.replace("{}", "")).input_ids)
+    if num_positions is not None and max_tokens > num_positions:
+        with_template = ", including those of the template" if config.beyond_template else ""
+        raise RequestError(
+            f"texts.{name}.max_tokens: {class_name} in {folder} has {num_positions} positions, fewer than the "
+            f"{max_tokens} tokens requested{with_template}. Use at most {num_positions}."
+        )
     trim = default.trim if config.trim is None else config.trim
     if trim and config.states and not config.masked and not CAUSAL.fullmatch(class_name):
         raise RequestError(

@@ -100,11 +100,14 @@ def caption_warning(store: Store, receipts: TarReceipts, fields: Sequence[str]) 
 
 def table_warning(receipts: TarReceipts, tables: Sequence[TableConfig]) -> str | None:
     """Return a warning if a column of a table has a value for none of a tar's samples, or None."""
-    settings = next(iter(receipts.parts.values())).settings
+    parts = receipts.parts.values()
     for table in tables:
         for column in table.columns:
+            # encoding counts the samples of the tar, in every part; deriving counts those of the part
             name = f"tables.{column}.found"
-            if receipts.samples_in and settings.get(f"derived.{name}", settings.get(name)) == 0:
+            found = [part.settings.get(f"derived.{name}", part.settings.get(name)) for part in parts]
+            looked_up = any(part.samples or part.refused.get("no_caption") for part in parts)
+            if looked_up and all(count == 0 for count in found):
                 return (
                     f"warning: {table.place} has no {column} for any of the {receipts.samples_in} samples of tar "
                     f"{receipts.tar}. If the other tars are similar, stop this job: its column {table.key} may not "

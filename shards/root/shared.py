@@ -5,12 +5,13 @@ that reading a config or a root does not require this slow import.
 """
 
 import hashlib
+import os
 import uuid
 from pathlib import PurePath
 
 from shards.base.durable import DamagedFile, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
-from shards.base.store import STAGING_FOLDER, Store
+from shards.base.store import STAGING_FOLDER, LocalStore, Store
 from shards.format.buckets import NEAREST, Bucket
 from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.receipts import active_receipts
@@ -19,6 +20,20 @@ from shards.root.committed import list_commits, read_receipts
 
 UNCOND_NAME = "uncond.safetensors"
 RULES = "rules"
+
+
+def check_writable(store: Store) -> None:
+    """Raise RequestError if a root is a local folder in which this user cannot create files, or a file."""
+    if not isinstance(store, LocalStore):
+        return
+    place = store.root.absolute()
+    while not os.path.exists(place):
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        reason = "no folder" if not place.is_dir() else "not writable for this user"
+        raise RequestError(
+            f"{store.where()} cannot be created or extended: {place} is {reason}. Set `output` to a folder."
+        )
 
 
 def check_root(store: Store, encoding: EncodingRecord) -> None:

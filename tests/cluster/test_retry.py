@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.nodes import NodeWatch, Resources, ResourcesConfig, describe, is_too_small
-from cluster.retry import NodeHealth, RetryConfig, Unit, UnitQueue, backoff
+from cluster.retry import AVOID_SECONDS, NodeHealth, RetryConfig, Unit, UnitQueue, backoff
 from shards.base.errors import WorkError
 
 
@@ -29,6 +29,16 @@ def test_errors_and_losses_have_separate_limits() -> None:
     assert unit.attempt == 4 and unit.failed_on == "a"
     assert not unit.record_failure(False, "a", config)
     assert not Unit("00000", None, lost=2).record_failure(True, "a", config)
+
+
+def test_a_unit_waits_for_another_node_but_not_forever(clock: list[float]) -> None:
+    """The other nodes may belong to another job."""
+    unit = Unit("00000", None)
+    unit.record_failure(False, "a", RetryConfig(backoff=10))
+    clock[0] += 10 + AVOID_SECONDS - 1
+    assert unit.avoided_node == "a"
+    clock[0] += 2
+    assert unit.avoided_node is None
 
 
 def test_the_backoff_doubles_up_to_five_minutes() -> None:

@@ -29,7 +29,7 @@ from precompute.encode.networks import DeviceSettings, Network, Precision, autoc
 from precompute.encode.recipe import WorkerConfig
 from precompute.encode.towers import TextTowers, Towers
 from precompute.encode.worker import compile_now
-from shards.base.errors import UnfitNode
+from shards.base.errors import RequestError, UnfitNode
 from shards.format.buckets import Bucket
 
 CPU = torch.device("cpu")
@@ -67,6 +67,18 @@ def text_encoder(precision: Precision, models: Path = MODELS, **options: Any) ->
     asked = TextTowerConfig(model=str(folder), tokenizer=str(tokenizer), class_name="CLIPTextModel")
     tower = describe_text("text", asked, TextConfig())
     return TextEncoder(folder, tokenizer, tower, DeviceSettings(CPU, precision, **options))
+
+
+def test_a_template_beyond_the_last_position_is_refused() -> None:
+    asked = TextTowerConfig(
+        model=str(MODELS / "text_encoder"),
+        tokenizer=str(MODELS / "tokenizer"),
+        class_name="CLIPTextModel",
+        template="a photo of {}",
+        beyond_template=True,
+    )
+    with pytest.raises(RequestError, match="tokens requested, including those of the template"):
+        describe_text("text", asked, TextConfig())
 
 
 def states(encoded: TowerCaption) -> Tensor:

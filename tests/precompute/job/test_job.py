@@ -3,21 +3,23 @@
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from precompute.__main__ import run as command
-from precompute.config import describe_encoding, make_recipe
+from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.overlap import Stuck
 from precompute.encode.worker import encode_on_worker
 from precompute.input.find import choose_units
 from precompute.input.tars import TarUnit
 from precompute.job.ledger import Ledger
-from precompute.job.run import announce
+from precompute.job.run import announce, table_warning
 from shards.base.errors import RequestError, UnfitNode, WorkError, exit_code_of
 from shards.root.provenance import source_sha256
 from tests.conftest import precompute_config
@@ -231,3 +233,60 @@ def test_buckets_that_a_unet_refuses_are_warned_of(
     said = capsys.readouterr().err
     assert (f"warning: the sides of bucket {odd} are not all multiples of 64 px" in said) == bool(odd)
     assert ("warning" in said) == bool(odd)
+
+
+def test_outputs_that_cannot_be_written_are_refused_first(
+    without_ray: None, models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file.txt").touch()
+    with pytest.raises(RequestError, match=r"file\.txt is no folder"):
+        command(precompute_arguments(models, tars, tmp_path / "file.txt"))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    with pytest.raises(RequestError, match=r"a/b cannot be created or extended: \S+ is not writable for this user"):
+        command(precompute_arguments(models, tars, tmp_path / "a" / "b"))
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_a_file_as_input_has_an_absolute_path(
+    models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers have other working directories, and a repeated command may have another one, too."""
+    monkeypatch.chdir(tars)
+    fields = precompute_config(models, tars, tmp_path / "root").model_dump(mode="json")
+    config = PrecomputeConfig.model_validate(fields | {"input": "00000.tar"})
+    assert config.input == str(tars / "00000.tar")
+
+
+@pytest.mark.parametrize(
+    ("parts", "warns"),
+    [
+        ([(0, 0, 0), (90, 90, 0)], False),  # the first bucket is empty
+        ([(0, 0, 0), (90, 0, 0)], True),
+        ([(0, 0, 8)], True),  # all samples were refused, because they have no caption
+        ([(0, 0, 0)], False),  # nothing was looked up
+    ],
+)
+def test_all_derived_parts_count_for_the_warning_about_a_table(parts: list[tuple[int, int, int]], warns: bool) -> None:
+    """Each part is (samples, those found in the table, those refused for lack of a caption)."""
+    receipts: Any = SimpleNamespace(tar="00000", samples_in=100)
+    receipts.parts = {
+        str(number): SimpleNamespace(
+            samples=samples, settings={"derived.tables.vlm.found": found}, refused={"no_caption": refused}
+        )
+        for number, (samples, found, refused) in enumerate(parts)
+    }
+    table: Any = SimpleNamespace(columns=("vlm",), place="table", key="key")
+    assert (table_warning(receipts, [table]) is not None) == warns
+
+
+def test_a_range_that_the_array_script_does_not_understand_is_refused() -> None:
+    script = Path(__file__).parents[3] / "deploy" / "slurm" / "precompute.sbatch"
+    for wrong in ("00000-00009,00020-00029", "all", "00000-00009 "):
+        variables = os.environ | {
+            "SHARDS": wrong,
+            "TARS_PER_TASK": "1",
+            "SLURM_ARRAY_TASK_ID": "0",
+            "PYTHON": sys.executable,
+        }
+        done = subprocess.run(["bash", str(script)], env=variables, capture_output=True, text=True)
+        assert done.returncode == 2 and f"SHARDS={wrong} is not FIRST-LAST" in done.stderr
