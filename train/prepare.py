@@ -138,7 +138,7 @@ def prepare(
     projection = text_projection(backbone.states, spec.texts)
     widths = None if projection is None else (projection.shape[0], projection.shape[1])
     without_weights = build_network(config.network, None, widths)
-    check_fit(without_weights, spec, backbone)
+    check_fit(without_weights, spec, backbone, config.validation.bucket if config.validation.root is not None else None)
     check_precision(without_weights, config.precision)
     if widths is not None:
         text_layers(without_weights.config, widths[0])  # fail now if the trained network could not be exported

@@ -55,7 +55,8 @@ def _train_here(
         config = config.model_copy(update={"precision": precision})
         accelerator = make_accelerator(config, device)
         prepared = prepare(config, accelerator, downloads)
-        if prepared.checkpoint is not None and prepared.checkpoint.state.step >= config.max_steps:
+        done = prepared.checkpoint is not None and prepared.checkpoint.state.step >= config.max_steps
+        if done and prepared.orphan is None:  # otherwise, the last checkpoint has yet to be uploaded
             print_once(accelerator, nothing_to_do(config))
             return
         lease = on_main_process(accelerator, lambda: acquire(config, prepared))

@@ -104,6 +104,7 @@ class Trainer:
                         f"The run received a stop signal and saved a checkpoint after step {state.step}. Run the same "
                         f"command again to resume."
                     )
+            self.checkpoints.finish()  # a launch that begins after the last step only uploads its checkpoint
         self.log.close()
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:

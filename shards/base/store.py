@@ -258,13 +258,15 @@ class LocalStore(Store):
 
 
 def parse_place(value: Any) -> Path | str:
-    """Parse the path or URL of a latents root. `file://` URLs become paths."""
+    """Parse the path or URL of a latents root. `file://` URLs become paths, and `~/` becomes the home directory."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not text:
         raise ValueError("the location must be a folder, or a URL such as s3://bucket/latents")
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
-    return text.rstrip("/") if "://" in text else Path(text)
+    if "://" in text:
+        return text.rstrip("/")
+    return Path(text).expanduser() if text == "~" or text.startswith("~/") else Path(text)
 
 
 Place = Annotated[Path | str, PlainValidator(parse_place), PlainSerializer(str, when_used="json")]

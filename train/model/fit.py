@@ -1,13 +1,14 @@
 """Checks that a network fits the latents, by comparing their configs and by calling the network without weights."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from shards.base.errors import RequestError
+from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from train.data.spec import DataSpec
 from train.model.backbone import BackboneConfig
@@ -26,24 +27,30 @@ STANDARD_ARGUMENTS = ("timestep", "return_dict")
 """Arguments with which every network is called, in addition to the latents."""
 
 
-def check_fit(network: Any, spec: DataSpec, backbone: BackboneConfig | None = None) -> None:
+def check_fit(
+    network: Any, spec: DataSpec, backbone: BackboneConfig | None = None, validation: str | None = None
+) -> None:
     """Check that the network's arguments, channels, widths and patch size fit the latents, and call it on meta tensors.
 
     Args:
         backbone: how the network is called, with its text towers named.
+        validation: bucket to validate on.
 
     Raises:
         RequestError: the network does not fit. The message lists all mismatches.
     """
     backbone = backbone or BackboneConfig().resolved(spec.texts)
+    shapes = {stream.config.bucket: stream.latent_hw for stream in spec.streams}
+    if validation is not None:
+        shapes[validation] = Bucket.parse(validation).latent_hw(spec.image.downsampling)
     problems = [
         *_argument_problems(network, backbone),
         *_channel_problems(network.config, spec, backbone),
         *_text_problems(network, spec, backbone),
-        *_side_problems(network.config, spec, backbone),
+        *_side_problems(network.config, shapes, backbone),
     ]
     if not problems:
-        problems = [*_call_problems(network, spec, backbone)]
+        problems = [*_call_problems(network, spec, set(shapes.values()), backbone)]
     if problems:
         what = "U-Net" if _is_unet(network.config) else class_name(network.config)
         raise RequestError(
@@ -174,21 +181,22 @@ def _text_problems(network: Any, spec: DataSpec, backbone: BackboneConfig) -> It
         )
 
 
-def _side_problems(config: Any, spec: DataSpec, backbone: BackboneConfig) -> Iterator[str]:
+def _side_problems(config: Any, shapes: Mapping[str, tuple[int, int]], backbone: BackboneConfig) -> Iterator[str]:
     """Check that the network's downsampling and patches divide the sides of the latents."""
     halvings = len(config.block_out_channels) - 1 if _is_unet(config) else 0
     patch = backbone.pack * int(config.get("patch_size") or 1)
-    for stream in spec.streams:
-        bucket, sides = stream.config.bucket, stream.latent_hw
+    for bucket, sides in shapes.items():
         if any(side % 2**halvings for side in sides):
             yield f"it downsamples both sides by {2**halvings}, but the latents of bucket {bucket} are {sides}"
         if any(side % patch for side in sides):
             yield f"its patches are {patch} × {patch}, but the latents of bucket {bucket} are {sides}"
 
 
-def _call_problems(network: Any, spec: DataSpec, backbone: BackboneConfig) -> Iterator[str]:
+def _call_problems(
+    network: Any, spec: DataSpec, shapes: Collection[tuple[int, int]], backbone: BackboneConfig
+) -> Iterator[str]:
     """Call the network on one sample of each latent shape, and describe the first error or wrong output shape."""
-    for hw in sorted({stream.latent_hw for stream in spec.streams}):
+    for hw in sorted(shapes):
         try:
             with torch.no_grad():
                 _, call = on_meta(network, backbone, spec, hw)

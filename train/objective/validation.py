@@ -159,7 +159,8 @@ def find_validation(config: ValidationConfig, pin: Mapping[str, Any] | None = No
             raise
         raise RequestError(
             f"{error} The run's checkpoint is pinned to this index for validation. If validation.root was changed on "
-            f"purpose, resume with `--data.index newest`."
+            f"purpose, resume with `--data.index newest`, which also switches training to the newest indexes of its "
+            f"roots."
         ) from error
     files = map_index(store, bucket, stream, node_folder(None))
     excluded = [load_exclusion(store, id) for id in stream.exclusions]

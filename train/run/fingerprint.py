@@ -138,8 +138,8 @@ def check_same_everywhere(accelerator: Accelerator | None, fingerprint: dict[str
             raise RequestError(found)
     if len({text for text, _ in gathered}) > 1:
         fingerprints = [json.loads(text) for text, _ in gathered]
-        first = fingerprints[0]
-        differing = sorted(key for key in fingerprint if any(other[key] != first[key] for other in fingerprints))
+        first, names = fingerprints[0], set().union(*fingerprints)
+        differing = sorted(key for key in names if any(other.get(key) != first.get(key) for other in fingerprints))
         raise RequestError(
             f"The processes opened different data: they do not agree on {', '.join(differing)}, because their configs "
             f"or their copies of a root differ. Use the same config and the same roots on all machines."

@@ -172,6 +172,7 @@ def test_places() -> None:
         return Config.model_validate({"output": value}).output
 
     assert place("runs/latents") == Path("runs/latents") == place(Path("runs/latents"))
+    assert place("~/runs") == Path.home() / "runs" and place("runs/~") == Path("runs/~")
     assert place("file:///mnt/latents") == Path("/mnt/latents")
     assert place("s3://bucket/latents/") == "s3://bucket/latents"
     assert Config(output="s3://b/x").model_dump(mode="json") == Config(output="s3://b/x").model_dump(mode="json")

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 
 from bench.kit.roots import make_root
-from shards.base.errors import exit_code_of
+from shards.base.errors import RequestError, exit_code_of
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import Weights
 from shards.open import open_store
 from tests.runs import UNET, train_fields, write_config
 from train.__main__ import run
+from train.run.fingerprint import check_same_everywhere
 
 OTHER = Weights(name="none", sha256=64 * "b")
 WRONG = [
@@ -68,6 +70,17 @@ def test_a_validation_root_of_another_encoding(root: Path, tmp_path: Path, capsy
     validation = {"root": str(other), "bucket": "64x64", "samples": 8}
     message = refusal(tmp_path, train_fields(root, tmp_path / "run", validation=validation), capsys)
     assert f"The validation root {other} is encoded differently from the training data: image.scale: [0.5," in message
+
+
+def test_a_validation_bucket_that_the_network_cannot_halve(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sides of the training bucket, 8 and 8, can be halved once more than those of this one, 12 and 8."""
+    network = tmp_path / "unet.json"
+    network.write_text(json.dumps(json.loads(UNET.read_text()) | DEEPER))
+    validation = {"root": str(root), "bucket": "64x96", "samples": 1}
+    fields = train_fields(root, tmp_path / "run", network, validation=validation)
+    assert "but the latents of bucket 64x96 are (12, 8)" in refusal(tmp_path, fields, capsys)
 
 
 DEEPER = {
@@ -187,3 +200,12 @@ def test_variables_of_an_unsupported_launch(
 ) -> None:
     monkeypatch.setenv(name, value)
     assert words in refusal(tmp_path, train_fields(root, tmp_path / "run"), capsys)
+
+
+@pytest.mark.parametrize("own", [{"seed": 1}, {"seed": 1, "train_only": ["x"]}])
+def test_processes_with_other_configs_name_what_differs(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that only some processes have differs, too."""
+    both = [json.dumps(fields) for fields in ({"seed": 1}, {"seed": 1, "train_only": ["x"]})]
+    monkeypatch.setattr("train.run.fingerprint.gather_object", lambda _: [(text, None) for text in both])
+    with pytest.raises(RequestError, match="they do not agree on train_only, because"):
+        check_same_everywhere(Accelerator(cpu=True), own, None)

@@ -143,6 +143,18 @@ def test_a_launch_resumes_from_an_orphan_and_uploads_it(
     assert sorted(find_checkpoints(store)) == ["step-00000004", "step-00000006"]
 
 
+def test_a_launch_after_the_last_step_uploads_its_checkpoint(
+    four_steps: str, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(four_steps)
+    remove_last_state(store)
+    train(latents, tmp_path, four_steps, max_steps=4)
+    assert "step-00000004 is complete on this machine but was not uploaded to s3" in capsys.readouterr().out
+    assert "step-00000004" in find_checkpoints(store)
+    train(latents, tmp_path, four_steps, max_steps=4)
+    assert "there is nothing to do" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("machine", ["empty", "with damaged copies", "ahead"])
 def test_check_names_the_step_and_changes_nothing(
     four_steps: str,

@@ -156,9 +156,16 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
         The checkpoint, or None if the run has no checkpoints.
 
     Raises:
-        RequestError: all checkpoints are damaged. Starting from scratch would silently discard the run.
+        RequestError: all checkpoints are damaged, or have the names that they have at a URL. Starting from scratch
+            would silently discard the run.
     """
     folders = {folder.name: folder for folder in list_checkpoints(run_dir)}
+    if not folders and (copies := sorted((run_dir / "checkpoints").glob("step-????????.????/"))):
+        raise RequestError(
+            f"{run_dir} is a copy of a run at a URL, whose checkpoints have names such as {copies[-1].name}. Remove "
+            f"the suffix, the number of a launch (`mv {copies[-1]} {copies[-1].with_suffix('')}`); if there are "
+            f"several for a step, keep the highest number."
+        )
     remedy = f"remove {run_dir}/checkpoints to train from scratch"
     return newest_intact(list(folders), lambda name: verify_checkpoint(folders[name]), run_dir, remedy)
 

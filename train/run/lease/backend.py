@@ -7,6 +7,7 @@ RUN is a folder or an object-store URL. The two differ only in how a launch fenc
 """
 
 import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -55,7 +56,8 @@ class Backend(ABC):
     def newest(self) -> Heartbeat:
         """Return the newest launch, whether or not it is still running."""
         marks = {name: entry.etag for name, entry in self.store.listing("launches").items()}
-        number = max((int(name.partition(".")[0]) for name in marks), default=0)
+        numbers = (re.match(r"\d{4,}(?=\.)", name) for name in marks)  # file systems and editors may add other files
+        number = max((int(found[0]) for found in numbers if found), default=0)
         return Heartbeat(number, marks.get(f"{number:04d}.sign", ""))
 
     def read(self, number: int) -> dict[str, Any]:

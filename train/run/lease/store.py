@@ -33,7 +33,8 @@ class Accepted(NamedTuple):
 
 def read_accepted(store: Store) -> Accepted | None:
     """Read which checkpoints the newest launch accepted; None: no launch has recorded this yet."""
-    numbers = [int(name.removesuffix(ACCEPTED)) for name in store.files("launches") if name.endswith(ACCEPTED)]
+    names = (name.removesuffix(ACCEPTED) for name in store.files("launches") if name.endswith(ACCEPTED))
+    numbers = [int(name) for name in names if name.isdecimal()]
     if not numbers:
         return None
     name = f"launches/{max(numbers):04d}"

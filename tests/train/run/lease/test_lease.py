@@ -143,6 +143,14 @@ def test_a_launch_passes_its_pace_to_the_next_and_says_when_it_ended(backend: Ba
     assert Lease.acquire(backend, 1000).pace == Pace(3.0, 0.5)  # although launch 2 wrote no checkpoint
 
 
+def test_files_of_others_among_the_launches_are_left_alone(backend: Backend, far: None) -> None:
+    """macOS and file systems such as NFS leave some."""
+    with Lease.acquire(backend, 0.1):
+        for name in (".DS_Store", "._0001.json", ".nfs0000000300", "note"):
+            backend.store.write(f"launches/{name}", b"")
+    assert Lease.acquire(backend, 1000).number == 2
+
+
 def test_a_failed_heartbeat_is_reported_and_the_next_one_succeeds(
     backend: Backend, far: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
