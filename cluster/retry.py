@@ -21,7 +21,7 @@ Work = TypeVar("Work")
 MAX_BACKOFF_SECONDS = 300.0
 SUSPENSION_SECONDS = 600.0
 AVOID_SECONDS = 120.0
-"""Time for which a due unit waits for a node other than the one where it failed."""
+"""Time for which a unit waits for a node other than the one where it failed."""
 
 
 class RetryConfig(Config):
@@ -54,6 +54,8 @@ class Unit(Generic[Work]):
     """Earliest time of the next attempt, by `time.monotonic`."""
     failed_on: str | None = None
     """Node of the last failed attempt."""
+    offered_at: float | None = None
+    """Time at which the unit could first start after that attempt, by `time.monotonic`."""
     outage_at: float | None = None
     """Time at which an attempt at this unit last failed because of an outage, by `time.monotonic`."""
 
@@ -62,11 +64,11 @@ class Unit(Generic[Work]):
         """Number of the current or next attempt, counted from 1."""
         return self.errors + self.lost + 1
 
-    @property
     def avoided_node(self) -> str | None:
-        """Node where the last attempt failed, unless no other node could take the unit for AVOID_SECONDS: the others
-        may belong to another job for days."""
-        return self.failed_on if time.monotonic() < self.not_before + AVOID_SECONDS else None
+        """Return the node where the last attempt failed, or None once the unit has waited AVOID_SECONDS for a different
+        node, because the others may be busy with another job for days. The wait begins with the first call."""
+        self.offered_at = self.offered_at or time.monotonic()
+        return self.failed_on if time.monotonic() < self.offered_at + AVOID_SECONDS else None
 
     @property
     def runs_alone(self) -> bool:
@@ -78,7 +80,7 @@ class Unit(Generic[Work]):
         """Count a failed attempt and set the backoff. Return whether the unit may be tried again."""
         self.lost += lost
         self.errors += not lost
-        self.failed_on = node
+        self.failed_on, self.offered_at = node, None
         self.not_before = time.monotonic() + backoff(self.attempt - 1, config.backoff)
         return self.errors < config.attempts and self.lost < config.lost_attempts
 
@@ -102,7 +104,7 @@ class Unit(Generic[Work]):
         previous, self.outage_at = self.outage_at, time.monotonic()
         if previous is not None and (last_success > previous or not others_affected):
             return False
-        self.failed_on, self.not_before = node, self.outage_at + config.backoff
+        self.failed_on, self.offered_at, self.not_before = node, None, self.outage_at + config.backoff
         return True
 
 

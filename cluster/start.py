@@ -89,15 +89,14 @@ def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> 
         return requested
     start_ray(config)
     task = ray.remote(num_gpus=config.num_gpus, num_cpus=config.num_cpus, resources=config.resources)(_resolve)
-    # this machine has the resources; the time for starting the process does not count as waiting for them
-    seconds = config.wait_for_resources + WORKER_START_SECONDS if os.environ.get("RAY_ADDRESS") else None
+    seconds = config.wait_for_resources + WORKER_START_SECONDS
     try:
         precision, lines = ray.get(task.remote(requested, worker_device(config.num_gpus)), timeout=seconds)
     except ray.exceptions.GetTimeoutError as error:
         raise WorkError(
-            f"The precision {requested} must be resolved on a worker, but no node in the cluster could take a worker "
-            f"that needs {describe(config.needs)} within {config.wait_for_resources:g} s (workers.wait_for_resources). "
-            f"Add such a node, or set the precision explicitly: `--precision bfloat16`."
+            f"The precision {requested} must be resolved on a worker, but no node in the cluster could take and "
+            f"start a worker that needs {describe(config.needs)} within {seconds:g} s (workers.wait_for_resources and "
+            f"{WORKER_START_SECONDS:g} s). Add such a node, or set the precision explicitly: `--precision bfloat16`."
         ) from error
     for line in lines:
         print(line, file=sys.stderr, flush=True)

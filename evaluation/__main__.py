@@ -37,7 +37,7 @@ from evaluation.watch.tracker import log_remaining_results, open_tracker
 from shards.base.config import load_config, load_from_args, parse_subcommand
 from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, console
-from shards.base.store import parse_place
+from shards.base.store import absolute_place, parse_place
 from shards.open import open_store
 
 
@@ -155,11 +155,6 @@ def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[P
 def base_place(config: EvaluateConfig) -> Path | str:
     """Return the folder or URL that contains evaluations/: `output` if it is set, otherwise the run."""
     return absolute_place(config.output or parse_place(config.model))
-
-
-def absolute_place(place: Path | str) -> Path | str:
-    """Make a path absolute, because workers have different working directories."""
-    return place.absolute() if isinstance(place, Path) else place
 
 
 def output_place(config: EvaluateConfig) -> Path | str:

@@ -19,7 +19,7 @@ from precompute.encode.networks import model_class, vision_options
 from precompute.encode.quantised import quantise
 from shards.base.config import Config
 from shards.base.errors import RequestError
-from shards.base.store import Place
+from shards.base.store import Place, absolute_place
 from shards.format.buckets import Bucket
 from shards.format.models import hash_weights, model_folder, probe_autoencoder, read_model_config
 from shards.format.towers import (
@@ -68,11 +68,7 @@ FolderOrName = Annotated[str, AfterValidator(_absolute_folder)]
 different working directory than the driver."""
 
 
-def _absolute(place: Path | str) -> Path | str:
-    return place.absolute() if isinstance(place, Path) else place
-
-
-Root = Annotated[Place, AfterValidator(_absolute)]
+Root = Annotated[Place, AfterValidator(absolute_place)]
 
 
 class TextConfig(Config):

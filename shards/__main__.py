@@ -170,7 +170,9 @@ def push(options: argparse.Namespace) -> None:
     manifests = tuple(f"{MANIFESTS}/{name}" for name in options.root.files(MANIFESTS))
     if not manifests:
         root = options.root.where()
-        raise RequestError(f"{root} has no index, so nothing could be trained on it. Run `shards index {root}` first.")
+        raise RequestError(
+            f"{root} has no index, so training cannot read it. Run `python -m shards index {root}` first."
+        )
     folder = Path(options.root.where())
     written = folder / "README.md"  # perhaps edited
     text = written.read_text() if written.is_file() else dataset_card(options.root)
@@ -249,7 +251,7 @@ def exclude_samples(options: argparse.Namespace) -> None:
 
 
 def lines(path: Path) -> list[str]:
-    """Read the lines of a text file. Windows editors begin it with a byte order mark.
+    """Read the lines of a UTF-8 text file, with or without the byte order mark that Windows editors add.
 
     Raises:
         RequestError: it cannot be read.

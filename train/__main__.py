@@ -79,6 +79,8 @@ def check(arguments: list[str]) -> None:
     own = prepared.checkpoint
     if own is None:
         print(f"{config.run_dir} would start from {prepared.start or config.init_unet or 'random weights'}.")
+    elif prepared.orphan is not None and own.state.step >= config.max_steps:
+        print(f"{config.run_dir} would upload its last checkpoint, {own.folder.name}.")
     elif own.state.step >= config.max_steps:
         print(early.nothing_to_do(config))
     else:

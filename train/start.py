@@ -79,7 +79,7 @@ def _train_here(
             trainer = build_trainer(config, prepared, accelerator, lease, remote, heartbeat)
         trainer.fit()
         launch_number = None if remote is None else lease.number
-        print_once(accelerator, describe_finished(config, config.max_steps, launch_number, config_file))
+        print_once(accelerator, describe_finished(config, trainer.state.step, launch_number, config_file))
 
 
 def make_accelerator(config: TrainConfig, device: str) -> Accelerator:

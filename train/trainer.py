@@ -104,7 +104,8 @@ class Trainer:
                         f"The run received a stop signal and saved a checkpoint after step {state.step}. Run the same "
                         f"command again to resume."
                     )
-            self.checkpoints.finish()  # a launch that begins after the last step only uploads its checkpoint
+            if state.step == first_step:  # a launch after the last step, which only uploads its checkpoint
+                self._finish_writes()
         self.log.close()
 
     def _next_batch(self, batches: Iterator[Batch]) -> Batch:
@@ -153,10 +154,14 @@ class Trainer:
         self.metrics.collect()
         self.checkpoints.write(self.train_step.snapshot(self.state, self.log.sync()))
         if is_last:
-            self.checkpoints.finish()
-            self.average_snapshots.finish()
-            self.heartbeat.enter(self.state.step, "finishing")
-            self.accelerator.wait_for_everyone()
+            self._finish_writes()
+
+    def _finish_writes(self) -> None:
+        """Wait until all processes have finished writing and uploading."""
+        self.checkpoints.finish()
+        self.average_snapshots.finish()
+        self.heartbeat.enter(self.state.step, "finishing")
+        self.accelerator.wait_for_everyone()
 
     def _record_pace(self, step_seconds: float) -> None:
         """Record the durations of a save and a step for the next launch. Warn once if stopping may take too long."""

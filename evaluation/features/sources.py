@@ -23,7 +23,7 @@ from evaluation.sampling.job import SampleSet
 from precompute.encode.overlap import map_in_order, threads
 from precompute.input.find import find_input
 from precompute.input.reject import Reject
-from precompute.input.unit import RawSample
+from precompute.input.unit import RawSample, escaped
 from precompute.input.unit import Unit as InputUnit
 from precompute.pixels.blur import boxes_of
 from precompute.pixels.decode import LimitsConfig, Picture, PixelsConfig, decode
@@ -180,5 +180,6 @@ def reference_units(config: ReferenceConfig) -> tuple[list[ReferenceUnit], str]:
     """
     assert config.pictures is not None
     found = find_input(config.pictures)
-    listed = hashlib.sha256(canonical_json(sorted(found.members))).hexdigest()
+    files = sorted([escaped(member.name), member.bytes] for member in found.members)
+    listed = hashlib.sha256(canonical_json(files)).hexdigest()
     return [ReferenceUnit(unit.name, unit, config) for unit in found.units()], listed

@@ -20,7 +20,7 @@ from typing import Literal
 from evaluation.parts import read_sealed
 from shards.base.durable import canonical_json, sealed_json, sha256_file
 from shards.base.errors import RequestError, WorkError
-from shards.base.store import Store
+from shards.base.store import Store, absolute_place, parse_place
 from shards.format.models import PIPELINE_INDEX as INDEX
 from shards.format.models import model_folder
 from shards.open import open_store
@@ -54,7 +54,8 @@ class Model:
 
 def is_run(name: str) -> bool:
     """Return whether `name` is a run: a folder with a config.yaml, or any URL."""
-    return "://" in name or (Path(name) / "config.yaml").is_file()
+    place = parse_place(name)
+    return isinstance(place, str) or (place / "config.yaml").is_file()
 
 
 def checkpoints_in(names: Iterable[str]) -> dict[int, list[str]]:
@@ -101,11 +102,12 @@ def prepare_model(
         WorkError: the checkpoint is damaged, or was removed while it was being read.
     """
     found = Model(**record) if (record := read_sealed(output, RECORD)) else None
-    name = str(Path(name).absolute()) if Path(name).is_dir() else name
+    place = parse_place(name)
+    name = str(absolute_place(place) if isinstance(place, Path) and place.is_dir() else place)
     if not is_run(name):
         check_code(folder := pipeline_folder(name), trust_remote_code)
         model = Model(name, None, weights, hash_pipeline(folder))
-    elif found is not None and is_exported(output) and (found.name == name or _has_moved(found, name)):
+    elif found is not None and is_exported(output) and (_is_same(found.name, name) or _has_moved(found, name)):
         # the checkpoint may have been pruned after its export, so only the export is read
         model = replace(found, name=name, step=found.step if step is None else step, weights=weights)
     else:
@@ -126,14 +128,20 @@ def prepare_model(
     return model
 
 
+def _is_same(one: str, other: str) -> bool:
+    """Return whether two names are those of the same folder or URL."""
+    return one == other or ("://" not in one + other and Path(one).resolve() == Path(other).resolve())
+
+
 def _has_moved(found: Model, name: str) -> bool:
-    """Return whether the run `name` may be the one of `found` at a new place: nothing is left at the old place, and the
-    checkpoint has been pruned, so it cannot be compared."""
-    return not is_run(found.name) and found.step not in checkpoints_in(open_store(name).files("checkpoints"))
+    """Return whether `name` may be the run of `found` after a move: the old location has no checkpoints left, and the
+    checkpoint has been pruned here, so it cannot be compared."""
+    here = checkpoints_in(open_store(name).files("checkpoints"))
+    return found.step is not None and found.step not in here and not open_store(found.name).files("checkpoints")
 
 
 def _export(name: str, step: int, weights: Weights, output: Store, found: Model | None) -> Model:
-    """Export a checkpoint to `output` in a separate process, unless `found` is a different model."""
+    """Export a checkpoint in a separate process, and store it in `output` unless `found` is a different model."""
     with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch:
         target = Path(scratch) / EXPORTED
         words = ["export", name, "--step", str(step), "--weights", weights, "--output", str(target)]

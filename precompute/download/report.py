@@ -35,6 +35,7 @@ KINDS = {
     "refused": r"Connection refused",
     "cut": r"IncompleteRead|closed connection without|Connection reset|bytes read",
     "unreachable": r"unreachable|No route",
+    "too_many_pixels": r"Image decoding error: too_many_pixels",
     "not_an_image": r"Image decoding error",
 }
 

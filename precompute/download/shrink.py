@@ -1,7 +1,7 @@
 """Storage of downloaded images, in place of img2dataset's resizer.
 
-The resizer ignores EXIF orientations, colour profiles and the range of 16-bit samples, so it stores other images than
-the ones that stage 1 would see.
+img2dataset's resizer ignores EXIF orientations, colour profiles and the range of 16-bit samples, so stage 1 would see
+different images.
 """
 
 import io
@@ -14,7 +14,7 @@ from precompute.pixels.color import to_srgb
 from precompute.pixels.opening import open_image, rejecting, turns_of
 
 Stored = tuple[bytes | None, int | None, int | None, int | None, int | None, str | None]
-"""What img2dataset expects of a resizer: the file, its width and height, those of the original, and an error."""
+"""Return value of a resizer in img2dataset: the file, its width and height, those of the original, and an error."""
 
 
 def keep(stream: BinaryIO, boxes: object = None) -> Stored:
@@ -40,6 +40,6 @@ def shrink(stream: BinaryIO, boxes: object = None, *, max_side: int, quality: in
             rgb.thumbnail((max_side, max_side), Image.Resampling.BICUBIC, reducing_gap=None)
             file = io.BytesIO()
             rgb.save(file, "JPEG", quality=quality)
-    except Reject as reject:  # the same text for all images, because failures are counted
+    except Reject as reject:  # without the detail, because img2dataset counts failures by their text
         return None, None, None, None, None, f"Image decoding error: {reject.reason}"
     return file.getvalue(), *rgb.size, width, height, None

@@ -1,6 +1,7 @@
 """Find and validate the metadata files, and read them in batches with canonical names for their columns."""
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +51,8 @@ def find_files(metadata: str, output: Path) -> list[str]:
         else:
             is_folder = file_system.isdir(path)
             listed = file_system.find(path) if is_folder else file_system.glob(path)
-            own = f"{output.absolute()}/" if "file" in file_system.protocol else None
-            found = [name for name in listed if own is None or not name.startswith(own)]
+            own = f"{os.path.abspath(output)}/" if "file" in file_system.protocol else None
+            found = [name for name in listed if own is None or not os.path.abspath(name).startswith(own)]
             if is_folder:
                 found = [name for name in found if name.endswith(".parquet")]
     except (OSError, ImportError, ValueError) as error:

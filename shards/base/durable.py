@@ -60,8 +60,10 @@ def fsync_file(path: str | Path, forget: bool = False) -> None:
 
 
 def raise_unless_missing(error: OSError) -> None:
-    """Raise an error of os.walk, which would otherwise skip folders that it cannot read, unless there is no folder."""
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+    """Raise an error that os.walk would otherwise ignore, unless the folder no longer exists."""
+    # NFS calls a folder that another machine has just removed stale
+    is_gone = error.errno == errno.ESTALE and not os.path.lexists(error.filename)
+    if not is_gone and not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 

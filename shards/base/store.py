@@ -269,6 +269,11 @@ def parse_place(value: Any) -> Path | str:
     return Path(text).expanduser() if text == "~" or text.startswith("~/") else Path(text)
 
 
+def absolute_place(place: Path | str) -> Path | str:
+    """Make a path absolute, because workers have different working directories. A URL is returned as it is."""
+    return place.absolute() if isinstance(place, Path) else place
+
+
 Place = Annotated[Path | str, PlainValidator(parse_place), PlainSerializer(str, when_used="json")]
 """Config field type for a latents root: a `Path` for a local root, otherwise the URL as a `str`. `shards/open.py` opens
 it."""

@@ -30,9 +30,10 @@ def check_writable(store: Store) -> None:
     while not os.path.exists(place):
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        reason = "no folder" if not place.is_dir() else "not writable for this user"
+        reason = "not writable by this user" if place.is_dir() else "not a folder"
         raise RequestError(
-            f"{store.where()} cannot be created or extended: {place} is {reason}. Set `output` to a folder."
+            f"{store.where()} cannot be created or extended: {place} is {reason}. Set `output` to a "
+            f"folder that this user can write to."
         )
 
 

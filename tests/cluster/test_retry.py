@@ -34,11 +34,14 @@ def test_errors_and_losses_have_separate_limits() -> None:
 def test_a_unit_waits_for_another_node_but_not_forever(clock: list[float]) -> None:
     """The other nodes may belong to another job."""
     unit = Unit("00000", None)
-    unit.record_failure(False, "a", RetryConfig(backoff=10))
-    clock[0] += 10 + AVOID_SECONDS - 1
-    assert unit.avoided_node == "a"
-    clock[0] += 2
-    assert unit.avoided_node is None
+    for node in ("a", "b"):
+        unit.record_failure(False, node, RetryConfig())
+        clock[0] += 10_000  # new units came first
+        assert unit.avoided_node() == node
+        clock[0] += AVOID_SECONDS - 1
+        assert unit.avoided_node() == node
+        clock[0] += 2
+        assert unit.avoided_node() is None
 
 
 def test_the_backoff_doubles_up_to_five_minutes() -> None:

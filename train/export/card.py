@@ -36,7 +36,7 @@ GUIDANCE = 5.0
 
 @dataclass(frozen=True)
 class ExportedWeights:
-    """What a card says about the weights."""
+    """Description of the exported weights for the model card."""
 
     name: str
     """`unet`, `ema`, or empty if they are not from the checkpoint."""
@@ -53,15 +53,18 @@ def exported_weights(config: TrainConfig, checkpoint: Checkpoint, folder: Path) 
         DamagedFile: the files of a rebuilt average do not match its record.
     """
     step, hashes = checkpoint.state.step, checkpoint.content["files"]
-    if folder.parent == checkpoint.folder:
+    if folder.parent.resolve() == checkpoint.folder.resolve():
         own = [sha256 for name, sha256 in hashes.items() if name.startswith(f"{folder.name}/diffusion")]
         return ExportedWeights(folder.name, _describe_weights(config, folder.name), step, own[0] if own else "unknown")
     if not (folder / RECORD).is_file():
-        return ExportedWeights("", f"those in {folder}", step, sha256_file(file_of(folder / WEIGHTS_NAME)))
+        return ExportedWeights("", f"weights from {folder}", step, sha256_file(file_of(folder / WEIGHTS_NAME)))
     record = read_sealed_json(folder / RECORD)
     for name, sha256 in record["files"].items():
         if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
-            raise DamagedFile(f"{folder / name} does not match {RECORD} beside it. Rebuild it with `train ema`.")
+            raise DamagedFile(
+                f"{folder / name} does not match its SHA-256 in {RECORD}, so it was changed or damaged. Rebuild the "
+                f"average with `python -m train ema`."
+            )
     description = (
         f"moving average of the weights (width {record['std']:g}, rebuilt from {len(record['made_of'])} averages)"
     )

@@ -34,7 +34,7 @@ from shards.format.towers import Weights
 from shards.open import open_store
 from train.config import TrainConfig
 from train.data.spec import keep_towers
-from train.export.card import exported_weights, model_card
+from train.export.card import ExportedWeights, exported_weights, model_card
 from train.export.components import (
     check_same_encoders,
     check_unconditional,
@@ -129,17 +129,17 @@ def _write(
 ) -> Path:
     """Write a checkpoint, which was written at a time that may be unknown."""
     config = load_config(TrainConfig, run_dir / "config.yaml", [], "train export")
+    exported = exported_weights(config, checkpoint, checkpoint.weights(options.weights))
     if options.format == "folder":
-        return _write_pipeline(run_dir, config, checkpoint, target, options)
+        return _write_pipeline(run_dir, config, checkpoint, target, options, exported)
     encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
     is_trimmed = config.backbone.pipeline.class_name == PipelineConfig().class_name
     is_trimmed = is_trimmed and pipeline_texts(encoding, config)[0].trim
     # fails before anything is copied
     check_class(TRIMMED if is_trimmed else config.backbone.pipeline.class_name, config.objective.prediction)
-    step = exported_weights(config, checkpoint, checkpoint.weights(options.weights)).step
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as name:
-        pipeline = _write_pipeline(run_dir, config, checkpoint, Path(name) / "export", options)
+        pipeline = _write_pipeline(run_dir, config, checkpoint, Path(name) / "export", options, exported)
         fields = modelspec(
             pipeline,
             title=run_dir.resolve().name,
@@ -148,7 +148,7 @@ def _write(
             ),
             prediction=config.objective.prediction,
             date=written,
-            description=f"Trained with latentmill, {checkpoint.tag} after step {step}",
+            description=f"Trained with latentmill, {checkpoint.tag} after step {exported.step}",
         )
         private = Path(name) / target.name
         write_single_file(pipeline, private, fields, getattr(torch, options.dtype))
@@ -158,10 +158,14 @@ def _write(
 
 
 def _write_pipeline(
-    run_dir: Path, config: TrainConfig, checkpoint: Checkpoint, target: Path, options: ExportConfig
+    run_dir: Path,
+    config: TrainConfig,
+    checkpoint: Checkpoint,
+    target: Path,
+    options: ExportConfig,
+    exported: ExportedWeights,
 ) -> Path:
     weights = checkpoint.weights(options.weights)
-    exported = exported_weights(config, checkpoint, weights)
     encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
     texts = pipeline_texts(encoding, config)
     pipeline = config.backbone.pipeline

@@ -93,6 +93,7 @@ def test_a_public_name_with_a_private_address_gets_no_request(
 ) -> None:
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", server.server_port))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: answer)
+    monkeypatch.setenv("no_proxy", "rebound.example.com")  # does not make it a trusted proxy
     before = server.requests.total()
     for scheme in ("http", "https"):
         with pytest.raises(OSError, match=r"private address: 127.0.0.1 behind host rebound.example.com|SSL") as caught:

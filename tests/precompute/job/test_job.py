@@ -239,10 +239,10 @@ def test_outputs_that_cannot_be_written_are_refused_first(
     without_ray: None, models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file.txt").touch()
-    with pytest.raises(RequestError, match=r"file\.txt is no folder"):
+    with pytest.raises(RequestError, match=r"file\.txt is not a folder"):
         command(precompute_arguments(models, tars, tmp_path / "file.txt"))
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
-    with pytest.raises(RequestError, match=r"a/b cannot be created or extended: \S+ is not writable for this user"):
+    with pytest.raises(RequestError, match=r"a/b cannot be created or extended: \S+ is not writable by this user"):
         command(precompute_arguments(models, tars, tmp_path / "a" / "b"))
     assert os.listdir(tmp_path) == ["file.txt"]
 
@@ -289,4 +289,4 @@ def test_a_range_that_the_array_script_does_not_understand_is_refused() -> None:
             "PYTHON": sys.executable,
         }
         done = subprocess.run(["bash", str(script)], env=variables, capture_output=True, text=True)
-        assert done.returncode == 2 and f"SHARDS={wrong} is not FIRST-LAST" in done.stderr
+        assert done.returncode == 2 and f"such as 00000-78999, but is '{wrong}'" in done.stderr

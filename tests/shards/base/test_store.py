@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_read_is_not_empty(tmp_path: Path, monkeypatch: 
 
     def fail(path: Any) -> Any:
         if str(path).endswith("64x64"):
-            raise OSError(errno.ESTALE, "Stale file handle")
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", fail)

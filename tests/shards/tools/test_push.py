@@ -105,5 +105,5 @@ def test_what_cannot_be_pushed(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="is not a latents root"):
         shards(["push", str(tmp_path), "org/name", "--license", "cc0-1.0"])
     encoding_record(4, 4).save(LocalStore(tmp_path))
-    with pytest.raises(RequestError, match="has no index, so nothing could be trained on it"):
+    with pytest.raises(RequestError, match="has no index, so training cannot read it"):
         shards(["push", str(tmp_path), "org/name", "--license", "cc0-1.0"])

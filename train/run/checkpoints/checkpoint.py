@@ -156,15 +156,16 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
         The checkpoint, or None if the run has no checkpoints.
 
     Raises:
-        RequestError: all checkpoints are damaged, or have the names that they have at a URL. Starting from scratch
+        RequestError: all checkpoints are damaged or have the names used at URLs. Starting from scratch
             would silently discard the run.
     """
     folders = {folder.name: folder for folder in list_checkpoints(run_dir)}
     if not folders and (copies := sorted((run_dir / "checkpoints").glob("step-????????.????/"))):
         raise RequestError(
-            f"{run_dir} is a copy of a run at a URL, whose checkpoints have names such as {copies[-1].name}. Remove "
-            f"the suffix, the number of a launch (`mv {copies[-1]} {copies[-1].with_suffix('')}`); if there are "
-            f"several for a step, keep the highest number."
+            f"{run_dir} was copied from a URL, where checkpoint names end with the number of a launch, as in "
+            f"{copies[-1].name}. A run folder needs names without it, and training would otherwise start from scratch. "
+            f"Rename each checkpoint (`mv {copies[-1]} {copies[-1].with_suffix('')}`). If a step has several, rename "
+            f"the one with the highest number and remove the others."
         )
     remedy = f"remove {run_dir}/checkpoints to train from scratch"
     return newest_intact(list(folders), lambda name: verify_checkpoint(folders[name]), run_dir, remedy)

@@ -219,7 +219,7 @@ def test_what_else_lies_among_checkpoints_is_left_alone(unet: UNet2DConditionMod
 def test_a_copy_of_a_run_at_a_url_does_not_start_over(tmp_path: Path) -> None:
     for name in ("step-00000002.0001", "step-00000002.0003"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    with pytest.raises(RequestError, match=r"is a copy of a run at a URL, .*`mv \S+2\.0003 \S+step-00000002`"):
+    with pytest.raises(RequestError, match=r"was copied from a URL, .*`mv \S+2\.0003 \S+step-00000002`"):
         newest_checkpoint(tmp_path)
 
 
