@@ -164,7 +164,8 @@ class Fleet(Generic[Work, Result]):
         self.queue.move_to_end(self.breaker.probed)
         room = self.config.in_flight(self.watch.places, self.at_once) - len(self.pool.running)
         units = self.queue.due(self.breaker.allowed(room, (attempt.began for attempt in self.pool.running)))
-        failed_on = {unit: unit.avoided_node() for unit in units}
+        can_start = any(worker.node is not None and worker.has_slot(self.at_once) for worker in self.pool.workers)
+        failed_on = {unit: unit.avoided_node() if can_start else unit.failed_on for unit in units}
         avoided = {node: self.health.avoid(node, self.watch.able) for node in set(failed_on.values())}
 
         def avoided_by(unit: Unit[Work]) -> frozenset[str]:

@@ -67,7 +67,8 @@ class Unit(Generic[Work]):
     def avoided_node(self) -> str | None:
         """Return the node where the last attempt failed, or None once the unit has waited AVOID_SECONDS for a different
         node, because the others may be busy with another job for days. The wait begins with the first call."""
-        self.offered_at = self.offered_at or time.monotonic()
+        if self.offered_at is None:
+            self.offered_at = time.monotonic()
         return self.failed_on if time.monotonic() < self.offered_at + AVOID_SECONDS else None
 
     @property

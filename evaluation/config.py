@@ -18,7 +18,7 @@ from shards.base.store import Place
 class EvaluateConfig(Config):
     """Sample a model and score its images."""
 
-    model: str
+    model: str = Field(min_length=1)
     """Model to sample: a run folder or its URL, the folder of an exported diffusers pipeline, or the name of a pipeline
     on the hub."""
     step: int | None = Field(None, ge=0)

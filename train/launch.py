@@ -254,7 +254,7 @@ def start_processes(arguments: list[str], shutdown: Shutdown) -> int:
     """Run accelerate's launcher with these arguments and return the exit code of the first process to fail.
 
     Raises:
-        Stopped: a stop signal arrived before the processes were started.
+        Stopped: a stop signal arrived.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -265,13 +265,16 @@ def start_processes(arguments: list[str], shutdown: Shutdown) -> int:
     parser.epilog = EXAMPLE
     options = parser.parse_args(arguments)
     options.quiet = False  # otherwise accelerate replaces the exit code of a single process with 1
+    code = 0
     try:
         launch_command(options)
     except ChildFailedError as failed:
-        return to_exit_code(failed.get_first_failure()[1].exitcode)
+        code = to_exit_code(failed.get_first_failure()[1].exitcode)
     except subprocess.CalledProcessError as failed:  # accelerate starts a single process without torch's launcher
-        return to_exit_code(failed.returncode)
-    return 0
+        code = to_exit_code(failed.returncode)
+    if shutdown.received is not None:  # Python ignores exceptions in finalizers, so `Stopped` can be lost
+        raise Stopped
+    return code
 
 
 def to_exit_code(returncode: int) -> int:

@@ -130,14 +130,15 @@ def prepare_model(
 
 def _is_same(one: str, other: str) -> bool:
     """Return whether two names are those of the same folder or URL."""
-    return one == other or ("://" not in one + other and Path(one).resolve() == Path(other).resolve())
+    a, b = parse_place(one), parse_place(other)
+    return a == b or (isinstance(a, Path) and isinstance(b, Path) and a.resolve() == b.resolve())
 
 
 def _has_moved(found: Model, name: str) -> bool:
-    """Return whether `name` may be the run of `found` after a move: the old location has no checkpoints left, and the
+    """Return whether `name` may be the run of `found` after a move: the old location is no run any more, and the
     checkpoint has been pruned here, so it cannot be compared."""
     here = checkpoints_in(open_store(name).files("checkpoints"))
-    return found.step is not None and found.step not in here and not open_store(found.name).files("checkpoints")
+    return found.step is not None and found.step not in here and open_store(found.name).size("config.yaml") is None
 
 
 def _export(name: str, step: int, weights: Weights, output: Store, found: Model | None) -> Model:

@@ -9,7 +9,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,9 +61,11 @@ def fsync_file(path: str | Path, forget: bool = False) -> None:
 
 def raise_unless_missing(error: OSError) -> None:
     """Raise an error that os.walk would otherwise ignore, unless the folder no longer exists."""
-    # NFS calls a folder that another machine has just removed stale
-    is_gone = error.errno == errno.ESTALE and not os.path.lexists(error.filename)
-    if not is_gone and not isinstance(error, FileNotFoundError | NotADirectoryError):
+    if error.errno == errno.ESTALE:  # NFS says this of a folder that another machine has just removed, but not only
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(error.filename)
+            raise error
+    elif not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 

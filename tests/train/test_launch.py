@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shards.base.errors import RequestError, WorkError, exit_code_of
+from shards.base.errors import Preempted, RequestError, WorkError, exit_code_of
 from tests import ranks
 from tests.runs import PYTHON, compare, environment, last_step, launcher, train_fields, write_config
 from train import launch, slurm
@@ -462,3 +462,20 @@ def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path) -> None:
 def test_the_launcher_returns_the_exit_code_of_a_single_process(tmp_path: Path, code: int) -> None:
     (tmp_path / "exit.py").write_text(f"import sys; sys.exit({code})")
     assert ranks.wait([start_launcher(tmp_path, 1, str(tmp_path / "exit.py"))], 120) == [code]
+
+
+def test_a_stop_that_gets_lost_still_decides_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the signal had arrived in a finalizer, whose exceptions Python ignores. The processes were killed."""
+
+    def lose(_: object) -> None:
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        raise subprocess.CalledProcessError(-signal.SIGKILL, "python")
+
+    for name in ("PET_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"):  # restored after the test
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", lose)
+    monkeypatch.setattr("train.launch.child_processes", dict)
+    with pytest.raises(Preempted, match="The launcher received SIGTERM"):
+        launch.launch(["--num_processes", "1", "script.py"])

@@ -66,6 +66,10 @@ def test_a_folder_that_cannot_be_read_is_not_empty(tmp_path: Path, monkeypatch: 
         with pytest.raises(OSError, match="Stale file handle"):
             store.listing(folder)
     assert store.listing("absent") == {}
+    monkeypatch.setattr(os, "scandir", lambda path: fail("64x64"))
+    monkeypatch.setattr(os, "lstat", lambda path: fail("64x64"))
+    with pytest.raises(OSError, match="Stale file handle"):  # the whole mount is stale
+        store.listing()
 
 
 def test_markers_of_folders_are_no_files(s3: str) -> None:
