@@ -21,7 +21,7 @@ Work = TypeVar("Work")
 MAX_BACKOFF_SECONDS = 300.0
 SUSPENSION_SECONDS = 600.0
 AVOID_SECONDS = 120.0
-"""Time for which a unit waits for a node other than the one where it failed."""
+"""Seconds that a unit waits for a node other than the one where it failed."""
 
 
 class RetryConfig(Config):

@@ -20,7 +20,7 @@ from shards.base.errors import Preempted, RequestError, WorkError, say
 from shards.base.stop import exit_on_stop_signal
 
 WORKER_START_SECONDS = 300.0
-"""Time to start a worker's process on a node, import torch and try a precision."""
+"""Seconds allowed for starting a worker's process on a node, importing torch and trying a precision."""
 STOPPED = "Stopped by a signal. Committed work is kept. Run the same command again to continue."
 # With a launcher's variables in the environment, `streaming` would treat this process as one of several ranks.
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

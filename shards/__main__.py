@@ -12,6 +12,7 @@ import shards.base.interrupt  # noqa: F401
 import argparse
 import json
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -245,9 +246,8 @@ def by_tower(values: list[str]) -> dict[str, str]:
 def exclude_samples(options: argparse.Namespace) -> None:
     """Exclude samples from all later training runs, by key, URL or image SHA-256."""
     ((kind, values),) = ((kind, values) for kind in KINDS if (values := getattr(options, kind)) is not None)
-    print(
-        exclude(options.root, make_exclusion(kind, [*values, *(line for path in options.file for line in lines(path))]))
-    )
+    values = [*values, *chain.from_iterable(map(lines, options.file))]
+    print(exclude(options.root, make_exclusion(kind, values)))
 
 
 def lines(path: Path) -> list[str]:

@@ -272,7 +272,7 @@ def start_processes(arguments: list[str], shutdown: Shutdown) -> int:
         code = to_exit_code(failed.get_first_failure()[1].exitcode)
     except subprocess.CalledProcessError as failed:  # accelerate starts a single process without torch's launcher
         code = to_exit_code(failed.returncode)
-    if shutdown.received is not None:  # Python ignores exceptions in finalizers, so `Stopped` can be lost
+    if shutdown.received is not None:  # `Stopped` is lost if it is raised in a finalizer
         raise Stopped
     return code
 

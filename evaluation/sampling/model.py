@@ -135,8 +135,8 @@ def _is_same(one: str, other: str) -> bool:
 
 
 def _has_moved(found: Model, name: str) -> bool:
-    """Return whether `name` may be the run of `found` after a move: the old location is no run any more, and the
-    checkpoint has been pruned here, so it cannot be compared."""
+    """Return whether `name` may be the run of `found` after a move: the old location no longer contains a run, and the
+    checkpoint has been pruned, so it cannot be compared."""
     here = checkpoints_in(open_store(name).files("checkpoints"))
     return found.step is not None and found.step not in here and open_store(found.name).size("config.yaml") is None
 

@@ -77,7 +77,7 @@ class _LimitedHandler(urllib.request.AbstractHTTPHandler):
         super().__init__()
         self.tls = ssl.create_default_context()  # shared by all connections: creating it loads the CA certificates
         self.make_response = partial(_LimitedResponse, config=config)
-        # such as http://proxy:3128, or proxy:3128; the value of `no` is that of no_proxy
+        # such as http://proxy:3128 or proxy:3128; `no` holds no_proxy, which lists hosts that need no proxy
         addresses = (address for kind, address in urllib.request.getproxies().items() if kind != "no")
         proxies = {urllib.parse.urlsplit(a if "://" in a else f"//{a}").hostname for a in addresses}
         self.trusted_hosts = None if config.allow_private_hosts else proxies

@@ -61,7 +61,7 @@ def fsync_file(path: str | Path, forget: bool = False) -> None:
 
 def raise_unless_missing(error: OSError) -> None:
     """Raise an error that os.walk would otherwise ignore, unless the folder no longer exists."""
-    if error.errno == errno.ESTALE:  # NFS says this of a folder that another machine has just removed, but not only
+    if error.errno == errno.ESTALE:  # may also mean that another machine has just removed the folder
         with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(error.filename)
             raise error

@@ -465,7 +465,8 @@ def test_the_launcher_returns_the_exit_code_of_a_single_process(tmp_path: Path, 
 
 
 def test_a_stop_that_gets_lost_still_decides_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the signal had arrived in a finalizer, whose exceptions Python ignores. The processes were killed."""
+    """Simulate a signal that arrives in a finalizer, where Python discards the exception, and processes that were
+    killed."""
 
     def lose(_: object) -> None:
         with suppress(BaseException):

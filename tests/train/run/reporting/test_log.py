@@ -47,7 +47,7 @@ def test_lines_are_flushed_before_their_checkpoint_is_published(
 def test_lines_of_progress_have_the_loss(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Outside a terminal, every step prints a line here. Before the first line of metrics, there is no loss to show."""
+    """Print a line after every step. Until the first metrics are written, lines have no loss."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     fields = train_fields(latents, tmp_path / "run", max_steps=4, log={"every": 2})
     command(["--config", str(write_config(tmp_path, fields))])
