@@ -76,7 +76,8 @@ LAUNCH ?= $(if $(filter-out 1,$(NPROC)),--num_machines 1 --num_processes $(NPROC
 # Without Slurm, a launcher is started by ssh on each machine of HOSTS, or on the first NODES of them.
 NODES ?= $(if $(HOSTS),$(shell grep -cEv '^[[:space:]]*($(HASH)|$$)' $(HOSTS)),1)
 # No --kill-on-bad-exit, which would kill a main process that is saving a checkpoint.
-SRUN = srun --nodes $(NODES) --ntasks-per-node $(NPROC) --wait $(LEAVE)
+# Since Slurm 22.05, srun does not inherit --cpus-per-task from the allocation.
+SRUN = srun --nodes $(NODES) --ntasks-per-node $(NPROC)$(SLURM_CPUS_PER_TASK:%= --cpus-per-task %) --wait $(LEAVE)
 STARTER = $(if $(HOSTS),--hosts $(HOSTS) $(NODES) $(NPROC),$(LAUNCH))
 LAUNCHER = $(if $(BY_SRUN),-m train.launch --slurm,$(if $(STARTER),-m train.launch $(STARTER) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet))
 BY_SRUN = $(if $(HOSTS),,$(filter-out 1,$(NODES)))
@@ -234,7 +235,7 @@ docs: setup
 
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras --no-emit-package torchao --no-emit-index-url pyproject.toml
 ## make lock                      | update requirements.lock and requirements.oldest.lock
-lock:
+lock: | setup
 	$(LOCK) -o requirements.lock
 	$(LOCK) --resolution lowest-direct -o requirements.oldest.lock
 	$(MAKE) check-lock

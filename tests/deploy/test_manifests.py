@@ -1,6 +1,7 @@
 """Checks of deploy/ that need no cloud: schemas, and each command parsed by the program that will run it."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -50,6 +51,9 @@ def test_ray_accepts_the_cluster_and_its_job() -> None:
     validate_config(config)
     workers = config["available_node_types"]["gpu"]
     assert (workers["min_workers"], workers["max_workers"]) == (0, 16)
+    # Ray's default image has Python 3.6, and its default profile is for the head only
+    assert all("ImageId" in node["node_config"] for node in config["available_node_types"].values())
+    assert "IamInstanceProfile" in workers["node_config"]
     with pytest.raises(Exception, match="max_worker"):
         validate_config(config | {"max_worker": 1})
 
@@ -97,7 +101,11 @@ def test_the_jobset_launches_what_stage_2_understands() -> None:
     assert launched.main_process_ip == first_pod and spec["parallelism"] == nodes
     config = load_from_args(TrainConfig, [f"--config={ROOT / 'configs/phase1.yaml'}", *trainer[1:]], "train", None)
     pod = spec["template"]["spec"]
-    assert str(config.run_dir).startswith("/runs/") and pod["terminationGracePeriodSeconds"] > config.checkpoint.grace
+    (kills_after,) = (float(variable["value"]) for variable in container["env"])
+    assert pod["terminationGracePeriodSeconds"] > kills_after == config.checkpoint.grace
+    assert str(config.run_dir).startswith("/runs/") and str(config.data.cache).startswith("/tmp/")
+    sizes = {volume["name"]: volume.get("emptyDir", {}).get("sizeLimit") for volume in pod["volumes"]}
+    assert sizes["cache"] == "2Ti" and 0 < (config.data.cache_limit or 0) < 2 * 2**40
 
 
 def test_the_jobset_begins_again_on_75_and_not_on_2() -> None:
@@ -128,6 +136,42 @@ def test_sbatch_scripts_parse(script: Path) -> None:
     lines = script.read_text().splitlines()
     last = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
     assert all(line.startswith("#") for line in lines[: last + 1])  # sbatch stops reading options at the first command
+
+
+def run_precompute_script(folder: Path, ray: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run precompute.sbatch with shell scripts in place of Slurm's commands, `ray` and Python."""
+    commands = {"srun": 'exec "$@"', "scontrol": "echo node", "ray": ray, "python": 'echo "$@"'}
+    for name, text in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", str(DEPLOY / "slurm/precompute.sbatch"), "--config", "a b.yaml"], text=True, timeout=60, cwd=folder,
+        env=variables | {"PATH": path, "PYTHON": str(folder / "python"), "SLURM_NNODES": "1"}, capture_output=True,
+    )  # fmt: skip
+
+
+RUNS_ITS_COMMAND = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
+
+
+def test_a_stage_1_job_whose_ray_cannot_start_fails(tmp_path: Path) -> None:
+    """`ray symmetric-run` itself exits with 0 then."""
+    found = run_precompute_script(tmp_path, RUNS_ITS_COMMAND)
+    assert (found.returncode, found.stdout) == (0, "-m precompute --config a b.yaml\n"), found.stderr
+    found = run_precompute_script(tmp_path, "echo Failed to start Ray")
+    assert (found.returncode, found.stdout) == (1, "Failed to start Ray\n"), found.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["python", "ray", "scontrol", "srun"]
+
+
+def test_an_array_job_says_which_of_its_settings_is_missing(tmp_path: Path) -> None:
+    array = {"SHARDS": "00000-00099", "TARS_PER_TASK": "30", "SLURM_ARRAY_TASK_ID": "3"}
+    found = run_precompute_script(tmp_path, RUNS_ITS_COMMAND, **array)
+    assert found.stdout.endswith(" --shards 00090-00099\n"), found.stderr
+    for name in ("TARS_PER_TASK", "SLURM_ARRAY_TASK_ID"):
+        found = run_precompute_script(tmp_path, RUNS_ITS_COMMAND, **{k: v for k, v in array.items() if k != name})
+        assert found.returncode == 2 and "set TARS_PER_TASK and submit an array" in found.stderr
+    found = run_precompute_script(tmp_path, RUNS_ITS_COMMAND, **array | {"SHARDS": "7"})
+    assert found.returncode == 2 and "SHARDS must be FIRST-LAST" in found.stderr
 
 
 def test_what_a_schema_does_not_have_is_found() -> None:
