@@ -141,8 +141,7 @@ class Shutdown:
             raise Preempted(
                 f"The launcher received {self.name}, but the run did not exit within {os.environ[SHUTDOWN_TIMEOUT]} s "
                 f"and was killed. The steps since the newest checkpoint are lost. Run the same command again to resume "
-                f"from that checkpoint. To give the run more time to save, raise {SHUTDOWN_TIMEOUT} (with make or Slurm: "
-                f"LEAVE)."
+                f"from that checkpoint. To give the run more time to save, raise {SHUTDOWN_TIMEOUT} (LEAVE with make)."
             )
         nothing_saved = (
             f"The launcher received {self.name} before the first step, so this launch saved nothing. Run the "
