@@ -17,9 +17,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from shards.base.config import load_from_args
-from shards.base.errors import INTERRUPTED, Preempted, WorkError, exit_code_of, say
+from shards.base.errors import INTERRUPTED, Preempted, RequestError, WorkError, exit_code_of, say
 from train.run.preflight import DEFAULT_SHUTDOWN_SECONDS, LAUNCHER, SHUTDOWN_TIMEOUT
 from train.slurm import become_slurm_task
 from train.ssh import FORWARD_FLAG, receive_signals, start_launchers
@@ -266,7 +267,8 @@ def start_processes(arguments: list[str], shutdown: Shutdown) -> int:
     options.quiet = False  # otherwise accelerate replaces the exit code of a single process with 1
     code = 0
     try:
-        launch_command(options)
+        with restarting_only_lost_processes(shutdown):
+            launch_command(options)
     except ChildFailedError as failed:
         code = to_exit_code(failed.get_first_failure()[1].exitcode)
     except subprocess.CalledProcessError as failed:  # accelerate starts a single process without torch's launcher
@@ -274,6 +276,35 @@ def start_processes(arguments: list[str], shutdown: Shutdown) -> int:
     if shutdown.received is not None:  # `Stopped` is lost if it is raised in a finalizer
         raise Stopped
     return code
+
+
+@contextmanager
+def restarting_only_lost_processes(shutdown: Shutdown) -> Iterator[None]:
+    """While the context is open, torch's launcher does not restart a run that stopped on purpose or was refused.
+
+    Torch's launcher restarts its processes after any exit code but 0. A run can also stop without a signal to this
+    launcher: one of its processes received it, or the launcher of another machine did.
+
+    Raises:
+        Stopped: a stop signal arrived, but `Stopped` was lost because it was raised in a finalizer.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    monitor = LocalElasticAgent._monitor_workers
+
+    def monitor_workers(agent: LocalElasticAgent, group: Any) -> Any:
+        result = monitor(agent, group)
+        if shutdown.received is not None:
+            raise Stopped
+        if {failure.exitcode for failure in result.failures.values()} & {Preempted.exit_code, RequestError.exit_code}:
+            agent._remaining_restarts = 0
+        return result
+
+    LocalElasticAgent._monitor_workers = monitor_workers  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
 
 
 def to_exit_code(returncode: int) -> int:

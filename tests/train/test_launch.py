@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from shards.base.errors import Preempted, RequestError, WorkError, exit_code_of
 from tests import ranks
@@ -462,6 +465,36 @@ def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path) -> None:
 def test_the_launcher_returns_the_exit_code_of_a_single_process(tmp_path: Path, code: int) -> None:
     (tmp_path / "exit.py").write_text(f"import sys; sys.exit({code})")
     assert ranks.wait([start_launcher(tmp_path, 1, str(tmp_path / "exit.py"))], 120) == [code]
+
+
+@pytest.mark.parametrize(("code", "starts"), [(75, 1), (2, 1), (1, 2)])
+def test_only_lost_processes_are_restarted(tmp_path: Path, code: int, starts: int) -> None:
+    """Not those that stopped after a signal to one of them, or were refused."""
+    (tmp_path / "exit.py").write_text(
+        f"import os, sys; open(sys.argv[1] + '/start-' + str(os.getpid()), 'w'); sys.exit({code})"
+    )
+    arguments = ("--max_restarts", "1", str(tmp_path / "exit.py"), str(tmp_path))
+    assert ranks.wait([start_launcher(tmp_path, 2, *arguments)], 120) == [code]
+    assert len(list(tmp_path.glob("start-*"))) == 2 * starts
+
+
+def test_a_stop_that_gets_lost_between_two_checks_of_the_processes_restarts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check_after_losing(_: object) -> None:
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        LocalElasticAgent._monitor_workers(Mock(), Mock())
+        pytest.fail("torch's launcher would now restart the processes")
+
+    for name in ("PET_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"):  # restored after the test
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: RunResult(WorkerState.FAILED))
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", check_after_losing)
+    monkeypatch.setattr("train.launch.child_processes", dict)
+    with pytest.raises(Preempted, match="The launcher received SIGTERM"):
+        launch.launch(["--num_processes", "2", "--multi_gpu", "script.py"])
 
 
 def test_a_stop_that_gets_lost_still_decides_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
