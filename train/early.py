@@ -16,7 +16,13 @@ from shards.base.store import Place
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from train.config import TrainConfig
-from train.run.checkpoints.checkpoint import list_checkpoints, step_folder, step_of, verify_checkpoint
+from train.run.checkpoints.checkpoint import (
+    list_checkpoints,
+    refuse_names_of_urls,
+    step_folder,
+    step_of,
+    verify_checkpoint,
+)
 from train.run.checkpoints.local_copy import parse_folder, remote_folder, stored_checkpoints
 from train.run.preflight import check_run_dir
 
@@ -54,11 +60,15 @@ def check_inputs_exist(config: TrainConfig) -> None:
     """Check that the latents roots exist and, if a new run starts from a local run, that it has a checkpoint.
 
     Raises:
-        RequestError: a root is missing, or the run to start from has no checkpoint.
+        RequestError: a root is missing, the run to start from has no checkpoint, or a run's checkpoints have the names
+            used at URLs.
     """
-    is_new = isinstance(config.run_dir, Path) and not list_checkpoints(config.run_dir)
-    if is_new and isinstance(config.init_from, Path) and not list_checkpoints(config.init_from):
-        raise no_checkpoint(config.init_from)
+    if isinstance(config.run_dir, Path):
+        refuse_names_of_urls(config.run_dir)
+        if isinstance(config.init_from, Path) and not list_checkpoints(config.run_dir):
+            refuse_names_of_urls(config.init_from)
+            if not list_checkpoints(config.init_from):
+                raise no_checkpoint(config.init_from)
     validation = [] if config.validation.root is None else [config.validation.root]
     for place in dict.fromkeys([*(stream.root for stream in config.data.streams), *validation]):
         EncodingRecord.load(open_store(place))

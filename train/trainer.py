@@ -78,6 +78,8 @@ class Trainer:
             self.log,
             self._metrics_endpoint(),
         ):
+            if state.step > 0:  # the previous launch may have lost the snapshot of this step
+                self._snapshot_averages()
             while state.step < self.max_steps:
                 batch = self._next_batch(batches)
                 if state.step == first_step:

@@ -111,6 +111,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(finished: tuple[
 
 
 def test_invalid_requests_are_refused_without_torch(latents: Path, tmp_path: Path) -> None:
+    (tmp_path / "copied" / "checkpoints" / "step-00000002.0001").mkdir(parents=True)
     absent: dict[str, Any] = {"data": {"streams": [{"root": "/absent", "bucket": "64x64"}]}}
     changes: list[tuple[dict[str, Any], str]] = [
         ({"optimiser": {"lr": 1.0}}, "unknown key `optimiser` (did you mean `optimizer`?)"),
@@ -122,6 +123,7 @@ def test_invalid_requests_are_refused_without_torch(latents: Path, tmp_path: Pat
             "init_from is /absent, which has no complete checkpoint. Train that run first (for phase 1: `make train "
             "PHASE=1`)",
         ),
+        ({"init_from": str(tmp_path / "copied")}, "copied was copied from a URL, where checkpoint names end with"),
         ({"run_dir": "/dev/null"}, "run_dir /dev/null cannot be used: /dev/null is a file"),
         ({"global_batch_size": 10}, "or data.num_canonical_nodes to 2"),
         ({"evaluate": {"every": 3}}, "evaluate.every 3 is not a multiple of checkpoint.every 2"),

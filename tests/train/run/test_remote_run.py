@@ -130,6 +130,17 @@ def test_a_run_resumes_bit_exactly_on_an_empty_machine(
     assert f"starting {tmp_path}/next from run after step 6" in capsys.readouterr().out
 
 
+def test_a_run_folder_that_was_moved_to_a_url_keeps_its_logs(
+    s3: str, whole: Path, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty_machine(tmp_path, monkeypatch)
+    store = open_store(f"{s3}/moved")
+    store.put({path.relative_to(whole).as_posix(): path for path in whole.rglob("*") if path.is_file()})
+    work = train(latents, tmp_path, f"{s3}/moved", max_steps=STEPS + 1)
+    assert tuple(values[:STEPS] for values in curve(work)) == curve(whole)
+    assert store.read("metrics.jsonl") == (work / "metrics.jsonl").read_bytes()
+
+
 def test_a_launch_resumes_from_an_orphan_and_uploads_it(
     four_steps: str, whole: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

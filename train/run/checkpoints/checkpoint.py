@@ -159,16 +159,25 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
         RequestError: all checkpoints are damaged or have the names used at URLs. Starting from scratch
             would silently discard the run.
     """
+    refuse_names_of_urls(run_dir)
     folders = {folder.name: folder for folder in list_checkpoints(run_dir)}
-    if not folders and (copies := sorted((run_dir / "checkpoints").glob("step-????????.????/"))):
+    remedy = f"remove {run_dir}/checkpoints to train from scratch"
+    return newest_intact(list(folders), lambda name: verify_checkpoint(folders[name]), run_dir, remedy)
+
+
+def refuse_names_of_urls(run_dir: Path) -> None:
+    """Refuse a run folder whose only checkpoints have the names used at URLs.
+
+    Raises:
+        RequestError: the folder was copied from a URL.
+    """
+    if not list_checkpoints(run_dir) and (copies := sorted((run_dir / "checkpoints").glob("step-????????.????/"))):
         raise RequestError(
             f"{run_dir} was copied from a URL, where checkpoint names end with the number of a launch, as in "
             f"{copies[-1].name}. A run folder needs names without it, and training would otherwise start from scratch. "
             f"Rename each checkpoint (`mv {copies[-1]} {copies[-1].with_suffix('')}`). If a step has several, rename "
             f"the one with the highest number and remove the others."
         )
-    remedy = f"remove {run_dir}/checkpoints to train from scratch"
-    return newest_intact(list(folders), lambda name: verify_checkpoint(folders[name]), run_dir, remedy)
 
 
 def newest_intact(

@@ -233,7 +233,7 @@ def install(checkpoint: Checkpoint | None, lease: Lease, store: Store, copies: P
     """Set up this machine's folder for a launch that holds the lease, and remove the folders of earlier launches.
 
     `checkpoint` is moved into the launch's folder, the logs up to its step are copied out of it, and the run's ID in
-    its tracker is downloaded.
+    its tracker is downloaded. If the checkpoint has no logs, the run's are downloaded.
 
     Raises:
         LeaseLost: another launch has taken over.
@@ -245,7 +245,7 @@ def install(checkpoint: Checkpoint | None, lease: Lease, store: Store, copies: P
     # nodes may share a temporary folder; a suspended launch cannot block others, because each launch has its own lock
     with locked(copies / lease.token / ".lock"):
         staging.mkdir(parents=True, exist_ok=True)
-        download_tracker_id(store, work, staging)
+        download_log(TRACKER_ID, store, work, staging)
         if checkpoint is not None:
             target = work / "checkpoints" / checkpoint.folder.name
             if not target.exists():
@@ -261,6 +261,9 @@ def install(checkpoint: Checkpoint | None, lease: Lease, store: Store, copies: P
                     raise replaced(store, checkpoint.folder.name) from error
             for path in sorted((target / LINES).glob("*")):
                 publish(copy_file(path, staging / path.name), work / path.name, staging)
+            if not (target / LINES).exists():  # written to a folder that was copied to the URL later
+                for name in ("metrics.jsonl", "samples.jsonl"):
+                    download_log(name, store, work, staging)
         remove_stale_copies(lease, copies)
 
 
@@ -326,11 +329,11 @@ def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
         yield run, checkpoint
 
 
-def download_tracker_id(store: Store, work: Path, staging: Path) -> None:
-    """Download the file with the run's ID in its tracker, if the run has one."""
+def download_log(name: str, store: Store, work: Path, staging: Path) -> None:
+    """Download a file of the run into its local folder, if the run has that file."""
     with suppress(FileNotFoundError):
-        store.get(TRACKER_ID, staging / TRACKER_ID)
-        publish(staging / TRACKER_ID, work / TRACKER_ID, staging)
+        store.get(name, staging / name)
+        publish(staging / name, work / name, staging)
 
 
 def sha256_of_state(folder: Path) -> str | None:
