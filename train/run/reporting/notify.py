@@ -21,8 +21,8 @@ from shards.base.errors import RequestError
 from shards.base.store import Place, Store
 from shards.base.table import counted
 from shards.open import open_store
-from train.run.checkpoints.checkpoint import list_checkpoints, step_of
-from train.run.checkpoints.local_copy import download_tracker_id, find_checkpoints, lease_backend
+from train.run.checkpoints.checkpoint import TRACKER_ID, list_checkpoints, step_of
+from train.run.checkpoints.local_copy import download_log, find_checkpoints, lease_backend
 from train.run.checkpoints.remote import RemoteRun
 from train.run.lease.lease import Lease
 from train.run.preflight import check_tracker
@@ -104,6 +104,6 @@ def hold(place: Place, store: Store, last: int, ttl: float) -> Iterator[Lease]:
             yield lease
             return
         lease.folder.mkdir(parents=True)
-        download_tracker_id(store, lease.run_dir, lease.folder)
+        download_log(TRACKER_ID, store, lease.run_dir, lease.folder)
         with RemoteRun(store, lease).logs_uploaded_at_exit():
             yield lease
