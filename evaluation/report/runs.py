@@ -191,9 +191,15 @@ def read_runs(names: list[str]) -> list[LoggedRun]:
         RequestError: a folder is not a training run, or is listed twice.
     """
     places = [parse_place(name) for name in names]
-    if len(set(map(str, places))) < len(places):
+    if len(set(map(resolved, names))) < len(places):
         raise RequestError(f"The same run is listed more than once: {', '.join(names)}. List each run only once.")
     return [_read(place, name) for place, name in zip(places, short_names(names), strict=True)]
+
+
+def resolved(place: Path | str) -> str:
+    """Return a run's absolute path without symbolic links, or its URL, for comparison with other runs' locations."""
+    parsed = parse_place(place)
+    return str(parsed.resolve()) if isinstance(parsed, Path) else parsed
 
 
 def short_names(names: list[str]) -> list[str]:
@@ -213,15 +219,16 @@ def step_offsets(runs: Sequence[LoggedRun]) -> dict[str, int]:
     The steps of all predecessors count: the run from which a run was initialised, that run's own predecessor, and so
     on. Predecessors that are not in `runs` are not counted.
     """
-    by_place = {str(run.place): run for run in runs}
+    by_place = {resolved(run.place): run for run in runs}
+    predecessors = {run.name: by_place.get(resolved(start)) for run in runs if (start := run.config.get("init_from"))}
     offsets: dict[str, int] = {}
     for run in runs:
-        predecessor, seen = by_place.get(str(run.config.get("init_from"))), {str(run.place)}
+        predecessor, seen = predecessors.get(run.name), {run.name}
         offsets[run.name] = 0
-        while predecessor is not None and str(predecessor.place) not in seen:
+        while predecessor is not None and predecessor.name not in seen:
             offsets[run.name] += predecessor.steps
-            seen.add(str(predecessor.place))
-            predecessor = by_place.get(str(predecessor.config.get("init_from")))
+            seen.add(predecessor.name)
+            predecessor = predecessors.get(predecessor.name)
     return offsets
 
 

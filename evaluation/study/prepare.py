@@ -27,6 +27,7 @@ size."""
 PIXEL_SIZE = 16
 """Side of the blocks in a pixelated gold image, in pixels."""
 MAX_GOLD = 100
+"""Maximum number of gold items that are made from the sample sets."""
 Pictures = dict[tuple[str, int], str]
 """(prompt id, index) → file name of the image in the study."""
 
@@ -35,7 +36,8 @@ def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Prot
     """Write the study's images and protocol.json. To complete an interrupted preparation, run it again.
 
     Raises:
-        RequestError: the sets are not comparable, or the folder contains a study with a different protocol.
+        RequestError: the sets are not comparable, there are too few gold items, or the folder contains a study with a
+            different protocol.
         WorkError: images are missing from a set.
     """
     sample_sets = [read_set(place) for place in sets]
@@ -43,10 +45,7 @@ def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Prot
     secret = make_secret(folder)
     pictures = [copy_pictures(sample_set, folder, secret) for sample_set in sample_sets]
     items = make_items(sample_sets[0], pictures, len(sample_sets))
-    if config.gold.file is not None:
-        gold = read_gold(config.gold.file, folder, secret)
-    else:
-        gold = make_gold(sample_sets[0], pictures, config, folder, secret)
+    gold = find_gold(sample_sets[0], pictures, len(items), config, folder, secret)
     protocol = Protocol(
         **config.model_dump(exclude={"gold"}),
         gold_share=config.gold.share,
@@ -142,25 +141,50 @@ def make_items(found: SampleSet, pictures: Sequence[Pictures], num_models: int) 
     return items
 
 
+def find_gold(
+    found: SampleSet, pictures: Sequence[Pictures], num_items: int, config: ProtocolConfig, folder: Path, secret: bytes
+) -> list[Item]:
+    """Read or make the gold items.
+
+    Raises:
+        RequestError: there are fewer than one rater should see, or the user's own cannot be used.
+    """
+    most_items = -(-num_items * config.votes_per_item // config.raters)  # raters' counts differ by at most one
+    per_rater = at_least_one(config.gold.share, most_items)
+    if config.gold.file is not None:
+        gold = read_gold(config.gold.file, folder, secret)
+    else:
+        gold = make_gold(found, pictures, per_rater, config.seed, folder, secret)
+    if len(gold) < per_rater:
+        raise RequestError(
+            f"Each rater should see up to {per_rater} gold items (protocol.gold.share = {config.gold.share}), but the "
+            f"study has only {len(gold)}, so it would be less likely to detect raters who click without looking. Lower "
+            f"protocol.gold.share, sample more prompts (each gives at most one gold item, and all together at most "
+            f"{MAX_GOLD}), or list at least {per_rater} gold items in protocol.gold.file."
+        )
+    return gold
+
+
 def make_gold(
-    found: SampleSet, pictures: Sequence[Pictures], config: ProtocolConfig, folder: Path, secret: bytes
+    found: SampleSet, pictures: Sequence[Pictures], per_rater: int, seed: int, folder: Path, secret: bytes
 ) -> list[Item]:
     """Make gold items, which pair a prompt's image with a worse one: a pixelated image of another prompt.
 
     The models take turns supplying the images.
+
+    Args:
+        per_rater: maximum number of gold items that one rater sees.
     """
     if len(found.prompts) < 2:
         raise RequestError(
             "There is only one prompt, so gold items cannot be made, and a study without them cannot detect raters who "
             "click without looking. Sample more prompts, or provide your own gold items (protocol.gold.file)."
         )
-    draws = KeyedDraws(secret, config.seed)
+    draws = KeyedDraws(secret, seed)
     prompts = draws.shuffled(found.prompts, "gold prompts")
     gold = []
-    num_items = len(prompts) * len(pictures) * (len(pictures) - 1) // 2 * config.votes_per_item / config.raters
     # twice as many as each rater sees, so that raters who compare notes do not recognize all of them
-    num_gold = min(MAX_GOLD, 2 * at_least_one(config.gold.share, round(num_items)))
-    for number in range(min(len(prompts), num_gold)):
+    for number in range(min(len(prompts), MAX_GOLD, 2 * per_rater)):
         prompt, other = prompts[number], prompts[(number + 1) % len(prompts)]
         its = pictures[number % len(pictures)]
         path = folder / PICTURES / its[other.id, 0]

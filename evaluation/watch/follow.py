@@ -39,7 +39,7 @@ class FollowConfig(Config):
     """Evaluate checkpoints whose step is a multiple of this, and the run's last checkpoint. null: `evaluate.every` in
     the run's config, or all checkpoints if it is not set."""
     until: int | None = Field(None, ge=0)
-    """Last step to evaluate, after which watching ends. null: the run's `max_steps`."""
+    """Last step to evaluate, after which watching ends. null: the run's `max_steps`, which is also the upper limit."""
     once: bool = False
     """Evaluate the checkpoints that exist now, then exit."""
     poll_seconds: float = Field(30.0, gt=0)
@@ -134,7 +134,7 @@ class Follower:
         """
         every, final = read_schedule(self.run)
         every = self.config.every or every
-        last = final if self.config.until is None else self.config.until
+        last = final if self.config.until is None else min(self.config.until, final)
         entries = self.run.listing("checkpoints")
         files = checkpoints_in(list(entries))
         if not files and not self.is_reported_empty:

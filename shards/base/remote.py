@@ -18,6 +18,7 @@ from typing import Any
 import fsspec
 
 from shards.base.errors import Outage, RequestError
+from shards.base.scratch import user_folder
 from shards.base.store import Entry, Store
 
 CREATE_IF_ABSENT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
@@ -177,7 +178,7 @@ class RemoteStore(Store):
 
     def attempts(self) -> Path:
         root = hashlib.sha256(self.address.encode()).hexdigest()[:12]
-        return Path(tempfile.gettempdir()) / f"latentmill-attempts-{root}"
+        return user_folder(".attempts") / root
 
     def _path(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path

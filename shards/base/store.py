@@ -141,8 +141,8 @@ class Store(ABC):
 
     @abstractmethod
     def attempts(self) -> Path:
-        """Return the local folder in which attempts create their private folders. For a remote root, it is inside the
-        system's temporary folder."""
+        """Return the local folder in which attempts create their private folders. For a remote root, it is inside a
+        folder of this user in the system's temporary folder. Raises RequestError if that belongs to another user."""
 
 
 def read_each(store: Store, names: Sequence[str], batch_size: int = READ_AHEAD) -> Iterator[tuple[str, bytes]]:

@@ -68,7 +68,7 @@ class OnS3(OnDisk):
 
     def attempts(self, name: str) -> list[Path]:
         # no other root is being filled; pathlib's glob would raise if a folder disappeared meanwhile
-        return list(map(Path, glob(f"{self.scratch}/*/*/latentmill-attempts-*/*.*")))
+        return list(map(Path, glob(f"{self.scratch}/*/*/latentmill-*.attempts/*/*.*")))
 
     def left_by_leaving(self, name: str) -> list[Path]:
         return []  # files left by killed workers are removed when the next worker starts

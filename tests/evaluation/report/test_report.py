@@ -12,7 +12,7 @@ from evaluation.report.charts import MARKERS, Series, line_chart
 from evaluation.report.pictures import first_pictures, side_by_side, spread
 from evaluation.report.runs import binned, read_runs, short_names, step_offsets
 from shards.base.durable import sealed_json
-from shards.base.errors import exit_code_of
+from shards.base.errors import RequestError, exit_code_of
 from shards.open import open_store
 from tests.evaluation.report.pages import add_evaluation, make_run, report
 
@@ -190,6 +190,18 @@ def test_short_names_step_offsets_bins_and_spreads(tmp_path: Path) -> None:
     assert step_offsets(read_runs([str(c), str(a), str(b)])) == {"c": 60, "a": 0, "b": 40}
     assert binned([(i, 2.0 * i) for i in range(7)], 3) == [(1, 2), (4, 8), (6, 12)]
     assert spread(list(range(10)), 3) == [0, 4, 9] and spread([1, 2], 3) == [1, 2]
+
+
+def test_runs_are_recognised_however_their_location_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "a")
+    b = make_run(tmp_path / "b", steps=20, init_from="a")
+    c = make_run(tmp_path / "c", init_from=b.as_uri())
+    (tmp_path / "link").symlink_to("a")
+    assert step_offsets(read_runs([str(c), "b", str(tmp_path / "link")])) == {"c": 60, "b": 40, "link": 0}
+    for same in (str(tmp_path / "a"), (tmp_path / "a").as_uri(), "b/../a", "link"):
+        with pytest.raises(RequestError, match=f"listed more than once: a, {re.escape(same)}"):
+            read_runs(["a", same])
 
 
 def test_evaluations_are_part_of_the_cost(tmp_path: Path) -> None:

@@ -191,6 +191,31 @@ def test_gold_items_from_a_file(tmp_path: Path) -> None:
             make_study(tmp_path / "other", gold={"file": str(table)})
 
 
+def test_gold_items_suffice_for_several_images_per_prompt(tmp_path: Path) -> None:
+    """Each of 3 raters sees all 32 items (8 prompts with 4 images each)."""
+    sets = [make_set(tmp_path / str(model), model, images_per_prompt=4) for model in range(2)]
+    for share, per_rater, num_gold in ((0.05, 2, 4), (0.25, 8, 8)):  # twice as many, but at most one per prompt
+        folder = tmp_path / f"study-{share}"
+        prepare(sets, config(votes_per_item=3, gold={"share": share}), folder)
+        study = read_study(folder)
+        assert len(study.protocol.gold) == num_gold
+        for showings in make_schedule(study):
+            assert Counter(showing.kind for showing in showings)["gold"] == per_rater
+
+
+def test_a_study_with_too_few_gold_items_is_rejected(tmp_path: Path) -> None:
+    sets = [make_set(tmp_path / str(model), model, images_per_prompt=4) for model in range(2)]
+    picture = next((tmp_path / "0").rglob("*.png"))
+    (tmp_path / "gold.csv").write_text(f"prompt,better,worse\nx,{picture},{picture}\n")
+    for gold, counts in (
+        ({"share": 0.3}, r"up to 10 gold items \(protocol\.gold\.share = 0\.3\), but the study has only 8"),
+        ({"file": str(tmp_path / "gold.csv")}, r"up to 2 gold items .* but the study has only 1"),
+    ):
+        with pytest.raises(RequestError, match=rf"{counts}.*Lower protocol\.gold\.share"):
+            prepare(sets, config(votes_per_item=3, gold=gold), tmp_path / "study")
+    assert not (tmp_path / "study" / "protocol.json").exists()
+
+
 # --- the schedule ---
 
 

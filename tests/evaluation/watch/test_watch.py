@@ -205,6 +205,16 @@ def test_the_command_overrides_the_schedule_of_the_run(run_dir: Path, words: lis
     assert [row["step"] for row in written(run_dir)] == [4, 4, 6, 6]
 
 
+def test_watching_ends_with_the_run_if_until_is_a_later_step(
+    alone: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: float) -> None:
+        raise AssertionError("the watcher waits for another checkpoint")
+
+    monkeypatch.setattr("time.sleep", fail)
+    assert watch(alone, words, "--until", "100") == 0
+
+
 def test_folders_that_are_not_runs_and_runs_without_checkpoints(
     run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -179,6 +179,21 @@ def test_a_folder_that_does_not_name_its_owner_is_left_alone(tmp_path: Path) -> 
     assert unknown.exists() and not begun.exists()
 
 
+def test_users_of_a_machine_do_not_share_attempts_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store = open_store("memory://root")
+    with attempt_folder(store, "00000"):
+        assert [path.name for path in tmp_path.iterdir()] == [f"latentmill-{os.getuid()}.attempts"]  # and the locks
+    other = os.getuid() + 1
+    monkeypatch.setattr("os.getuid", lambda: other)
+    sweep_attempts(store)  # ignores the first user's folder
+    (tmp_path / f"latentmill-{other}.attempts").mkdir()
+    with pytest.raises(RequestError, match=rf"latentmill-{other}\.attempts belongs to another user"):
+        sweep_attempts(store)
+    with pytest.raises(RequestError, match="belongs to another user"), attempt_folder(store, "00000"):
+        pass
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def refuse(*_: object) -> None:
