@@ -2,10 +2,12 @@
 
 Networks are trained from scratch on ROOT with text in float16, in float8, and projected onto each number of dimensions,
 for several seeds. The table reports the validation loss and the squared maximum mean discrepancy (MMD) between
-generated and real latents, as paired differences from float16. Running the command again resumes.
+generated and real latents, as paired differences from float16. Running the command again resumes; other options than
+seeds and widths start new runs.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -20,8 +22,10 @@ from typing import Any
 import numpy as np
 
 from bench.kit.common import in_new_process, machine, mean_and_interval, table
+from shards.base.config import load_config
 from shards.base.store import LocalStore
 from shards.format.encoding import EncodingRecord
+from train.config import TrainConfig
 
 SAMPLING_STEPS, GUIDANCE = 20, 3.0
 
@@ -44,6 +48,7 @@ class Comparison:
     """A root and a validation root with full-width float16 text, a training config and the settings to compare."""
 
     name: str
+    """Unique name of its runs and results."""
     root: Path
     validation: Path
     config: Path
@@ -181,11 +186,13 @@ def main() -> None:
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     roots = options.root.absolute(), options.validation.absolute()
-    comparison = Comparison(options.root.name, *roots, options.config, options.widths, folder)
+    config = load_config(TrainConfig, options.config, [], "train").model_dump_json()
+    key = hashlib.sha256(json.dumps([*map(str, roots), config, options.steps, options.samples]).encode()).hexdigest()
+    comparison = Comparison(f"{options.root.name}-{key[:8]}", *roots, options.config, options.widths, folder)
     results = folder / "trials.jsonl"
     results.touch()
     rows = [json.loads(line) for line in results.read_text().splitlines()]
-    done = {(row["comparison"], row["storage"], row["width"], row["seed"], row["steps"]) for row in rows}
+    done = {(row["comparison"], row["storage"], row["width"], row["seed"]) for row in rows}
 
     def trial(setting: Setting, seed: int) -> None:
         found = run_trial(comparison, setting, seed, options.steps, options.samples)
@@ -202,12 +209,11 @@ def main() -> None:
             pool.submit(trial, setting, seed)
             for seed in options.seeds
             for setting in comparison.settings
-            if (comparison.name, setting.storage, setting.width, seed, options.steps) not in done
+            if (comparison.name, setting.storage, setting.width, seed) not in done
         ]
         for future in running:
             future.result()
-    chosen = [row for row in rows if row["steps"] == options.steps]
-    print(f"{machine()}\n\n{comparison.name}, {options.steps} steps\n\n{results_table(comparison, chosen)}")
+    print(f"{machine()}\n\n{options.root.name}, {options.steps} steps\n\n{results_table(comparison, rows)}")
 
 
 if __name__ == "__main__":

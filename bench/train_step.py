@@ -26,6 +26,7 @@ from bench.kit.common import (
     bench_file,
     best_rates,
     device_name,
+    is_out_of_memory,
     matmul_tflops,
     section,
     synchronize,
@@ -167,8 +168,8 @@ def measure(
             encoding = encoding_record(TEXT_LENGTH, unet.config.cross_attention_dim)
             flops = training_flops(on_meta(unet, train_step.loss.backbone, encoding, latent_hw(setting.bucket))[1])
             return Result(setting, rate, peak_memory(device) / 2**30, rate * flops / 1e12)
-    except RuntimeError as error:  # torch.OutOfMemoryError, and equivalent errors of cuDNN and cuBLAS
-        if not any(said in str(error) for said in ("out of memory", "ALLOC_FAILED")):
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
             raise
         return Result(setting, None)
 
@@ -241,17 +242,24 @@ def training(
         accelerator.free_memory()
 
 
-def compare_with_bare_loop(options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel) -> Pair:
-    """Time the trainer's step and a bare loop that trains the same model, in turn."""
+def compare_with_bare_loop(
+    options: argparse.Namespace, accelerator: Accelerator, unet: UNet2DConditionModel
+) -> Pair | None:
+    """Time the trainer's step and a bare loop that trains the same model, in turn. Return None if memory ran out."""
     setting = StepSetting(options.buckets[0], options.microbatches[-1], channels_last=accelerator.device.type == "cuda")
-    bare = bare_loop(setting, options, unet, accelerator.device)
-    with training(setting, options, accelerator, unet) as (_, step):
+    try:
+        bare = bare_loop(setting, options, unet, accelerator.device)
+        with training(setting, options, accelerator, unet) as (_, step):
 
-        def trained() -> None:
-            step()
-            synchronize(accelerator.device)
+            def trained() -> None:
+                step()
+                synchronize(accelerator.device)
 
-        return timed_in_turn(trained, bare, options.rounds)
+            return timed_in_turn(trained, bare, options.rounds)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def bare_loop(
@@ -319,8 +327,13 @@ def make_batch(bucket: str, size: int, unet: UNet2DConditionModel, pin: bool = F
     return batch.pin_memory() if pin else batch
 
 
-def describe_pair(pair: Pair, options: argparse.Namespace) -> str:
+def describe_pair(pair: Pair | None, options: argparse.Namespace) -> str:
     """Describe the comparison of the trainer with the bare loop in a sentence."""
+    if pair is None:
+        return (
+            f"The comparison with a bare loop ran out of memory ({options.unet}, {options.buckets[0]}, microbatches of "
+            f"{options.microbatches[-1]}). Give smaller `--microbatches`: the last one is used."
+        )
     return (
         f"The trainer's step (posterior and noise draws, caption dropout, moving average, skipping) runs at "
         f"**{pair.ratio:.3f} ×** the rate of a bare loop over float32 tensors in memory (`torch.randn`, `add_noise`, "

@@ -1,7 +1,7 @@
 """Rehearse bench/gpu_check.sh on the CPU, from a clean export of HEAD, in an environment like that of a lent GPU
 machine.
 
-    python -m tests.rehearsal [--python 3.12] [--minutes 40] [what bench.gpu_check takes]
+    python -m tests.rehearsal [--python 3.12] [--minutes 80] [what bench.gpu_check takes]
 
 The environment has only the packages of such a machine, `THERE`. `bench/gpu_check.sh wheels` brings the others, at most
 `MOST_CARRIED`. Installing needs a package index; the check itself does not.
@@ -32,7 +32,7 @@ def main() -> None:
     """Install, export, fetch and check; exit with the check's exit code."""
     parser = argparse.ArgumentParser(prog="tests.rehearsal", description=__doc__)
     parser.add_argument("--python", default="3.12", help="version or path of an interpreter, as for uv")
-    parser.add_argument("--minutes", default="40", help="of the check")
+    parser.add_argument("--minutes", default="80", help="of the check")
     options, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="latentmill-rehearsal-") as folder:
         place, clone = Path(folder), Path(folder) / "clone"

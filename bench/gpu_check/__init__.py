@@ -1,1 +1,1 @@
-"""A ten-minute check of a new GPU: correctness, speed, and where a step's time goes."""
+"""A check of a new GPU: correctness, speed, and where a step's time goes."""

@@ -13,13 +13,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from queue import Queue
+from threading import Event
 from typing import Any
 
 import torch
@@ -29,14 +30,14 @@ from bench.gpu_check.page import page
 from bench.gpu_check.parts import HALVES, LANES, PARTS, SIDE_BY_SIDE, PartRun, begin_lane
 from bench.gpu_check.prediction import with_prediction
 from bench.kit.common import bench_file, best_rates, encoder_rates, write_bench_file
-from plan.measured import BenchFile, Measurement
+from plan.measured import BenchFile, Measurement, read_rates
 from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, WorkError, exit_code_of
 
 TAIL = 15
 """Number of output lines shown for a part that failed."""
 MINUTES = 9.0
-"""Default time budget of a call."""
+"""Default time budget of each half of the check."""
 MIN_SECONDS = 10.0
 """A part is not started with less time than this left."""
 
@@ -49,24 +50,31 @@ class CheckRun:
     small: bool
     output: Path
     minutes: float
+    """Time budget of all parts."""
+    default_minutes: float
     begun: float
     """Start of the check by the monotonic clock."""
 
     def seconds_for(self, name: str) -> float:
         """Return a part's time limit in seconds. It grows with the budget, up to the time that is left."""
         left = 60 * self.minutes - (time.monotonic() - self.begun)
-        return min(PARTS[name].seconds * max(1, self.minutes / MINUTES), left)
+        return min(PARTS[name].seconds * max(1, self.minutes / self.default_minutes), left)
 
 
 def check(arguments: list[str]) -> None:
     """Run the parts and write their findings.
 
     Raises:
-        RequestError: there is no GPU, or a part is unknown.
+        RequestError: there is no GPU, a part is unknown, or a file of predicted rates is missing or invalid.
         WorkError: a check failed, or a part did not finish.
     """
     options = parse(arguments)
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
+    if options.device not in ("cuda", "cpu"):
+        raise RequestError(
+            f"`--device {options.device}` is not supported. Use `cuda` or `cpu`, and choose a GPU with "
+            f"CUDA_VISIBLE_DEVICES: the check uses the first visible one."
+        )
+    if options.device == "cuda" and not torch.cuda.is_available():
         raise RequestError(
             "torch finds no GPU on this machine. Rehearse the check without one with `--device cpu --small`."
         )
@@ -75,13 +83,17 @@ def check(arguments: list[str]) -> None:
             f"Unknown part: {', '.join(unknown)}. Choose from {', '.join(PARTS)}, or {' or '.join(HALVES)}, which run "
             f"half of them each."
         )
-    run = CheckRun(options.device, options.small, options.output, options.minutes, time.monotonic())
+    read_rates(options.predicted, options.device)  # reports unreadable files before anything runs
     halves = {half: [name for lane in lanes for name in lane] for half, lanes in HALVES.items()}
     names = list(dict.fromkeys(name for word in options.parts or halves for name in halves.get(word, [word])))
+    default_minutes = MINUTES * sum(not set(half).isdisjoint(names) for half in halves.values())
+    minutes = default_minutes if options.minutes is None else options.minutes
+    run = CheckRun(options.device, options.small, options.output, minutes, default_minutes, time.monotonic())
     parts, text = kept(run.output, names), ""
-    for name, found in run_parts(run, names):
-        parts[name] = found
-        text = write(run, parts, options.predicted)
+    with closing(run_parts(run, names)) as running:
+        for name, found in running:
+            parts[name] = found
+            text = write(run, parts, options.predicted)
     print(text)
     wrong = [name for name in parts if parts[name]["outcome"] != "done" or not right(parts[name])]
     if wrong:
@@ -112,8 +124,8 @@ def kept(output: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 def write(run: CheckRun, parts: dict[str, dict[str, Any]], predicted: list[str]) -> str:
     """Write the findings so far to gpu-check.json and gpu-check.md, and return the report."""
     bench = planner_file(with_prediction({name: parts[name] for name in PARTS if name in parts}))
-    text = page(bench, predicted, time.monotonic() - run.begun)
     write_bench_file(run.output / "gpu-check.json", bench)
+    text = page(bench, predicted, time.monotonic() - run.begun)
     write_atomically(run.output / "gpu-check.md", text.encode())
     return text
 
@@ -123,24 +135,30 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.gpu_check", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)}; default: all")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu-check"), help="folder for the results")
-    parser.add_argument("--device", default="cuda", help="default: cuda")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu; default: cuda")
     parser.add_argument("--small", action="store_true", help="rehearse with small networks and without a compiler")
-    parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help="time budget of all parts; a slow machine needs more"
-    )
-    parser.add_argument("--predicted", nargs="*", default=[], help="benchmark files with rates to compare with")
+    budget = f"time budget of all parts; a slow machine needs more; default: {MINUTES:g} for each half of the check"
+    parser.add_argument("--minutes", type=float, help=budget)
+    predicted = "benchmark file with rates to compare with; may be repeated"
+    parser.add_argument("--predicted", action="append", default=[], metavar="FILE", help=predicted)
     return parser.parse_args(arguments)
 
 
-def run_parts(run: CheckRun, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run the parts, and yield each one's name and findings when it ends. Lanes run side by side."""
+def run_parts(run: CheckRun, names: list[str]) -> Generator[tuple[str, dict[str, Any]], None, None]:
+    """Run the parts, and yield each one's name and findings when it ends. Lanes run side by side.
+
+    Closing the generator kills them, and so does an exception such as Ctrl-C.
+    """
     lanes = [chosen for lane in LANES if (chosen := [name for name in lane if name in names])]
     ended: Queue[tuple[str, dict[str, Any]] | BaseException] = Queue()
+    processes = [LaneProcess(run) for _ in lanes]
+    stopped = Event()
 
-    def run_lane(lane: list[str]) -> None:
-        process = LaneProcess(run)
+    def run_lane(process: LaneProcess, lane: list[str]) -> None:
         try:
             for name in lane:
+                if stopped.is_set():
+                    return
                 ended.put((name, run_part(run, process, name)))
         except BaseException as error:
             ended.put(error)
@@ -148,13 +166,18 @@ def run_parts(run: CheckRun, names: list[str]) -> Iterator[tuple[str, dict[str, 
             process.kill()
 
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        for lane in lanes:
-            pool.submit(run_lane, lane)
-        for _ in names:
-            part = ended.get()
-            if isinstance(part, BaseException):
-                raise part
-            yield part
+        running = [pool.submit(run_lane, *pair) for pair in zip(processes, lanes, strict=True)]
+        try:
+            for _ in names:
+                part = ended.get()
+                if isinstance(part, BaseException):
+                    raise part
+                yield part
+        finally:
+            stopped.set()
+            while wait(running, timeout=0.1).not_done:  # a lane may have been about to start its process
+                for process in processes:
+                    process.kill()
 
 
 class LaneProcess:
@@ -170,7 +193,7 @@ class LaneProcess:
         """Run a part, and return `done` or the reason why it did not finish."""
         try:
             if self.executor is None:
-                settings = self.check_run.device, self.check_run.small
+                settings = self.check_run.device, self.check_run.small, os.getpid()
                 self.executor = ProcessPoolExecutor(1, get_context("spawn"), initializer=begin_lane, initargs=settings)
                 self.pid = self.executor.submit(os.getpid).result(part.seconds)
             self.executor.submit(part).result(part.seconds)
@@ -187,14 +210,14 @@ class LaneProcess:
         return "done"
 
     def kill(self) -> None:
-        """End the process and the compilers that it started."""
-        if self.executor is None:
-            return
-        if self.pid is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-        self.executor.shutdown(wait=False)
+        """End the process and the compilers that it started. Any thread may call this."""
+        executor, pid = self.executor, self.pid
         self.executor = self.pid = None
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        if executor is not None:
+            executor.shutdown(wait=False)
 
 
 def run_part(run: CheckRun, process: LaneProcess, name: str) -> dict[str, Any]:
@@ -244,4 +267,5 @@ def measurements(parts: dict[str, dict[str, Any]]) -> Iterator[Measurement]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(exit_code_of(lambda: check(sys.argv[1:])))

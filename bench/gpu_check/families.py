@@ -72,7 +72,7 @@ class FamilyPhase:
     the shipped gradient checkpointing, or block by block with that of `RECOMPUTED` or with `float8`."""
 
     def run(self, setup: Setup, found: Findings) -> None:
-        """Time the family's step in each way. A way that fails is listed as such."""
+        """Time the family's step in each way. A way that fails or runs out of memory is listed as such."""
         for number, how in enumerate(self.how):
             cells: dict[str, Any] = {"family": self.family, "phase": self.phase, "compiled": how}
             if number and not found.has_time:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.kit.common import is_out_of_memory
 from shards.base.durable import write_atomically
 
 Row = dict[str, str | int | float | bool | None]
@@ -40,12 +41,16 @@ class Findings:
     def tried(self, table: str, **cells: str | int | float | bool | None) -> Iterator[None]:
         """Catch errors of one of several independent measurements, and record them in a table row.
 
-        The part continues with the next measurement, and fails at its end.
+        The part continues with the next measurement, and fails at its end. A measurement that runs out of memory is
+        only listed as such, because the lanes share the device's memory.
         """
         try:
             yield
         except Exception as error:
             traceback.print_exc()
+            if is_out_of_memory(error):
+                self.row(table, **cells, note="out of memory")
+                return
             message = f"{type(error).__name__}: {error}".splitlines()[0][:120]
             self.failed.append(message)
             self.row(table, **cells, note=f"failed: {message}")

@@ -11,6 +11,7 @@ import torch
 from bench.gpu_check import attention, choices, correctness, float8, prediction, speed, towers
 from bench.gpu_check.families import FamilyPhase
 from bench.gpu_check.findings import Findings
+from bench.gpu_check.parent import die_with
 from bench.gpu_check.setup import Setup, use_no_compiler
 from bench.train_step import release
 
@@ -73,9 +74,11 @@ LANES = [lane for half in HALVES.values() for lane in half]
 PARTS = {name: part for lane in LANES for name, part in lane.items()}
 
 
-def begin_lane(device: str, small: bool) -> None:
-    """Prepare a lane's process. It gets its own process group, so that the compilers that it starts end with it."""
+def begin_lane(device: str, small: bool, parent: int) -> None:
+    """Prepare a lane's process. It gets its own process group, so that the compilers that it starts end with it, and
+    ends when process `parent` dies, which runs the check."""
     os.setsid()
+    die_with(parent)
     torch.backends.cudnn.allow_tf32 = False  # like the product
     if torch.device(device).type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1 / SIDE_BY_SIDE)

@@ -133,6 +133,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error is torch.OutOfMemoryError, or an equivalent error of cuDNN or cuBLAS."""
+    return any(said in str(error) for said in ("out of memory", "ALLOC_FAILED"))
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Format a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]

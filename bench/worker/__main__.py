@@ -8,7 +8,7 @@ weights are needed.
 
 import argparse
 import os
-import shutil
+import tempfile
 from pathlib import Path
 
 from bench.kit.common import section
@@ -37,21 +37,20 @@ def main() -> None:
     """Measure, and print the sections."""
     parser = argparse.ArgumentParser(prog="bench.worker", description=__doc__)
     parser.add_argument("--only", choices=SECTIONS, help="run one section only")
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench/worker"), help="temporary folder")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench/worker"), help="folder for temporary files")
     parser.add_argument("--images", type=int, default=IMAGES, help="images per tar; a tenth of it for measuring memory")
     parser.add_argument("--shards", type=int, default=240, help="number of consecutive tars for measuring memory")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="decoding threads")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of comparisons that run in turn")
     parser.add_argument("--seconds-per-picture", type=float, default=0.01, help="speed of the sleeping encoder")
     arguments = vars(parser.parse_args())
-    only, options = arguments.pop("only"), Options(**arguments)
-    shutil.rmtree(options.folder, ignore_errors=True)
-    try:
+    only, parent = arguments.pop("only"), arguments.pop("folder")
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        options = Options(Path(folder), **arguments)
         for name, (title, make) in SECTIONS.items():
             if only in (None, name):
                 print(section(title, "bench.worker", make(options)))
-    finally:
-        shutil.rmtree(options.folder)
 
 
 if __name__ == "__main__":

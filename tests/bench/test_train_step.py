@@ -54,6 +54,18 @@ def test_a_setting_that_runs_out_of_memory_is_listed(
     assert (rate.images_per_second_per_gpu, rate.microbatch_size, rate.gpus) == (12.5, 8, 1)
 
 
+def test_a_comparison_that_runs_out_of_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(bench, "training", run_out)
+    accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
+    pair = bench.compare_with_bare_loop(options(), accelerator, build_network(UNET, 0))
+    assert pair is None
+    said = bench.describe_pair(pair, options())
+    assert f"ran out of memory ({UNET}, 64x64, microbatches of 16). Give smaller `--microbatches`" in said
+
+
 def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("shapes do not fit")
@@ -62,6 +74,8 @@ def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = type("Accelerator", (), {"device": torch.device("cpu")})()
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         bench.measure(bench.StepSetting("64x64", 16), options(), accelerator, build_network(UNET, 0))
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        bench.compare_with_bare_loop(options(), accelerator, build_network(UNET, 0))
 
 
 def test_a_batch_can_be_pinned() -> None:

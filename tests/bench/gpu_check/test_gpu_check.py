@@ -3,9 +3,14 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Generator
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ import torch
 import bench.gpu_check.__main__ as gpu_check
 from bench.gpu_check import speed
 from bench.gpu_check.correctness import apart
+from bench.gpu_check.families import FamilyPhase
 from bench.gpu_check.findings import Findings, Parts
 from bench.gpu_check.page import page
 from bench.gpu_check.parts import HALVES, PARTS, PartRun
@@ -155,12 +161,73 @@ def test_parts_that_fail_hang_or_crash_keep_their_findings(tmp_path: Path, monke
     assert parts["machine"]["outcome"] == "ended after 60 s"
     assert parts["loader"]["outcome"] == "done"
     assert all(part["checks"][0]["what"] == f"of {name}" for name, part in parts.items())
+    await_end_of_sleepers()
+    late = gpu_check.CheckRun("cpu", True, tmp_path, 0.0, 9.0, time.monotonic())
+    assert gpu_check.run_part(late, gpu_check.LaneProcess(late), "loader")["outcome"] == "not started: no time was left"
+
+
+def sleepers() -> list[psutil.Process]:
+    """Return the processes that a hanging part started."""
+    return [each for each in psutil.process_iter(["cmdline"]) if str(ASLEEP) in (each.info["cmdline"] or [])]
+
+
+def await_end_of_sleepers() -> None:
     deadline = time.monotonic() + 60
-    while any(str(ASLEEP) in (process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])):
+    while sleepers():
         assert time.monotonic() < deadline, "what a part started is still running"
         time.sleep(0.1)  # a killed process ends only when it is scheduled
-    late = gpu_check.CheckRun("cpu", True, tmp_path, 0.0, time.monotonic())
-    assert gpu_check.run_part(late, gpu_check.LaneProcess(late), "loader")["outcome"] == "not started: no time was left"
+
+
+def test_an_exception_kills_all_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of one lane hangs when a part of the other one ends, and no part begins afterwards."""
+    begun = []
+
+    def run_part(run: gpu_check.CheckRun, process: gpu_check.LaneProcess, name: str) -> dict[str, Any]:
+        begun.append(name)
+        if name == "machine":
+            process.executor = ProcessPoolExecutor(1, get_context("spawn"), initializer=os.setsid)
+            process.pid = process.executor.submit(os.getpid).result()
+            with suppress(BrokenExecutor):
+                process.executor.submit(subprocess.run, ["sleep", str(ASLEEP)]).result()
+        else:
+            while not sleepers():
+                time.sleep(0.01)
+        return {"checks": [], "tables": {}, "figures": {}, "outcome": "done", "seconds": 1.0}
+
+    def write(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check, "run_part", run_part)
+    monkeypatch.setattr(gpu_check, "write", write)
+    monkeypatch.setattr(gpu_check, "LANES", [{"machine": 0, "encoders": 0}, {"loader": 0}, {"draws": 0}])
+    words = ["--device", "cpu", "--small", "--output", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.check(["machine", "encoders", "loader", *words])
+    await_end_of_sleepers()
+    assert sorted(begun) == ["loader", "machine"]
+
+
+LANE = """
+import sys, time
+from bench.gpu_check.parent import die_with
+die_with(int(sys.argv[1]))
+print("ready", flush=True)
+time.sleep(600)
+"""
+PARENT = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2] or str(os.getpid())])
+"""
+
+
+@pytest.mark.parametrize("parent", ["", "1"], ids=["killed", "already dead"])
+def test_a_lane_ends_with_the_check(parent: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, LANE, parent], stdout=subprocess.PIPE) as check:
+        assert check.stdout
+        if not parent:
+            assert check.stdout.readline() == b"ready\n"
+            check.kill()
+        assert check.stdout.read() == b""  # the lane holds the pipe until it ends
 
 
 def test_parts_given_by_name_are_merged_into_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +323,65 @@ def test_unknown_parts_and_a_missing_gpu_are_rejected(tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RequestError, match=r"torch finds no GPU on this machine\. Rehearse the check"):
         gpu_check.check(["--output", str(tmp_path)])
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "gpu"])
+def test_other_devices_are_rejected(device: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=rf"`--device {device}` is not supported\. .*CUDA_VISIBLE_DEVICES"):
+        gpu_check.check(["machine", "--device", device, "--output", str(tmp_path)])
+
+
+def test_unreadable_predictions_are_reported_before_parts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words after a file are parts."""
+    monkeypatch.setattr(gpu_check, "run_part", lambda *_: pytest.fail("a part ran"))
+    good = "configs/plan/measured-h200.json"
+    with pytest.raises(RequestError, match=r"The benchmark file missing\.json does not exist"):
+        gpu_check.check(
+            ["--device", "cpu", "--predicted", good, "--predicted", "missing.json", "--output", str(tmp_path)]
+        )
+    options = gpu_check.parse(["--predicted", good, "machine"])
+    assert (options.predicted, options.parts) == ([good], ["machine"])
+
+
+@pytest.mark.parametrize(
+    ("words", "minutes", "limit"),
+    [
+        ([], 18, 60),
+        (["first"], 9, 60),
+        (["machine", "draws"], 9, 60),
+        (["machine", "decoding"], 18, 60),
+        (["--minutes", "36"], 36, 120),
+        (["first", "--minutes", "6"], 6, 60),
+    ],
+)
+def test_the_default_budget_is_nine_minutes_for_each_half(
+    words: list[str], minutes: float, limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+
+    def run_parts(run: gpu_check.CheckRun, names: list[str]) -> Generator[tuple[str, dict[str, Any]], None, None]:
+        runs.append(run)
+        yield from ()
+
+    monkeypatch.setattr(gpu_check, "run_parts", run_parts)
+    gpu_check.check([*words, "--device", "cpu", "--output", str(tmp_path)])
+    assert runs[0].minutes == minutes and runs[0].seconds_for("machine") == limit
+
+
+def test_a_family_that_runs_out_of_memory_is_listed_and_does_not_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(phase: FamilyPhase, setup: Setup, folder: Path, how: str) -> dict[str, Any]:
+        if how == "eager":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return {"per_second": 10.0}
+
+    monkeypatch.setattr(FamilyPhase, "measure", measure)
+    found = Findings(tmp_path / "part.json")
+    FamilyPhase("sd3", 1).run(SETUP, found)
+    eager, blocks = found.tables["families"]
+    assert eager == {"family": "sd3", "phase": 1, "compiled": "eager", "note": "out of memory"}
+    assert blocks["per_second"] == 10.0 and not found.failed
 
 
 def test_settings_are_skipped_for_lack_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,13 @@
-"""The simple script that the worker is compared with does the same work."""
+"""The simple script that the worker is compared with does the same work, and the command deletes only its own files."""
 
 from pathlib import Path
 
 import numpy as np
+import pytest
 from streaming import LocalDataset
 
+import bench.worker.__main__ as command
+from bench.worker.alone import Options
 from bench.worker.comparison import Case, Runner, Way, photograph_case
 from bench.worker.inputs import demo_pictures
 from shards.root.reading import image_latents, read_part, text_latents
@@ -45,3 +48,15 @@ def apart(found: np.ndarray, expected: np.ndarray) -> float:
 def test_the_demos_images_have_all_formats() -> None:
     suffixes = {suffix for _, suffix, _ in demo_pictures(60)}
     assert suffixes == {"jpg", "png", "webp"}
+
+
+def test_the_folders_other_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(options: Options) -> str:
+        (options.folder / "tars").mkdir()
+        return "measured"
+
+    (tmp_path / "mine.txt").write_text("mine")
+    monkeypatch.setattr(command, "SECTIONS", {"alone": ("A stage 1 worker", measure)})
+    monkeypatch.setattr("sys.argv", ["bench.worker", "--folder", str(tmp_path)])
+    command.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
