@@ -21,8 +21,14 @@ from train.data.spec import keep_towers
 from train.model.backbone import PipelineConfig
 from train.model.network import UNET
 
+CLIP_LAYERS = {"StableDiffusionXLPipeline": -2, "StableDiffusion3Pipeline": -2}
+"""Layer of CLIP's hidden states that a pipeline uses, for pipelines that do not use the last."""
 ZEROS = "force_zeros_for_empty_prompt"
 """Constructor argument of pipelines that can replace a missing negative prompt with zeros."""
+OWN_PIPELINE = (
+    "Name a matching pipeline in backbone.pipeline, or load the weights in the checkpoint's folder unet/ into a "
+    "pipeline of your own."
+)
 
 
 def pipeline_texts(encoding: EncodingRecord, config: TrainConfig) -> list[TextTower]:
@@ -55,27 +61,48 @@ def stock_text_tower(encoding: EncodingRecord, towers: list[str] | None) -> Text
     if [(tower.class_name, tower.layer, tower.template, tower.masked, tower.keep) for tower in read] != [stock]:
         raise RequestError(
             f"StableDiffusionPipeline uses the unmasked last hidden states of a single CLIPTextModel, which does not "
-            f"match this run's text towers ({', '.join(encoding.texts)}). Name a matching pipeline in "
-            f"backbone.pipeline, or load the weights in the checkpoint's folder unet/ into a pipeline of your own."
+            f"match this run's text towers ({', '.join(encoding.texts)}). {OWN_PIPELINE}"
         )
     (text,) = read
+    if text.prompt(""):
+        raise RequestError(
+            f"StableDiffusionPipeline uses the empty prompt for guidance, but dropped captions were encoded as "
+            f"{text.empty!r}, so guidance would rely on an input that the network has never seen. {OWN_PIPELINE}"
+        )
     if encoding.image.class_name != "AutoencoderKL" or any(encoding.image.shift):
         raise RequestError(
             f"StableDiffusionPipeline needs an AutoencoderKL without a shift, but this root was encoded with "
-            f"{encoding.image.class_name} and shift {encoding.image.shift}. Name a matching pipeline in "
-            f"backbone.pipeline, or load the weights in the checkpoint's folder unet/ into a pipeline of your own."
+            f"{encoding.image.class_name} and shift {encoding.image.shift}. {OWN_PIPELINE}"
         )
     return text
 
 
-def constructor(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the pipeline's constructor.
+def check_stock_length(text: TextTower, tokenizer: Path) -> None:
+    """Check that StableDiffusionPipeline truncates and pads prompts to the same number of tokens as stage 1.
+
+    Args:
+        tokenizer: folder of the pipeline's tokenizer.
+
+    Raises:
+        RequestError: the numbers differ.
+    """
+    length = json.loads((tokenizer / "tokenizer_config.json").read_text()).get("model_max_length", text.max_tokens)
+    if length != text.max_tokens:
+        raise RequestError(
+            f"StableDiffusionPipeline truncates and pads prompts to its tokenizer's {length} tokens, but captions were "
+            f"encoded with max_tokens {text.max_tokens}, so the pipeline would give the network inputs that it has "
+            f"never seen. {OWN_PIPELINE}"
+        )
+
+
+def pipeline_class(pipeline: PipelineConfig) -> Any:
+    """Return the pipeline's class.
 
     Raises:
         RequestError: diffusers has no such pipeline.
     """
     try:
-        return inspect.signature(getattr(diffusers, pipeline.class_name).__init__).parameters
+        return getattr(diffusers, pipeline.class_name)
     except AttributeError as error:
         near = difflib.get_close_matches(pipeline.class_name, dir(diffusers), n=1)
         raise RequestError(
@@ -83,6 +110,11 @@ def constructor(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
             f"class of this name{f' (did you mean {near[0]}?)' if near else ''}. Correct the name, or install a "
             f"version of diffusers that has the class."
         ) from error
+
+
+def constructor(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the pipeline's constructor. Raises RequestError if diffusers has no such pipeline."""
+    return inspect.signature(pipeline_class(pipeline).__init__).parameters
 
 
 def check_unconditional(config: TrainConfig) -> None:
@@ -116,10 +148,11 @@ def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
     replace a missing encoder's output with zeros.
 
     Raises:
-        RequestError: backbone.inputs and backbone.pipeline.towers name different towers.
+        RequestError: backbone.inputs and backbone.pipeline.towers name different towers, or `_check_states` raised it.
     """
     pipeline = config.backbone.pipeline
-    read = config.backbone.resolved(keep_towers(encoding, config.data.towers).texts).text_towers
+    backbone = config.backbone.resolved(keep_towers(encoding, config.data.towers).texts)
+    read = backbone.text_towers
     if unread := [name for name in pipeline.towers if name not in read]:
         raise RequestError(
             f"backbone.pipeline.towers names {', '.join(unread)}, which backbone.inputs does not read: "
@@ -134,6 +167,33 @@ def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
             f"{' and '.join(missing)} to backbone.pipeline.towers, or remove "
             f"{'it' if len(missing) == 1 else 'them'} from backbone.inputs."
         )
+    _check_states(pipeline, {name: encoding.texts[name] for name in backbone.states.names})
+
+
+def _check_states(pipeline: PipelineConfig, towers: Mapping[str, TextTower]) -> None:
+    """Check that the pipeline gives the network the same tokens and layer of each tower's hidden states as training.
+
+    Raises:
+        RequestError: the pipeline hides padding and the stored captions do not, or the reverse, or it uses a different
+            layer.
+    """
+    masks = "prompt_attention_mask" in inspect.signature(pipeline_class(pipeline).__call__).parameters
+    for name, tower in towers.items():
+        if tower.hides_padding != masks:
+            remedy = "`masked` set to true" if masks else "`masked` and `trim` set to false"
+            raise RequestError(
+                f"{pipeline.class_name} {'hides padding from' if masks else 'shows padding to'} the network, but "
+                f"captions for {name} were encoded {'without' if masks else 'with'} `masked` or `trim`, so the "
+                f"pipeline would give the network inputs that it has never seen. Encode the captions with {remedy}, or "
+                f"name a different pipeline in backbone.pipeline."
+            )
+        layer = CLIP_LAYERS.get(pipeline.class_name, tower.layer)
+        if tower.class_name.startswith("CLIPText") and tower.layer != layer:
+            raise RequestError(
+                f"{pipeline.class_name} uses layer {layer} of {name}, but captions were encoded with layer "
+                f"{tower.layer}, so the pipeline would give the network inputs that it has never seen. Encode the "
+                f"captions with texts.{name}.layer set to {layer}, or name a different pipeline in backbone.pipeline."
+            )
 
 
 def trained_sizes(fingerprint: Mapping[str, Any]) -> list[Bucket]:

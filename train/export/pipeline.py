@@ -10,10 +10,12 @@ examples:
   python -m train export runs/phase2 --vae models/vae --text_encoder models/text_encoder --tokenizer models/tokenizer
 """
 
+import inspect
 import json
 import math
 import shutil
 import tempfile
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -37,9 +39,11 @@ from train.data.spec import keep_towers
 from train.export.card import ExportedWeights, exported_weights, model_card
 from train.export.components import (
     check_same_encoders,
+    check_stock_length,
     check_unconditional,
     default_size,
     network_name,
+    pipeline_class,
     pipeline_texts,
     recorded_components,
     trained_sizes,
@@ -136,7 +140,7 @@ def _write(
     is_trimmed = config.backbone.pipeline.class_name == PipelineConfig().class_name
     is_trimmed = is_trimmed and pipeline_texts(encoding, config)[0].trim
     # fails before anything is copied
-    check_class(TRIMMED if is_trimmed else config.backbone.pipeline.class_name, config.objective.prediction)
+    check_class(TRIMMED if is_trimmed else config.backbone.pipeline.class_name, config.objective)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as name:
         pipeline = _write_pipeline(run_dir, config, checkpoint, Path(name) / "export", options, exported)
@@ -180,6 +184,8 @@ def _write_pipeline(
             f"{', '.join(recorded)}. Choose from these."
         )
     components = {name: _matching_model(name, given.get(name), recorded) for name, recorded in recorded.items()}
+    if pipeline.class_name == PipelineConfig().class_name:
+        check_stock_length(texts[0], components["tokenizer"])
     with atomic_folder(target) as private:
         for name, folder in components.items():
             _copy(folder, private / name)
@@ -211,8 +217,8 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
     """Check that a run on latents of this encoding can be exported as the pipeline that the config names.
 
     Raises:
-        RequestError: the class does not exist, its text encoders differ from the towers that the network reads, or its
-            scheduler cannot be built.
+        RequestError: the class does not exist, its text encoders differ from the towers that the network reads, its
+            scheduler cannot be built, or it cannot sample with this scheduler.
     """
     pipeline = config.backbone.pipeline
     # the default pipeline is checked only at export, because a U-Net can be trained with any text tower
@@ -220,7 +226,7 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
         recorded_components(pipeline, encoding.image, pipeline_texts(encoding, config))
         check_same_encoders(encoding, config)
         check_unconditional(config)
-    scheduler_of(pipeline, config.objective)
+    _check_steps(pipeline, scheduler_of(pipeline, config.objective))
 
 
 def sampler(
@@ -239,7 +245,7 @@ def sampler(
             num_train_timesteps=objective.num_train_timesteps,
             prediction_type="flow_prediction",
             use_flow_sigmas=True,
-            **objective.shift.scheduler_settings("DPMSolverMultistepScheduler", latent_hw),
+            flow_shift=objective.shift.alpha(latent_hw),
             steps_offset=1,  # unused here; diffusers warns about any other value
         )
     config = noise_scheduler(objective).config
@@ -249,24 +255,79 @@ def sampler(
 
 
 def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw: tuple[int, int] = (64, 64)) -> Any:
-    """Build the scheduler named in the config, or `sampler` if none is named.
+    """Build the scheduler named in the config, with the noise schedule, prediction type and shift of training.
 
-    Its timesteps are shifted as in training on latents of size `latent_hw`, unless its settings override the shift.
+    The shift is that for latents of size `latent_hw`, unless it is computed for each image. The config's settings
+    override all of these. If no scheduler is named, it is FlowMatchEulerDiscreteScheduler for flow matching in
+    pipelines that compute the shift, and otherwise `sampler`.
 
     Raises:
-        RequestError: diffusers has no scheduler with that name, or it does not accept these settings.
+        RequestError: diffusers has no scheduler with that name, it does not accept these settings, or it cannot sample
+            from a network trained with this objective.
     """
-    if pipeline.scheduler is None:
-        return sampler(objective, latent_hw)
+    default, is_flow = sampler(objective, latent_hw), objective.prediction == "flow_matching"
+    computes_shift = "calculate_shift(" in _source(pipeline)
+    fits = "FlowMatchEulerDiscreteScheduler" if is_flow and computes_shift else type(default).__name__
+    name = pipeline.scheduler or fits
     try:
-        return getattr(diffusers, pipeline.scheduler)(
-            num_train_timesteps=objective.num_train_timesteps,
-            **objective.shift.scheduler_settings(pipeline.scheduler, latent_hw) | pipeline.scheduler_settings,
-        )
-    except (AttributeError, TypeError, ValueError) as error:
+        scheduler_class = getattr(diffusers, name)
+        accepted = inspect.signature(scheduler_class).parameters
+        if "shift" in accepted:
+            settings = objective.shift.scheduler_settings(
+                latent_hw, computes_shift and "use_dynamic_shifting" in accepted
+            )
+            settings["num_train_timesteps"] = objective.num_train_timesteps
+        else:
+            settings, _, _ = scheduler_class.extract_init_dict(default.config)
+        scheduler = scheduler_class(**settings | pipeline.scheduler_settings)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise RequestError(
-            f"The scheduler {pipeline.scheduler} (backbone.pipeline.scheduler) cannot be built with the settings "
+            f"The scheduler {name} (backbone.pipeline.scheduler) cannot be built with the settings "
             f"{pipeline.scheduler_settings}: {error}. Name a diffusers scheduler and settings that it accepts."
+        ) from error
+    if not _supports(scheduler.config, objective):
+        snr = " and zero_terminal_snr" if objective.zero_terminal_snr else ""
+        raise RequestError(
+            f"The scheduler {name} with the settings {pipeline.scheduler_settings} (backbone.pipeline) does not "
+            f"support networks that were trained with prediction {objective.prediction}{snr}, so the exported pipeline "
+            f"would sample wrongly. Name a different scheduler, such as {fits}."
+        )
+    return scheduler
+
+
+def _supports(scheduler: Mapping[str, Any], objective: ObjectiveConfig) -> bool:
+    """Return whether a scheduler with this config can sample from a network that was trained with the objective."""
+    if objective.prediction == "flow_matching":
+        return bool(scheduler.get("use_flow_sigmas", "shift" in scheduler))
+    if "prediction_type" not in scheduler or scheduler.get("use_flow_sigmas"):
+        return False
+    return "rescale_betas_zero_snr" in scheduler or not objective.zero_terminal_snr
+
+
+def _source(pipeline: PipelineConfig) -> str:
+    """Return the source code of the pipeline's sampling loop."""
+    return inspect.getsource(pipeline_class(pipeline).__call__)
+
+
+def _check_steps(pipeline: PipelineConfig, scheduler: Any) -> None:
+    """Set the timesteps of a scheduler as the pipeline does. This can change the scheduler's config.
+
+    Raises:
+        RequestError: the pipeline cannot sample with this scheduler.
+    """
+    source = _source(pipeline)
+    is_optional = "use_dynamic_shifting" in source  # such a pipeline passes a shift only to schedulers that need it
+    passes_mu = "calculate_shift(" in source and (scheduler.config.get("use_dynamic_shifting") or not is_optional)
+    try:
+        scheduler.set_timesteps(1, **{"mu": 1.0} if passes_mu else {})
+        if "scale_model_input(" in source:
+            scheduler.scale_model_input(torch.zeros(1), scheduler.timesteps[0])
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        raise RequestError(
+            f"{pipeline.class_name} cannot sample with the scheduler {type(scheduler).__name__} and the settings "
+            f"{pipeline.scheduler_settings} (backbone.pipeline): called as in the pipeline, "
+            f"{'with' if passes_mu else 'without'} a shift `mu`, it raises {error!r}. Remove scheduler and "
+            f"scheduler_settings to use a scheduler that fits, or name a different one."
         ) from error
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from shards.base.durable import fsync_file
 from shards.base.errors import RequestError
 from train.model.tensors import load_tensors
+from train.objective.config import ObjectiveConfig
 
 Weights = dict[str, Tensor]
 Rule = tuple[str, str | Callable[[re.Match[str]], str]]
@@ -33,6 +34,10 @@ HASH = "modelspec.hash_sha256"
 NO_HASH = "0x" + "0" * 64
 MADE_BY = {"format": "pt", "latentmill": "single-file"}
 """Metadata of every file that this module writes."""
+SCHEDULE = {"num_train_timesteps": 1000, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+"""Stable Diffusion's noise schedule, which user interfaces assume for every U-Net."""
+PREDICTION_TYPES = {"epsilon": "epsilon", "v_prediction": "v"}
+"""Predictions for which user interfaces can sample from a U-Net, and their names in modelspec."""
 
 
 def write_single_file(pipeline: Path, target: Path, metadata: Mapping[str, str], dtype: torch.dtype) -> None:
@@ -526,16 +531,28 @@ def layout_of(pipeline_class: str | list[str]) -> Layout:
 # metadata
 
 
-def check_class(pipeline_class: str | list[str], prediction: str) -> Layout:
-    """Return the layout of a pipeline class in a single file. Raises RequestError if there is none, or no user
-    interface can sample from a network with this prediction."""
-    layout = layout_of(pipeline_class)
-    if "unet" in layout.components and prediction == "flow_matching":
-        raise RequestError(
-            "The U-Net was trained with flow matching, but ComfyUI and AUTOMATIC1111 cannot tell this from a single "
-            "file and would sample from it as if it predicted noise. Export it as a folder for diffusers instead."
-        )
-    return layout
+def check_class(pipeline_class: str | list[str], objective: ObjectiveConfig) -> None:
+    """Check that user interfaces can sample from a pipeline of this class in a single file.
+
+    Raises:
+        RequestError: there is no layout for the class, or the objective of its U-Net is not the one that user
+            interfaces assume.
+    """
+    if "unet" not in layout_of(pipeline_class).components:
+        return
+    settings = {name: getattr(objective, name) for name in SCHEDULE}
+    if objective.prediction in PREDICTION_TYPES and settings == SCHEDULE:
+        return
+    trained = {"prediction": objective.prediction} | (settings if objective.prediction != "flow_matching" else {})
+    raise RequestError(
+        f"The U-Net was trained with {_listed(trained)}, but a single file does not contain this, and ComfyUI and "
+        f"AUTOMATIC1111 would sample from it as if it had been trained with prediction epsilon or v_prediction and "
+        f"{_listed(SCHEDULE)}. Export it as a folder for diffusers instead."
+    )
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def modelspec(
@@ -550,9 +567,9 @@ def modelspec(
         date: when the checkpoint was written; None if that is unknown.
 
     Raises:
-        RequestError: no user interface can sample from such a network.
+        RequestError: the pipeline's class has no layout for a single file.
     """
-    layout = check_class(json.loads((pipeline / "model_index.json").read_text())["_class_name"], prediction)
+    layout = layout_of(json.loads((pipeline / "model_index.json").read_text())["_class_name"])
     network = "unet" if "unet" in layout.components else "transformer"
     config = json.loads((pipeline / network / "config.json").read_text())
     return {
@@ -563,7 +580,7 @@ def modelspec(
         "modelspec.resolution": resolution,
         **({} if date is None else {"modelspec.date": date.isoformat(timespec="seconds")}),
         "modelspec.description": description,
-        "modelspec.prediction_type": {"v_prediction": "v", "epsilon": "epsilon"}.get(prediction, prediction),
+        "modelspec.prediction_type": PREDICTION_TYPES.get(prediction, prediction),
     }
 
 

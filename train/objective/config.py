@@ -49,19 +49,14 @@ class ShiftConfig(Config):
         slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
         return math.exp(self.base_shift + slope * (tokens - self.base_tokens))
 
-    def scheduler_settings(self, scheduler: str, latent_hw: tuple[int, int]) -> dict[str, Any]:
-        """Return the settings with which a diffusers scheduler applies the same shift.
-
-        If the scheduler's shift cannot depend on the image size, it gets the shift for images whose latents are (h, w).
+    def scheduler_settings(self, latent_hw: tuple[int, int], dynamic: bool) -> dict[str, Any]:
+        """Return the settings with which FlowMatchEulerDiscreteScheduler applies the same shift.
 
         Args:
-            scheduler: class name of the scheduler.
+            latent_hw: size of the latents for which to compute a shift that cannot depend on the image size.
+            dynamic: whether the pipeline gives the scheduler a μ that depends on the image size.
         """
-        if scheduler == "DPMSolverMultistepScheduler":
-            return {"flow_shift": self.alpha(latent_hw)}
-        if scheduler != "FlowMatchEulerDiscreteScheduler":
-            return {}
-        if self.kind != "log_linear":
+        if not dynamic or self.kind != "log_linear":
             return {"shift": self.alpha(latent_hw)}
         lengths = {"base_image_seq_len": self.base_tokens, "max_image_seq_len": self.max_tokens}
         return {"use_dynamic_shifting": True, "base_shift": self.base_shift, "max_shift": self.max_shift, **lengths}

@@ -36,6 +36,7 @@ from train.export.pipeline import ExportConfig, write_pipeline
 from train.export.single_file import (
     NETWORK,
     Component,
+    check_class,
     flux,
     is_single_file,
     layout_of,
@@ -46,6 +47,7 @@ from train.export.single_file import (
     vae,
     write_single_file,
 )
+from train.objective.config import ObjectiveConfig
 
 DATE = datetime(2026, 11, 27, tzinfo=UTC)
 SMALL_UNET: dict[str, Any] = {
@@ -244,11 +246,32 @@ def test_bytes_are_reproducible_and_sdxl_is_marked(tmp_path: Path) -> None:
         write_single_file(tmp_path / "folder", tmp_path / name, fields, torch.float32)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert is_single_file(tmp_path / "a") and not is_single_file(tmp_path / "folder" / "model_index.json")
-    with pytest.raises(RequestError, match="was trained with flow matching"):
-        modelspec(tmp_path / "folder", "a title", "64x64", "flow_matching", DATE, "")
     scheduler = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
     assert layout_of("StableDiffusionXLPipeline").marks(scheduler).keys() == {"v_pred", "ztsnr"}
     assert not layout_of("StableDiffusionXLPipeline").marks({"prediction_type": "epsilon"})
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "said"),
+    [
+        ("StableDiffusionPipeline", {"prediction": "flow_matching"}, "trained with prediction flow_matching, but"),
+        (
+            "StableDiffusionPipeline",
+            {"prediction": "sample"},
+            "trained with prediction sample, num_train_timesteps 1000",
+        ),
+        ("StableDiffusionXLPipeline", {"beta_end": 0.02}, r"beta_start 0\.00085, beta_end 0\.02, but a single file"),
+        ("StableDiffusionXLPipeline", {"beta_schedule": "linear"}, "beta_schedule linear"),
+        ("StableDiffusionPipeline", {"num_train_timesteps": 500}, "num_train_timesteps 500"),
+    ],
+)
+def test_objectives_that_a_single_file_does_not_contain_are_refused(
+    name: str, objective: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RequestError, match=said):
+        check_class(name, ObjectiveConfig.model_validate(objective))
+    check_class(name, ObjectiveConfig(prediction="v_prediction", zero_terminal_snr=True))
+    check_class("FluxPipeline", ObjectiveConfig(prediction="flow_matching"))
 
 
 def test_weights_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:

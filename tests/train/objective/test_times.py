@@ -187,7 +187,7 @@ def test_the_exported_sampler_steps_where_training_was_shifted_to(shift: dict[st
 def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: tuple[int, int]) -> None:
     """FluxPipeline sets its timesteps with a μ that depends on the image size."""
     config = ShiftConfig.model_validate(shift)
-    scheduler = FlowMatchEulerDiscreteScheduler(**config.scheduler_settings("FlowMatchEulerDiscreteScheduler", hw))
+    scheduler = FlowMatchEulerDiscreteScheduler(**config.scheduler_settings(hw, dynamic=True))
     sigmas, own = np.linspace(1.0, 1 / 20, 20), scheduler.config
     mu = calculate_shift(
         hw[0] * hw[1] // 4, own.base_image_seq_len, own.max_image_seq_len, own.base_shift, own.max_shift
@@ -195,7 +195,7 @@ def test_flow_match_eulers_settings_are_the_shift(shift: dict[str, object], hw: 
     scheduler.set_timesteps(sigmas=sigmas, mu=mu)
     expected = shifted(torch.from_numpy(sigmas), config.alpha(hw))
     torch.testing.assert_close(scheduler.sigmas[:-1].double(), expected, rtol=1e-5, atol=1e-6)
-    assert config.scheduler_settings("DDIMScheduler", hw) == {}
+    assert config.scheduler_settings(hw, dynamic=False) == {"shift": config.alpha(hw)}
 
 
 @pytest.mark.parametrize(

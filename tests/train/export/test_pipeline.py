@@ -1,0 +1,195 @@
+"""Exported pipelines sample with the schedule, and encode prompts in the way, that their networks were trained with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from bench.kit.roots import encoding_record
+from precompute.config import PrecomputeConfig
+from shards.base.config import load_config
+from shards.base.errors import RequestError
+from shards.format.encoding import EncodingRecord
+from train.config import TrainConfig
+from train.export.components import check_stock_length, stock_text_tower
+from train.export.pipeline import check_pipeline, sampler, scheduler_of
+from train.model.backbone import PipelineConfig
+from train.objective.config import ObjectiveConfig
+from train.objective.paths import noise_scheduler
+
+CONFIGS = Path("configs")
+FAMILIES = sorted(path.parent.name for path in CONFIGS.glob("*/phase1.yaml"))
+FLOW = ObjectiveConfig(prediction="flow_matching", shift={"factor": 3.0})
+LOG_LINEAR = ObjectiveConfig(prediction="flow_matching", shift={"kind": "log_linear"})
+ZERO_SNR = ObjectiveConfig(prediction="v_prediction", zero_terminal_snr=True)
+
+
+def shipped(family: str, phase: int = 1, **pipeline: Any) -> TrainConfig:
+    """Load a family's training config, with fields of its pipeline overridden."""
+    config = load_config(TrainConfig, CONFIGS / family / f"phase{phase}.yaml", [], "train")
+    changed = config.backbone.pipeline.model_copy(update=pipeline)
+    return config.model_copy(update={"backbone": config.backbone.model_copy(update={"pipeline": changed})})
+
+
+def encoded(family: str, **changes: Any) -> EncodingRecord:
+    """Return the record of a root that was encoded by a family's stage 1, with fields of its text towers overridden."""
+    stage1 = load_config(PrecomputeConfig, CONFIGS / family / "precompute.yaml", [], "precompute")
+    record = encoding_record(77, 8)
+    texts = {}
+    for name, tower in stage1.texts.items():
+        fields: dict[str, Any] = {
+            "class_name": "CLIPTextModel" if "clip" in name or name == "text" else "T5EncoderModel",
+            "layer": tower.layer,
+            "masked": tower.masked,
+            "states": tower.states,
+            "pooled": 8 * tower.pooled,
+            "trim": bool(tower.trim),
+        }
+        texts[name] = record.texts["text"].model_copy(update=fields | changes)
+    return record.model_copy(update={"texts": texts})
+
+
+@pytest.mark.parametrize("phase", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shipped_families_can_be_exported(family: str, phase: int) -> None:
+    check_pipeline(shipped(family, phase), encoded(family))
+    check_pipeline(shipped(family, phase, scheduler=None, scheduler_settings={}), encoded(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("sdxl", {"trim": True}, "shows padding to the network, but captions for clip_l were encoded with `masked`"),
+        ("sdxl", {"layer": "last"}, "uses layer -2 of clip_l, but captions were encoded with layer last"),
+        ("sd3", {"masked": True}, "Encode the captions with `masked` and `trim` set to false"),
+        (
+            "pixart-sigma",
+            {"masked": False, "trim": False},
+            "hides padding from the network, but captions for t5 were encoded without `masked`",
+        ),
+    ],
+)
+def test_captions_that_the_pipeline_encodes_differently_are_refused(
+    family: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RequestError, match=said):
+        check_pipeline(shipped(family), encoded(family, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "pipeline", "said"),
+    [
+        ("flux1", {"scheduler": "DPMSolverMultistepScheduler"}, r"with a shift `mu`, it raises AssertionError\(\)"),
+        ("flux1", {"scheduler": "FlowMatchHeunDiscreteScheduler"}, "with a shift `mu`, it raises TypeError"),
+        ("prx", {"scheduler_settings": {"use_dynamic_shifting": True}}, "without a shift `mu`, it raises ValueError"),
+        ("sana", {"scheduler": "EulerDiscreteScheduler"}, "does not support networks that were trained with predictio"),
+        ("sdxl", {"scheduler": "FlowMatchEulerDiscreteScheduler"}, "prediction epsilon, so the .* such as DDIMSchedul"),
+        (
+            "sdxl",
+            {"scheduler": "DDIMScheduler", "scheduler_settings": {"etta": 1}},
+            "cannot be built with the settings",
+        ),
+    ],
+)
+def test_schedulers_that_cannot_sample_are_refused(family: str, pipeline: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        check_pipeline(shipped(family, **{"scheduler_settings": {}} | pipeline), encoded(family))
+
+
+def test_a_unet_trained_with_flow_matching_needs_a_scheduler_that_scales_its_input() -> None:
+    config = shipped("sd2", scheduler="FlowMatchEulerDiscreteScheduler").model_copy(update={"objective": FLOW})
+    with pytest.raises(RequestError, match="has no attribute 'scale_model_input'"):
+        check_pipeline(config, encoded("sd2"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DDIMScheduler",
+        "DDPMScheduler",
+        "DPMSolverMultistepScheduler",
+        "EulerDiscreteScheduler",
+        "UniPCMultistepScheduler",
+    ],
+)
+@pytest.mark.parametrize(
+    "objective",
+    [
+        ObjectiveConfig(),
+        ObjectiveConfig(prediction="v_prediction", beta_schedule="linear", num_train_timesteps=500),
+        ZERO_SNR,
+    ],
+)
+def test_named_schedulers_have_the_noise_schedule_of_training(name: str, objective: ObjectiveConfig) -> None:
+    found, trained = scheduler_of(PipelineConfig(scheduler=name), objective), noise_scheduler(objective)
+    assert type(found).__name__ == name and found.config.prediction_type == objective.prediction
+    # some of these replace the last step's 0 by a small number
+    torch.testing.assert_close(found.alphas_cumprod, trained.alphas_cumprod, rtol=1e-6, atol=1e-7)
+    assert not found.config.get("clip_sample", False)
+    if objective is ZERO_SNR:
+        assert found.config.timestep_spacing == "trailing"
+
+
+def test_a_schedule_that_a_scheduler_cannot_rescale_is_refused() -> None:
+    scheduler_of(PipelineConfig(scheduler="PNDMScheduler"), ObjectiveConfig())
+    with pytest.raises(RequestError, match="prediction v_prediction and zero_terminal_snr, so the exported pipeline"):
+        scheduler_of(PipelineConfig(scheduler="PNDMScheduler"), ZERO_SNR)
+
+
+@pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "DPMSolverSinglestepScheduler"])
+def test_named_schedulers_sample_by_flow_matching_with_the_shift_of_training(name: str) -> None:
+    pipeline = PipelineConfig(scheduler=name)
+    found = scheduler_of(pipeline, LOG_LINEAR, (128, 96)).config
+    assert found.use_flow_sigmas and found.prediction_type == "flow_prediction"
+    assert found.flow_shift == LOG_LINEAR.shift.alpha((128, 96))
+    chosen = pipeline.model_copy(update={"scheduler_settings": {"flow_shift": 2.0, "num_train_timesteps": 100}})
+    assert scheduler_of(chosen, FLOW).config.flow_shift == 2.0
+    assert scheduler_of(chosen, FLOW).config.num_train_timesteps == 100
+
+
+@pytest.mark.parametrize(
+    ("family", "scheduler", "is_dynamic"),
+    [
+        ("flux1", None, True),
+        ("sd3", None, True),
+        ("sd3", "FlowMatchHeunDiscreteScheduler", False),
+        ("prx", "FlowMatchEulerDiscreteScheduler", False),
+        ("sana", "FlowMatchEulerDiscreteScheduler", False),
+    ],
+)
+def test_only_pipelines_that_compute_a_shift_get_a_dynamic_one(
+    family: str, scheduler: str | None, is_dynamic: bool
+) -> None:
+    config = shipped(family, scheduler=scheduler, scheduler_settings={}).model_copy(update={"objective": LOG_LINEAR})
+    check_pipeline(config, encoded(family))
+    found = scheduler_of(config.backbone.pipeline, LOG_LINEAR, (32, 64))
+    assert type(found).__name__ == (scheduler or "FlowMatchEulerDiscreteScheduler")
+    assert found.config.get("use_dynamic_shifting", False) == is_dynamic
+    assert is_dynamic or found.config.shift == LOG_LINEAR.shift.alpha((32, 64))
+
+
+def test_the_default_scheduler_of_a_unet_is_the_sampler() -> None:
+    for objective in (ObjectiveConfig(), ZERO_SNR, FLOW):
+        found, expected = scheduler_of(PipelineConfig(), objective), sampler(objective)
+        assert type(found) is type(expected)
+        assert {**found.config, "_use_default_values": 0} == {**expected.config, "_use_default_values": 0}
+    settings = {"timestep_spacing": "trailing"}
+    found = scheduler_of(PipelineConfig(scheduler_settings=settings), ObjectiveConfig())
+    assert isinstance(found, diffusers.DDIMScheduler) and found.config.timestep_spacing == "trailing"
+
+
+@pytest.mark.parametrize("changes", [{"empty": "a photo"}, {"template": "draw: {}"}])
+def test_the_stock_pipelines_unconditional_prompt_is_empty(changes: dict[str, Any]) -> None:
+    stock_text_tower(encoding_record(16, 16, empty=""), None)
+    with pytest.raises(RequestError, match=r"StableDiffusionPipeline uses .* Name a matching pipeline"):
+        stock_text_tower(encoding_record(16, 16, **changes), None)
+
+
+def test_the_stock_pipeline_pads_prompts_like_the_captions(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 77}))
+    check_stock_length(encoding_record(77, 16).texts["text"], tmp_path)
+    with pytest.raises(RequestError, match="its tokenizer's 77 tokens, but captions were encoded with max_tokens 40"):
+        check_stock_length(encoding_record(40, 16).texts["text"], tmp_path)
