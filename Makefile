@@ -7,7 +7,6 @@ NPROC ?= 1
 ARGS ?=
 
 comma := ,
-empty :=
 # FAMILY=sana selects configs/sana/. Without FAMILY, the configs in configs/ itself are used: Stable Diffusion 2.
 FAMILIES := $(notdir $(patsubst %/,%,$(dir $(wildcard configs/*/precompute.yaml))))
 CONFIGS := configs$(FAMILY:%=/%)
@@ -54,11 +53,11 @@ demo: setup
 
 ## make select METADATA=metadata/ [OUT=runs/data/selected] | select rows of a dataset of URLs to download
 select: setup
-	$(BIN)/python -m precompute.select --config $(or $(CONFIG),configs/select.yaml) --metadata $(METADATA) $(if $(OUT),--output $(OUT)) $(ARGS)
+	$(BIN)/python -m precompute.select --config $(or $(CONFIG),configs/select.yaml) --metadata "$(METADATA)" $(if $(OUT),--output "$(OUT)") $(ARGS)
 
 ## make download [IN=runs/data/selected] [OUT=runs/data/tars] | download the selected rows into verified tars
 download: setup
-	$(BIN)/python -m precompute.download --config $(or $(CONFIG),configs/download.yaml) $(if $(IN),--input $(IN)) $(if $(OUT),--output $(OUT)) $(ARGS)
+	$(BIN)/python -m precompute.download --config $(or $(CONFIG),configs/download.yaml) $(if $(IN),--input "$(IN)") $(if $(OUT),--output "$(OUT)") $(ARGS)
 
 ## make precompute SHARD=00000-00099 | encode tars into latents with a Ray job; SHARD=all encodes every tar
 precompute: setup
@@ -90,7 +89,7 @@ train: setup
 	$(BIN)/python -m train check --config $(PHASE_CONFIG) $(ARGS)
 	$(TRAIN_COMMAND)
 
-EVALUATE = --config $(or $(CONFIG),configs/evaluate.yaml) --model $(RUN) $(if $(PROMPTS),--prompts.file $(PROMPTS)) $(if $(OUT),--output $(OUT))
+EVALUATE = --config $(or $(CONFIG),configs/evaluate.yaml) --model "$(RUN)" $(if $(PROMPTS),--prompts.file "$(PROMPTS)") $(if $(OUT),--output "$(OUT)")
 ## make sample RUN=runs/phase2 PROMPTS=prompts.txt | sample images from a run, an export or a hub pipeline with a Ray job
 sample: setup
 	$(BIN)/python -m evaluation sample $(EVALUATE) $(ARGS)
@@ -99,19 +98,19 @@ sample: setup
 evaluate: setup
 	$(BIN)/python -m evaluation score $(EVALUATE) $(ARGS)
 
-STUDY = --config $(or $(CONFIG),configs/study.yaml) $(if $(OUT),--output $(OUT)) $(ARGS)
+STUDY = --config $(or $(CONFIG),configs/study.yaml) $(if $(OUT),--output "$(OUT)") $(ARGS)
 ## make study A=runs/a/evaluations/… B=runs/b/evaluations/… [C=…] [D=…] [OUT=runs/study] | serve a blind comparison to raters
 study: setup
-	$(BIN)/python -m evaluation.study prepare --sets $(subst $(empty) ,$(comma),$(strip $(A) $(B) $(C) $(D))) $(STUDY)
+	$(BIN)/python -m evaluation.study prepare --sets "$(A),$(B)$(if $(C),$(comma)$(C))$(if $(D),$(comma)$(D))" $(STUDY)
 	$(BIN)/python -m evaluation.study serve $(STUDY)
 
 ## make watch RUN=runs/phase2 PROMPTS=prompts.txt | evaluate every new checkpoint during training
 watch: setup
-	$(BIN)/python -m evaluation watch $(RUN) --config $(or $(CONFIG),configs/evaluate.yaml) --prompts.file $(PROMPTS) $(if $(OUT),--output $(OUT)) $(ARGS)
+	$(BIN)/python -m evaluation watch "$(RUN)" --config $(or $(CONFIG),configs/evaluate.yaml) --prompts.file "$(PROMPTS)" $(if $(OUT),--output "$(OUT)") $(ARGS)
 
 ## make report RUN="runs/phase1 runs/phase2" [OUT=runs/report.html] | show losses, metrics and samples of runs on one page
 report: setup
-	$(BIN)/python -m evaluation report $(RUN) --output $(or $(OUT),runs/report.html) $(ARGS)
+	$(BIN)/python -m evaluation report $(RUN) --output "$(or $(OUT),runs/report.html)" $(ARGS)
 
 ## make plan [GPUS=128]           | estimate days, cost and storage of a training run
 plan: setup
@@ -225,7 +224,7 @@ bench: setup
 
 ## make gpu-check [OUT=runs/gpu-check] | check a new GPU: correctness, speed, and where the time goes
 gpu-check: setup
-	$(BIN)/python -m bench.gpu_check --output $(or $(OUT),runs/gpu-check) $(ARGS)
+	$(BIN)/python -m bench.gpu_check --output "$(or $(OUT),runs/gpu-check)" $(ARGS)
 
 ## make docs                      | regenerate the config reference, the diagram and the tables of model families in docs/
 docs: setup

@@ -60,10 +60,30 @@ def test_what_a_target_runs() -> None:
     assert check.endswith("-m train check --config configs/phase1.yaml --max_steps 5")
     assert "-m train.launch --num_machines 1 --num_processes 2 --multi_gpu" in launch
     study = make("--dry-run", "study", "A=a", "B=b", "C=c", "OUT=o", "ARGS=--protocol.seed 1").stdout
-    assert "-m evaluation.study prepare --sets a,b,c --config configs/study.yaml --output o --protocol.seed 1" in study
-    assert "-m evaluation.study serve --config configs/study.yaml --output o --protocol.seed 1" in study
+    assert '-m evaluation.study prepare --sets "a,b,c" --config configs/study.yaml --output "o" --proto' in study
+    assert '-m evaluation.study serve --config configs/study.yaml --output "o" --protocol.seed 1' in study
     assert launch.endswith("-m train --config configs/phase1.yaml --num_processes $((1 * 2)) --max_steps 5")
     assert result.stdout.splitlines()[-1] == launch  # resume.md tells readers to take the last line
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        (["select", "METADATA=a b/*.parquet", "OUT=c d"], ["--metadata", "a b/*.parquet", "--output", "c d"]),
+        (["download", "IN=a b", "OUT=c*"], ["--input", "a b", "--output", "c*"]),
+        (
+            ["sample", "RUN=a b", "PROMPTS=c d", "OUT=e f"],
+            ["--model", "a b", "--prompts.file", "c d", "--output", "e f"],
+        ),
+        (["watch", "RUN=a b", "PROMPTS=c d", "OUT=e f"], ["watch", "a b", "--prompts.file", "c d", "--output", "e f"]),
+        (["report", "RUN=a b", "OUT=c d"], ["report", "a", "b", "--output", "c d"]),
+        (["study", "A=a b", "B=c", "D=d e", "OUT=f g"], ["--sets", "a b,c,d e", "--output", "f g"]),
+        (["gpu-check", "OUT=a b"], ["--output", "a b"]),
+    ],
+)
+def test_a_path_may_contain_spaces_and_wildcards(words: list[str], arguments: list[str]) -> None:
+    line, *_ = (line for line in make("--dry-run", *words).stdout.splitlines() if " -m " in line)
+    assert set(arguments) <= set(shlex.split(line))
 
 
 def test_several_machines_are_one_number_under_slurm() -> None:

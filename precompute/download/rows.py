@@ -181,7 +181,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     """Return the type in which to store a column: `string` for any string, and the value type for a dictionary
     column."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.string() if pa.types.is_large_string(kind) else kind
+    return pa.string() if pa.types.is_large_string(kind) or pa.types.is_string_view(kind) else kind
 
 
 def read_rows(tar: PlannedTar, extra_columns: list[str] | None) -> pa.Table:

@@ -170,7 +170,7 @@ def _kept_networks(encoding_json: bytes, device: str, compiled: bool, one_by_one
     return networks
 
 
-def load_networks(encoding: EncodingRecord, device: str, compiled: bool = False, one_by_one: bool = False) -> Networks:
+def load_networks(encoding: EncodingRecord, device: str, compiled: bool, one_by_one: bool) -> Networks:
     """Load the networks of all towers on `device`, or in host memory if they run one by one. Raises UnfitNode if this
     node lacks a model that `encoding` records, or cannot multiply in float8 although a tower needs it."""
     settings = device_settings(encoding, torch.device(device), compiled, one_by_one)

@@ -97,7 +97,7 @@ def _contents(listing: Listing) -> str:
 def choose_caption_fields(found: Found, max_bytes: int) -> list[str]:
     """Return the caption field of an input, judging by its first samples. Raises RequestError unless exactly
     one field seems to contain captions."""
-    address = found.listing.address
+    address = found.listing.given
     samples = list(islice(found.heads(max_bytes), INSPECTED))
     if not samples:
         raise RequestError(f"The first units of {address} have no intact samples. Check these files.")
@@ -105,7 +105,7 @@ def choose_caption_fields(found: Found, max_bytes: int) -> list[str]:
     frequent = {name: values for name, values in texts.items() if len(values) >= len(samples) / 2}
     if "txt" in frequent:
         return ["txt"]
-    likely = [name for name in frequent if LIKELY.search(name)]
+    likely = [name for name in frequent if LIKELY.search(name.removeprefix(JSON_PREFIX))]
     if not likely:
         likely = [name for name, values in frequent.items() if _mean_words(values) >= LONG_TEXT]
     if len(likely) == 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from precompute.input.unit import IMAGE_SUFFIXES, escaped
+from precompute.input.unit import CAPTION_SUFFIXES, IMAGE_SUFFIXES, escaped
 from shards.base.errors import DamagedInput
 
 MAGIC = {
@@ -59,9 +59,9 @@ class TarLayout:
     """Descriptions of the damage, each phrased to follow the tar's name in a sentence; empty for an intact tar."""
 
 
-def read_layout(path: Path) -> TarLayout:
-    """Read every header of the uncompressed tar at `path`. Raises DamagedInput if its extended headers are nested too
-    deeply.
+def read_layout(path: Path, address: str) -> TarLayout:
+    """Read every header of the uncompressed tar at `path`, a copy of the tar at `address`. Raises DamagedInput if its
+    extended headers are nested too deeply.
 
     A sample next to damaged bytes is kept only if it has an image, a caption and JSON. If other samples separate the
     members of a sample, it is kept, but this counts as damage. If a key occurs twice with the same kind of member, both
@@ -71,7 +71,7 @@ def read_layout(path: Path) -> TarLayout:
     end, key, last_added = 0, "", ""
     keys_near_damage: list[str] = []
     with path.open("rb") as file:
-        for header, next_header in read_headers(path, file, size):
+        for header, next_header in read_headers(address, file, size):
             before, (key, suffix) = key, split_name(header.name)
             if header.offset != end and header.offset != after_global_header(file, end):
                 layout.damage.append(f"is damaged: bytes {end} to {header.offset} do not belong to any tar member")
@@ -88,8 +88,8 @@ def read_layout(path: Path) -> TarLayout:
             keys_near_damage.append(key)
     split = split_dotted(layout)
     for key in [key for first in keys_near_damage for key in split.get(first, [first])]:
-        kinds = {"image" if suffix in IMAGE_SUFFIXES else suffix for suffix in layout.members.get(key, ())}
-        if key and not {"image", "txt", "json"} <= kinds:
+        suffixes = layout.members.get(key, ())
+        if key and any(kind.isdisjoint(suffixes) for kind in (IMAGE_SUFFIXES, CAPTION_SUFFIXES, {"json"})):
             layout.lost.setdefault(key, "one of its members is damaged or missing")
     return layout
 
@@ -138,7 +138,7 @@ class Header(tarfile.TarInfo):
         return super()._proc_member(tar)  # type: ignore[misc]
 
 
-def read_headers(path: Path, file: BinaryIO, size: int) -> Iterator[tuple[tarfile.TarInfo, int]]:
+def read_headers(address: str, file: BinaryIO, size: int) -> Iterator[tuple[tarfile.TarInfo, int]]:
     """Yield each readable header and the offset where the next one should start, skipping unreadable bytes. Raises
     DamagedInput if a chain of extended headers exceeds the recursion limit, because tarfile recurses at each header."""
     try:
@@ -161,7 +161,7 @@ def read_headers(path: Path, file: BinaryIO, size: int) -> Iterator[tuple[tarfil
                 continue
             yield header, tar.offset
     except RecursionError:
-        raise DamagedInput(f"{path} is damaged: its extended headers are nested too deeply. {REPLACE}") from None
+        raise DamagedInput(f"{address} is damaged: its extended headers are nested too deeply. {REPLACE}") from None
 
 
 def after_global_header(file: BinaryIO, offset: int) -> int:
@@ -182,14 +182,14 @@ def split_name(name: str, at_last_dot: bool = False) -> tuple[str, str]:
     return key, suffix.lower()
 
 
-def compression_of(path: Path) -> str | None:
-    """Return how a tar is compressed, by its first bytes: `gzip`, `bz2`, `zstd`, or None. Raises DamagedInput for xz,
-    which pyarrow cannot decompress."""
+def compression_of(path: Path, address: str) -> str | None:
+    """Return how the local copy of the tar at `address` is compressed, by its first bytes: `gzip`, `bz2`, `zstd`, or
+    None. Raises DamagedInput for xz, which pyarrow cannot decompress."""
     with path.open("rb") as file:
         start = file.read(10)
     found = next((name for magic, name in MAGIC.items() if magic.match(start)), None)
     if found is not None and found not in DECOMPRESSIBLE:
-        raise DamagedInput(f"{path} is compressed with {found}. Decompress it in place.")
+        raise DamagedInput(f"{address} is compressed with {found}. Decompress it in place.")
     return found
 
 

@@ -20,11 +20,18 @@ class Listing:
     """Path relative to the folder → size in bytes, sorted by path."""
     linked_folders: list[str] = field(default_factory=list)
     """Symbolic links to folders, which are not followed, because they may form a loop. Links to files are."""
+    only: str = ""
+    """Name of the file if the input is a single file rather than the folder."""
 
     @property
     def address(self) -> str:
         """Path or URL of the folder."""
         return self.store.where().rstrip("/")
+
+    @property
+    def given(self) -> str:
+        """Path or URL of the input, for messages: the folder or the single file."""
+        return self.store.where(self.only) if self.only else self.address
 
 
 def list_input(address: str) -> Listing:
@@ -37,7 +44,7 @@ def list_input(address: str) -> Listing:
         if name and (not files or (len(files) == 1 and next(iter(files)) in ("", address))):
             parent = open_store(folder or ("/" if address.startswith("/") else "."))
             if (size := parent.size(name)) is not None:
-                return Listing(parent, {name: size})
+                return Listing(parent, {name: size}, only=name)
     except (OSError, Outage) as error:
         raise RequestError(
             f"The input {address} cannot be listed: {str(error).rstrip('.')}. Check the path and your credentials."

@@ -1,7 +1,8 @@
 """MDS datasets with a column of images, as users of mosaicml/diffusion have them.
 
-Image files are taken out of a sample undecoded. Columns that contain pickled objects are never read. streaming is
-imported late, because no other input needs it.
+Image files are taken out of a sample undecoded. Of the other columns, only text, numbers and JSON are read: pickled
+objects may run code, and arrays and lists of images have no use here. streaming is imported late, because no other
+input needs it.
 """
 
 import io
@@ -17,7 +18,7 @@ import numpy as np
 
 from precompute.input.listing import Listing
 from precompute.input.numbering import Found, Member, NumberedUnit
-from precompute.input.parquet import IMAGE_NAMES, KEY_NAMES
+from precompute.input.parquet import IMAGE_NAMES, KEY_NAMES, key_text
 from precompute.input.unit import RawSample, Unusable, escaped
 from shards.base.errors import RequestError
 
@@ -27,6 +28,11 @@ FILES = {"jpeg", "png", "bytes"}
 PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 PIXELS = {"pil"}
 """Encodings of columns with decoded pixels, which are losslessly converted to PNG or TIFF."""
+PLAIN = {
+    *("str", "json", "str_int", "str_float", "str_decimal", "int", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"),
+}
+"""Encodings of columns that become a sample's metadata."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,8 @@ def _samples(name: str, data: bytes, entry: dict[str, Any], max_bytes: int) -> I
     image = image_column(entry)
     for place in range(count):
         values = _columns(data[offsets[place] : offsets[place + 1]], entry)
-        key = next((str(values.pop(column)) for column in KEY_NAMES if column in values), None)
-        sample = RawSample(escaped(key or f"{name}/{place}"))
+        key = next((key_text(values.pop(column)) for column in KEY_NAMES if column in values), None)
+        sample = RawSample(key or escaped(f"{name}/{place}"))
         picture = values.pop(image) if image else None
         if isinstance(picture, bytes) and len(picture) > max_bytes:
             sample.oversized = f"the image of {sample.key} has {len(picture)} bytes, more than {max_bytes}"
@@ -85,8 +91,8 @@ def _check_bytes(data: bytes, expected: dict[str, Any]) -> None:
 
 
 def _columns(data: bytes, entry: dict[str, Any]) -> dict[str, Any]:
-    """Split a sample into its columns, and decode all but image files."""
-    from streaming.base.format.mds.encodings import is_mds_encoding_safe, mds_decode
+    """Split a sample into its columns, and decode those of a PLAIN encoding."""
+    from streaming.base.format.mds.encodings import mds_decode
 
     variable = sum(not size for size in entry["column_sizes"])
     lengths = iter(np.frombuffer(data, np.uint32, variable).tolist())
@@ -101,7 +107,7 @@ def _columns(data: bytes, entry: dict[str, Any]) -> dict[str, Any]:
             values[name] = value
         elif encoding in PIXELS:
             values[name] = _as_file(encoding, value)
-        elif is_mds_encoding_safe(encoding):
+        elif encoding in PLAIN:
             decoded = mds_decode(encoding, value)
             values[name] = decoded.item() if isinstance(decoded, np.generic) else decoded
     return values

@@ -117,7 +117,7 @@ class Found:
         """Describe the input for the start of a job, with a line for each note."""
         samples = sum(member.samples for member in self.members)
         size = ", ".join([counted(num_units, "unit")] + ([counted(samples, "sample")] if samples else []))
-        lines = [f"Input: {self.listing.address}, {self.kind} ({size}). Captions: {', '.join(captions)}."]
+        lines = [f"Input: {self.listing.given}, {self.kind} ({size}). Captions: {', '.join(captions)}."]
         lines += [f"note: {note}" for note in self.notes]
         if linked := self.listing.linked_folders:
             lines.append(

@@ -73,24 +73,24 @@ class ParquetUnit(NumberedUnit):
             rows = chain.from_iterable(_rows(batch) for batch in batches)
             for row, values in enumerate(rows):
                 name = None if key is None else values.pop(key)
-                name = escaped(f"{member.name}/{row}" if name is None else str(name))
+                name = escaped(f"{member.name}/{row}") if name is None else key_text(name)
                 yield _sample(name, values.pop(images[0]), values, max_bytes)
 
 
 def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """Convert a batch to rows. Invalid UTF-8 stays recognisable, and affects only the text that contains it."""
-    texts = {}
-    for column in batch.schema:
-        if pa.types.is_string(column.type):
-            texts[column.name] = pa.binary()
-        elif pa.types.is_large_string(column.type):
-            texts[column.name] = pa.large_binary()
-    for name, binary in texts.items():
-        batch = batch.set_column(batch.schema.get_field_index(name), name, batch[name].cast(binary))
+    texts = [column.name for column in batch.schema if is_text(column.type)]
+    for name in texts:
+        batch = batch.set_column(batch.schema.get_field_index(name), name, batch[name].cast(pa.large_binary()))
     rows: list[dict[str, Any]] = batch.to_pylist()
     for row in rows:
         row |= {name: row[name].decode("utf-8", "surrogateescape") for name in texts if row[name] is not None}
     return rows
+
+
+def key_text(value: Any) -> str:
+    """Return a value of a column of keys as text; bytes that are not UTF-8 are escaped."""
+    return escaped(value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value))
 
 
 def _sample(key: str, image: Any, values: dict[str, Any], max_bytes: int) -> RawSample:
@@ -120,13 +120,17 @@ def _is_image(kind: pa.DataType) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
 
 
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether values of this type are text."""
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
 def _is_plain(kind: pa.DataType) -> bool:
     """Return whether a column can hold captions, numbers, or lists of them."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_dictionary)
     if any(test(kind) for test in lists):
         return _is_plain(kind.value_type)
-    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
-    return any(test(kind) for test in tests)
+    return is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
 def find_parquet(listing: Listing) -> Found | None:

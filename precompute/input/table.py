@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import xxhash
 from pydantic import Field, model_validator
 
-from precompute.input.parquet import BUFFER_BYTES, StoreFile
+from precompute.input.parquet import BUFFER_BYTES, StoreFile, is_text
 from precompute.input.unit import RawSample
 from shards.base.config import Config
 from shards.base.errors import RequestError, UnfitNode
@@ -225,17 +225,16 @@ def open_parquet(config: TableConfig) -> pq.ParquetFile:
                 f"`column` to two of them."
             )
         kind, is_number = schema.field(column).type, column in config.numbers
-        if not (_is_number(kind) if is_number else _is_text(kind)):
+        if not (_is_number(kind) if is_number else is_text(_plain(kind))):
             raise RequestError(
                 f"The column {column} of {place} has values of type {kind}, not {'numbers' if is_number else 'text'}."
             )
     return parquet
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Return the value type of a dictionary column, and any other type as it is."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _is_number(kind: pa.DataType) -> bool:

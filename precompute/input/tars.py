@@ -26,7 +26,9 @@ from precompute.input.layout import REPLACE, Member, compression_of, read_layout
 from precompute.input.listing import Listing
 from precompute.input.numbering import Found
 from precompute.input.numbering import Member as FoundMember
+from precompute.input.parquet import CONCURRENT_FOOTERS, StoreFile
 from precompute.input.unit import (
+    CAPTION_SUFFIXES,
     IMAGE_SUFFIXES,
     MAX_JSON_BYTES,
     InputRecord,
@@ -49,6 +51,8 @@ MAX_LISTED = 5
 """Maximum number of damage descriptions listed in a receipt."""
 MAX_ROWS = 1_000_000
 """Maximum number of rows in the parquet sidecar file, because a few bytes can decode to any number of rows."""
+SIDECAR_COLUMNS = {"key", "status"}
+"""Columns that distinguish img2dataset's parquet file from other files with the tar's name."""
 MAX_COUNTED = 1000
 """Maximum number of tars whose stats files are read to report the number of samples."""
 BLOCK_BYTES, MAX_RATIO = 1 << 16, 100
@@ -78,7 +82,7 @@ class TarUnit(Unit):
                     copy.write_bytes(file_system.cat_file(path, start=0, end=num_bytes))
                 is_empty = True
                 with decompressed(copy, self.address, "salvage") as start:
-                    for sample in Tar(start, max_bytes, "salvage").samples():
+                    for sample in Tar(start, max_bytes, "salvage", self.address).samples():
                         if not sample.lost:
                             is_empty = False
                             yield sample
@@ -110,18 +114,33 @@ def find_tars(listing: Listing) -> Found | None:
 
 def _notes(listing: Listing, names: dict[str, str]) -> Iterator[str]:
     """Yield notes for the user about the tars (name → file) in a folder."""
-    unverifiable = [stem for stem in names if not {f"{stem}_stats.json", f"{stem}.parquet"} & listing.files.keys()]
+    unproven = [stem for stem in names if f"{stem}_stats.json" not in listing.files]
+    with ThreadPoolExecutor(CONCURRENT_FOOTERS) as pool:
+        found = pool.map(lambda stem: _has_parquet(listing, stem), unproven)
+    unverifiable = [stem for stem, has_parquet in zip(unproven, found, strict=True) if not has_parquet]
     if unverifiable:
         yield (
-            f"{len(unverifiable)} of {len(names)} tars have no NNNNN_stats.json or NNNNN.parquet, which img2dataset "
-            f"writes next to each tar. Corrupt and truncated tars are still detected, but whole samples that are "
-            f"missing from a tar are not."
+            f"{len(unverifiable)} of {len(names)} tars have no NNNNN_stats.json or NNNNN.parquet from img2dataset, "
+            f"which writes them next to each tar. Corrupt and truncated tars are still detected, but whole samples "
+            f"that are missing from a tar are not."
         )
     if packed := [name for name in names.values() if not name.endswith(".tar")]:
         yield (
             f"{len(packed)} of {len(names)} tars are compressed. Each attempt decompresses the whole tar into scratch "
             f"space first, although compression hardly shrinks images. To encode them more than once, decompress them."
         )
+
+
+def _has_parquet(listing: Listing, stem: str) -> bool:
+    """Return whether img2dataset's parquet file is next to a tar. A damaged one counts; the worker will report it."""
+    name = f"{stem}.parquet"
+    if name not in listing.files:
+        return False
+    try:
+        with pq.ParquetFile(StoreFile(listing.store, name, listing.files[name])) as parquet:
+            return set(parquet.schema_arrow.names) >= SIDECAR_COLUMNS
+    except (pa.ArrowException, OSError):
+        return True
 
 
 def _successes(stats: bytes | None) -> int:
@@ -153,7 +172,7 @@ def local_copy(address: str) -> Iterator[Path]:
 def decompressed(path: Path, address: str, policy: Policy) -> Iterator[Path]:
     """Provide the tar at `path` without compression: the file itself, or a temporary copy. Raises DamagedInput if it
     cannot be decompressed; under `salvage`, the copy is truncated at that point."""
-    algorithm = compression_of(path)
+    algorithm = compression_of(path, address)
     if algorithm is None:
         yield path
         return
@@ -195,7 +214,7 @@ class Tar:
         self.address = address or str(path)
         self.max_member_bytes = max_member_bytes
         self.bytes = path.stat().st_size
-        layout = read_layout(path)
+        layout = read_layout(path, self.address)
         if layout.damage and policy == "reject":
             if "is not in order" in layout.damage[0]:
                 remedy = "Recreate it, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
@@ -291,7 +310,7 @@ class Tar:
             )
         if suffix in IMAGE_SUFFIXES:
             sample.image = data
-        elif suffix == "txt":
+        elif suffix == "txt" or (suffix in CAPTION_SUFFIXES and sample.caption is None):
             sample.caption = data
         elif suffix == "json":
             sample.metadata = parse_json(data)
@@ -310,8 +329,9 @@ def counted_samples(tar: Unit) -> Counted:
     if (data := _side_file(file_system, name := f"{path}.parquet")) is not None:
         with damaged(name):
             rows = successes(data)
-            urls = {str(row["key"]): row.get("url") or "" for row in rows}
-            counts[f"{tar.name}.parquet"] = len(rows)
+            if rows is not None:
+                urls = {str(row["key"]): row.get("url") or "" for row in rows}
+                counts[f"{tar.name}.parquet"] = len(rows)
     return Counted(counts, urls)
 
 
@@ -332,10 +352,12 @@ def damaged(name: str) -> Iterator[None]:
         raise DamagedInput(f"{name} is damaged ({type(error).__name__}: {error}). {REPLACE}") from error
 
 
-def successes(data: bytes) -> list[dict[str, Any]]:
+def successes(data: bytes) -> list[dict[str, Any]] | None:
     """Return the successful rows of img2dataset's parquet file, with the columns `key`, `status` and, if present,
-    `url`. Raises ValueError if the file has more than MAX_ROWS rows."""
+    `url`, or None if another program wrote the file. Raises ValueError if it has more than MAX_ROWS rows."""
     table = pq.ParquetFile(io.BytesIO(data))
+    if not set(table.schema_arrow.names) >= SIDECAR_COLUMNS:
+        return None
     if table.metadata.num_rows > MAX_ROWS:
         raise ValueError(f"it has {table.metadata.num_rows} rows, more than the limit of {MAX_ROWS}")
     columns = [column for column in ("key", "url", "status") if column in table.schema_arrow.names]

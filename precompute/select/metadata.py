@@ -124,8 +124,9 @@ def make_layout(files: Sequence[MetadataFile], schemas: Sequence[pa.Schema], dat
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """Return the value type of a dictionary column, and any other type as it is."""
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
+    """Return the value type of a dictionary column, `string` for string views, and any other type as it is."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.string() if pa.types.is_string_view(kind) else kind
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,8 @@ def _rename(batch: pa.RecordBatch, wanted: dict[str, str]) -> pa.RecordBatch:
     columns = []
     for name, spelling in wanted.items():
         column = batch.column(spelling)
+        if pa.types.is_string_view(column.type):
+            column = column.cast(pa.string())  # pyarrow cannot take rows of string views
         if name in COLUMNS:
             kind = CANONICAL.field(name).type
             if pa.types.is_string(kind) or pa.types.is_null(column.type):

@@ -1,7 +1,6 @@
 """Captions from tables: when encoding, and as new captions for latents that exist."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from shards.base.errors import RequestError
 from shards.format.text import unpack
 from shards.root.reading import read_part
 from tests.roots import part_of, precompute_arguments, receipts_of_tar
-from tests.tiny import make_samples, make_tar
+from tests.tiny import make_samples, make_tar, table_of
 from train.data.loader import Loader
 from train.data.spec import DataConfig, StreamConfig
 from train.data.streams import open_data
@@ -25,11 +24,6 @@ from train.data.streams import open_data
 SAMPLES = make_samples(0, 8, [(200, 150)])
 KEYS = [key for key, _ in SAMPLES]
 NEW = {key: f"a new text about {key}" for key in KEYS[:6]}
-
-
-def table_of(path: Path, rows: Mapping[str, str | None], **options: Any) -> Path:
-    pq.write_table(pa.table({"key": list(rows), "vlm": pa.array(rows.values(), pa.string())}), path, **options)
-    return path
 
 
 def stored(root: Path, bucket: str = "64x64") -> dict[str, dict[str, Any]]:

@@ -48,10 +48,12 @@ def test_names() -> None:
 def test_dictionaries_and_large_strings_are_read_as_strings(tmp_path: Path) -> None:
     table = laion.rows(2).set_column(9, "LANGUAGE", pa.array(["en", "de"]).dictionary_encode())
     table = table.set_column(1, "TEXT", pa.array(["a", "b"], pa.large_string())).append_column("NSFW", pa.nulls(2))
+    table = table.append_column("views", pa.array(["c", "d"], pa.string_view()))
     laion.write(tmp_path / "a.parquet", table)
     [shard] = plan_download(config(tmp_path / "a.parquet", tmp_path / "out"))
     found = read_rows(shard, None)
     assert found.schema.field("LANGUAGE").type == found.schema.field("caption").type == pa.string()
+    assert found.schema.field("views").type == pa.string() and found["views"].to_pylist() == ["c", "d"]
     assert found["LANGUAGE"].to_pylist() == ["en", "de"] and found["NSFW"].to_pylist() == [None, None]
 
 

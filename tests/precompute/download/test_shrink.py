@@ -11,6 +11,7 @@ from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from precompute.pixels.opening import ORIENTATION_TAG, TURNS
 from shards.format.buckets import Bucket
 from tests.precompute.pixels import icc
+from tests.tiny import saved
 
 
 def gradient(width: int, height: int) -> Image.Image:
@@ -19,25 +20,19 @@ def gradient(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.stack([x, y, 255 - x], -1).astype(np.uint8))
 
 
-def file_of(image: Image.Image, kind: str, **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 def rotated(orientation: int) -> bytes:
     exif = Image.Exif()
     exif[ORIENTATION_TAG] = orientation
-    return file_of(gradient(400, 200), "JPEG", exif=exif, quality=95)
+    return saved(gradient(400, 200), "JPEG", exif=exif, quality=95)
 
 
 FILES = {
     **{f"orientation {orientation}": rotated(orientation) for orientation in TURNS},
-    "16-bit grey": file_of(Image.fromarray(np.full((200, 400), 20000, np.uint16)), "PNG"),
-    "Adobe RGB": file_of(gradient(300, 200), "PNG", icc_profile=icc.rgb_profile(icc.ADOBE_RGB, 1.8)),
-    "transparent": file_of(Image.new("RGBA", (300, 300), (255, 0, 0, 128)), "PNG"),
-    "CMYK": file_of(gradient(300, 200).convert("CMYK"), "JPEG", quality=95),
-    "palette": file_of(gradient(300, 200).quantize(64), "PNG"),
+    "16-bit grey": saved(Image.fromarray(np.full((200, 400), 20000, np.uint16)), "PNG"),
+    "Adobe RGB": saved(gradient(300, 200), "PNG", icc_profile=icc.rgb_profile(icc.ADOBE_RGB, 1.8)),
+    "transparent": saved(Image.new("RGBA", (300, 300), (255, 0, 0, 128)), "PNG"),
+    "CMYK": saved(gradient(300, 200).convert("CMYK"), "JPEG", quality=95),
+    "palette": saved(gradient(300, 200).quantize(64), "PNG"),
 }
 
 
@@ -58,8 +53,8 @@ def test_stage_1_sees_the_same_image(name: str) -> None:
 
 
 def test_small_images_keep_their_size_and_damaged_ones_are_refused() -> None:
-    assert shrink(io.BytesIO(file_of(gradient(60, 90), "PNG")), max_side=200, quality=95)[1:3] == (60, 90)
-    whole = file_of(gradient(300, 200), "PNG")
+    assert shrink(io.BytesIO(saved(gradient(60, 90), "PNG")), max_side=200, quality=95)[1:3] == (60, 90)
+    whole = saved(gradient(300, 200), "PNG")
     for data, reason in ((b"<html>", "not_an_image"), (whole[: len(whole) // 2], "undecodable")):
         assert shrink(io.BytesIO(data), max_side=200, quality=95) == (*[None] * 5, f"Image decoding error: {reason}")
     assert keep(io.BytesIO(whole)) == (whole, *[None] * 5)

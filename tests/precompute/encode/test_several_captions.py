@@ -14,12 +14,11 @@ from shards.__main__ import run
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
-from shards.root.committed import load_tars
 from shards.root.reading import captions, read_part, text_latents
 from shards.root.shared import check_root
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, precompute_config
-from tests.roots import part_of
+from tests.roots import load_tars, part_of
 from tests.tiny import TEXT_LENGTH, make_samples, make_tar
 
 FIELDS = ["json:blip", "txt"]

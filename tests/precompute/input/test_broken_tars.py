@@ -20,10 +20,10 @@ from precompute.input.tars import Tar, TarUnit
 from precompute.input.unit import InputConfig, RawSample
 from shards.base.errors import DamagedInput
 from shards.open import open_store
-from shards.root.committed import TarReceipts, load_tars
+from shards.root.committed import TarReceipts
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
-from tests.roots import rejects, rows
+from tests.roots import load_tars, rejects, rows
 from tests.tiny import make_samples, make_tar
 
 LIMIT = 1 << 20
@@ -173,9 +173,13 @@ def test_each_class(name: str, tmp_path: Path) -> None:
 def test_one_in_a_compression_that_cannot_be_read_is_refused_under_both(policy: str, tmp_path: Path) -> None:
     path = tar_of(tmp_path, sound())
     path.write_bytes(lzma.compress(path.read_bytes()))
-    (unit,) = find_input(str(tmp_path)).units()
-    with pytest.raises(DamagedInput, match=r"compressed with xz\. Decompress it"), unit.open(LIMIT, policy):  # type: ignore[arg-type]
+    found = find_input(str(tmp_path))
+    (unit,) = found.units()
+    message = rf"^{path} is compressed with xz\. Decompress it"
+    with pytest.raises(DamagedInput, match=message), unit.open(LIMIT, policy):  # type: ignore[arg-type]
         pass
+    with pytest.raises(DamagedInput, match=message):  # from a copy of the tar's start
+        next(found.heads(LIMIT))
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress])

@@ -238,6 +238,25 @@ def test_one_file_is_an_input_too(tmp_path: Path) -> None:
     assert sum(len(keys) for keys in names_of(found.units())) == len(SAMPLES)
 
 
+def test_messages_about_one_file_name_it(tmp_path: Path) -> None:
+    (tmp_path / "input").mkdir()
+    for name in ("a", "b"):
+        table = pa.table({"image": [b"x"], "caption": ["a cat"], "vlm_caption": ["a small cat"]})
+        pq.write_table(table, tmp_path / "input" / f"{name}.parquet")
+    file = tmp_path / "input" / "b.parquet"
+    found = find_input(str(file))
+    assert found.describe(1, ["json:caption"]).startswith(f"Input: {file}, parquet files")
+    with pytest.raises(RequestError, match=rf"^{file} has 2 fields(?s:.*)--input {file} --captions json:caption"):
+        choose_caption_fields(found, LIMIT)
+
+
+def test_alt_texts_are_captions(tmp_path: Path) -> None:
+    as_files(tmp_path / "input", [(key, {"jpg": members["jpg"]}) for key, members in SAMPLES])
+    rows = [{"file_name": f"{key}.jpg", "alt": "cat", "asphalt": "no"} for key, _ in SAMPLES]
+    (tmp_path / "input" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert choose_caption_fields(find_input(str(tmp_path / "input")), LIMIT) == ["json:alt"]
+
+
 def test_ambiguous_captions_are_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "input"
     as_files(folder, [(key, {"jpg": members["jpg"]}) for key, members in SAMPLES])
@@ -416,6 +435,19 @@ def test_several_columns_with_images_are_asked_about(tmp_path: Path) -> None:
         find_input(str(tmp_path / "input"))
 
 
+def test_text_and_keys_of_any_type(tmp_path: Path) -> None:
+    (tmp_path / "input").mkdir()
+    texts = pa.array([b"a cat", b"caf\xe9", None]).cast(pa.string_view(), safe=False)
+    rows = {"image": [b"x", b"y", b"z"], "key": [b"a", b"caf\xc3\xa9", b"caf\xe9"], "text": texts}
+    pq.write_table(pa.table(rows), tmp_path / "input" / "a.parquet")
+    (unit,) = find_input(str(tmp_path / "input")).units()
+    assert [(sample.key, sample.metadata) for sample in read(unit)] == [
+        ("a", {"text": "a cat"}),
+        ("café", {"text": "caf\udce9"}),
+        ("caf\\udce9", {}),
+    ]
+
+
 def test_keys_need_only_be_unique_within_a_parquet_file(tmp_path: Path) -> None:
     (tmp_path / "input").mkdir()
     for name in ("a", "b"):
@@ -458,6 +490,27 @@ def test_pixels_in_mds(tmp_path: Path) -> None:
         list(picture.getdata()) for picture in pictures
     ]
     assert all(sample.metadata == {"text": "a"} for sample in samples)
+
+
+def test_arrays_and_lists_of_images_in_mds_are_skipped(tmp_path: Path) -> None:
+    """A unit can be retried and extended only if reading it twice yields the same SHA-256."""
+    picture = Image.new("RGB", (8, 8))
+    columns = {"image": "jpeg", "views": "list[jpeg]", "masks": "list[png]", "frames": "list[pil]", "vector": "ndarray"}
+    scalars = {"__key__": "bytes", "text": "str", "boxes": "json", "score": "float16", "price": "str_float"}
+    with MDSWriter(out=str(tmp_path / "input"), columns=columns | scalars) as writer:
+        writer.write(
+            {"image": picture, "views": [picture], "masks": [picture], "frames": [picture], "vector": np.arange(3)}
+            | {"__key__": b"caf\xc3\xa9", "text": "a", "boxes": [[0, 1]], "score": 0.5, "price": 1.25}
+        )
+    (unit,) = find_input(str(tmp_path / "input")).units()
+    records = []
+    for _ in range(2):
+        with unit.open(LIMIT) as source:
+            (sample,) = source.samples()
+            records.append(source.record())
+    assert sample.key == "café"
+    assert sample.metadata == {"text": "a", "boxes": [[0, 1]], "score": 0.5, "price": 1.25}
+    assert records[0] == records[1]
 
 
 def test_compressed_mds(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """Tables with a row per sample: lookups in any order, and tables that cannot be used."""
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,17 +12,13 @@ from precompute.input.captions import read_captions
 from precompute.input.table import TableConfig, load_table, with_tables
 from precompute.input.unit import RawSample
 from shards.base.errors import RequestError, UnfitNode
-
-
-def table_of(path: Path, rows: Mapping[str, str | None], **options: Any) -> Path:
-    pq.write_table(pa.table({"key": list(rows), "vlm": pa.array(rows.values(), pa.string())}), path, **options)
-    return path
+from tests.tiny import table_of
 
 
 def test_captions_and_numbers_of_any_type(tmp_path: Path) -> None:
     path = tmp_path / "values.parquet"
     columns = {
-        "id": ["a", "b"],
+        "id": pa.array(["a", "b"], pa.string_view()),
         "long": ["one", None],
         "short": pa.array(["two", "three"]).dictionary_encode(),
         "score": pa.array([0.5, None], pa.float32()),

@@ -5,6 +5,8 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from precompute.input import tars
@@ -47,6 +49,30 @@ def test_captions_are_found_behind_a_large_image(tmp_path: Path, monkeypatch: py
     samples = [(str(number), {"jpg": b"x" * 20_000, "txt": b"a caption"}) for number in range(3)]
     make_tar(tmp_path / "input", "00000", samples)
     assert choose_caption_fields(find_input(str(tmp_path / "input")), LIMIT) == ["txt"]
+
+
+@pytest.mark.parametrize(
+    ("suffixes", "caption"),
+    [(["caption"], b"caption"), (["caption", "txt"], b"txt"), (["txt", "caption"], b"txt")],
+)
+def test_a_caption_is_in_either_text_file_as_in_a_folder(suffixes: list[str], caption: bytes, tmp_path: Path) -> None:
+    members = {f"000.{suffix}": suffix.encode() for suffix in suffixes}
+    path = write_tar(tmp_path / "00000.tar", {"000.jpg": b"x", "000.json": b"{}"} | members)
+    path.write_bytes(path.read_bytes() + b"damage" * 512)
+    (sample,) = Tar(path, LIMIT, "salvage").samples()
+    assert (sample.caption, sample.lost) == (caption, "")
+
+
+@pytest.mark.parametrize("columns", [{"key": ["000070000"]}, {"status": ["success"]}, {"vector": [[0.5]]}])
+def test_a_parquet_file_of_another_program_is_no_side_file(columns: dict[str, list[object]], tar: Path) -> None:
+    (tar.parent / "00007_stats.json").unlink()
+    assert not find_input(str(tar.parent)).notes
+    pq.write_table(pa.table(columns), tar.parent / "00007.parquet")
+    found = find_input(str(tar.parent))
+    assert found.notes[0].startswith("1 of 1 tars have no NNNNN_stats.json or NNNNN.parquet from img2dataset")
+    (unit,) = found.units()
+    with unit.open(LIMIT) as source:
+        assert len(list(source.samples())) == 6
 
 
 def test_counts_come_from_both_side_files(tar: Path) -> None:

@@ -16,8 +16,8 @@ import pytest
 from cluster.fleet import Done, UnderWay
 from precompute.job.ledger import Ledger
 from shards.open import open_store
-from shards.root.committed import load_tars
 from tests.cluster.played import Outcome, PlayedPool, error, make_fleet
+from tests.roots import load_tars
 from tests.runs import environment
 
 SHOW = """
@@ -25,10 +25,10 @@ import sys
 from cluster.fleet import Done, Failed, UnderWay
 from cluster.pool import Failure
 from precompute.job.ledger import Ledger
-from shards.root.committed import load_tars
+from shards.root.committed import iter_tars
 from shards.open import open_store
 
-first, second = load_tars(open_store(sys.argv[1]))
+first, second = iter_tars(open_store(sys.argv[1]))
 failure = Failure(is_lost=False, is_final=False, line="[no markup]", text="[no markup]")
 ledger = Ledger(3)
 with ledger.progress:

@@ -13,11 +13,10 @@ from precompute.pixels.isolation import Isolated
 from shards.base.errors import WorkError
 from shards.format.buckets import Bucket
 from shards.open import open_store
-from shards.root.committed import load_tars
 from shards.tools.verify import verify_root
 from tests.conftest import SIZES, encode_all, folder_of, precompute_config
 from tests.faults.decoders import imported, killed_once, poisoned
-from tests.roots import part_of, rejects, tree
+from tests.roots import load_tars, part_of, rejects, tree
 from tests.tiny import make_samples, make_tar, picture
 
 pytestmark = pytest.mark.heavy

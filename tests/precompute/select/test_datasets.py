@@ -207,6 +207,17 @@ def test_kept_columns_reach_the_tars(tmp_path: Path) -> None:
     assert set(rows.column_names) >= {"clip_b32_similarity_score", "source_key", "url", "caption"}
 
 
+def test_string_views_reach_the_tars(tmp_path: Path) -> None:
+    numbers = {name: PD12M[name] for name in ("width", "height")}
+    views = {name: pa.array(PD12M[name], pa.string_view()) for name in ("url", "caption", "source")}
+    selected(tmp_path, numbers | views, filters=NO_SCORES, dataset={"keep": ["source"]})
+    [tar] = plan_download(DownloadConfig.model_validate({"input": tmp_path / "out", "output": tmp_path / "tars"}))
+    rows = read_rows(tar, None)
+    assert rows.select(["url", "caption", "source"]).to_pylist() == [
+        {"url": url, "caption": text, "source": "a museum"} for url, text in zip(URLS, TEXTS, strict=True)
+    ]
+
+
 def test_every_name_that_a_dataset_may_give_is_documented() -> None:
     about = DatasetConfig.model_fields["columns"].description
     assert about is not None and all(name in about for name in COLUMNS)
