@@ -54,23 +54,34 @@ def run(arguments: list[str]) -> None:
     plans += [load_config(Plan, path, [], PROG) for path in options.compare]
     reports = [make_report(plan) for plan in plans]
     text = "\n\n".join([*map(render, reports), *([render_comparison(reports)] if options.compare else [])])
-    print(text)
     if options.out:
         write(options.out, text, reports)
+    print(text)
+    if options.out:
+        print(f"Wrote plan.txt, plan.json and plan.png to {options.out}")
 
 
 def write(folder: Path, text: str, reports: list[Report]) -> None:
-    """Write plan.txt, plan.json and plan.png, each atomically."""
+    """Write plan.txt, plan.json and plan.png, each atomically.
+
+    Raises:
+        RequestError: the folder cannot be created, or it is not writable.
+    """
     from plan.figure import draw
 
     plans = []
     for report in reports:
         facts = [{**asdict(fact), "assumed": fact.assumed} for fact in report.facts]
         plans.append({**asdict(report), "plan": report.plan.model_dump(mode="json"), "facts": facts})
-    write_atomically(folder / "plan.txt", text.encode())
-    write_atomically(folder / "plan.json", canonical_json({"plans": plans}))
-    write_atomically(folder / "plan.png", draw(reports))
-    print(f"Wrote plan.txt, plan.json and plan.png to {folder}")
+    files = {"plan.txt": text.encode(), "plan.json": canonical_json({"plans": plans}), "plan.png": draw(reports)}
+    try:
+        for name, data in files.items():
+            write_atomically(folder / name, data)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise RequestError(
+            f"--out {folder}: the plan cannot be written there ({error.filename}: {error.strerror}). Choose a writable "
+            f"folder, or one that can be created."
+        ) from None
 
 
 main = console(run)

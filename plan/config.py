@@ -191,7 +191,8 @@ class Gpu(Config):
     network_gbit_per_s: float = fact("Gbit/s per node, one way", gt=0)
     """Bandwidth between nodes."""
     train_utilisation: float = fact("of peak", gt=0, le=1)
-    """Training FLOP/s as a share of the peak, used for buckets without a measured rate."""
+    """FLOP/s of the forward and backward pass, including recomputed activations, as a share of the peak. Used for
+    buckets without a measured rate."""
     encode_utilisation: float = fact("of peak", gt=0, le=1)
     """Encoding FLOP/s as a share of the peak, used for stages without a measured rate."""
 
@@ -221,7 +222,8 @@ class Links(Config):
     data_gbit_total: float = fact("Gbit/s", 400, gt=0)
     """Total read bandwidth of the store of the latents."""
     checkpoint_gbit: float = fact("Gbit/s", 10, gt=0)
-    """Write bandwidth for checkpoints. Training waits while a checkpoint is written."""
+    """Write bandwidth for checkpoints. The plan assumes that training waits while a checkpoint is written, so the time
+    lost is an upper bound for checkpoints that are written in the background, the trainer's default."""
 
 
 class Storage(Config):
@@ -330,11 +332,12 @@ class Plan(Config):
 
         A source applies only to the value that it was given for. Inputs without a source are marked as assumed.
         """
-        sourced = {f"gpu.{name}": entry for name, entry in GPU_KINDS.get(self.gpu.kind, {}).items()}
-        sourced |= {name: (entry.value, entry.source) for name, entry in self.sources.items()}
+        own = {name: (entry.value, entry.source) for name, entry in self.sources.items()}
+        of_kind = {f"gpu.{name}": entry for name, entry in GPU_KINDS.get(self.gpu.kind, {}).items()}
         facts = []
         for field, value, extra in _fact_fields(self):
-            candidates = (sourced.get(field, (None, ASSUMED)), (extra["sourced_value"], extra["source"]))
+            default = (extra["sourced_value"], extra["source"])
+            candidates = (own.get(field, default), of_kind.get(field, default), default)
             source = next((source for of, source in candidates if of == value), ASSUMED)
             facts.append(Fact(field, value, extra["unit"], source))
         return facts
@@ -343,9 +346,15 @@ class Plan(Config):
         """Check that the sections are consistent.
 
         Raises:
-            RequestError: a phase's bucket is not in `data.samples`, a requested GPU count does not divide a global
-                batch size, or `sources` names an unknown field.
+            RequestError: a bucket has more samples than there are images, a phase's bucket is not in `data.samples`, a
+                requested GPU count does not divide a global batch size, or `sources` names an unknown field.
         """
+        for bucket, samples in self.data.samples.items():
+            if samples > self.data.pictures:
+                raise RequestError(
+                    f"data.samples.{bucket} is {samples:,}, but data.pictures is only {self.data.pictures:,}. An image "
+                    f"is stored at most once in each bucket. Lower data.samples.{bucket} or raise data.pictures."
+                )
         for number, phase in enumerate(self.phases, 1):
             if phase.bucket not in self.data.samples:
                 known = ", ".join(self.data.samples)

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from shards.base.config import Config
 from shards.base.errors import RequestError
+from shards.format.buckets import BucketName
 
 IGNORED_WORDS = re.compile(r"nvidia|tesla|quadro|geforce|amd|instinct|generation|gpu|sxm\d*|oam|hbm\w*|\d+gb?|\d+tb")
 """Words in a device name that do not identify the GPU kind: vendor, brand, form factor and memory."""
@@ -23,7 +24,7 @@ class Measurement(Config):
     """Stage to which the rate applies. `train`: training steps; `encode`: encoding images, from tar bytes to moments;
     `text`: encoding captions; `decode`: decoding image files into the pixels of every bucket, on one CPU core;
     `decode_on_gpu`: decoding JPEG files on the GPU."""
-    bucket: str | None = None
+    bucket: BucketName | None = None
     """Bucket (WIDTHxHEIGHT); required for `train` and `encode`, not allowed for other stages."""
     images_per_second_per_gpu: float = Field(gt=0)
     """Images per second per GPU. For `text`, captions per second per GPU. For `decode`, images per second per CPU
@@ -31,7 +32,8 @@ class Measurement(Config):
     gpus: int | None = Field(None, gt=0)
     """Number of GPUs; null: the file's `gpus`."""
     global_batch_size: int | None = Field(None, gt=0)
-    """Global batch size of a `train` measurement; null: the plan's global batch size."""
+    """Global batch size of a `train` measurement; null: the plan's global batch size or, in a modelled file, a rate
+    that excludes the optimizer and the traffic between GPUs."""
     microbatch_size: int | None = Field(None, gt=0)
     """Microbatch size of a `train` measurement; null: the plan's microbatch size."""
 
@@ -75,6 +77,8 @@ class Rate:
     global_batch_size: int | None = None
     microbatch_size: int | None = None
     assumed: bool = False
+    """Whether the rate was neither measured nor published. If it has no batch size, it is that of the forward and
+    backward pass alone, without the optimizer and the traffic between GPUs."""
     modelled: bool = False
     """Whether the rate comes from a performance model. Such a rate is also assumed."""
 

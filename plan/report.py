@@ -87,7 +87,10 @@ class Inputs:
     def rates_of(self, stage: Literal["train", "encode", "text"], bucket: str | None) -> list[Rate]:
         """Return a stage's measured rates, sorted by GPU count, or else one rate based on the assumed utilisation."""
         gpu, work = self.plan.gpu, self.work
-        flops = work.caption if bucket is None else (work.train if stage == "train" else work.encode)[bucket]
+        if bucket is None:
+            flops: float = work.caption
+        else:
+            flops = work.train[bucket] * self.training.recomputation if stage == "train" else work.encode[bucket]
         utilisation = gpu.train_utilisation if stage == "train" else gpu.encode_utilisation
         source = f"{utilisation:.3g} of {gpu.peak_tflops:.0f} TFLOP/s ÷ {flops / GIGA:.1f} GFLOP"
         modelled = Rate(gpu.peak_tflops * 1e12 * utilisation / flops, gpu.gpus_per_node, source, assumed=True)
@@ -208,21 +211,32 @@ def _basis_for(rates: list[Rate], gpus: int) -> Rate:
 
 def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, split: bool = False) -> StepTime:
     """Return the time of a step. `split`: weights are sharded within each node, whatever the training config says."""
-    machine, step = inputs.machine, inputs.step(phase, online=online)
+    step = inputs.step(phase, online=online)
     if split:
         step = replace(step, sharding="full", group=inputs.plan.gpu.gpus_per_node, gradient_bytes=4)
-    measured = inputs.step(phase, rate)
+    seconds = _seconds_per_image(inputs, phase, rate)
+    encode_seconds = inputs.encode_seconds(phase.bucket) if online else 0.0
+    return step_time(seconds, step, gpus, inputs.machine, encode_seconds)
+
+
+def _seconds_per_image(inputs: Inputs, phase: Phase, rate: Rate) -> float:
+    """Return the time of the forward and backward pass for one image on one GPU.
+
+    A measured or modelled rate is that of a whole step, from which the optimizer and the traffic between GPUs are
+    subtracted. An assumed utilisation applies to the forward and backward pass alone.
+    """
+    if rate.assumed and rate.global_batch_size is None:
+        return 1 / rate.images_per_second_per_gpu
+    step = inputs.step(phase, rate)
     if rate.assumed:
-        measured = replace(measured, sharding="none")
+        step = replace(step, sharding="none")
     try:
-        seconds = calibrate(rate.images_per_second_per_gpu, measured, rate.gpus, machine)
+        return calibrate(rate.images_per_second_per_gpu, step, rate.gpus, inputs.machine)
     except ValueError as error:
         raise RequestError(
             f"{phase.bucket}: {error}. Either the bandwidths in `links` and `gpu` or the benchmark ({rate.source}) "
             f"must be wrong. Check both, and correct the wrong one."
         ) from None
-    encode_seconds = inputs.encode_seconds(phase.bucket) if online else 0.0
-    return step_time(seconds, step, gpus, machine, encode_seconds)
 
 
 def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> tuple[int, float]:

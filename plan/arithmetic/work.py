@@ -19,7 +19,7 @@ from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
 from shards.format.towers import ImageTower, TextTower, Weights
 from train.model.backbone import BackboneConfig
-from train.model.config import DdpConfig, Sharding
+from train.model.config import Checkpointing, DdpConfig, Sharding
 from train.model.flops import TRAIN_OVER_FORWARD, count_flops
 
 if TYPE_CHECKING:
@@ -52,13 +52,14 @@ class Work:
 
 
 class Training(Config, extra="ignore"):
-    """The fields of a training config that the planner uses: the network, and how GPUs exchange gradients and share
-    weights."""
+    """The fields of a training config that the planner uses: the network, how GPUs exchange gradients and share
+    weights, and the share of the activations that is recomputed."""
 
     backbone: BackboneConfig = BackboneConfig()
     ddp: DdpConfig = DdpConfig()
     sharding: Sharding = "none"
     sharding_group: int | None = Field(None, ge=2)
+    gradient_checkpointing: Checkpointing = False
 
     @model_validator(mode="after")
     def _names_a_network(self) -> Training:
@@ -81,6 +82,12 @@ class Training(Config, extra="ignore"):
     def gradient_bytes(self) -> int:
         """Bytes per gradient element when gradients are all-reduced; those of sharded weights are always float32."""
         return 2 if self.sharding == "none" and self.ddp.gradients == "bfloat16" else 4
+
+    @property
+    def recomputation(self) -> float:
+        """FLOPs of a step relative to those without recomputation: recomputing all activations repeats the forward
+        pass."""
+        return 1 + self.gradient_checkpointing / TRAIN_OVER_FORWARD
 
 
 def count_work(networks: Networks, buckets: Iterable[str]) -> Work:

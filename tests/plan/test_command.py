@@ -65,6 +65,17 @@ def test_a_gpu_section_of_the_wrong_type_exits_with_2(
     assert "`gpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("folder", ["file", "file/plan"])
+def test_a_folder_that_cannot_be_created_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert exit_code_of(lambda: run(["--out", str(tmp_path / folder)])) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "the plan cannot be written there" in " ".join(printed.err.split())
+
+
 def test_plan_files_with_free_gpus(tmp_path: Path) -> None:
     run(["--gpu.price_per_hour", "0", "--out", str(tmp_path)])
     written = json.loads((tmp_path / "plan.json").read_text())["plans"][0]

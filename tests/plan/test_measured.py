@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from plan.measured import read_rates
+from shards.base.errors import RequestError
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,11 @@ def test_a_plan_uses_the_rates_of_its_own_kind_of_gpu(
     rates = read_rates(paths.values(), kind)
     assert [rate.gpus - 1 for rate in rates.of("text", None)] == list(range(len(own)))
     assert rates.skipped_files == [f"{paths[device]} (measured on {device})" for device in others]
+
+
+def test_a_measurement_of_a_mistyped_bucket_is_refused(tmp_path: Path) -> None:
+    rate = {"stage": "train", "bucket": "512", "images_per_second_per_gpu": 100.0}
+    fields = {"device": "NVIDIA H200", "gpus": 8, "date": "2026", "command": "a run", "measurements": [rate]}
+    (tmp_path / "bench.json").write_text(json.dumps(fields))
+    with pytest.raises(RequestError, match=r"bench\.json .*`measurements\.0\.bucket`: '512' is not a bucket"):
+        read_rates([str(tmp_path / "bench.json")], "H200")

@@ -19,6 +19,13 @@ from tests.plan.conftest import MakePlan, MakeReport
 from train.model.flops import PEAK_TFLOPS
 
 MEASURED = "configs/plan/mosaicml-a100.json"
+BACKBONE = "configs/phase1.yaml"
+
+
+class Stage1Config(Config, extra="ignore"):
+    """The fields of a precompute config that a plan repeats."""
+
+    buckets: list[str]
 
 
 class PhaseConfig(Config, extra="ignore"):
@@ -47,6 +54,12 @@ def test_shipped_plans_have_the_batch_sizes_of_the_training_configs(folder: Path
         assert (phase.steps, phase.global_batch_size, phase.microbatch_size) == sizes
 
 
+@pytest.mark.parametrize("folder", sorted(path.parent for path in Path("configs").glob("*/plan.yaml")))
+def test_shipped_plans_have_the_buckets_of_stage_1(folder: Path, plan: MakePlan) -> None:
+    stage1 = load_config(Stage1Config, folder / "precompute.yaml", [], "precompute")
+    assert list(plan(path=str(folder / "plan.yaml")).data.samples) == stage1.buckets
+
+
 def test_every_assumed_number_is_marked(plan: MakePlan, report: MakeReport) -> None:
     shown = render(report())
     assumed = [fact.field for fact in report().facts if fact.assumed]
@@ -66,6 +79,30 @@ def test_modelled_speeds_are_marked_as_assumed(report: MakeReport) -> None:
     assert line.count("*") == 5  # both phases' speed and days, and the training's days
 
 
+@pytest.mark.parametrize("images", [8, 64, 2048, 65536])
+def test_a_step_at_an_assumed_utilisation_has_overheads_at_every_batch_size(report: MakeReport, images: int) -> None:
+    """The utilisation is that of the forward and backward pass, so the optimizer makes small batches slower."""
+    batches = [word for phase in ("phase1", "phase2") for word in (f"--{phase}.global_batch_size", str(images))]
+    assumed = report("--measured", "[]", "--gpus", "8", "--gpu_counts", "[8]", *batches)
+    for phase in assumed.rows[0].phases:
+        rate, optimizer = assumed.rates[f"train {phase.bucket}"], 865_910_724 * 28 / 2039e9
+        seconds = images / 8 / rate.images_per_second_per_gpu + optimizer
+        assert phase.step.compute == pytest.approx(seconds)
+        assert phase.images_per_second <= images / seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("setting, factor", [(False, 1), (0.5, 7 / 6), (True, 4 / 3)])
+def test_recomputed_activations_slow_down_an_assumed_rate(
+    report: MakeReport, tmp_path: Path, setting: bool | float, factor: float
+) -> None:
+    path = training_config(tmp_path / "training.yaml", gradient_checkpointing=setting)
+    plain, recomputed = (report("--networks.backbone", each, "--measured", "[]") for each in (BACKBONE, path))
+    for stage, rate in plain.rates.items():
+        slower = rate.images_per_second_per_gpu / recomputed.rates[stage].images_per_second_per_gpu
+        assert slower == pytest.approx(factor if stage.startswith("train") else 1)
+    assert report("--networks.backbone", path).rates == report().rates  # training rates are measured
+
+
 def test_planner_and_trainer_know_the_same_peaks() -> None:
     assert {kind: numbers["peak_tflops"][0] for kind, numbers in GPU_KINDS.items()}.items() <= PEAK_TFLOPS.items()
 
@@ -74,6 +111,13 @@ def test_planner_and_trainer_know_the_same_peaks() -> None:
 def test_a_changed_number_loses_its_source(report: MakeReport, given: str, assumed: bool) -> None:
     price = next(fact for fact in report("--gpu.price_per_hour", given).facts if fact.field == "gpu.price_per_hour")
     assert price.assumed is assumed
+
+
+def test_a_source_for_a_different_value_does_not_hide_the_default_source(plan: MakePlan, sd2: Work) -> None:
+    sources = {"gpu.price_per_hour": {"value": 1.5, "source": "quote of 3 May"}}
+    facts = make_report(Plan.model_validate(plan().model_dump() | {"sources": sources}), sd2).facts
+    price = next(fact for fact in facts if fact.field == "gpu.price_per_hour")
+    assert price.source == GPU_KINDS["A100"]["price_per_hour"][1]
 
 
 def test_a_plan_can_vouch_for_its_numbers(plan: MakePlan, sd2: Work) -> None:
@@ -144,6 +188,8 @@ def test_reading_across_regions_costs(report: MakeReport) -> None:
     assert traffic.foreign_tb == pytest.approx(0.75 * traffic.read_tb)
     assert traffic.cost == pytest.approx(traffic.foreign_tb * 1000 * 0.02)
     assert traffic.copy_cost < traffic.cost
+    far = report("--regions.data", '{"us": 0.5, "eu": 0.5}').traffic
+    assert far.foreign_tb == pytest.approx(far.read_tb)
 
 
 def test_free_storage_pays_from_the_first_pass(report: MakeReport) -> None:
@@ -180,6 +226,10 @@ def test_planned_checkpoints_lose_more_than_the_best(report: MakeReport) -> None
         ),
         (("--regions.data", '{"here": 0.5}'), r"shares must not be negative and must sum to 1"),
         (("--data.samples", '{"256": 5}'), r"is not a bucket"),
+        (
+            ("--data.pictures", "10000000"),
+            r"data\.samples\.256x256 is 790,000,000, but data\.pictures is only 10,000,000\. .* raise data\.pictures",
+        ),
         (("--measured", f'["{MEASURED}", "{MEASURED}"]'), r"repeats a measurement .*: train 256x256 on 8 × A100\."),
         (("--measured", "nowhere.json"), r"The benchmark file nowhere\.json does not exist"),
         (("--measured", ""), r"The benchmark file `` cannot be read: Is a dir.*`--measured \[\]` to plan without"),
@@ -242,7 +292,7 @@ def test_what_keeps_a_gpus_encoders_fed(report: MakeReport, tmp_path: Path) -> N
 
 def training_config(path: Path, **fields: object) -> str:
     """Write the training config of SD2 with other fields, and return its path."""
-    path.write_text(yaml.safe_dump(yaml.safe_load(Path("configs/phase1.yaml").read_text()) | fields))
+    path.write_text(yaml.safe_dump(yaml.safe_load(Path(BACKBONE).read_text()) | fields))
     return str(path)
 
 
