@@ -2,8 +2,8 @@
 
 Networks are trained from scratch on ROOT with text in float16, in float8, and projected onto each number of dimensions,
 for several seeds. The table reports the validation loss and the squared maximum mean discrepancy (MMD) between
-generated and real latents, as paired differences from float16. Running the command again resumes; other options than
-seeds and widths start new runs.
+generated and real latents, as paired differences from float16. Running the command again resumes. Changing
+the roots, the config, --steps or --samples starts new runs.
 """
 
 import argparse
@@ -64,7 +64,8 @@ class Comparison:
         """Derive the root and the validation root with a setting, and return their folders."""
         if setting == Setting("float16", None):
             return self.root, self.validation
-        made = self.folder / "roots" / f"{self.root.name}-{setting.storage}-{setting.width}"
+        roots = hashlib.sha256(f"{self.root}\n{self.validation}".encode()).hexdigest()[:8]
+        made = self.folder / "roots" / f"{self.root.name}-{roots}-{setting.storage}-{setting.width}"
         train, validation = made / "train", made / "validation"
         options = ["--text.storage", setting.storage]
         own = [] if setting.width is None else ["--text.width", str(setting.width)]

@@ -332,7 +332,7 @@ def describe_pair(pair: Pair | None, options: argparse.Namespace) -> str:
     if pair is None:
         return (
             f"The comparison with a bare loop ran out of memory ({options.unet}, {options.buckets[0]}, microbatches of "
-            f"{options.microbatches[-1]}). Give smaller `--microbatches`: the last one is used."
+            f"{options.microbatches[-1]}). It uses the last value of `--microbatches`; pass a smaller one."
         )
     return (
         f"The trainer's step (posterior and noise draws, caption dropout, moving average, skipping) runs at "

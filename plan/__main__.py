@@ -77,7 +77,7 @@ def write(folder: Path, text: str, reports: list[Report]) -> None:
     try:
         for name, data in files.items():
             write_atomically(folder / name, data)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+    except (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         raise RequestError(
             f"--out {folder}: the plan cannot be written there ({error.filename}: {error.strerror}). Choose a writable "
             f"folder, or one that can be created."

@@ -77,10 +77,11 @@ class Rate:
     global_batch_size: int | None = None
     microbatch_size: int | None = None
     assumed: bool = False
-    """Whether the rate was neither measured nor published. If it has no batch size, it is that of the forward and
-    backward pass alone, without the optimizer and the traffic between GPUs."""
+    """Whether the rate was neither measured nor published."""
     modelled: bool = False
     """Whether the rate comes from a performance model. Such a rate is also assumed."""
+    whole_step: bool = True
+    """Whether a training rate includes the optimizer and the traffic between GPUs."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
             gpus = item.gpus or bench.gpus
             if any(rate.gpus == gpus for rate in rates):
                 raise RequestError(
-                    f"{path} repeats a measurement that the files in `measured` already contain: "
+                    f"{path} repeats a measurement that another of the benchmark files contains: "
                     f"{' '.join(filter(None, (item.stage, item.bucket)))} on {gpus} × {gpu_kind}. Keep only one of "
                     f"them."
                 )
@@ -143,12 +144,12 @@ def _read(path: str) -> BenchFile:
     try:
         return BenchFile.model_validate_json(Path(path).read_bytes())
     except FileNotFoundError:
-        message = f"The benchmark file {path} does not exist. Create it, or remove it from `measured`."
+        message = f"The benchmark file {path} does not exist. Correct the path, or leave it out."
         raise RequestError(message) from None
     except OSError as error:
         raise RequestError(
-            f"The benchmark file {path or '``'} cannot be read: {error.strerror}. Check `measured`, or pass "
-            f"`--measured []` to plan without benchmark files."
+            f"The benchmark file {path or '``'} cannot be read: {error.strerror}. Correct the path, or leave "
+            f"it out (`--measured []` plans without benchmark files)."
         ) from None
     except ValidationError as error:
         first = error.errors()[0]

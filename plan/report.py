@@ -93,8 +93,8 @@ class Inputs:
             flops = work.train[bucket] * self.training.recomputation if stage == "train" else work.encode[bucket]
         utilisation = gpu.train_utilisation if stage == "train" else gpu.encode_utilisation
         source = f"{utilisation:.3g} of {gpu.peak_tflops:.0f} TFLOP/s ÷ {flops / GIGA:.1f} GFLOP"
-        modelled = Rate(gpu.peak_tflops * 1e12 * utilisation / flops, gpu.gpus_per_node, source, assumed=True)
-        return self.rates.of(stage, bucket) or [modelled]
+        speed = gpu.peak_tflops * 1e12 * utilisation / flops
+        return self.rates.of(stage, bucket) or [Rate(speed, gpu.gpus_per_node, source, assumed=True, whole_step=False)]
 
     def checkpoint_bytes(self, phase: Phase) -> int:
         """Return the size of one checkpoint of `phase` in bytes."""
@@ -225,7 +225,7 @@ def _seconds_per_image(inputs: Inputs, phase: Phase, rate: Rate) -> float:
     A measured or modelled rate is that of a whole step, from which the optimizer and the traffic between GPUs are
     subtracted. An assumed utilisation applies to the forward and backward pass alone.
     """
-    if rate.assumed and rate.global_batch_size is None:
+    if not rate.whole_step:
         return 1 / rate.images_per_second_per_gpu
     step = inputs.step(phase, rate)
     if rate.assumed:

@@ -94,8 +94,10 @@ def test_several_machines_are_one_number_under_slurm() -> None:
     assert "srun" not in check
     assert "exec srun --nodes 2 --ntasks-per-node 8 --wait 120 .venv/bin/python -m train.launch --slurm" in launch
     assert launch.rstrip().endswith("-m train --config configs/phase1.yaml --num_processes $((2 * 8))")
-    result = make("--dry-run", "train", "PHASE=1", "NODES=2", "NPROC=8", "SLURM_JOB_ID=7", "SLURM_CPUS_PER_TASK=6")
-    assert "srun --nodes 2 --ntasks-per-node 8 --cpus-per-task 6 --wait 120 .venv" in result.stdout
+    for tasks, flag in (("8", " --cpus-per-task 6"), ("1", "")):
+        allocation = ("SLURM_JOB_ID=7", "SLURM_CPUS_PER_TASK=6", f"SLURM_NTASKS_PER_NODE={tasks}")
+        result = make("--dry-run", "train", "PHASE=1", "NODES=2", "NPROC=8", *allocation)
+        assert f"srun --nodes 2 --ntasks-per-node 8{flag} --wait 120 .venv" in result.stdout
 
 
 def test_several_machines_are_one_number_with_a_file_of_hosts(tmp_path: Path) -> None:

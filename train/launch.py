@@ -286,7 +286,7 @@ def restarting_only_lost_processes(shutdown: Shutdown) -> Iterator[None]:
     launcher: one of its processes received it, or the launcher of another machine did.
 
     Raises:
-        Stopped: a stop signal arrived, but `Stopped` was lost because it was raised in a finalizer.
+        Stopped: a stop signal arrived earlier, but Python discarded the exception because it was raised in a finalizer.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 

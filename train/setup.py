@@ -166,8 +166,10 @@ def build_trainer(
         max_steps=config.max_steps,
         collective_timeout=config.collective_timeout,
     )
-    if accelerator.is_main_process and prepared.orphan is not None:
-        trainer.checkpoints.upload_again(prepared.orphan)
+    if prepared.orphan is not None:
+        trainer.snapshot_averages()  # the snapshot of this step was not uploaded either
+        if accelerator.is_main_process:
+            trainer.checkpoints.upload_again(prepared.orphan)
     return trainer
 
 

@@ -166,7 +166,7 @@ class TrainStep:
     def snapshot_averages(self, state: TrainState) -> Snapshot | None:
         """Return a snapshot of the averages from which an average of any width can be rebuilt, or None without them."""
         averages = {name: average for name, average in self.averages.items() if name != "ema"}
-        if not averages:
+        if not averages or any(average.average is None for average in averages.values()):
             return None
         dtype = SNAPSHOT_DTYPES[self.averages["ema"].config.snapshot_dtype]
         return Snapshot(deepcopy(state), average_files(self.network, averages, dtype))

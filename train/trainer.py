@@ -78,8 +78,6 @@ class Trainer:
             self.log,
             self._metrics_endpoint(),
         ):
-            if state.step > 0:  # the previous launch may have lost the snapshot of this step
-                self._snapshot_averages()
             while state.step < self.max_steps:
                 batch = self._next_batch(batches)
                 if state.step == first_step:
@@ -91,7 +89,7 @@ class Trainer:
                     self._write_line()
                 if state.step == first_step + self.loader.num_first:
                     set_collective_timeout(self.heartbeat, self.collective_timeout, self.train_step.groups)
-                self._snapshot_averages()
+                self.snapshot_averages()
                 self.checkpoints.check()
                 agreed = shutdown.check(state.step)
                 is_last = agreed.stop or state.step == self.max_steps
@@ -143,7 +141,8 @@ class Trainer:
         with validation.averaged(step.averages["ema"], step.network):
             return validation(step.aligned or step.network, step.loss, self.accelerator, size)
 
-    def _snapshot_averages(self) -> None:
+    def snapshot_averages(self) -> None:
+        """Write a snapshot of the averages if it is due."""
         self.average_snapshots.check()
         if self.state.step % self.average_snapshots.config.every == 0:
             snapshot = self.train_step.snapshot_averages(self.state)

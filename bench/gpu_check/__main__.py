@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from bench.gpu_check.page import page
+from bench.gpu_check.page import gpu_kind, page
 from bench.gpu_check.parts import HALVES, LANES, PARTS, SIDE_BY_SIDE, PartRun, begin_lane
 from bench.gpu_check.prediction import with_prediction
-from bench.kit.common import bench_file, best_rates, encoder_rates, write_bench_file
+from bench.kit.common import bench_file, best_rates, device_name, encoder_rates, write_bench_file
 from plan.measured import BenchFile, Measurement, read_rates
 from shards.base.durable import write_atomically
 from shards.base.errors import RequestError, WorkError, exit_code_of
@@ -83,7 +83,7 @@ def check(arguments: list[str]) -> None:
             f"Unknown part: {', '.join(unknown)}. Choose from {', '.join(PARTS)}, or {' or '.join(HALVES)}, which run "
             f"half of them each."
         )
-    read_rates(options.predicted, options.device)  # reports unreadable files before anything runs
+    read_rates(options.predicted, gpu_kind(device_name(torch.device(options.device))))  # fails before anything runs
     halves = {half: [name for lane in lanes for name in lane] for half, lanes in HALVES.items()}
     names = list(dict.fromkeys(name for word in options.parts or halves for name in halves.get(word, [word])))
     default_minutes = MINUTES * sum(not set(half).isdisjoint(names) for half in halves.values())

@@ -59,10 +59,14 @@ def checked(parts: Parts) -> Iterator[tuple[Any, ...]]:
             yield name, line["what"], f"{line['value']:.3g}", f"{line['at_most']:.3g}", line["right"]
 
 
+def gpu_kind(device: str) -> str:
+    """Return the planner's kind of a GPU with this name, or the name itself."""
+    return next((kind for kind in GPU_KINDS if kind.lower() in device.lower()), device)
+
+
 def rates(bench: BenchFile, predicted: list[str]) -> str:
     """Tabulate each stage's best rate on this GPU next to the predicted one."""
-    kind = next((kind for kind in GPU_KINDS if kind.lower() in bench.device.lower()), bench.device)
-    models = read_rates(predicted, kind)
+    models = read_rates(predicted, gpu_kind(bench.device))
     rows = [rate_row(item, models.of(item.stage, item.bucket)) for item in bench.measurements]
     text = "## Rates\n\n" + table(
         ("stage", "bucket", "microbatch", "per second", "predicted", "share of it", "source"), rows

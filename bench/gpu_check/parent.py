@@ -1,4 +1,4 @@
-"""The end of a lane's process when the check dies, even by SIGKILL."""
+"""Ends a lane's process when the check dies, even if SIGKILL killed it."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ PR_SET_PDEATHSIG = 1
 def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when process `parent`, its parent, dies. Exit if it is already dead.
 
-    The kernel already does so when the thread that started this process ends. A lane's thread outlives its process.
+    The kernel already does so when the thread that started this process ends. A lane's thread outlives the process.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the prctl

@@ -8,7 +8,7 @@ weights are needed.
 
 import argparse
 import os
-import tempfile
+import shutil
 from pathlib import Path
 
 from bench.kit.common import section
@@ -45,12 +45,14 @@ def main() -> None:
     parser.add_argument("--seconds-per-picture", type=float, default=0.01, help="speed of the sleeping encoder")
     arguments = vars(parser.parse_args())
     only, parent = arguments.pop("only"), arguments.pop("folder")
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
-        options = Options(Path(folder), **arguments)
+    options = Options(parent / "latentmill-bench", **arguments)
+    shutil.rmtree(options.folder, ignore_errors=True)  # of a run that was killed
+    try:
         for name, (title, make) in SECTIONS.items():
             if only in (None, name):
                 print(section(title, "bench.worker", make(options)))
+    finally:
+        shutil.rmtree(options.folder)
 
 
 if __name__ == "__main__":

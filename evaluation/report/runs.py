@@ -20,7 +20,7 @@ from evaluation.sampling.job import below
 from evaluation.scoring import RECORDS, Row
 from shards.base.durable import parse_json_lines, parse_sealed_json
 from shards.base.errors import RequestError
-from shards.base.store import Store, parse_place
+from shards.base.store import Store, parse_place, resolved_place
 from shards.open import open_store
 
 FOLDER, LINES = "evaluations", "evaluations.jsonl"
@@ -191,15 +191,9 @@ def read_runs(names: list[str]) -> list[LoggedRun]:
         RequestError: a folder is not a training run, or is listed twice.
     """
     places = [parse_place(name) for name in names]
-    if len(set(map(resolved, names))) < len(places):
+    if len(set(map(resolved_place, names))) < len(places):
         raise RequestError(f"The same run is listed more than once: {', '.join(names)}. List each run only once.")
     return [_read(place, name) for place, name in zip(places, short_names(names), strict=True)]
-
-
-def resolved(place: Path | str) -> str:
-    """Return a run's absolute path without symbolic links, or its URL, for comparison with other runs' locations."""
-    parsed = parse_place(place)
-    return str(parsed.resolve()) if isinstance(parsed, Path) else parsed
 
 
 def short_names(names: list[str]) -> list[str]:
@@ -219,8 +213,10 @@ def step_offsets(runs: Sequence[LoggedRun]) -> dict[str, int]:
     The steps of all predecessors count: the run from which a run was initialised, that run's own predecessor, and so
     on. Predecessors that are not in `runs` are not counted.
     """
-    by_place = {resolved(run.place): run for run in runs}
-    predecessors = {run.name: by_place.get(resolved(start)) for run in runs if (start := run.config.get("init_from"))}
+    by_place = {resolved_place(run.place): run for run in runs}
+    predecessors = {
+        run.name: by_place.get(resolved_place(start)) for run in runs if (start := run.config.get("init_from"))
+    }
     offsets: dict[str, int] = {}
     for run in runs:
         predecessor, seen = predecessors.get(run.name), {run.name}

@@ -18,7 +18,7 @@ from evaluation.study.protocol import PICTURES, RECORD, Item, Protocol, Protocol
 from evaluation.study.schedule import KeyedDraws, at_least_one
 from shards.base.durable import create_file, sealed_json, write_atomically, write_file
 from shards.base.errors import RequestError
-from shards.base.store import Place
+from shards.base.store import Place, resolved_place
 from shards.open import open_store
 
 SAME = ("prompts", "seed", "images_per_prompt", "num_samples", "size")
@@ -27,7 +27,7 @@ size."""
 PIXEL_SIZE = 16
 """Side of the blocks in a pixelated gold image, in pixels."""
 MAX_GOLD = 100
-"""Maximum number of gold items that are made from the sample sets."""
+"""Number of gold items above which raters need not see different ones."""
 Pictures = dict[tuple[str, int], str]
 """(prompt id, index) → file name of the image in the study."""
 
@@ -72,7 +72,7 @@ def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Prot
 
 def check_comparable_sets(sets: Sequence[SampleSet], config: ProtocolConfig) -> None:
     """Check that the images in these sets can be compared side by side, and that there are enough raters."""
-    if len(sets) < 2 or len({str(one.place) for one in sets}) < len(sets):
+    if len(sets) < 2 or len({resolved_place(one.place) for one in sets}) < len(sets):
         raise RequestError(
             "A study needs at least two different sample sets. Name them with --sets SAMPLES,SAMPLES (with make study: "
             "A=SAMPLES B=SAMPLES)."
@@ -147,7 +147,7 @@ def find_gold(
     """Read or make the gold items.
 
     Raises:
-        RequestError: there are fewer than one rater should see, or the user's own cannot be used.
+        RequestError: there are fewer than a rater should see, or the user's gold file cannot be used.
     """
     most_items = -(-num_items * config.votes_per_item // config.raters)  # raters' counts differ by at most one
     per_rater = at_least_one(config.gold.share, most_items)
@@ -157,10 +157,10 @@ def find_gold(
         gold = make_gold(found, pictures, per_rater, config.seed, folder, secret)
     if len(gold) < per_rater:
         raise RequestError(
-            f"Each rater should see up to {per_rater} gold items (protocol.gold.share = {config.gold.share}), but the "
-            f"study has only {len(gold)}, so it would be less likely to detect raters who click without looking. Lower "
-            f"protocol.gold.share, sample more prompts (each gives at most one gold item, and all together at most "
-            f"{MAX_GOLD}), or list at least {per_rater} gold items in protocol.gold.file."
+            f"protocol.gold.share = {config.gold.share} requires {per_rater} gold items per rater, but the study has "
+            f"only {len(gold)}. With fewer, raters who click without looking may go undetected. Lower "
+            f"protocol.gold.share, sample more prompts (each gives at most one gold item), or list at least "
+            f"{per_rater} gold items in protocol.gold.file."
         )
     return gold
 
@@ -184,7 +184,7 @@ def make_gold(
     prompts = draws.shuffled(found.prompts, "gold prompts")
     gold = []
     # twice as many as each rater sees, so that raters who compare notes do not recognize all of them
-    for number in range(min(len(prompts), MAX_GOLD, 2 * per_rater)):
+    for number in range(min(len(prompts), max(MAX_GOLD, per_rater), 2 * per_rater)):
         prompt, other = prompts[number], prompts[(number + 1) % len(prompts)]
         its = pictures[number % len(pictures)]
         path = folder / PICTURES / its[other.id, 0]

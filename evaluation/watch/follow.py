@@ -39,7 +39,8 @@ class FollowConfig(Config):
     """Evaluate checkpoints whose step is a multiple of this, and the run's last checkpoint. null: `evaluate.every` in
     the run's config, or all checkpoints if it is not set."""
     until: int | None = Field(None, ge=0)
-    """Last step to evaluate, after which watching ends. null: the run's `max_steps`, which is also the upper limit."""
+    """Last step to evaluate, after which watching ends. Values above the run's `max_steps` have no effect. null:
+    `max_steps`."""
     once: bool = False
     """Evaluate the checkpoints that exist now, then exit."""
     poll_seconds: float = Field(30.0, gt=0)

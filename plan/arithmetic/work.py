@@ -85,9 +85,9 @@ class Training(Config, extra="ignore"):
 
     @property
     def recomputation(self) -> float:
-        """FLOPs of a step relative to those without recomputation: recomputing all activations repeats the forward
-        pass."""
-        return 1 + self.gradient_checkpointing / TRAIN_OVER_FORWARD
+        """Factor by which recomputation multiplies a step's FLOPs: recomputing all blocks repeats the forward pass. A
+        share below 1 is not counted, because torch recomputes the cheapest operations first."""
+        return 1 + 1 / TRAIN_OVER_FORWARD if self.gradient_checkpointing is True else 1.0
 
 
 def count_work(networks: Networks, buckets: Iterable[str]) -> Work:

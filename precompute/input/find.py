@@ -25,7 +25,7 @@ KINDS: list[Callable[[Listing], Found | None]] = [find_tars, find_mds, find_parq
 of tars may contain other files."""
 INSPECTED = 100
 """Number of samples searched for caption fields."""
-LIKELY = re.compile(r"caption|text|prompt|description|title|^alt", re.IGNORECASE)
+LIKELY = re.compile(r"caption|text|prompt|description|title|^alt([_-]?txt)?$", re.IGNORECASE)
 LONG_TEXT = 3
 """Minimum mean number of words in the captions of a field whose name does not match LIKELY."""
 

@@ -87,9 +87,11 @@ def read_layout(path: Path, address: str) -> TarLayout:
             layout.damage.append(damage)
             keys_near_damage.append(key)
     split = split_dotted(layout)
+    # .caption files beside .txt files are not the captions, so a sample that has lost its .txt is not saved by one
+    captions = {"txt"} if any("txt" in suffixes for suffixes in layout.members.values()) else CAPTION_SUFFIXES
     for key in [key for first in keys_near_damage for key in split.get(first, [first])]:
         suffixes = layout.members.get(key, ())
-        if key and any(kind.isdisjoint(suffixes) for kind in (IMAGE_SUFFIXES, CAPTION_SUFFIXES, {"json"})):
+        if key and any(kind.isdisjoint(suffixes) for kind in (IMAGE_SUFFIXES, captions, {"json"})):
             layout.lost.setdefault(key, "one of its members is damaged or missing")
     return layout
 

@@ -91,22 +91,22 @@ def _check_bytes(data: bytes, expected: dict[str, Any]) -> None:
 
 
 def _columns(data: bytes, entry: dict[str, Any]) -> dict[str, Any]:
-    """Split a sample into its columns, and decode those of a PLAIN encoding."""
+    """Return the image of a sample as a file, its key, and its columns of a PLAIN encoding."""
     from streaming.base.format.mds.encodings import mds_decode
 
     variable = sum(not size for size in entry["column_sizes"])
     lengths = iter(np.frombuffer(data, np.uint32, variable).tolist())
-    place, values = 4 * variable, {}
+    place, values, image = 4 * variable, {}, image_column(entry)
     for name, encoding, size in zip(
         entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True
     ):
         length = size or next(lengths)
         value = data[place : place + length]
         place += length
-        if encoding in FILES:
+        if name == image:
+            values[name] = value if encoding in FILES else _as_file(encoding, value)
+        elif encoding == "bytes" and name in KEY_NAMES:
             values[name] = value
-        elif encoding in PIXELS:
-            values[name] = _as_file(encoding, value)
         elif encoding in PLAIN:
             decoded = mds_decode(encoding, value)
             values[name] = decoded.item() if isinstance(decoded, np.generic) else decoded

@@ -115,9 +115,11 @@ def find_tars(listing: Listing) -> Found | None:
 def _notes(listing: Listing, names: dict[str, str]) -> Iterator[str]:
     """Yield notes for the user about the tars (name → file) in a folder."""
     unproven = [stem for stem in names if f"{stem}_stats.json" not in listing.files]
+    is_cheap = len(unproven) <= MAX_COUNTED  # otherwise, every parquet file counts as img2dataset's
     with ThreadPoolExecutor(CONCURRENT_FOOTERS) as pool:
-        found = pool.map(lambda stem: _has_parquet(listing, stem), unproven)
-    unverifiable = [stem for stem, has_parquet in zip(unproven, found, strict=True) if not has_parquet]
+        has_parquet = _has_sidecar if is_cheap else lambda listing, stem: f"{stem}.parquet" in listing.files
+        found = pool.map(lambda stem: has_parquet(listing, stem), unproven)
+    unverifiable = [stem for stem, has in zip(unproven, found, strict=True) if not has]
     if unverifiable:
         yield (
             f"{len(unverifiable)} of {len(names)} tars have no NNNNN_stats.json or NNNNN.parquet from img2dataset, "
@@ -131,7 +133,7 @@ def _notes(listing: Listing, names: dict[str, str]) -> Iterator[str]:
         )
 
 
-def _has_parquet(listing: Listing, stem: str) -> bool:
+def _has_sidecar(listing: Listing, stem: str) -> bool:
     """Return whether img2dataset's parquet file is next to a tar. A damaged one counts; the worker will report it."""
     name = f"{stem}.parquet"
     if name not in listing.files:

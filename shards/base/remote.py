@@ -6,6 +6,7 @@ create-if-absent alone (`shards/root/commit.py`).
 """
 
 import hashlib
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ from typing import Any
 import fsspec
 
 from shards.base.errors import Outage, RequestError
-from shards.base.scratch import user_folder
 from shards.base.store import Entry, Store
 
 CREATE_IF_ABSENT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
@@ -178,7 +178,7 @@ class RemoteStore(Store):
 
     def attempts(self) -> Path:
         root = hashlib.sha256(self.address.encode()).hexdigest()[:12]
-        return user_folder(".attempts") / root
+        return Path(tempfile.gettempdir()) / f"latentmill-{os.getuid()}.attempts" / root
 
     def _path(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path

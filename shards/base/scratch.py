@@ -37,7 +37,7 @@ def attempt_folder(store: Store, tar: str) -> Iterator[Path]:
     """Yield a private local folder for one attempt at `tar`, and remove it afterwards, whatever the outcome.
 
     Folders left by killed attempts at this tar on this machine are removed first. Raises RequestError if the file
-    system does not support file locks, or if the folder for attempts at a URL belongs to another user.
+    system does not support file locks.
     """
     attempts = store.attempts()
     with ExitStack() as owned:

@@ -142,7 +142,7 @@ class Store(ABC):
     @abstractmethod
     def attempts(self) -> Path:
         """Return the local folder in which attempts create their private folders. For a remote root, it is inside a
-        folder of this user in the system's temporary folder. Raises RequestError if that belongs to another user."""
+        folder of this user in the system's temporary folder."""
 
 
 def read_each(store: Store, names: Sequence[str], batch_size: int = READ_AHEAD) -> Iterator[tuple[str, bytes]]:
@@ -272,6 +272,12 @@ def parse_place(value: Any) -> Path | str:
 def absolute_place(place: Path | str) -> Path | str:
     """Make a path absolute, because workers have different working directories. A URL is returned as it is."""
     return place.absolute() if isinstance(place, Path) else place
+
+
+def resolved_place(place: Path | str) -> str:
+    """Return an absolute path without symbolic links, or a URL, to compare places."""
+    parsed = parse_place(place)
+    return str(parsed.resolve()) if isinstance(parsed, Path) else parsed
 
 
 Place = Annotated[Path | str, PlainValidator(parse_place), PlainSerializer(str, when_used="json")]

@@ -91,7 +91,7 @@ def test_a_step_at_an_assumed_utilisation_has_overheads_at_every_batch_size(repo
         assert phase.images_per_second <= images / seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("setting, factor", [(False, 1), (0.5, 7 / 6), (True, 4 / 3)])
+@pytest.mark.parametrize("setting, factor", [(False, 1), (0.5, 1), (True, 4 / 3)])
 def test_recomputed_activations_slow_down_an_assumed_rate(
     report: MakeReport, tmp_path: Path, setting: bool | float, factor: float
 ) -> None:
@@ -232,7 +232,7 @@ def test_planned_checkpoints_lose_more_than_the_best(report: MakeReport) -> None
         ),
         (("--measured", f'["{MEASURED}", "{MEASURED}"]'), r"repeats a measurement .*: train 256x256 on 8 × A100\."),
         (("--measured", "nowhere.json"), r"The benchmark file nowhere\.json does not exist"),
-        (("--measured", ""), r"The benchmark file `` cannot be read: Is a dir.*`--measured \[\]` to plan without"),
+        (("--measured", ""), r"The benchmark file `` cannot be read: Is a dir.*leave it out \(`--measured \[\]` plans without"),
         (("--measured", "configs/vae/sd2.json"), r"sd2\.json is not a valid benchmark file: `device`: Field required"),
         (("--gpu.network_gbit_per_s", "1"), r"256x256: a step of 2048 images on .* must be wrong\. Check both"),
         (

@@ -190,7 +190,8 @@ def test_an_exception_kills_all_lanes(tmp_path: Path, monkeypatch: pytest.Monkey
             with suppress(BrokenExecutor):
                 process.executor.submit(subprocess.run, ["sleep", str(ASLEEP)]).result()
         else:
-            while not sleepers():
+            deadline = time.monotonic() + 60
+            while not sleepers() and time.monotonic() < deadline:
                 time.sleep(0.01)
         return {"checks": [], "tables": {}, "figures": {}, "outcome": "done", "seconds": 1.0}
 
@@ -212,7 +213,8 @@ import sys, time
 from bench.gpu_check.parent import die_with
 die_with(int(sys.argv[1]))
 print("ready", flush=True)
-time.sleep(600)
+time.sleep(30)
+print("alive")
 """
 PARENT = """
 import os, subprocess, sys

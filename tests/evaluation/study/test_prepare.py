@@ -208,8 +208,8 @@ def test_a_study_with_too_few_gold_items_is_rejected(tmp_path: Path) -> None:
     picture = next((tmp_path / "0").rglob("*.png"))
     (tmp_path / "gold.csv").write_text(f"prompt,better,worse\nx,{picture},{picture}\n")
     for gold, counts in (
-        ({"share": 0.3}, r"up to 10 gold items \(protocol\.gold\.share = 0\.3\), but the study has only 8"),
-        ({"file": str(tmp_path / "gold.csv")}, r"up to 2 gold items .* but the study has only 1"),
+        ({"share": 0.3}, r"protocol\.gold\.share = 0\.3 requires 10 gold items per rater, but the study has only 8"),
+        ({"file": str(tmp_path / "gold.csv")}, r"requires 2 gold items .* has only 1"),
     ):
         with pytest.raises(RequestError, match=rf"{counts}.*Lower protocol\.gold\.share"):
             prepare(sets, config(votes_per_item=3, gold=gold), tmp_path / "study")

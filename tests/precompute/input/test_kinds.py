@@ -252,7 +252,7 @@ def test_messages_about_one_file_name_it(tmp_path: Path) -> None:
 
 def test_alt_texts_are_captions(tmp_path: Path) -> None:
     as_files(tmp_path / "input", [(key, {"jpg": members["jpg"]}) for key, members in SAMPLES])
-    rows = [{"file_name": f"{key}.jpg", "alt": "cat", "asphalt": "no"} for key, _ in SAMPLES]
+    rows = [{"file_name": f"{key}.jpg", "alt": "cat", "asphalt": "no", "altitude_ref": "sea"} for key, _ in SAMPLES]
     (tmp_path / "input" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert choose_caption_fields(find_input(str(tmp_path / "input")), LIMIT) == ["json:alt"]
 
@@ -496,10 +496,12 @@ def test_arrays_and_lists_of_images_in_mds_are_skipped(tmp_path: Path) -> None:
     """A unit can be retried and extended only if reading it twice yields the same SHA-256."""
     picture = Image.new("RGB", (8, 8))
     columns = {"image": "jpeg", "views": "list[jpeg]", "masks": "list[png]", "frames": "list[pil]", "vector": "ndarray"}
+    columns |= {"mask": "png", "depth": "pil", "embedding": "bytes"}
     scalars = {"__key__": "bytes", "text": "str", "boxes": "json", "score": "float16", "price": "str_float"}
     with MDSWriter(out=str(tmp_path / "input"), columns=columns | scalars) as writer:
         writer.write(
             {"image": picture, "views": [picture], "masks": [picture], "frames": [picture], "vector": np.arange(3)}
+            | {"mask": picture, "depth": picture, "embedding": b"x"}
             | {"__key__": b"caf\xc3\xa9", "text": "a", "boxes": [[0, 1]], "score": 0.5, "price": 1.25}
         )
     (unit,) = find_input(str(tmp_path / "input")).units()

@@ -63,6 +63,17 @@ def test_a_caption_is_in_either_text_file_as_in_a_folder(suffixes: list[str], ca
     assert (sample.caption, sample.lost) == (caption, "")
 
 
+def test_a_caption_file_does_not_replace_a_lost_text_file(tmp_path: Path) -> None:
+    members = {f"{key}.{suffix}": b"{}" for key in ("000", "001") for suffix in ("caption", "jpg", "json", "txt")}
+    path = write_tar(tmp_path / "00000.tar", members)
+    data = bytearray(path.read_bytes())
+    place = data.index(b"001.txt")
+    data[place : place + 512] = b"damage" * 85 + b"!!"
+    path.write_bytes(data)
+    samples = list(Tar(path, LIMIT, "salvage").samples())
+    assert [(sample.key, bool(sample.lost)) for sample in samples] == [("000", False), ("001", True)]
+
+
 @pytest.mark.parametrize("columns", [{"key": ["000070000"]}, {"status": ["success"]}, {"vector": [[0.5]]}])
 def test_a_parquet_file_of_another_program_is_no_side_file(columns: dict[str, list[object]], tar: Path) -> None:
     (tar.parent / "00007_stats.json").unlink()

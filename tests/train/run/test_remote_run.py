@@ -35,7 +35,7 @@ STEPS = 6
 
 def train(latents: Path, folder: Path, run_dir: Path | str, **changes: Any) -> Path:
     """Train in this process, and return the local folder of the run."""
-    fields = train_fields(latents, run_dir, **changes)
+    fields = train_fields(latents, run_dir, ema={"snapshot_every": 4}, **changes)
     command(["--config", str(write_config(folder, fields))])
     return run_dir if isinstance(run_dir, Path) else local_run(run_dir)
 
@@ -146,11 +146,18 @@ def test_a_launch_resumes_from_an_orphan_and_uploads_it(
 ) -> None:
     address, store = four_steps, open_store(four_steps)
     remove_last_state(store)
+    store.remove([name for name in store.files() if name.startswith("posthoc/")])
     work = train(latents, tmp_path, address, max_steps=STEPS)
     said = capsys.readouterr().out
     assert "step-00000004 is complete on this machine but was not uploaded to s3" in said
     assert f"resuming {address} after step 4" in said
     assert curve(work) == curve(whole)
+    snapshot = "posthoc/checkpoints/step-00000004"
+    files = [
+        json.loads(text)["files"]
+        for text in (store.read(f"{snapshot}.0002/state.json"), (whole / snapshot / "state.json").read_bytes())
+    ]
+    assert files[0] == files[1] and files[0]
     assert sorted(find_checkpoints(store)) == ["step-00000004", "step-00000006"]
 
 

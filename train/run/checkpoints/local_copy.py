@@ -261,7 +261,7 @@ def install(checkpoint: Checkpoint | None, lease: Lease, store: Store, copies: P
                     raise replaced(store, checkpoint.folder.name) from error
             for path in sorted((target / LINES).glob("*")):
                 publish(copy_file(path, staging / path.name), work / path.name, staging)
-            if not (target / LINES).exists():  # written to a folder that was copied to the URL later
+            if not (target / LINES).exists():  # the run was in a local folder, which was then copied to the URL
                 for name in ("metrics.jsonl", "samples.jsonl"):
                     download_log(name, store, work, staging)
         remove_stale_copies(lease, copies)

@@ -57,9 +57,9 @@ def warn_if_slow_to_stop(pace: Pace | None, config: CheckpointConfig) -> str | N
     return (
         f"warning: stopping may take {needed:.0f} s, because a step takes {pace.step:.1f} s and each of up to two "
         f"checkpoints takes {pace.save:.0f} s, but the run is killed after {grace:g} s (the smaller of "
-        f"checkpoint.grace and the launcher's {SHUTDOWN_TIMEOUT}, which make sets to LEAVE). The steps since the last "
-        f"checkpoint would then be lost. Request more time from the scheduler and raise both, or lower "
-        f"checkpoint.every to lose fewer steps."
+        f"checkpoint.grace and {SHUTDOWN_TIMEOUT}; with make, the latter is LEAVE). The steps since the last "
+        f"checkpoint would then be lost. Request more time from the scheduler and raise checkpoint.grace and "
+        f"{SHUTDOWN_TIMEOUT} (LEAVE with make), or lower checkpoint.every to lose fewer steps."
     )
 
 
