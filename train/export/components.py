@@ -26,8 +26,8 @@ CLIP_LAYERS = {"StableDiffusionXLPipeline": -2, "StableDiffusion3Pipeline": -2}
 ZEROS = "force_zeros_for_empty_prompt"
 """Constructor argument of pipelines that can replace a missing negative prompt with zeros."""
 OWN_PIPELINE = (
-    "Name a matching pipeline in backbone.pipeline, or load the weights in the checkpoint's folder unet/ into a "
-    "pipeline of your own."
+    "Name a matching pipeline in backbone.pipeline, or load the network in the checkpoint's folder into a pipeline of "
+    "your own."
 )
 
 
@@ -40,7 +40,13 @@ def pipeline_texts(encoding: EncodingRecord, config: TrainConfig) -> list[TextTo
     """
     pipeline = config.backbone.pipeline
     if pipeline.class_name == PipelineConfig().class_name:
-        return [stock_text_tower(encoding, config.data.towers)]
+        text = stock_text_tower(encoding, config.data.towers)
+        if config.objective.caption_dropout and text.prompt(""):
+            raise RequestError(
+                f"StableDiffusionPipeline uses the empty prompt for guidance, but dropped captions were encoded as "
+                f"{text.empty!r}, so its unconditional input would differ from that in training. {OWN_PIPELINE}"
+            )
+        return [text]
     if missing := [name for name in pipeline.towers if name not in encoding.texts]:
         raise RequestError(
             f"backbone.pipeline.towers names {', '.join(missing)}, but the latents have {', '.join(encoding.texts)}. "
@@ -64,11 +70,6 @@ def stock_text_tower(encoding: EncodingRecord, towers: list[str] | None) -> Text
             f"match this run's text towers ({', '.join(encoding.texts)}). {OWN_PIPELINE}"
         )
     (text,) = read
-    if text.prompt(""):
-        raise RequestError(
-            f"StableDiffusionPipeline uses the empty prompt for guidance, but dropped captions were encoded as "
-            f"{text.empty!r}, so guidance would rely on an input that the network has never seen. {OWN_PIPELINE}"
-        )
     if encoding.image.class_name != "AutoencoderKL" or any(encoding.image.shift):
         raise RequestError(
             f"StableDiffusionPipeline needs an AutoencoderKL without a shift, but this root was encoded with "
@@ -77,21 +78,26 @@ def stock_text_tower(encoding: EncodingRecord, towers: list[str] | None) -> Text
     return text
 
 
-def check_stock_length(text: TextTower, tokenizer: Path) -> None:
-    """Check that StableDiffusionPipeline truncates and pads prompts to the same number of tokens as stage 1.
+def set_length(tokenizer: Path, tokens: int) -> None:
+    """Make the tokenizer in a folder truncate and pad to the number of tokens with which stage 1 encoded captions."""
+    path = tokenizer / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    if config.get("model_max_length") != tokens:
+        path.write_text(json.dumps(config | {"model_max_length": tokens}, indent=2) + "\n")
 
-    Args:
-        tokenizer: folder of the pipeline's tokenizer.
+
+def check_length(tokenizer: Path, tokens: int) -> None:
+    """Check that captions were encoded with the tokenizer's own number of tokens, which user interfaces use.
 
     Raises:
-        RequestError: the numbers differ.
+        RequestError: they were not.
     """
-    length = json.loads((tokenizer / "tokenizer_config.json").read_text()).get("model_max_length", text.max_tokens)
-    if length != text.max_tokens:
+    length = json.loads((tokenizer / "tokenizer_config.json").read_text()).get("model_max_length", tokens)
+    if length != tokens:
         raise RequestError(
-            f"StableDiffusionPipeline truncates and pads prompts to its tokenizer's {length} tokens, but captions were "
-            f"encoded with max_tokens {text.max_tokens}, so the pipeline would give the network inputs that it has "
-            f"never seen. {OWN_PIPELINE}"
+            f"ComfyUI and AUTOMATIC1111 pad prompts to the tokenizer's {length} tokens, but captions were encoded with "
+            f"max_tokens {tokens}, so the network's inputs would differ from those in training. Export it as a folder "
+            f"for diffusers instead."
         )
 
 
@@ -148,7 +154,8 @@ def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
     replace a missing encoder's output with zeros.
 
     Raises:
-        RequestError: backbone.inputs and backbone.pipeline.towers name different towers, or `_check_states` raised it.
+        RequestError: backbone.inputs and backbone.pipeline.towers name different towers, or the pipeline uses different
+            padding or a different layer.
     """
     pipeline = config.backbone.pipeline
     backbone = config.backbone.resolved(keep_towers(encoding, config.data.towers).texts)
@@ -183,16 +190,16 @@ def _check_states(pipeline: PipelineConfig, towers: Mapping[str, TextTower]) -> 
             remedy = "`masked` set to true" if masks else "`masked` and `trim` set to false"
             raise RequestError(
                 f"{pipeline.class_name} {'hides padding from' if masks else 'shows padding to'} the network, but "
-                f"captions for {name} were encoded {'without' if masks else 'with'} `masked` or `trim`, so the "
-                f"pipeline would give the network inputs that it has never seen. Encode the captions with {remedy}, or "
-                f"name a different pipeline in backbone.pipeline."
+                f"captions for {name} were encoded {'without' if masks else 'with'} `masked` or `trim`, so "
+                f"the pipeline's inputs would differ from those in training. Encode the captions with {remedy}. If the "
+                f"network is trained: {OWN_PIPELINE}"
             )
         layer = CLIP_LAYERS.get(pipeline.class_name, tower.layer)
         if tower.class_name.startswith("CLIPText") and tower.layer != layer:
             raise RequestError(
                 f"{pipeline.class_name} uses layer {layer} of {name}, but captions were encoded with layer "
-                f"{tower.layer}, so the pipeline would give the network inputs that it has never seen. Encode the "
-                f"captions with texts.{name}.layer set to {layer}, or name a different pipeline in backbone.pipeline."
+                f"{tower.layer}, so the pipeline's inputs would differ from those in training. Set texts.{name}.layer "
+                f"to {layer} and encode them again. If the network is trained: {OWN_PIPELINE}"
             )
 
 

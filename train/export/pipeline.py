@@ -38,14 +38,15 @@ from train.config import TrainConfig
 from train.data.spec import keep_towers
 from train.export.card import ExportedWeights, exported_weights, model_card
 from train.export.components import (
+    check_length,
     check_same_encoders,
-    check_stock_length,
     check_unconditional,
     default_size,
     network_name,
     pipeline_class,
     pipeline_texts,
     recorded_components,
+    set_length,
     trained_sizes,
     write_index,
 )
@@ -174,7 +175,8 @@ def _write_pipeline(
     texts = pipeline_texts(encoding, config)
     pipeline = config.backbone.pipeline
     recorded = recorded_components(pipeline, encoding.image, texts)
-    if pipeline.class_name != PipelineConfig().class_name:
+    is_stock = pipeline.class_name == PipelineConfig().class_name
+    if not is_stock:
         check_same_encoders(encoding, config)
     check_unconditional(config)
     given = {"vae": options.vae, "text_encoder": options.text_encoder, "tokenizer": options.tokenizer} | options.models
@@ -184,11 +186,13 @@ def _write_pipeline(
             f"{', '.join(recorded)}. Choose from these."
         )
     components = {name: _matching_model(name, given.get(name), recorded) for name, recorded in recorded.items()}
-    if pipeline.class_name == PipelineConfig().class_name:
-        check_stock_length(texts[0], components["tokenizer"])
+    if is_stock and options.format == "single-file":
+        check_length(components["tokenizer"], texts[0].max_tokens)
     with atomic_folder(target) as private:
         for name, folder in components.items():
             _copy(folder, private / name)
+        if is_stock:
+            set_length(private / "tokenizer", texts[0].max_tokens)
         _copy(weights, private / network_name(pipeline))
         read = keep_towers(encoding, config.data.towers).texts
         trained = checkpoint.content["fingerprint"].get("text_projection")
@@ -197,7 +201,8 @@ def _write_pipeline(
         sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
         scheduler = scheduler_of(pipeline, config.objective, max(sizes, key=math.prod))
         scheduler.save_pretrained(private / "scheduler")
-        trimmed = pipeline.class_name == PipelineConfig().class_name and texts[0].trim
+        _check_steps(pipeline, scheduler)
+        trimmed = is_stock and texts[0].trim
         own = [PIPELINE_FILE.stem, TRIMMED] if trimmed else None
         write_index(private, pipeline, encoding.image.class_name, texts, type(scheduler).__name__, own)
         if trimmed:
@@ -257,9 +262,10 @@ def sampler(
 def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw: tuple[int, int] = (64, 64)) -> Any:
     """Build the scheduler named in the config, with the noise schedule, prediction type and shift of training.
 
-    The shift is that for latents of size `latent_hw`, unless it is computed for each image. The config's settings
-    override all of these. If no scheduler is named, it is FlowMatchEulerDiscreteScheduler for flow matching in
-    pipelines that compute the shift, and otherwise `sampler`.
+    The shift is computed for latents of size `latent_hw`, unless the pipeline computes it for each image. The config's
+    settings override those of training, if the scheduler can then still sample from the network. If no scheduler is
+    named, it is FlowMatchEulerDiscreteScheduler for flow matching in pipelines that compute the shift, and otherwise
+    `sampler`.
 
     Raises:
         RequestError: diffusers has no scheduler with that name, it does not accept these settings, or it cannot sample
@@ -277,10 +283,11 @@ def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw
                 latent_hw, computes_shift and "use_dynamic_shifting" in accepted
             )
             settings["num_train_timesteps"] = objective.num_train_timesteps
+            rest: dict[str, Any] = {}
         else:
-            settings, _, _ = scheduler_class.extract_init_dict(default.config)
+            settings, _, rest = scheduler_class.extract_init_dict(default.config)
         scheduler = scheduler_class(**settings | pipeline.scheduler_settings)
-    except (AttributeError, ImportError, TypeError, ValueError) as error:
+    except (AttributeError, ImportError, NotImplementedError, TypeError, ValueError) as error:
         raise RequestError(
             f"The scheduler {name} (backbone.pipeline.scheduler) cannot be built with the settings "
             f"{pipeline.scheduler_settings}: {error}. Name a diffusers scheduler and settings that it accepts."
@@ -292,16 +299,19 @@ def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw
             f"support networks that were trained with prediction {objective.prediction}{snr}, so the exported pipeline "
             f"would sample wrongly. Name a different scheduler, such as {fits}."
         )
+    scheduler.register_to_config(**rest)  # as diffusers does, for other schedulers that are built from this config
     return scheduler
 
 
 def _supports(scheduler: Mapping[str, Any], objective: ObjectiveConfig) -> bool:
     """Return whether a scheduler with this config can sample from a network that was trained with the objective."""
     if objective.prediction == "flow_matching":
-        return bool(scheduler.get("use_flow_sigmas", "shift" in scheduler))
-    if "prediction_type" not in scheduler or scheduler.get("use_flow_sigmas"):
+        is_flow = scheduler.get("use_flow_sigmas", "shift" in scheduler)
+        return bool(is_flow) and scheduler.get("prediction_type", "flow_prediction") == "flow_prediction"
+    if scheduler.get("prediction_type") != objective.prediction or "beta_schedule" not in scheduler:
         return False
-    return "rescale_betas_zero_snr" in scheduler or not objective.zero_terminal_snr
+    is_rescaled = scheduler.get("rescale_betas_zero_snr", False)
+    return is_rescaled == objective.zero_terminal_snr and not scheduler.get("use_flow_sigmas")
 
 
 def _source(pipeline: PipelineConfig) -> str:
@@ -310,25 +320,35 @@ def _source(pipeline: PipelineConfig) -> str:
 
 
 def _check_steps(pipeline: PipelineConfig, scheduler: Any) -> None:
-    """Set the timesteps of a scheduler as the pipeline does. This can change the scheduler's config.
+    """Check that the pipeline can use this scheduler, by making the same calls. This can change the scheduler's config.
 
     Raises:
-        RequestError: the pipeline cannot sample with this scheduler.
+        RequestError: it cannot.
     """
     source = _source(pipeline)
     is_optional = "use_dynamic_shifting" in source  # such a pipeline passes a shift only to schedulers that need it
+    is_scaled = False
     passes_mu = "calculate_shift(" in source and (scheduler.config.get("use_dynamic_shifting") or not is_optional)
+    is_named = pipeline.scheduler is not None or pipeline.scheduler_settings
+    remedy = (
+        "Remove scheduler and scheduler_settings to use a scheduler that fits, or name a different one."
+        if is_named
+        else "Choose a different objective.prediction, or name a different scheduler."
+    )
+    told = f"{pipeline.class_name} cannot sample with the scheduler {type(scheduler).__name__} and the settings "
+    told += f"{pipeline.scheduler_settings} (backbone.pipeline): "
     try:
-        scheduler.set_timesteps(1, **{"mu": 1.0} if passes_mu else {})
-        if "scale_model_input(" in source:
-            scheduler.scale_model_input(torch.zeros(1), scheduler.timesteps[0])
-    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        scheduler.set_timesteps(min(20, scheduler.config.num_train_timesteps), **{"mu": 1.0} if passes_mu else {})
+        if "scale_model_input(" in source or hasattr(scheduler, "scale_model_input"):
+            scaled = scheduler.scale_model_input(torch.ones(1), scheduler.timesteps[0])
+            is_scaled = not torch.equal(scaled, torch.ones(1))
+    except (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         raise RequestError(
-            f"{pipeline.class_name} cannot sample with the scheduler {type(scheduler).__name__} and the settings "
-            f"{pipeline.scheduler_settings} (backbone.pipeline): called as in the pipeline, "
-            f"{'with' if passes_mu else 'without'} a shift `mu`, it raises {error!r}. Remove scheduler and "
-            f"scheduler_settings to use a scheduler that fits, or name a different one."
+            f"{told}called as in the pipeline, {'with' if passes_mu else 'without'} a shift `mu`, it raises {error!r}. "
+            f"{remedy}"
         ) from error
+    if is_scaled and "scale_model_input(" not in source:
+        raise RequestError(f"{told}it scales the network's input, which the pipeline does not do. {remedy}")
 
 
 def _check_target(target: Path, options: ExportConfig) -> None:

@@ -545,9 +545,9 @@ def check_class(pipeline_class: str | list[str], objective: ObjectiveConfig) -> 
         return
     trained = {"prediction": objective.prediction} | (settings if objective.prediction != "flow_matching" else {})
     raise RequestError(
-        f"The U-Net was trained with {_listed(trained)}, but a single file does not contain this, and ComfyUI and "
-        f"AUTOMATIC1111 would sample from it as if it had been trained with prediction epsilon or v_prediction and "
-        f"{_listed(SCHEDULE)}. Export it as a folder for diffusers instead."
+        f"The U-Net was trained with {_listed(trained)}, which a single file cannot record. ComfyUI and AUTOMATIC1111 "
+        f"assume prediction epsilon or v_prediction with {_listed(SCHEDULE)}, so they would generate wrong images. "
+        f"Export it as a folder for diffusers instead."
     )
 
 

@@ -1,4 +1,4 @@
-"""Exported pipelines sample with the schedule, and encode prompts in the way, that their networks were trained with."""
+"""Exported pipelines use the noise schedule and the prompt encoding of training."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from shards.base.config import load_config
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from train.config import TrainConfig
-from train.export.components import check_stock_length, stock_text_tower
+from train.export.components import check_length, pipeline_texts, set_length
 from train.export.pipeline import check_pipeline, sampler, scheduler_of
 from train.model.backbone import PipelineConfig
 from train.objective.config import ObjectiveConfig
@@ -85,6 +85,14 @@ def test_captions_that_the_pipeline_encodes_differently_are_refused(
         ("flux1", {"scheduler": "DPMSolverMultistepScheduler"}, r"with a shift `mu`, it raises AssertionError\(\)"),
         ("flux1", {"scheduler": "FlowMatchHeunDiscreteScheduler"}, "with a shift `mu`, it raises TypeError"),
         ("prx", {"scheduler_settings": {"use_dynamic_shifting": True}}, "without a shift `mu`, it raises ValueError"),
+        ("sana", {"scheduler_settings": {"prediction_type": "epsilon"}}, "does not support networks that were trained"),
+        (
+            "sdxl",
+            {"scheduler_settings": {"prediction_type": "v_prediction"}},
+            "does not support networks that were tra",
+        ),
+        ("sdxl", {"scheduler": "EDMEulerScheduler"}, "does not support networks that were trained with prediction eps"),
+        ("sdxl", {"scheduler_settings": {"beta_schedule": "x"}}, "cannot be built with the settings"),
         ("sana", {"scheduler": "EulerDiscreteScheduler"}, "does not support networks that were trained with predictio"),
         ("sdxl", {"scheduler": "FlowMatchEulerDiscreteScheduler"}, "prediction epsilon, so the .* such as DDIMSchedul"),
         (
@@ -103,6 +111,19 @@ def test_a_unet_trained_with_flow_matching_needs_a_scheduler_that_scales_its_inp
     config = shipped("sd2", scheduler="FlowMatchEulerDiscreteScheduler").model_copy(update={"objective": FLOW})
     with pytest.raises(RequestError, match="has no attribute 'scale_model_input'"):
         check_pipeline(config, encoded("sd2"))
+
+
+def test_a_scheduler_must_not_scale_the_input_of_a_pipeline_that_does_not() -> None:
+    config = shipped("sana", scheduler="EulerDiscreteScheduler", scheduler_settings={})
+    config = config.model_copy(update={"objective": ObjectiveConfig()})
+    with pytest.raises(RequestError, match="it scales the network's input, which the pipeline does not do"):
+        check_pipeline(config, encoded("sana"))
+
+
+def test_a_pipeline_that_computes_a_shift_needs_flow_matching() -> None:
+    config = shipped("flux1", scheduler=None).model_copy(update={"objective": ObjectiveConfig()})
+    with pytest.raises(RequestError, match=r"it raises .* Choose a different objective\.prediction"):
+        check_pipeline(config, encoded("flux1"))
 
 
 @pytest.mark.parametrize(
@@ -128,13 +149,13 @@ def test_named_schedulers_have_the_noise_schedule_of_training(name: str, objecti
     assert type(found).__name__ == name and found.config.prediction_type == objective.prediction
     # some of these replace the last step's 0 by a small number
     torch.testing.assert_close(found.alphas_cumprod, trained.alphas_cumprod, rtol=1e-6, atol=1e-7)
-    assert not found.config.get("clip_sample", False)
+    assert found.config.clip_sample is False  # also for samplers that evaluation builds from this config
     if objective is ZERO_SNR:
         assert found.config.timestep_spacing == "trailing"
 
 
 def test_a_schedule_that_a_scheduler_cannot_rescale_is_refused() -> None:
-    scheduler_of(PipelineConfig(scheduler="PNDMScheduler"), ObjectiveConfig())
+    check_pipeline(shipped("sdxl", scheduler="PNDMScheduler"), encoded("sdxl"))
     with pytest.raises(RequestError, match="prediction v_prediction and zero_terminal_snr, so the exported pipeline"):
         scheduler_of(PipelineConfig(scheduler="PNDMScheduler"), ZERO_SNR)
 
@@ -183,13 +204,24 @@ def test_the_default_scheduler_of_a_unet_is_the_sampler() -> None:
 
 @pytest.mark.parametrize("changes", [{"empty": "a photo"}, {"template": "draw: {}"}])
 def test_the_stock_pipelines_unconditional_prompt_is_empty(changes: dict[str, Any]) -> None:
-    stock_text_tower(encoding_record(16, 16, empty=""), None)
+    config = shipped("sd2")
+    pipeline_texts(encoding_record(16, 16, empty=""), config)
     with pytest.raises(RequestError, match=r"StableDiffusionPipeline uses .* Name a matching pipeline"):
-        stock_text_tower(encoding_record(16, 16, **changes), None)
+        pipeline_texts(encoding_record(16, 16, **changes), config)
+    if "empty" in changes:  # which is not used without caption dropout
+        objective = config.objective.model_copy(update={"caption_dropout": 0.0})
+        pipeline_texts(encoding_record(16, 16, **changes), config.model_copy(update={"objective": objective}))
 
 
-def test_the_stock_pipeline_pads_prompts_like_the_captions(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 77}))
-    check_stock_length(encoding_record(77, 16).texts["text"], tmp_path)
-    with pytest.raises(RequestError, match="its tokenizer's 77 tokens, but captions were encoded with max_tokens 40"):
-        check_stock_length(encoding_record(40, 16).texts["text"], tmp_path)
+def test_the_tokenizer_pads_prompts_like_the_captions(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({"model_max_length": 77, "unk_token": "a"}))
+    set_length(tmp_path, 77)
+    check_length(tmp_path, 77)
+    assert path.read_text() == json.dumps({"model_max_length": 77, "unk_token": "a"})  # unchanged
+    with pytest.raises(
+        RequestError, match="to the tokenizer's 77 tokens, but captions were encoded with max_tokens 40"
+    ):
+        check_length(tmp_path, 40)
+    set_length(tmp_path, 40)
+    assert json.loads(path.read_text()) == {"model_max_length": 40, "unk_token": "a"}

@@ -254,13 +254,13 @@ def test_bytes_are_reproducible_and_sdxl_is_marked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "objective", "said"),
     [
-        ("StableDiffusionPipeline", {"prediction": "flow_matching"}, "trained with prediction flow_matching, but"),
+        ("StableDiffusionPipeline", {"prediction": "flow_matching"}, "trained with prediction flow_matching, which"),
         (
             "StableDiffusionPipeline",
             {"prediction": "sample"},
             "trained with prediction sample, num_train_timesteps 1000",
         ),
-        ("StableDiffusionXLPipeline", {"beta_end": 0.02}, r"beta_start 0\.00085, beta_end 0\.02, but a single file"),
+        ("StableDiffusionXLPipeline", {"beta_end": 0.02}, r"beta_start 0\.00085, beta_end 0\.02, which a single file"),
         ("StableDiffusionXLPipeline", {"beta_schedule": "linear"}, "beta_schedule linear"),
         ("StableDiffusionPipeline", {"num_train_timesteps": 500}, "num_train_timesteps 500"),
     ],
