@@ -224,7 +224,7 @@ def folder_of(config: PrecomputeConfig) -> Path:
 def make_towers(config: PrecomputeConfig, encoding: EncodingRecord | None = None) -> Towers:
     """Build the towers of a config on the CPU."""
     encoding, one_by_one = encoding or describe_encoding(config), config.workers.one_by_one
-    networks = load_networks(encoding, "cpu", one_by_one=one_by_one)
+    networks = load_networks(encoding, "cpu", compiled=False, one_by_one=one_by_one)
     return Towers(*networks, config.workers.batch_size, make_recipe(config, encoding).batch_sizes, one_by_one)
 
 

@@ -1,8 +1,10 @@
-"""Run `make` from tests."""
+"""Run `make`, or commands up to their actual work, from tests."""
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -11,3 +13,17 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
     """Run `make …` as from a shell, without the flags and ARGS that `make test` would pass on."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "ARGS"))}
     return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
+
+
+class UnderstoodError(Exception):
+    """The arguments were parsed, and the actual work would begin."""
+
+
+def then_stop(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `read` to raise UnderstoodError when it returns."""
+
+    def stop(*arguments: Any) -> Any:
+        read(*arguments)
+        raise UnderstoodError
+
+    return stop

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from streaming import StreamingDataset
 
-from shards.base.store import LocalStore
+from shards.base.store import LocalStore, Store
 from shards.format.tables import TOO_SMALL, Columns, read_tables
-from shards.root.committed import TarReceipts, load_tars
+from shards.root.committed import TarReceipts, iter_tars, load_receipts
 
 
 def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> list[str]:
@@ -42,8 +42,18 @@ def part_of(root: Path, bucket: str, tar: str) -> Path:
     return root / receipts_of_tar(root, tar).parts[bucket].folder
 
 
+def parts(root: Path) -> dict[str, str]:
+    """Return part folder (named by content hash) → bitmap of its samples."""
+    return {receipt.folder: receipt.stored for receipt in load_receipts(LocalStore(root))}
+
+
+def load_tars(store: Store) -> list[TarReceipts]:
+    """Load the active receipts of all tars, ordered by tar name."""
+    return list(iter_tars(store))
+
+
 def receipts_of_tar(root: Path, tar: str) -> TarReceipts:
-    return next(books for books in load_tars(LocalStore(root)) if books.tar == tar)
+    return next(books for books in iter_tars(LocalStore(root)) if books.tar == tar)
 
 
 def list_rejects(tables: Mapping[str, tuple[Columns, Columns]]) -> list[tuple[str, str, str, str, str]]:

@@ -4,9 +4,7 @@ import importlib
 import re
 import shlex
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +12,7 @@ import evaluation.__main__
 import evaluation.study.__main__
 import shards.__main__
 import train.__main__
+from tests.makefile import UnderstoodError, then_stop
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -50,10 +49,6 @@ WORK = [
 """Functions that start the actual work in commands that use argparse."""
 
 
-class UnderstoodError(Exception):
-    """The arguments were parsed, and the actual work would begin."""
-
-
 def call(words: list[str]) -> None:
     """Run a command in this process."""
     if words[0] == "latentmill":
@@ -83,13 +78,6 @@ def test_every_command_has_examples_that_are_understood(
     lines = [re.split(r" {3,}", line.strip())[0] for line in shown[1].splitlines()]
     examples = [shlex.split(line) for line in lines if line]
     assert examples[0][: len(words)] == words, "its own come first"
-
-    def then_stop(read: Callable[..., Any]) -> Callable[..., Any]:
-        def stop(*arguments: Any) -> Any:
-            read(*arguments)
-            raise UnderstoodError
-
-        return stop
 
     monkeypatch.chdir(ROOT)
     for place in READ:

@@ -1,10 +1,10 @@
-"""Small models and tars with the layout of real ones: random weights and pictures, made in a moment."""
+"""Small models, tars and tables with the layout of real ones: random weights and pictures, made in a moment."""
 
 import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,12 @@ def read_tar(path: Path) -> dict[str, dict[str, bytes]]:
             assert file is not None
             members.setdefault(key, {})[suffix] = file.read()
     return members
+
+
+def table_of(path: Path, rows: Mapping[str, str | None], **options: Any) -> Path:
+    """Write a Parquet table of keys and captions (`vlm`)."""
+    pq.write_table(pa.table({"key": list(rows), "vlm": pa.array(rows.values(), pa.string())}), path, **options)
+    return path
 
 
 def make_samples(shard: int, count: int, sizes: Sequence[tuple[int, int]]) -> list[tuple[str, dict[str, bytes]]]:

@@ -217,7 +217,7 @@ def load_first_weights(
     network: Any,
     checkpoint: Checkpoint | None,
     start: Checkpoint | None,
-    projection: np.ndarray | None = None,
+    projection: np.ndarray | None,
 ) -> str | None:
     """Load the weights of the checkpoint to resume, of the run to start from, or of a pretrained network.
 

@@ -77,7 +77,7 @@ def draw_sets(
     config: SamplingConfig,
     output: Path | str,
     workers: FleetConfig,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool,
 ) -> list[Path | str]:
     """Draw the missing parts of every setting's sample set, and return where each sample set is stored.
 

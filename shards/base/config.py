@@ -155,9 +155,7 @@ def _read_yaml(model: type[BaseModel], path: str | Path, derived: tuple[Path, ..
     return _merge(model, _read_yaml(model, parent, chain_so_far), values)
 
 
-def _parse_overrides(
-    model: type[BaseModel], overrides: list[str], prog: str, about: str | None = None
-) -> dict[str, Any]:
+def _parse_overrides(model: type[BaseModel], overrides: list[str], prog: str, about: str | None) -> dict[str, Any]:
     # The model is not validated here, because required fields may still come from the file.
     overrides, entries = _split_entries(model, overrides)
     # The fields inherit their descriptions. Without this setting, pydantic would search all modules for their source.

@@ -80,7 +80,7 @@ def compute_from_root(
 
 
 def calibration_samples(
-    source: Store, buckets: Container[str] | None = None
+    source: Store, buckets: Container[str] | None
 ) -> Iterator[Iterator[tuple[dict[str, Any], list[int]]]]:
     """Yield, for each part, an iterator over a pseudo-random subset of its captions: samples, and the indices of their
     chosen captions. The subset and the order of the parts depend only on keys and names. Excluded samples and damaged

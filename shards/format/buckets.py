@@ -111,7 +111,7 @@ def choose_buckets(
     return sorted({b for b in buckets if b.fits(width, height)} | {b for b in nearest if b})
 
 
-def bucket_rules(buckets: Iterable[Bucket], aspects: Iterable[AspectTable] = ()) -> dict[Bucket, str]:
+def bucket_rules(buckets: Iterable[Bucket], aspects: Iterable[AspectTable]) -> dict[Bucket, str]:
     """Map each bucket to the rule that assigns images to it. Raises ValueError if two tables share a bucket.
 
     The rule is `covers` (every image that covers the bucket) or `nearest, base …` (images whose aspect ratio is closest

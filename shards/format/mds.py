@@ -70,7 +70,7 @@ def array_type(encoding: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | N
     )
 
 
-def part_type(folder: int = 1, name: int = 1) -> np.dtype[np.void]:
+def part_type(folder: int, name: int) -> np.dtype[np.void]:
     """Return the dtype of a part's record, whose strings have at most `folder` and `name` bytes.
 
     Fields: the part's folder relative to the bucket's folder, its name (`00042.g0`), its number of samples, and the

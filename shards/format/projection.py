@@ -78,7 +78,7 @@ def towers_in(group: TowerGroup) -> list[str]:
 class SecondMoments:
     """Sums of s sᵀ over the states s of all tokens of the calibration captions, for one group of towers."""
 
-    def __init__(self, group: TowerGroup, texts: Mapping[str, TextTower], device: str = "cpu"):
+    def __init__(self, group: TowerGroup, texts: Mapping[str, TextTower], device: str):
         """
         Args:
             texts: the towers' records, unprojected.

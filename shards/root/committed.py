@@ -104,8 +104,3 @@ def iter_committed_tars(store: Store) -> Iterator[TarReceipts]:
 def load_receipts(store: Store) -> list[Receipt]:
     """Load all active receipts, ordered by tar and bucket. Only for small roots; see `iter_receipts`."""
     return list(iter_receipts(store))
-
-
-def load_tars(store: Store) -> list[TarReceipts]:
-    """Load the active receipts of all tars, ordered by tar name. Only for small roots; see `iter_tars`."""
-    return list(iter_tars(store))

@@ -30,7 +30,7 @@ class PlayedPool(WorkerPool[str, str]):
     def __init__(self, play: Callable[[str, int, str], Outcome | None], nodes: dict[str, int] | None = None):
         self.play = play
         self.nodes: dict[str, Resources] = {
-            node: {"CPU": float(cpus)} for node, cpus in (nodes or {"a": 1, "b": 1}).items()
+            node: {"CPU": float(cpus)} for node, cpus in ({"a": 1, "b": 1} if nodes is None else nodes).items()
         }
         self.workers: list[Worker] = []
         self.running: list[RunningAttempt[str]] = []
@@ -158,8 +158,7 @@ class TimedPool(PlayedPool):
     how it ends."""
 
     def __init__(self, clock: Clock, nodes: dict[str, int], act: Callable[[str, str, float], tuple[float, Outcome]]):
-        super().__init__(lambda *_: None, {"none": 0})
-        self.nodes = {node: {"CPU": float(cpus)} for node, cpus in nodes.items()}
+        super().__init__(lambda *_: None, nodes)
         self.clock, self.act = clock, act
         self.most_busy = 0
 

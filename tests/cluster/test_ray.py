@@ -24,8 +24,7 @@ from precompute.__main__ import run as precompute
 from shards.base import device
 from shards.base.errors import WorkError
 from shards.open import open_store
-from shards.root.committed import load_tars
-from tests.roots import precompute_arguments
+from tests.roots import load_tars, precompute_arguments
 from tests.runs import environment
 
 pytestmark = pytest.mark.heavy

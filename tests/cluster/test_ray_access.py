@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from shards.open import open_store
-from shards.root.committed import load_tars
 from tests.ranks import free_port
-from tests.roots import precompute_arguments
+from tests.roots import load_tars, precompute_arguments
 from tests.runs import PYTHON, environment, run_module
 
 pytestmark = pytest.mark.slow

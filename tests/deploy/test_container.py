@@ -22,8 +22,7 @@ import pytest
 import yaml
 
 from shards.open import open_store
-from shards.root.committed import load_tars
-from tests.roots import precompute_arguments
+from tests.roots import load_tars, precompute_arguments
 from tests.runs import UNET, train_fields, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.container]

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from shards.open import open_store
-from shards.root.committed import load_receipts, load_tars
+from shards.root.committed import load_receipts
 from shards.tools.verify import verify_root
 from tests import ranks
 from tests.deploy.machines import missing
 from tests.deploy.slurm import PROGRAMS, Slurm
 from tests.faults.world import make_world
-from tests.roots import precompute_arguments, tree
+from tests.roots import load_tars, precompute_arguments, tree
 from tests.runs import PYTHON, UNET, compare, environment, last_step, train_fields, wait_until, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]

@@ -4,22 +4,17 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from evaluation import __main__ as evaluate
 from evaluation.study import __main__ as study
-from tests.makefile import make
+from tests.makefile import UnderstoodError, make, then_stop
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/evaluation.md", "docs/how-to/study.md")
 COMMAND = re.compile(r"make (sample|evaluate|watch|report|study) |\S*python -m evaluation")
 RUNS: dict[str, Callable[[list[str]], None]] = {"evaluation": evaluate.run, "evaluation.study": study.run}
-
-
-class UnderstoodError(Exception):
-    """The arguments were parsed, and the actual work would begin."""
 
 
 def commands() -> list[list[str]]:
@@ -41,13 +36,6 @@ def modules(words: list[str]) -> list[list[str]]:
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_in_the_docs_have_valid_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def then_stop(read: Callable[..., Any]) -> Callable[..., Any]:
-        def stop(*arguments: Any) -> Any:
-            read(*arguments)
-            raise UnderstoodError
-
-        return stop
-
     monkeypatch.setattr(evaluate, "load_from_args", then_stop(evaluate.load_from_args))
     monkeypatch.setattr(evaluate, "load_config", then_stop(evaluate.load_config))
     monkeypatch.setattr(evaluate, "read_runs", then_stop(lambda names: names))

@@ -1,6 +1,5 @@
 """More than forty hostile files, each with its outcome: `accepted`, or the reason for its rejection."""
 
-import io
 import struct
 import zlib
 
@@ -8,16 +7,9 @@ import numpy as np
 from PIL import Image, PngImagePlugin
 
 from tests.faults.decoders import ACCEPTED
-from tests.tiny import picture
+from tests.tiny import picture, saved
 
 RNG = np.random.default_rng(7)
-
-
-def saved(image: Image.Image, format: str, **options: object) -> bytes:
-    """Encode the image as a file."""
-    file = io.BytesIO()
-    image.save(file, format, **options)
-    return file.getvalue()
 
 
 def noise(width: int = 96, height: int = 96, format: str = "PNG", **options: object) -> bytes:

@@ -47,11 +47,10 @@ def train(tmp_path: Path, fields: dict[str, Any], *more: str) -> str:
     return result.stdout.replace("\n", " ")
 
 
-def stream_of(run_dir: Path) -> dict[str, Any]:
+def fingerprint_of(run_dir: Path) -> dict[str, Any]:
     checkpoint = newest_checkpoint(run_dir)
     assert checkpoint is not None
-    stream: dict[str, Any] = checkpoint.fingerprint["streams"][0]
-    return stream
+    return checkpoint.fingerprint
 
 
 def test_a_run_killed_while_its_root_grows_resumes_with_the_same_curve(root: Path, tmp_path: Path) -> None:
@@ -78,10 +77,10 @@ def test_a_run_killed_while_its_root_grows_resumes_with_the_same_curve(root: Pat
     assert curve(tmp_path / "run") == curve(tmp_path / "reference")
 
     # with data.index newest the run switches to the current index and stays with it
-    pinned = stream_of(tmp_path / "run")
+    pinned = fingerprint_of(tmp_path / "run")["streams"][0]
     more = train_fields(root, tmp_path / "run", max_steps=STEPS + 12)
     assert "recalled" not in train(tmp_path, more, "--data.index", "newest")
-    taken_up = stream_of(tmp_path / "run")
+    taken_up = fingerprint_of(tmp_path / "run")["streams"][0]
     assert (pinned["samples"], taken_up["samples"]) == (65, 93)
     keys = {key for batch in curve(tmp_path / "run")[1][STEPS:] for key in batch}
     assert {key[:5] for key in keys} == {"00000", "00001", "00002", "00003", "00005"}
@@ -91,7 +90,7 @@ def test_a_run_killed_while_its_root_grows_resumes_with_the_same_curve(root: Pat
     shutil.copyfile(newer / "commits/64x64/00006.json", root / "commits/64x64/00006.json")
     Publisher(store).publish()
     train(tmp_path, train_fields(root, tmp_path / "run", max_steps=STEPS + 14))
-    assert stream_of(tmp_path / "run") == taken_up
+    assert fingerprint_of(tmp_path / "run")["streams"][0] == taken_up
 
 
 def test_a_resumed_run_validates_on_the_samples_that_it_began_with(tmp_path: Path) -> None:
@@ -107,10 +106,7 @@ def test_a_resumed_run_validates_on_the_samples_that_it_began_with(tmp_path: Pat
         return [row["val_loss"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl") if "val_loss" in row]
 
     def pin() -> dict[str, Any]:
-        checkpoint = newest_checkpoint(tmp_path / "run")
-        assert checkpoint is not None
-        found: dict[str, Any] = checkpoint.fingerprint["validation"]
-        return found
+        return fingerprint_of(tmp_path / "run")["validation"]
 
     train(tmp_path, fields | {"max_steps": 2})
     began = pin()

@@ -96,7 +96,7 @@ class Order:
         num_canonical_nodes: int,
         block: int,
         seed: int,
-        shuffle: bool = True,
+        shuffle: bool,
     ):
         """
         Args:

@@ -123,7 +123,7 @@ def count_by_file(passing: NDArray[np.bool_], samples: NDArray[np.int64]) -> NDA
 
 
 def select_part(
-    store: Store, bucket: str, part: np.void, config: FilterConfig, excluded: Sequence[Exclusion] = ()
+    store: Store, bucket: str, part: np.void, config: FilterConfig, excluded: Sequence[Exclusion]
 ) -> tuple[NDArray[np.bool_], Counter[str]]:
     """Return whether each sample of a part passes, (samples,), and the number of samples that fail each rule.
 

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -258,49 +257,32 @@ class Recorder(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-class Float32GroupNorm(nn.GroupNorm):
-    """Group norm in float32, as under autocast on a GPU, but not on a CPU."""
+class InFloat32(nn.Module):
+    """Mixin for a norm that runs in float32, as under autocast on a GPU, but not on a CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize (N, C, …) in float32."""
-        weight, bias = (value if value is None else value.float() for value in (self.weight, self.bias))
+        """Normalize in float32."""
         with torch.autocast("cpu", enabled=False):
-            return F.group_norm(input.float(), self.num_groups, weight, bias, self.eps)
+            return super().forward(input.float())
 
 
-class Float32LayerNorm(nn.LayerNorm):
-    """Layer norm in float32, as under autocast on a GPU, but not on a CPU."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize (…, *normalized_shape) in float32."""
-        weight, bias = (value if value is None else value.float() for value in (self.weight, self.bias))
-        with torch.autocast("cpu", enabled=False):
-            return F.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps)
-
-
-class Float32RMSNorm(nn.RMSNorm):
-    """RMS norm in float32, as under autocast on a GPU in recent versions of torch, but not on a CPU."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize (…, *normalized_shape) in float32."""
-        weight = self.weight if self.weight is None else self.weight.float()
-        with torch.autocast("cpu", enabled=False):
-            return F.rms_norm(input.float(), self.normalized_shape, weight, self.eps)
-
-
-FLOAT32: dict[type[nn.Module], type[nn.Module]] = {nn.GroupNorm: Float32GroupNorm, nn.LayerNorm: Float32LayerNorm}
+NORMS: list[type[nn.Module]] = [nn.GroupNorm, nn.LayerNorm]
 if torch.__version__ >= "2.12":  # 2.15 runs it in float32, 2.11 does not
-    FLOAT32[nn.RMSNorm] = Float32RMSNorm
+    NORMS.append(nn.RMSNorm)
+FLOAT32: dict[type[nn.Module], type[nn.Module]] = {
+    kind: type(f"Float32{kind.__name__}", (InFloat32, kind), {}) for kind in NORMS
+}
 
 
 def without_values(network: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Replace a meta-device network's weights by fake CPU tensors of `dtype` with the same strides, in place, and make
-    it normalize in float32 as a GPU does. Call this under FakeTensorMode."""
+    it normalize in float32, with float32 weights, as a GPU does. Call this under FakeTensorMode."""
     for module in network.modules():
         module.__class__ = FLOAT32.get(type(module), type(module))
+        own = torch.float32 if isinstance(module, InFloat32) else dtype
         for name, weight in module._parameters.items():
             if weight is not None:
-                fake = torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device="cpu")
+                fake = torch.empty_strided(weight.shape, weight.stride(), dtype=own, device="cpu")
                 module._parameters[name] = nn.Parameter(fake, weight.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:

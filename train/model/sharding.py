@@ -68,7 +68,7 @@ def allocate(network: nn.Module, device: torch.device | str) -> None:
         buffer.copy_(buffers[name])
 
 
-def send_weights(network: nn.Module, device: torch.device, shard: Callable[[], None] | None = None) -> None:
+def send_weights(network: nn.Module, device: torch.device, shard: Callable[[], None] | None) -> None:
     """Move a network to the device on all processes, with the main process's weights and buffers, bit for bit.
 
     Only the main process has to build the weights; those of the others are ignored and may be on the meta device.

@@ -188,9 +188,7 @@ def print_once(accelerator: Accelerator, message: str) -> None:
         print(message, flush=True)
 
 
-def set_collective_timeout(
-    heartbeat: HeartbeatReporter, timeout: float, groups: Sequence[dist.ProcessGroup] = ()
-) -> None:
+def set_collective_timeout(heartbeat: HeartbeatReporter, timeout: float, groups: Sequence[dist.ProcessGroup]) -> None:
     """Set the seconds after which a collective fails if a process has not joined it.
 
     Args:

@@ -30,6 +30,7 @@ from shards.root.shared import load_uncond
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, folder_of, precompute_config
 from tests.ranks import SERVER
+from tests.roots import parts
 from tests.tiny_towers import config_of, make_towers, texts
 
 pytestmark = pytest.mark.heavy
@@ -48,11 +49,6 @@ def derive(source: Path, out: Path, *options: str, in_processes: bool = False) -
             patch.setattr("shards.base.pool.start_pool", lambda most, *_: ThreadPoolExecutor(most))
         shards(["derive", str(source), str(out), *options])
     return out
-
-
-def parts(root: Path) -> dict[str, str]:
-    """Return folder of a part, which is named by its content, → bitmap of its samples."""
-    return {receipt.folder: receipt.stored for receipt in load_receipts(LocalStore(root))}
 
 
 def check_sound(root: Path) -> None:

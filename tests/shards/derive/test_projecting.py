@@ -26,7 +26,7 @@ from shards.tools.card import dataset_card
 from shards.tools.verify import verify_root
 from shards.tools.where import describe_sample, find_sample
 from tests.conftest import clip_tower, encode_all, folder_of, precompute_config
-from tests.roots import part_of, precompute_arguments, tree
+from tests.roots import part_of, parts, precompute_arguments, tree
 
 pytestmark = pytest.mark.heavy
 
@@ -40,11 +40,6 @@ def derive(source: Path, out: Path, *options: str) -> Path:
     shards(["derive", str(source), str(out), *options])
     assert list(verify_root(LocalStore(out))) == []
     return out
-
-
-def parts(root: Path) -> dict[str, str]:
-    """Return part folder (named by content hash) → bitmap of its samples."""
-    return {receipt.folder: receipt.stored for receipt in load_receipts(LocalStore(root))}
 
 
 def record(root: Path) -> EncodingRecord:

@@ -18,13 +18,13 @@ from shards.format.encoding import EncodingRecord
 from shards.format.receipts import active_receipts
 from shards.open import open_store
 from shards.root.commit import content_hash, record_files, store_part
-from shards.root.committed import list_commits, load_receipts, load_tars
+from shards.root.committed import list_commits, load_receipts
 from shards.root.shared import create_root, record_rules
 from shards.root.writing import PartWriter
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, precompute_config
 from tests.forks import fork, wait_for
-from tests.roots import tree
+from tests.roots import load_tars, tree
 from tests.tiny import make_samples, make_tar
 
 pytestmark = pytest.mark.heavy

@@ -21,12 +21,13 @@ from shards.base.store import LocalStore, read_each
 from shards.format.receipts import Receipt, parse_receipt
 from shards.format.tables import CAPTION_CHANGES, read_tables
 from shards.open import open_store
-from shards.root.committed import load_receipts, load_tars
+from shards.root.committed import load_receipts
 from shards.tools.clean import named_parts
 from shards.tools.recall import RecallFilter, node_totals, recall_candidates
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
 from tests.random_roots import HOSTS, random_root
+from tests.roots import load_tars
 
 pytestmark = pytest.mark.heavy
 

@@ -19,13 +19,13 @@ from shards.base.errors import RequestError, exit_code_of
 from shards.base.scratch import attempt_folder
 from shards.format.tables import read_tables
 from shards.open import open_store
-from shards.root.committed import load_receipts, load_tars
+from shards.root.committed import load_receipts
 from shards.tools.recall import node_totals
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
 from tests.conftest import encode_all, precompute_config
 from tests.random_roots import random_root
-from tests.roots import tree
+from tests.roots import load_tars, tree
 
 
 def words(capsys: pytest.CaptureFixture[str]) -> str:

@@ -237,19 +237,18 @@ def load_weights(unet: Any, folder: Path) -> None:
     load_matching(unet, folder / WEIGHTS_NAME, json.loads((folder / "config.json").read_text()))
 
 
-def load_head(head: nn.Module, folder: Path) -> bool:
-    """Load the projection head of the checkpoint in `folder` if its shapes match, and return whether it was loaded."""
+def load_head(head: nn.Module, folder: Path) -> None:
+    """Load the projection head of the checkpoint in `folder` if it exists and its shapes match."""
     from train.model.tensors import load_tensors
 
     if not (folder / HEAD_NAME).is_file():
-        return False
+        return
     saved = load_tensors(folder / HEAD_NAME)
     fits = {name: value.shape for name, value in saved.items()} == {
         name: value.shape for name, value in head.state_dict().items()
     }
     if fits:
         head.load_state_dict(saved)
-    return fits
 
 
 def trained(unet: Any, head: nn.Module | None) -> dict[str, nn.Parameter]:
