@@ -3,7 +3,7 @@
 The method is post-hoc EMA (Karras et al., 2024, appendix C).
 
 examples:
-  python -m train ema runs/phase2 --std 0.07
+  python -m train ema runs/phase2 --std 0.07 --step 400000
   python -m train ema runs/phase2 --std 0.15 --step 400000 --output runs/phase2/ema-0.15
   python -m train export runs/phase2 --weights runs/phase2/posthoc/std-0.070-step-00400000
 """
