@@ -7,7 +7,8 @@ NPROC ?= 1
 ARGS ?=
 
 comma := ,
-# Only bash expands the ~ in OUT=~/x before make sees it.
+open := (
+# Expand a leading ~/ here, because shells other than bash pass OUT=~/x unchanged.
 $(foreach name,METADATA IN OUT RUN PROMPTS A B C D,$(eval override $(name) := $$(patsubst ~/%,$$(HOME)/%,$$($(name)))))
 # FAMILY=sana selects configs/sana/. Without FAMILY, the configs in configs/ itself are used: Stable Diffusion 2.
 FAMILIES := $(notdir $(patsubst %/,%,$(dir $(wildcard configs/*/precompute.yaml))))
@@ -77,8 +78,9 @@ LAUNCH ?= $(if $(filter-out 1,$(NPROC)),--num_machines 1 --num_processes $(NPROC
 # Without Slurm, a launcher is started by ssh on each machine of HOSTS, or on the first NODES of them.
 NODES ?= $(if $(HOSTS),$(shell grep -cEv '^[[:space:]]*($(HASH)|$$)' $(HOSTS)),1)
 # No --kill-on-bad-exit, which would kill a main process that is saving a checkpoint.
-# Since Slurm 22.05, srun does not inherit --cpus-per-task from an allocation, whose tasks may be others than ours.
-CPUS_PER_TASK = $(if $(filter $(NPROC),$(SLURM_NTASKS_PER_NODE)),$(SLURM_CPUS_PER_TASK:%= --cpus-per-task %))
+# Since Slurm 22.05, srun does not inherit --cpus-per-task from the allocation. It is passed on only if the allocation has
+# as many tasks on each node as this step: SLURM_TASKS_PER_NODE is 8 on one node, and 8(x2) on two.
+CPUS_PER_TASK = $(if $(filter $(NPROC) $(NPROC)$(open)x%,$(SLURM_TASKS_PER_NODE)),$(SLURM_CPUS_PER_TASK:%= --cpus-per-task %))
 SRUN = srun --nodes $(NODES) --ntasks-per-node $(NPROC)$(CPUS_PER_TASK) --wait $(LEAVE)
 STARTER = $(if $(HOSTS),--hosts $(HOSTS) $(NODES) $(NPROC),$(LAUNCH))
 LAUNCHER = $(if $(BY_SRUN),-m train.launch --slurm,$(if $(STARTER),-m train.launch $(STARTER) --max_restarts $(RESTARTS) --mixed_precision no --dynamo_backend no --quiet))

@@ -79,6 +79,7 @@ def test_what_a_target_runs() -> None:
         (["report", "RUN=a b", "OUT=c d"], ["report", "a", "b", "--output", "c d"]),
         (["study", "A=a b", "B=c", "D=d e", "OUT=f g"], ["--sets", "a b,c,d e", "--output", "f g"]),
         (["gpu-check", "OUT=a b"], ["--output", "a b"]),
+        (["report", "RUN=~/a ~/b,c", "OUT=~/d"], [str(Path.home() / name) for name in ("a", "b,c", "d")]),
     ],
 )
 def test_a_path_may_contain_spaces_and_wildcards(words: list[str], arguments: list[str]) -> None:
@@ -94,8 +95,8 @@ def test_several_machines_are_one_number_under_slurm() -> None:
     assert "srun" not in check
     assert "exec srun --nodes 2 --ntasks-per-node 8 --wait 120 .venv/bin/python -m train.launch --slurm" in launch
     assert launch.rstrip().endswith("-m train --config configs/phase1.yaml --num_processes $((2 * 8))")
-    for tasks, flag in (("8", " --cpus-per-task 6"), ("1", "")):
-        allocation = ("SLURM_JOB_ID=7", "SLURM_CPUS_PER_TASK=6", f"SLURM_NTASKS_PER_NODE={tasks}")
+    for tasks, flag in (("8(x2)", " --cpus-per-task 6"), ("8", " --cpus-per-task 6"), ("1(x2)", "")):
+        allocation = ("SLURM_JOB_ID=7", "SLURM_CPUS_PER_TASK=6", f"SLURM_TASKS_PER_NODE={tasks}")
         result = make("--dry-run", "train", "PHASE=1", "NODES=2", "NPROC=8", *allocation)
         assert f"srun --nodes 2 --ntasks-per-node 8{flag} --wait 120 .venv" in result.stdout
 

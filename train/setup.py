@@ -6,9 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from shards.base.config import save_config
 from shards.base.device import device_module, is_accelerator
+from shards.base.store import Place
+from shards.open import open_store
 from train.config import TrainConfig
 from train.data.draws import global_slots
 from train.data.loader import Loader
@@ -25,7 +28,7 @@ from train.model.recompute import recomputed_shares
 from train.model.sharding import group_mesh, shard_weights
 from train.objective.loss import DiffusionLoss
 from train.prepare import Prepared
-from train.run.checkpoints.checkpoint import SNAPSHOTS, drop_later, restore, trained
+from train.run.checkpoints.checkpoint import SNAPSHOTS, STATE_NAME, drop_later, restore, trained
 from train.run.checkpoints.remote import RemoteRun
 from train.run.checkpoints.retention import CheckpointConfig
 from train.run.checkpoints.writer import CheckpointWriter, WriterGroup, warn_if_slow_to_stop
@@ -166,11 +169,24 @@ def build_trainer(
         max_steps=config.max_steps,
         collective_timeout=config.collective_timeout,
     )
-    if prepared.orphan is not None:
-        trainer.snapshot_averages()  # the snapshot of this step was not uploaded either
-        if accelerator.is_main_process:
-            trainer.checkpoints.upload_again(prepared.orphan)
+    every = config.ema.snapshot_every
+    if every and state.step and state.step % every == 0 and lacks_snapshot(config.run_dir, state.step, accelerator):
+        trainer.snapshot_averages()
+    if accelerator.is_main_process and prepared.orphan is not None:
+        trainer.checkpoints.upload_again(prepared.orphan)
     return trainer
+
+
+def lacks_snapshot(run_dir: Place, step: int, accelerator: Accelerator) -> bool:
+    """Return whether a run that resumes has no snapshot of its averages of this step. All processes must call it.
+
+    The checkpoint of the step can exist without it, because both are written in the background.
+    """
+    lacks = [True]
+    if accelerator.is_main_process:
+        states = [name for name in open_store(run_dir).files(f"{SNAPSHOTS}/checkpoints") if name.endswith(STATE_NAME)]
+        lacks = [not any(name.startswith(f"step-{step:08d}") for name in states)]
+    return bool(broadcast_object_list(lacks)[0])
 
 
 def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, lease: Lease) -> None:

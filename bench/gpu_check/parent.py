@@ -1,4 +1,4 @@
-"""Ends a lane's process when the check dies, even if SIGKILL killed it."""
+"""Kill a lane's process when the check dies, even by SIGKILL."""
 
 import ctypes
 import os

@@ -47,12 +47,13 @@ def main() -> None:
     only, parent = arguments.pop("only"), arguments.pop("folder")
     options = Options(parent / "latentmill-bench", **arguments)
     shutil.rmtree(options.folder, ignore_errors=True)  # of a run that was killed
+    options.folder.mkdir(parents=True)
     try:
         for name, (title, make) in SECTIONS.items():
             if only in (None, name):
                 print(section(title, "bench.worker", make(options)))
     finally:
-        shutil.rmtree(options.folder)
+        shutil.rmtree(options.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

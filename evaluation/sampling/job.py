@@ -185,8 +185,7 @@ def read_set(place: Path | str) -> SampleSet:
             f"{store.where()} is not a sample set: it has no {RECORD}. Pass the folder of a single setting, such as "
             f"RUN/evaluations/step-00001000-auto/g8-s50-own."
         )
-    count, size = content["drawing"]["num_samples"], content["part_size"]
-    parts = read_receipts(store, PICTURES, [f"{number:05d}" for number in range(-(-count // size))])
+    count, parts = content["drawing"]["num_samples"], read_receipts(store, PICTURES, part_names(content))
     drawn = sum(len(receipt["samples"]) for receipt in parts.values())
     if drawn != count:
         raise WorkError(
@@ -195,6 +194,20 @@ def read_set(place: Path | str) -> SampleSet:
         )
     prompts = [Prompt(**prompt) for prompt in content["prompts"]]
     return SampleSet(place, content["drawing"], content["drawing_id"], Model(**content["model"]), prompts, parts)
+
+
+def is_unfinished(place: Path | str) -> bool:
+    """Return whether a sample set has been started, but some of its parts are missing."""
+    store = open_store(place)
+    if (content := read_sealed(store, RECORD)) is None:
+        return False
+    names = part_names(content)
+    return len(read_receipts(store, PICTURES, names)) < len(names)
+
+
+def part_names(content: dict[str, Any]) -> list[str]:
+    """Return the names of all parts of a sample set, given the content of its RECORD."""
+    return [f"{number:05d}" for number in range(-(-content["drawing"]["num_samples"] // content["part_size"]))]
 
 
 def draw_on_worker(

@@ -19,7 +19,7 @@ from typing import Literal
 
 from evaluation.parts import read_sealed
 from shards.base.durable import canonical_json, sealed_json, sha256_file
-from shards.base.errors import RequestError, WorkError
+from shards.base.errors import RequestError, WorkError, is_storage_error
 from shards.base.store import Store, absolute_place, parse_place
 from shards.format.models import PIPELINE_INDEX as INDEX
 from shards.format.models import model_folder
@@ -177,13 +177,24 @@ def open_pipeline(model: Model, output: Store) -> Iterator[Path]:
     """Yield the pipeline's folder on this machine, after checking its content.
 
     Raises:
-        WorkError: the model's files are missing on this machine, or differ from `model.content`.
+        WorkError: the model's files are missing on this machine, differ from `model.content`, or are being deleted.
     """
     with nullcontext(pipeline_folder(model.name)) if model.step is None else output.local(EXPORTED) as folder:
-        if not (folder / INDEX).is_file() or hash_pipeline(folder) != model.content:
+        try:
+            is_intact = (folder / INDEX).is_file() and hash_pipeline(folder) == model.content
+        except OSError as error:
+            if is_storage_error(error):
+                raise
+            is_intact = False  # another process is deleting the files
+        if not is_intact:
+            deleted = (
+                "A watcher deletes an exported model after an evaluation; in that case, run the same command again to "
+                "export the checkpoint again. Otherwise, put"
+            )
             raise WorkError(
                 f"{folder} on this machine does not contain the model to sample (content hash {model.content[:12]}…). "
-                f"Put the model on shared storage, or copy the same files to this path on every node."
+                f"{'Put' if model.step is None else deleted} the model on shared storage, or copy the same files to "
+                f"this path on every node."
             )
         yield folder
 

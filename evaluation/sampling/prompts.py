@@ -169,18 +169,20 @@ def _read_table(
     names: list[str], rows: Iterator[dict[str, Any]], column: str | None, place: Callable[[int], str]
 ) -> Iterator[_Row]:
     by_name = {name.lower(): name for name in reversed(names)}
-    text = by_name.get((column or next((n for n in TEXT_COLUMNS if n in by_name), "")).lower())
+    wanted_names = TEXT_COLUMNS if column is None else (column.lower(),)
+    text = next((by_name[name] for name in wanted_names if name in by_name), None)
     if text is None:
-        wanted = column or " or ".join(TEXT_COLUMNS)
+        wanted = " or ".join(TEXT_COLUMNS) if column is None else column
         raise ValueError(f"the table has no column {wanted}; its columns are {', '.join(names)}")
-    id_column = next((by_name[name] for name in ID_COLUMNS if name in by_name), "")
-    category = by_name.get(CATEGORY_COLUMN, "")
+    id_column = next((by_name[name] for name in ID_COLUMNS if name in by_name), None)
+    category_column = by_name.get(CATEGORY_COLUMN)
     for number, row in enumerate(rows, start=1):
         if None in row:
             raise ValueError(
                 f"{place(number)} has more cells than the header. In a CSV file, put text with commas in quotes"
             )
-        yield _Row(place(number), row[text], row.get(id_column), row.get(category))
+        id, category = (None if name is None else row[name] for name in (id_column, category_column))
+        yield _Row(place(number), row[text], id, category)
 
 
 def _read_json(path: Path, column: str | None) -> Iterator[_Row]:

@@ -27,7 +27,7 @@ size."""
 PIXEL_SIZE = 16
 """Side of the blocks in a pixelated gold image, in pixels."""
 MAX_GOLD = 100
-"""Number of gold items above which raters need not see different ones."""
+"""Maximum number of gold items to make, unless each rater needs more."""
 Pictures = dict[tuple[str, int], str]
 """(prompt id, index) → file name of the image in the study."""
 

@@ -9,6 +9,7 @@ creates each part, metric record and receipt, and the others use it.
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,18 +19,21 @@ from typing import Any
 from pydantic import Field
 
 from evaluation.parts import create_once, read_sealed
-from evaluation.report.runs import FOLDER, STEP_FOLDER, Evaluation, run_config, step_place, write_lines
-from evaluation.sampling.job import below
+from evaluation.report.runs import FOLDER, SET_FOLDER, STEP_FOLDER, Evaluation, run_config, step_place, write_lines
+from evaluation.sampling.job import below, is_unfinished
 from evaluation.sampling.model import EXPORTED, STATE, checkpoints_in, drop_export, is_exported
 from shards.base.config import Config
 from shards.base.durable import DamagedFile, canonical_json
-from shards.base.errors import Preempted, RequestError, WorkError, say
+from shards.base.errors import Outage, Preempted, RequestError, WorkError, say
 from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.open import open_store
 
 MAX_ATTEMPTS = 3
 """Maximum number of attempts to evaluate a checkpoint. The count restarts if the checkpoint's files are rewritten."""
+
+MAX_OUTAGE_SECONDS = 15 * 60.0
+"""Duration of an outage after which a watcher gives up."""
 
 
 class FollowConfig(Config):
@@ -96,6 +100,8 @@ class Follower:
     checkpoints: dict[int, WatchedCheckpoint] = field(default_factory=dict)
     """Step → checkpoint, for all steps seen so far."""
     is_reported_empty: bool = False
+    outage_began: float | None = None
+    """Time of the first failure since storage last worked, by the monotonic clock. None: there was none."""
 
     def follow(self) -> None:
         """Evaluate checkpoints until the run's last step is done, or only the existing ones if `once` is set.
@@ -103,12 +109,13 @@ class Follower:
         Raises:
             Preempted: a stop signal arrived.
             RequestError: the folder is not a run, or the requested evaluation is impossible.
+            Outage: storage failed and did not recover within MAX_OUTAGE_SECONDS.
             WorkError: some checkpoints could not be evaluated; all others have been evaluated.
         """
         is_over = False
         while not is_over:
             with StopSignal() as stop:
-                is_over = self.poll(stop)
+                is_over = self._poll_despite_outages(stop)
                 next_poll = time.monotonic() + self.config.poll_seconds
                 while not is_over and not stop.received and time.monotonic() < next_poll:
                     time.sleep(0.1)
@@ -127,10 +134,32 @@ class Follower:
                 f"same command again to retry only the failed ones."
             )
 
+    def _poll_despite_outages(self, stop: StopSignal) -> bool:
+        """Call `poll`. If storage fails temporarily, report the error and return False, so that the caller retries.
+
+        Raises:
+            Outage: the failure is permanent, has lasted for MAX_OUTAGE_SECONDS, or `once` is set.
+            Preempted, RequestError: see `follow`.
+        """
+        try:
+            is_over = self.poll(stop)
+        except Outage as error:
+            now = time.monotonic()
+            if self.outage_began is None:
+                self.outage_began = now
+            if self.config.once or not error.is_transient or now - self.outage_began >= MAX_OUTAGE_SECONDS:
+                raise
+            say(error)
+            print(f"The watcher tries again in {self.config.poll_seconds:g} s.", file=sys.stderr, flush=True)
+            return False
+        self.outage_began = None
+        return is_over
+
     def poll(self, stop: StopSignal) -> bool:
         """Evaluate every checkpoint that is due now, and return whether watching is over.
 
         Raises:
+            Outage: storage failed.
             Preempted, RequestError: see `follow`.
         """
         every, final = read_schedule(self.run)
@@ -178,7 +207,12 @@ class Follower:
         return {each.step: EXPORTED for each in exported if not each.is_done and each.is_exported()}
 
     def _evaluate(self, checkpoint: WatchedCheckpoint) -> bool:
-        """Attempt to evaluate a checkpoint, and return whether it has been evaluated."""
+        """Attempt to evaluate a checkpoint, and return whether it has been evaluated.
+
+        Raises:
+            Outage: storage failed and the watcher should retry later. This does not count as an attempt.
+            Preempted, RequestError: see `follow`.
+        """
         if not checkpoint.is_exported() and not is_complete(self.run, checkpoint.step):
             if not checkpoint.is_reported_incomplete:
                 checkpoint.is_reported_incomplete = True
@@ -193,6 +227,11 @@ class Follower:
             self.evaluate(checkpoint.step, checkpoint.place)
             self._record(checkpoint)
         except Preempted:
+            raise
+        except Outage as error:
+            if self.config.once or not error.is_transient:
+                return self._is_evaluated_despite(error, checkpoint)
+            checkpoint.attempts -= 1
             raise
         except (RequestError, WorkError) as error:
             return self._is_evaluated_despite(error, checkpoint)
@@ -234,10 +273,27 @@ class Follower:
             create_once(open_store(checkpoint.place), self._receipt, lambda: content)
 
     def _finish(self, checkpoint: WatchedCheckpoint) -> None:
-        """Delete the exported model of an evaluated checkpoint, and mark the checkpoint as done."""
-        if not self.config.keep_models:
+        """Delete an evaluated checkpoint's exported model, unless it is still needed, and mark the checkpoint as done.
+
+        A watcher that is killed before this leaves the model behind, and its next run deletes it.
+        """
+        if not self.config.keep_models and not self._is_export_needed(checkpoint):
             drop_export(open_store(checkpoint.place))
-        checkpoint.is_done, checkpoint.failure = True, None
+        checkpoint.is_done, checkpoint.failure, self.outage_began = True, None, None
+
+    def _is_export_needed(self, checkpoint: WatchedCheckpoint) -> bool:
+        """Return whether another command may still use a checkpoint's exported model: it was exported after the
+        checkpoint had been evaluated, or one of the checkpoint's sample sets is unfinished."""
+        store = open_store(checkpoint.place)
+        if not store.files(EXPORTED):
+            return False
+        files = store.listing()
+        exported = [entry.modified for name, entry in files.items() if name.startswith(f"{EXPORTED}/")]
+        if max(exported, default=0.0) > files[self._receipt].modified:
+            return True
+        return any(
+            is_unfinished(below(checkpoint.place, name)) for name in filter(SET_FOLDER.fullmatch, store.entries())
+        )
 
     @property
     def _receipt(self) -> str:

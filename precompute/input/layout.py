@@ -87,7 +87,7 @@ def read_layout(path: Path, address: str) -> TarLayout:
             layout.damage.append(damage)
             keys_near_damage.append(key)
     split = split_dotted(layout)
-    # .caption files beside .txt files are not the captions, so a sample that has lost its .txt is not saved by one
+    # if the tar has .txt files, they are the captions, so a .caption file cannot replace a lost .txt
     captions = {"txt"} if any("txt" in suffixes for suffixes in layout.members.values()) else CAPTION_SUFFIXES
     for key in [key for first in keys_near_damage for key in split.get(first, [first])]:
         suffixes = layout.members.get(key, ())

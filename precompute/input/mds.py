@@ -91,7 +91,7 @@ def _check_bytes(data: bytes, expected: dict[str, Any]) -> None:
 
 
 def _columns(data: bytes, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the image of a sample as a file, its key, and its columns of a PLAIN encoding."""
+    """Return the image of a sample as a file, and its other columns of bytes or a PLAIN encoding."""
     from streaming.base.format.mds.encodings import mds_decode
 
     variable = sum(not size for size in entry["column_sizes"])
@@ -105,7 +105,7 @@ def _columns(data: bytes, entry: dict[str, Any]) -> dict[str, Any]:
         place += length
         if name == image:
             values[name] = value if encoding in FILES else _as_file(encoding, value)
-        elif encoding == "bytes" and name in KEY_NAMES:
+        elif encoding == "bytes":
             values[name] = value
         elif encoding in PLAIN:
             decoded = mds_decode(encoding, value)

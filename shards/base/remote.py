@@ -5,6 +5,7 @@ S3, `ifGenerationMatch=0` on GCS), but no renames. Nothing here takes a lock: th
 create-if-absent alone (`shards/root/commit.py`).
 """
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -30,6 +31,8 @@ EXISTS, CONFLICTS = "PreconditionFailed", ("ConditionalRequestConflict", "Operat
 retried."""
 MODIFIED_KEYS = ("LastModified", "mtime", "updated", "last_modified", "created")
 MAX_ATTEMPTS, RETRY_SECONDS = 8, 0.2
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+"""Errors that only a local disk causes. s3fs also reports EIO, for unknown errors of the object store."""
 NUM_REMOVERS = 16
 """Number of files that are removed at a time."""
 S3_UPLOAD_OPTIONS = {"chunksize": 16 << 20, "max_concurrency": 4}
@@ -70,7 +73,7 @@ class RemoteStore(Store):
         return {name: bytes(data) for name, data in contents.items() if not isinstance(data, Exception)}
 
     def get(self, name: str, target: Path) -> None:
-        with self._store_errors(name, FileNotFoundError):
+        with download_errors(self.where(name), target.parent, FileNotFoundError):
             self.fs.get_file(self._path(name), str(target))
 
     def size(self, name: str) -> int | None:
@@ -172,7 +175,7 @@ class RemoteStore(Store):
     def local(self, folder: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="latentmill-") as copy:
             if names := self.files(folder):
-                with self._store_errors(folder):
+                with download_errors(self.where(folder), Path(copy)):
                     self.fs.get([self._path(f"{folder}/{name}") for name in names], [f"{copy}/{n}" for n in names])
             yield Path(copy)
 
@@ -196,6 +199,21 @@ def store_errors(address: str, *expected: type[Exception]) -> Iterator[None]:
         raise
     except Exception as error:  # every client library has its own exception types
         raise outage(address, error) from error
+
+
+@contextmanager
+def download_errors(address: str, target: Path, *expected: type[Exception]) -> Iterator[None]:
+    """Convert exceptions as `store_errors` does, but if the disk is full, name the folder `target` in the `Outage`."""
+    with store_errors(address, Outage, *expected):
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            raise Outage(
+                f"{address} cannot be downloaded, because the disk of {target} is full or over quota ({error}). Free "
+                f"space there. If the folder is the training cache, you can also lower data.cache_limit."
+            ) from error
 
 
 def outage(address: str, error: Exception) -> Outage:

@@ -11,6 +11,7 @@ A part on an object store may therefore be incomplete for a while, just as a par
 receipt. Readers are unaffected, since they only look at parts that have a receipt.
 """
 
+import errno
 import os
 import shutil
 import uuid
@@ -238,8 +239,7 @@ class LocalStore(Store):
             (self.root / name).unlink(missing_ok=True)
         # keep the staging folder, since another process may be about to write into it
         for folder in {Path(name).parent for name in names} - {Path(STAGING_FOLDER)}:
-            if (self.root / folder).is_dir() and not any((self.root / folder).iterdir()):
-                (self.root / folder).rmdir()
+            _remove_if_empty(self.root / folder)
 
     @contextmanager
     def local(self, folder: str) -> Iterator[Path]:
@@ -255,6 +255,16 @@ class LocalStore(Store):
         path = self.root / name
         make_folder(path.parent)
         return path
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove a folder unless it contains anything. Other processes may remove it or write into it at the same time."""
+    try:
+        if not any(folder.iterdir()):  # rmdir may refuse a folder with files for other reasons, such as permissions
+            folder.rmdir()
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}:
+            raise
 
 
 def parse_place(value: Any) -> Path | str:

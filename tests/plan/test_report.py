@@ -232,7 +232,7 @@ def test_planned_checkpoints_lose_more_than_the_best(report: MakeReport) -> None
         ),
         (("--measured", f'["{MEASURED}", "{MEASURED}"]'), r"repeats a measurement .*: train 256x256 on 8 × A100\."),
         (("--measured", "nowhere.json"), r"The benchmark file nowhere\.json does not exist"),
-        (("--measured", ""), r"The benchmark file `` cannot be read: Is a dir.*leave it out \(`--measured \[\]` plans without"),
+        (("--measured", ""), r"The benchmark file `` cannot be read: Is a dir.*leave it out \(`--measured \[\]`"),
         (("--measured", "configs/vae/sd2.json"), r"sd2\.json is not a valid benchmark file: `device`: Field required"),
         (("--gpu.network_gbit_per_s", "1"), r"256x256: a step of 2048 images on .* must be wrong\. Check both"),
         (

@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from train.model.network import UNET
 
 CLIP_LAYERS = {"StableDiffusionXLPipeline": -2, "StableDiffusion3Pipeline": -2}
 """Layer of CLIP's hidden states that a pipeline uses, for pipelines that do not use the last."""
+CLIP_TOKENS = 77
+"""CLIP's maximum number of tokens."""
 ZEROS = "force_zeros_for_empty_prompt"
 """Constructor argument of pipelines that can replace a missing negative prompt with zeros."""
 OWN_PIPELINE = (
@@ -87,18 +89,32 @@ def set_length(tokenizer: Path, tokens: int) -> None:
 
 
 def check_length(tokenizer: Path, tokens: int) -> None:
-    """Check that captions were encoded with the tokenizer's own number of tokens, which user interfaces use.
+    """Check that captions have the number of tokens to which user interfaces pad prompts: the encoder's maximum.
 
     Raises:
-        RequestError: they were not.
+        RequestError: captions have fewer tokens.
     """
-    length = json.loads((tokenizer / "tokenizer_config.json").read_text()).get("model_max_length", tokens)
+    length = json.loads((tokenizer / "tokenizer_config.json").read_text()).get("model_max_length", CLIP_TOKENS)
     if length != tokens:
         raise RequestError(
-            f"ComfyUI and AUTOMATIC1111 pad prompts to the tokenizer's {length} tokens, but captions were encoded with "
-            f"max_tokens {tokens}, so the network's inputs would differ from those in training. Export it as a folder "
-            f"for diffusers instead."
+            f"ComfyUI and AUTOMATIC1111 pad prompts to the text encoder's {length} tokens, but captions were encoded "
+            f"with max_tokens {tokens}, so the network's inputs would differ from those in training. Export it as a "
+            f"folder for diffusers instead."
         )
+
+
+def clip_lengths(recorded: Mapping[str, Weights], texts: Sequence[TextTower]) -> dict[str, int]:
+    """Return a dict from the pipeline's tokenizers of CLIP to the number of tokens with which captions were encoded.
+
+    Pipelines pad prompts for CLIP to the tokenizer's `model_max_length`.
+
+    Args:
+        recorded: the pipeline's components, from `recorded_components`.
+        texts: the text towers, in the pipeline's order.
+    """
+    tokenizers = [name for name in recorded if name.startswith("tokenizer")]
+    towers = zip(tokenizers, texts, strict=True)
+    return {name: text.max_tokens for name, text in towers if text.class_name.startswith("CLIPText")}
 
 
 def pipeline_class(pipeline: PipelineConfig) -> Any:

@@ -15,7 +15,6 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +40,7 @@ from train.export.components import (
     check_length,
     check_same_encoders,
     check_unconditional,
+    clip_lengths,
     default_size,
     network_name,
     pipeline_class,
@@ -186,22 +186,25 @@ def _write_pipeline(
             f"{', '.join(recorded)}. Choose from these."
         )
     components = {name: _matching_model(name, given.get(name), recorded) for name, recorded in recorded.items()}
-    if is_stock and options.format == "single-file":
-        check_length(components["tokenizer"], texts[0].max_tokens)
+    lengths = clip_lengths(recorded, texts)
+    if options.format == "single-file":
+        for name, tokens in lengths.items():
+            check_length(components[name], tokens)
+    sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
+    latent_hw = max(sizes, key=math.prod)
+    _check_steps(pipeline, scheduler_of(pipeline, config.objective, latent_hw))
     with atomic_folder(target) as private:
         for name, folder in components.items():
             _copy(folder, private / name)
-        if is_stock:
-            set_length(private / "tokenizer", texts[0].max_tokens)
+        for name, tokens in lengths.items():
+            set_length(private / name, tokens)
         _copy(weights, private / network_name(pipeline))
         read = keep_towers(encoding, config.data.towers).texts
         trained = checkpoint.content["fingerprint"].get("text_projection")
         projection = fold_text(private / network_name(pipeline), config.backbone.resolved(read), read, trained)
         _complete_config(private / network_name(pipeline) / "config.json", config, checkpoint, encoding)
-        sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
-        scheduler = scheduler_of(pipeline, config.objective, max(sizes, key=math.prod))
+        scheduler = scheduler_of(pipeline, config.objective, latent_hw)
         scheduler.save_pretrained(private / "scheduler")
-        _check_steps(pipeline, scheduler)
         trimmed = is_stock and texts[0].trim
         own = [PIPELINE_FILE.stem, TRIMMED] if trimmed else None
         write_index(private, pipeline, encoding.image.class_name, texts, type(scheduler).__name__, own)
@@ -292,26 +295,32 @@ def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw
             f"The scheduler {name} (backbone.pipeline.scheduler) cannot be built with the settings "
             f"{pipeline.scheduler_settings}: {error}. Name a diffusers scheduler and settings that it accepts."
         ) from error
-    if not _supports(scheduler.config, objective):
+    if not _supports(scheduler, objective):
         snr = " and zero_terminal_snr" if objective.zero_terminal_snr else ""
+        remedy = f"Name a different scheduler, such as {fits}."
+        if name == fits:
+            remedy = "Remove those of the settings that contradict the objective."
         raise RequestError(
             f"The scheduler {name} with the settings {pipeline.scheduler_settings} (backbone.pipeline) does not "
-            f"support networks that were trained with prediction {objective.prediction}{snr}, so the exported pipeline "
-            f"would sample wrongly. Name a different scheduler, such as {fits}."
+            f"support networks that were trained with prediction {objective.prediction}{snr} and this noise schedule, "
+            f"so the exported pipeline would sample wrongly. {remedy}"
         )
-    scheduler.register_to_config(**rest)  # as diffusers does, for other schedulers that are built from this config
+    # like from_config: keep settings that only other schedulers use, so that they can be built from this config
+    scheduler.register_to_config(**rest)
     return scheduler
 
 
-def _supports(scheduler: Mapping[str, Any], objective: ObjectiveConfig) -> bool:
-    """Return whether a scheduler with this config can sample from a network that was trained with the objective."""
+def _supports(scheduler: Any, objective: ObjectiveConfig) -> bool:
+    """Return whether a scheduler can sample from a network that was trained with the objective."""
+    config = scheduler.config
     if objective.prediction == "flow_matching":
-        is_flow = scheduler.get("use_flow_sigmas", "shift" in scheduler)
-        return bool(is_flow) and scheduler.get("prediction_type", "flow_prediction") == "flow_prediction"
-    if scheduler.get("prediction_type") != objective.prediction or "beta_schedule" not in scheduler:
+        is_flow = config.get("use_flow_sigmas", "shift" in config)
+        return bool(is_flow) and config.get("prediction_type", "flow_prediction") == "flow_prediction"
+    if config.get("prediction_type") != objective.prediction or config.get("use_flow_sigmas"):
         return False
-    is_rescaled = scheduler.get("rescale_betas_zero_snr", False)
-    return is_rescaled == objective.zero_terminal_snr and not scheduler.get("use_flow_sigmas")
+    noise, trained = getattr(scheduler, "alphas_cumprod", None), noise_scheduler(objective).alphas_cumprod
+    # some schedulers replace the last step's 0 by a small number
+    return noise is not None and noise.shape == trained.shape and torch.allclose(noise, trained, rtol=1e-6, atol=1e-7)
 
 
 def _source(pipeline: PipelineConfig) -> str:
@@ -323,7 +332,7 @@ def _check_steps(pipeline: PipelineConfig, scheduler: Any) -> None:
     """Check that the pipeline can use this scheduler, by making the same calls. This can change the scheduler's config.
 
     Raises:
-        RequestError: it cannot.
+        RequestError: the pipeline cannot use this scheduler.
     """
     source = _source(pipeline)
     is_optional = "use_dynamic_shifting" in source  # such a pipeline passes a shift only to schedulers that need it
@@ -335,20 +344,21 @@ def _check_steps(pipeline: PipelineConfig, scheduler: Any) -> None:
         if is_named
         else "Choose a different objective.prediction, or name a different scheduler."
     )
-    told = f"{pipeline.class_name} cannot sample with the scheduler {type(scheduler).__name__} and the settings "
-    told += f"{pipeline.scheduler_settings} (backbone.pipeline): "
+    prefix = f"{pipeline.class_name} cannot sample with the scheduler {type(scheduler).__name__} and the settings "
+    prefix += f"{pipeline.scheduler_settings} (backbone.pipeline): "
     try:
         scheduler.set_timesteps(min(20, scheduler.config.num_train_timesteps), **{"mu": 1.0} if passes_mu else {})
         if "scale_model_input(" in source or hasattr(scheduler, "scale_model_input"):
             scaled = scheduler.scale_model_input(torch.ones(1), scheduler.timesteps[0])
             is_scaled = not torch.equal(scaled, torch.ones(1))
+        scheduler.step(torch.zeros(1, 4, 8, 8), scheduler.timesteps[0], torch.zeros(1, 4, 8, 8))
     except (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         raise RequestError(
-            f"{told}called as in the pipeline, {'with' if passes_mu else 'without'} a shift `mu`, it raises {error!r}. "
-            f"{remedy}"
+            f"{prefix}called as in the pipeline, {'with' if passes_mu else 'without'} a shift `mu`, it raises "
+            f"{error!r}. {remedy}"
         ) from error
     if is_scaled and "scale_model_input(" not in source:
-        raise RequestError(f"{told}it scales the network's input, which the pipeline does not do. {remedy}")
+        raise RequestError(f"{prefix}it scales the network's input, which the pipeline does not do. {remedy}")
 
 
 def _check_target(target: Path, options: ExportConfig) -> None:

@@ -258,7 +258,7 @@ class Recorder(TorchDispatchMode):
 
 
 class InFloat32(nn.Module):
-    """Mixin for a norm that runs in float32, as under autocast on a GPU, but not on a CPU."""
+    """Mixin that runs a norm in float32, as autocast does on a GPU. CPU autocast does not."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize in float32."""

@@ -52,7 +52,7 @@ def test_the_demos_images_have_all_formats() -> None:
 
 def test_the_folders_other_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(options: Options) -> str:
-        (options.folder / "tars").mkdir(parents=True)
+        (options.folder / "tars").mkdir()
         return "measured"
 
     (tmp_path / "mine.txt").write_text("mine")

@@ -1,5 +1,6 @@
 """Prompt files in all supported formats, and invalid ones."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -14,12 +15,13 @@ COCO = {
     "annotations": [{"image_id": 9, "id": 48, "caption": "A cat.\n"}, {"image_id": 9, "id": 67, "caption": "A cat."}]
 }
 MJHQ = {"8a3c": {"category": "animals", "prompt": "a fox"}, "77b1": {"category": "food", "prompt": "a pie"}}
-
+FOX_AND_PIE = [hashlib.sha256(text).hexdigest()[:16] for text in (b"a fox", b"a pie")]
 
 DRAWBENCH = 'Prompts,Category\n"A red, big car.",Colors\nA pie,Food\n'
 PARTI = (
     'Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\tx\n5" nail\tArt\tBasic\t\n'  # an unpaired quotation mark
 )
+PANDAS = ",prompt\n0,a fox\n1,a pie\n"  # the first column is the index, and has no name
 MLPERF = "image_id\tid\tcaption\n391895\t770337\tA man on a bike\n"
 
 
@@ -28,6 +30,7 @@ MLPERF = "image_id\tid\tcaption\n391895\t770337\tA man on a bike\n"
     [
         ("a.txt", "a fox\na pie\n", ["a fox", "a pie"], None, [None, None]),
         ("a.csv", DRAWBENCH, ["A red, big car.", "A pie"], None, ["Colors", "Food"]),
+        ("b.csv", PANDAS, ["a fox", "a pie"], FOX_AND_PIE, [None, None]),
         ("a.tsv", PARTI, ["bond", '5" nail'], None, ["Abstract", "Art"]),
         ("b.tsv", MLPERF, ["A man on a bike"], ["770337"], [None]),
         ("a.json", json.dumps(COCO), ["A cat.", "A cat."], ["48", "67"], [None, None]),

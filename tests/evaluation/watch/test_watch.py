@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -19,17 +21,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from evaluation.__main__ import run as command
 from evaluation.report import runs
 from evaluation.report.runs import Evaluation, evaluations, lines
-from evaluation.sampling.model import hash_pipeline
+from evaluation.sampling.model import Model, drop_export, hash_pipeline, open_pipeline
 from evaluation.watch import follow
 from evaluation.watch.tracker import images
 from shards.base.durable import read_sealed_json
-from shards.base.errors import RequestError, exit_code_of
+from shards.base.errors import Outage, RequestError, WorkError, exit_code_of
 from shards.open import open_store
 from tests.evaluation.watch.watching import numbers, stay_here, train_here, watch, watcher, written
 from tests.runs import environment
 from tests.train.run.reporting.offline import logged_rows, use_offline_wandb
 from train.export.pipeline import export
 
+DRAW_AND_SCORE = "evaluation.__main__.draw_and_score"
 STEPS = (2, 4, 6)
 PROMPT = hashlib.sha256(b"picture 0").hexdigest()[:16]
 
@@ -244,6 +247,80 @@ def test_a_slower_watcher_never_removes_lines(alone: Path, tmp_path: Path, monke
     monkeypatch.setattr(runs, "evaluations", lambda place: listings.pop(0))
     runs.write_lines(tmp_path)
     assert written(tmp_path) == written(alone) and listings == []
+
+
+def test_an_exported_model_is_kept_while_another_command_uses_it(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = run_dir / "evaluations" / "step-00000002-auto" / "model" / "model_index.json"
+
+    def sample(guidance: str) -> int:
+        arguments = ["sample", "--model", str(run_dir), "--step", "2", *words[:-2], "--sampling.guidance", guidance]
+        return exit_code_of(lambda: command(arguments))
+
+    def stop(*_: object) -> None:
+        raise WorkError("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("evaluation.sampling.job.run_units", stop)
+        assert sample("3") == 1
+    assert watch(run_dir, words, "--until", "2") == 0 and index.exists()
+    assert sample("3") == 0
+    assert watch(run_dir, words, "--until", "2") == 0 and not index.exists()
+    assert sample("4") == 0
+    assert watch(run_dir, words, "--until", "2") == 0 and index.exists()  # exported after the evaluation
+
+
+def test_a_model_that_is_deleted_while_its_hash_is_computed(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path / "step")
+    shutil.copytree(pipeline, tmp_path / "step" / "model")
+    model = Model("run", 2, "auto", hash_pipeline(pipeline))
+
+    def hash_deleted(folder: Path) -> str:
+        drop_export(store)
+        return hash_pipeline(folder)
+
+    monkeypatch.setattr("evaluation.sampling.model.hash_pipeline", hash_deleted)
+    deleted = r"does not contain the model .* A watcher deletes an exported model after"
+    with pytest.raises(WorkError, match=deleted), open_pipeline(model, store):
+        pass
+
+
+def test_an_outage_does_not_end_a_watcher(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It begins while the config is read, and continues for more evaluations than the number of attempts."""
+    outages = [Outage(f"outage {number}") for number in range(2 + follow.MAX_ATTEMPTS)]
+
+    def fail_first(function: Callable[..., Any], num_left: int) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if len(outages) > num_left:
+                raise outages.pop()
+            return function(*arguments)
+
+        return call
+
+    for name, num_left in (("evaluation.watch.follow.read_schedule", 1 + follow.MAX_ATTEMPTS), (DRAW_AND_SCORE, 0)):
+        monkeypatch.setattr(name, fail_first(resolve_name(name), num_left))
+    assert watch(run_dir, words, "--until", "2") == 0
+    assert capsys.readouterr().err.count("The watcher tries again in 0.1 s.") == 2 + follow.MAX_ATTEMPTS
+    assert [row["step"] for row in written(run_dir)] == [2, 2]
+
+
+def test_a_long_outage_ends_a_watcher(
+    alone: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        raise Outage("no answer")
+
+    monkeypatch.setattr(follow, "read_schedule", fail)
+    monkeypatch.setattr(follow, "MAX_OUTAGE_SECONDS", 0.05)
+    assert watch(alone, words) == 1
+    assert capsys.readouterr().err.count("no answer") == 2
+    assert watch(alone, words, "--once", "true") == 1
+    assert capsys.readouterr().err.count("no answer") == 1
 
 
 @pytest.mark.slow

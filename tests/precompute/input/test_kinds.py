@@ -496,12 +496,12 @@ def test_arrays_and_lists_of_images_in_mds_are_skipped(tmp_path: Path) -> None:
     """A unit can be retried and extended only if reading it twice yields the same SHA-256."""
     picture = Image.new("RGB", (8, 8))
     columns = {"image": "jpeg", "views": "list[jpeg]", "masks": "list[png]", "frames": "list[pil]", "vector": "ndarray"}
-    columns |= {"mask": "png", "depth": "pil", "embedding": "bytes"}
+    columns |= {"mask": "png", "depth": "pil", "txt": "bytes"}
     scalars = {"__key__": "bytes", "text": "str", "boxes": "json", "score": "float16", "price": "str_float"}
     with MDSWriter(out=str(tmp_path / "input"), columns=columns | scalars) as writer:
         writer.write(
             {"image": picture, "views": [picture], "masks": [picture], "frames": [picture], "vector": np.arange(3)}
-            | {"mask": picture, "depth": picture, "embedding": b"x"}
+            | {"mask": picture, "depth": picture, "txt": b"a cat"}
             | {"__key__": b"caf\xc3\xa9", "text": "a", "boxes": [[0, 1]], "score": 0.5, "price": 1.25}
         )
     (unit,) = find_input(str(tmp_path / "input")).units()
@@ -511,7 +511,7 @@ def test_arrays_and_lists_of_images_in_mds_are_skipped(tmp_path: Path) -> None:
             (sample,) = source.samples()
             records.append(source.record())
     assert sample.key == "café"
-    assert sample.metadata == {"text": "a", "boxes": [[0, 1]], "score": 0.5, "price": 1.25}
+    assert sample.metadata == {"txt": b"a cat", "text": "a", "boxes": [[0, 1]], "score": 0.5, "price": 1.25}
     assert records[0] == records[1]
 
 

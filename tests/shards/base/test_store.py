@@ -110,6 +110,42 @@ def test_a_file_that_cannot_be_removed_is_named(monkeypatch: pytest.MonkeyPatch)
         store.remove(["a", "b", "c"])
 
 
+def test_two_callers_remove_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other caller removes the folder, or writes into it, before this one does."""
+    store, rmdir = LocalStore(tmp_path), Path.rmdir
+
+    def remove_first(path: Path) -> None:
+        rmdir(path)
+        rmdir(path)
+
+    def write_first(path: Path) -> None:
+        store.write("b/new", b"")
+        rmdir(path)
+
+    for race, left in ((remove_first, []), (write_first, ["new"])):
+        store.write("b/old", b"")
+        monkeypatch.setattr(Path, "rmdir", race)
+        store.remove(["b/old", "absent/file"])
+        monkeypatch.undo()
+        assert store.files("b") == left
+
+
+def test_a_download_to_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RemoteStore("memory://downloads/root")
+    store.write("a/b", b"")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store.fs, "get_file", fail)
+    with pytest.raises(Outage, match=rf"downloads/root/a/b .* the disk of {tmp_path} is full .* data\.cache_limit"):
+        store.get("a/b", tmp_path / "b")
+    monkeypatch.setattr(store.fs, "get", fail)
+    full = r"downloads/root/a cannot be downloaded, because the disk of .*latentmill-"
+    with pytest.raises(Outage, match=full), store.local("a"):
+        pass
+
+
 def test_a_folder_is_moved_once_and_files_are_put_over_what_is_there(store: Store, tmp_path: Path) -> None:
     def folder(number: int) -> Path:
         for name in ("a", "b/c"):

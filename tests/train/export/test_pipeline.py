@@ -94,7 +94,7 @@ def test_captions_that_the_pipeline_encodes_differently_are_refused(
         ("sdxl", {"scheduler": "EDMEulerScheduler"}, "does not support networks that were trained with prediction eps"),
         ("sdxl", {"scheduler_settings": {"beta_schedule": "x"}}, "cannot be built with the settings"),
         ("sana", {"scheduler": "EulerDiscreteScheduler"}, "does not support networks that were trained with predictio"),
-        ("sdxl", {"scheduler": "FlowMatchEulerDiscreteScheduler"}, "prediction epsilon, so the .* such as DDIMSchedul"),
+        ("sdxl", {"scheduler": "FlowMatchEulerDiscreteScheduler"}, "prediction epsilon and .* such as DDIMScheduler"),
         (
             "sdxl",
             {"scheduler": "DDIMScheduler", "scheduler_settings": {"etta": 1}},
@@ -156,7 +156,7 @@ def test_named_schedulers_have_the_noise_schedule_of_training(name: str, objecti
 
 def test_a_schedule_that_a_scheduler_cannot_rescale_is_refused() -> None:
     check_pipeline(shipped("sdxl", scheduler="PNDMScheduler"), encoded("sdxl"))
-    with pytest.raises(RequestError, match="prediction v_prediction and zero_terminal_snr, so the exported pipeline"):
+    with pytest.raises(RequestError, match="prediction v_prediction and zero_terminal_snr and this noise schedule"):
         scheduler_of(PipelineConfig(scheduler="PNDMScheduler"), ZERO_SNR)
 
 
@@ -220,7 +220,7 @@ def test_the_tokenizer_pads_prompts_like_the_captions(tmp_path: Path) -> None:
     check_length(tmp_path, 77)
     assert path.read_text() == json.dumps({"model_max_length": 77, "unk_token": "a"})  # unchanged
     with pytest.raises(
-        RequestError, match="to the tokenizer's 77 tokens, but captions were encoded with max_tokens 40"
+        RequestError, match="to the text encoder's 77 tokens, but captions were encoded with max_tokens 40"
     ):
         check_length(tmp_path, 40)
     set_length(tmp_path, 40)

@@ -25,13 +25,14 @@ def runs(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     """The same run uninterrupted, and killed and resumed, with a snapshot that the killed process left behind."""
     folder = tmp_path_factory.mktemp("posthoc")
     validation = {"root": str(latents), "bucket": "64x64", "samples": 8, "batch_size": 8, "every": 4}
-    changes = {"ema": {"snapshot_every": 4}, "checkpoint": {"every": 6}, "optimizer": {"lr": 1e-2}}
+    changes = {"ema": {"snapshot_every": 4}, "checkpoint": {"every": 4}, "optimizer": {"lr": 1e-2}}
     for name, parts in (("whole", [12]), ("parts", [8, 12])):
         for max_steps in parts:
             averaged = validation | {"weights": "ema" if name == "whole" else "raw"}
             fields = train_fields(latents, folder / name, UNET, max_steps=max_steps, validation=averaged, **changes)
             command(["--config", str(write_config(folder, fields))])
-            if max_steps == 8:  # as if killed after step 8, with the checkpoint of step 6 and a torn one
+            if max_steps == 8:  # as if killed after step 8, with a torn checkpoint, and without the snapshot of step 4
+                shutil.rmtree(step_folder(folder / name / "posthoc", 4))
                 for path in (step_folder(folder / name, 8), step_folder(folder / name / "posthoc", 8)):
                     path.rename(path.with_name("step-00000009"))
                 (step_folder(folder / name, 9) / "optimizer.safetensors").unlink()

@@ -30,12 +30,12 @@ from train.run.checkpoints.local_copy import find_checkpoints, lease_backend, wo
 from train.run.lease.lease import Lease
 from train.run.reporting.json_lines import JsonLines
 
-STEPS = 6
+STEPS, EMA = 6, {"snapshot_every": 4}
 
 
 def train(latents: Path, folder: Path, run_dir: Path | str, **changes: Any) -> Path:
     """Train in this process, and return the local folder of the run."""
-    fields = train_fields(latents, run_dir, ema={"snapshot_every": 4}, **changes)
+    fields = train_fields(latents, run_dir, ema=EMA, **changes)
     command(["--config", str(write_config(folder, fields))])
     return run_dir if isinstance(run_dir, Path) else local_run(run_dir)
 
@@ -279,7 +279,7 @@ def test_every_file_of_a_downloaded_checkpoint_is_hashed_once(
         before = f"step-{step:08d}/"
         return sorted(name.partition(before)[2] for name in hashed if before in name)
 
-    fields = train_fields(latents, address, max_steps=5)
+    fields = train_fields(latents, address, max_steps=5, ema=EMA)
     found = hashed_by(["--config", str(write_config(tmp_path, fields))], 4)
     assert found == sorted([*files, min(files)] if machine == "damaged" else files)
     verify_checkpoint(step_folder(local_run(address), 5))
