@@ -30,12 +30,12 @@ from train.run.checkpoints.local_copy import find_checkpoints, lease_backend, wo
 from train.run.lease.lease import Lease
 from train.run.reporting.json_lines import JsonLines
 
-STEPS, EMA = 6, {"snapshot_every": 4}
+STEPS = 6
 
 
 def train(latents: Path, folder: Path, run_dir: Path | str, **changes: Any) -> Path:
     """Train in this process, and return the local folder of the run."""
-    fields = train_fields(latents, run_dir, ema=EMA, **changes)
+    fields = train_fields(latents, run_dir, **changes)
     command(["--config", str(write_config(folder, fields))])
     return run_dir if isinstance(run_dir, Path) else local_run(run_dir)
 
@@ -146,19 +146,28 @@ def test_a_launch_resumes_from_an_orphan_and_uploads_it(
 ) -> None:
     address, store = four_steps, open_store(four_steps)
     remove_last_state(store)
-    store.remove([name for name in store.files() if name.startswith("posthoc/")])
     work = train(latents, tmp_path, address, max_steps=STEPS)
     said = capsys.readouterr().out
     assert "step-00000004 is complete on this machine but was not uploaded to s3" in said
     assert f"resuming {address} after step 4" in said
     assert curve(work) == curve(whole)
-    snapshot = "posthoc/checkpoints/step-00000004"
-    files = [
-        json.loads(text)["files"]
-        for text in (store.read(f"{snapshot}.0002/state.json"), (whole / snapshot / "state.json").read_bytes())
-    ]
-    assert files[0] == files[1] and files[0]
     assert sorted(find_checkpoints(store)) == ["step-00000004", "step-00000006"]
+
+
+def test_a_launch_takes_the_snapshot_that_the_run_lacks(
+    s3: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty_machine(tmp_path, monkeypatch)
+    folder, store = "posthoc/checkpoints/step-00000002", open_store(f"{s3}/averaged")
+    train(latents, tmp_path, f"{s3}/averaged", max_steps=2, ema={"snapshot_every": 2})
+    lost = json.loads(store.read(f"{folder}.0001/state.json"))
+    for launch in (2, 3):
+        store.remove([f"{folder}.0001/{name}" for name in store.files(f"{folder}.0001")])
+        train(latents, tmp_path, f"{s3}/averaged", max_steps=2 + launch, ema={"snapshot_every": 2})
+    states = [name for name in store.files("posthoc/checkpoints") if name.endswith("state.json")]
+    assert states == ["step-00000002.0002/state.json", "step-00000004.0002/state.json"]  # and none by the third launch
+    taken = json.loads(store.read(f"{folder}.0002/state.json"))
+    assert taken["files"] == lost["files"] != {}
 
 
 def test_a_launch_after_the_last_step_uploads_its_checkpoint(
@@ -279,7 +288,7 @@ def test_every_file_of_a_downloaded_checkpoint_is_hashed_once(
         before = f"step-{step:08d}/"
         return sorted(name.partition(before)[2] for name in hashed if before in name)
 
-    fields = train_fields(latents, address, max_steps=5, ema=EMA)
+    fields = train_fields(latents, address, max_steps=5)
     found = hashed_by(["--config", str(write_config(tmp_path, fields))], 4)
     assert found == sorted([*files, min(files)] if machine == "damaged" else files)
     verify_checkpoint(step_folder(local_run(address), 5))
