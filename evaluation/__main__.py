@@ -163,8 +163,8 @@ def output_place(config: EvaluateConfig) -> Path | str:
         return base_place(config)
     if not is_run(config.model):
         raise RequestError(
-            f"{config.model} is not a run folder, so there is no default location for its images. Choose one with "
-            f"--output."
+            f"{config.model} is not a run folder here. For an export or a model on the Hub, choose a location for the "
+            f"images with --output."
         )
     step = config.step if config.step is not None else choose_step(open_store(config.model), None)
     return step_place(base_place(config), step, config.weights)

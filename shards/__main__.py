@@ -205,7 +205,9 @@ def recall_parts(options: argparse.Namespace) -> None:
         recall(options.root, tokens, f"by the command: {recall_filter}")
         Publisher(options.root).publish()  # new runs leave these parts out; running ones warn about them
     parts, samples = counted(len(tokens), "part"), counted(num_samples, "sample")
-    if options.dry_run:
+    if not tokens:
+        print("No part matches that is not yet recalled. `python -m shards by-node ROOT` lists hosts and GPUs.")
+    elif options.dry_run:
         print(f"Would recall {parts} with {samples}. To recall, run the same command without --dry-run.")
     else:
         print(f"Recalled {parts} with {samples}. To re-encode them, rerun the job that wrote them.")

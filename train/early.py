@@ -126,7 +126,7 @@ def next_commands(config: TrainConfig, config_file: Path | None) -> list[str]:
     # an export is always a local folder
     output = "" if isinstance(config.run_dir, Path) else f" --output runs/{Path(config.run_dir).name}/export"
     return [
-        f"python -m evaluation score --config configs/evaluate.yaml --model {run}",
+        f"python -m evaluation sample --config configs/evaluate.yaml --model {run} --prompts.file prompts.txt",
         f"python -m train export {run}{output}",
         *(f"python -m train --config {shlex.quote(str(path))}" for path in following_phases(config, config_file)),
     ]

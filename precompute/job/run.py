@@ -196,3 +196,8 @@ def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None
             f"{reason}. The refused.parquet in each part of {root} lists the keys and reasons. If you change "
             f"`captions`, choose a new `output`."
         )
+    if num_tars and not ledger.total and not any(size.samples for size in sizes.values()):
+        raise WorkError(
+            f"{root} holds no samples: earlier jobs encoded all {num_tars} tars and rejected everything. The "
+            f"refused.parquet in each part lists the keys and reasons. If you change `captions`, choose a new `output`."
+        )

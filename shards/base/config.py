@@ -128,7 +128,7 @@ def _read_yaml(model: type[BaseModel], path: str | Path, derived: tuple[Path, ..
         values = yaml.load(Path(path).read_text(), _UniqueKeyLoader)
     except FileNotFoundError:
         named = f"Set `base` in {derived[-1]} to the path of an existing file" if derived else ""
-        remedy = named or "Pass an existing file with --config PATH"
+        remedy = named or "Pass the path of an existing file"
         nearest = _nearest_file(Path(path), derived)
         raise RequestError(f"The config file {path} does not exist{nearest}. {remedy}.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -50,7 +50,8 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
     if last and (since := now - written[last]) < quiet:
         raise RequestError(
             f"{store.where(last)} was written {max(0.0, since):.0f} s ago, so a running job may have parts that do "
-            f"not have receipts yet. Nothing was deleted. Stop the job, wait {quiet:.0f} s and try again."
+            f"not have receipts yet. Nothing was deleted. Stop the job, and try again in "
+            f"{quiet - max(0.0, since):.0f} s."
         )
     old: dict[str, list[str]] = {}
     young = {folder_of(name) for name, entry in found.items() if now - entry.modified <= older_than}

@@ -61,7 +61,7 @@ def test_the_final_message_lists_the_checkpoint_and_the_next_commands_once(finis
     lines, run = printed.splitlines(), config.parent / "phase1"
     assert lines.count(f"Finished at step 2. Checkpoint: {step_folder(run, 2)}") == 1
     assert lines[lines.index("Next:") + 1 :][:4] == [
-        f"  python -m evaluation score --config configs/evaluate.yaml --model {run}",
+        f"  python -m evaluation sample --config configs/evaluate.yaml --model {run} --prompts.file prompts.txt",
         f"  python -m train export {run}",
         f"  python -m train --config {config.parent / 'phase2-long.yaml'}",
         f"  python -m train --config {config.parent / 'phase2.yaml'}",

@@ -58,7 +58,14 @@ from train.model.inputs import Guidance
 from train.model.network import class_name
 from train.objective.config import ObjectiveConfig
 from train.objective.paths import noise_scheduler
-from train.run.checkpoints.checkpoint import Checkpoint, newest_checkpoint, step_folder, verify_checkpoint
+from train.run.checkpoints.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    newest_checkpoint,
+    step_folder,
+    step_of,
+    verify_checkpoint,
+)
 from train.run.checkpoints.local_copy import copied
 
 PIPELINE_FILE = Path(__file__).with_name("trimmed_pipeline.py")
@@ -384,6 +391,11 @@ def _check_target(target: Path, options: ExportConfig) -> None:
 
 def _load_checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
     """Return the verified checkpoint for a step, or the newest intact checkpoint if no step is given."""
+    steps = [step_of(folder) for folder in list_checkpoints(run_dir)]
+    if step is not None and step not in steps:
+        raise RequestError(
+            f"{run_dir} has no checkpoint at step {step}. Available steps: {', '.join(map(str, steps)) or 'none'}."
+        )
     checkpoint = newest_checkpoint(run_dir) if step is None else verify_checkpoint(step_folder(run_dir, step))
     if checkpoint is None:
         raise RequestError(f"{run_dir} has no complete checkpoint yet, so there is nothing to export.")

@@ -198,6 +198,8 @@ def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(
     assert "was accepted, and 23 of its 23 samples have no caption in json:kaption." in said
     assert "json:kaption is absent; the sample has text in txt, json:" in said
     assert "Rejected: no_caption 46." in output
+    with pytest.raises(WorkError, match=r"root holds no samples: earlier jobs encoded all 2 tars and rejected every"):
+        command(arguments)
 
 
 def test_a_second_caption_field_that_no_sample_has_is_warned_of(

@@ -114,7 +114,7 @@ def test_entries_of_a_dict_of_sections_are_options(tmp_path: Path) -> None:
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(
-        RequestError, match=r"The config file /nowhere/absent\.yaml does not exist\. Pass an existing file"
+        RequestError, match=r"The config file /nowhere/absent\.yaml does not exist\. Pass the path of an existing file"
     ):
         load_config(Outer, Path("/nowhere/absent.yaml"), [], "t")
     (tmp_path / "sana").mkdir()

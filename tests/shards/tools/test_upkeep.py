@@ -43,7 +43,7 @@ def test_what_is_recalled_is_made_anew_and_its_part_stays(
     assert len(load_receipts(open_store(root))) == 4
     for nobody in (["--node", "another"], ["--gpu", "GPU-1"], ["--since", "2999-01-01"]):
         run(["recall", str(root), *nobody])
-        assert "Recalled 0 parts with 0 samples" in capsys.readouterr().out
+        assert "No part matches that is not yet recalled" in capsys.readouterr().out
     run(["recall", str(root), "--node", host, "--since", "2020-01-01T10:00"])
     assert "Recalled 4 parts with 50 samples" in capsys.readouterr().out
     assert load_receipts(open_store(root)) == []

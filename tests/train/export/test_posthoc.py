@@ -130,6 +130,8 @@ def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tm
         write_average(runs[0], RebuildConfig(std=0.07, output=runs[0]))
     with pytest.raises(RequestError, match="but it must be auto, raw, ema or a folder with"):
         write_pipeline(runs[0], ExportConfig(weights="posthoc"))
+    with pytest.raises(RequestError, match=r"has no checkpoint at step 9\. Available steps: .*8, 12\."):
+        write_pipeline(runs[0], ExportConfig(step=9))
     with pytest.raises(ValueError, match="two of the widths are equal when rounded"):
         EmaConfig(std=[0.05, 0.0501])
     fields = train_fields(latents, tmp_path, ema={"start_step": None}, validation={"weights": "ema"})
