@@ -96,8 +96,10 @@ def test_wrong_requests_write_nothing(
 def test_tars_without_side_files_are_named_once(
     models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ended = Ledger(2)
+    ended.done = 2
     monkeypatch.setattr("precompute.__main__.start_ray", lambda workers: None)
-    monkeypatch.setattr("precompute.__main__.run_job", lambda *job: Ledger(0))
+    monkeypatch.setattr("precompute.__main__.run_job", lambda *job: ended)
     shutil.copytree(tars, tmp_path / "tars")
     arguments = precompute_arguments(models, tmp_path / "tars", tmp_path / "root")
     command(arguments)
