@@ -32,8 +32,7 @@ class Measurement(Config):
     gpus: int | None = Field(None, gt=0)
     """Number of GPUs; null: the file's `gpus`."""
     global_batch_size: int | None = Field(None, gt=0)
-    """Global batch size of a `train` measurement; null: the plan's global batch size or, in a modelled file, a rate
-    that excludes the optimizer and the traffic between GPUs."""
+    """Global batch size of a `train` measurement; null: the plan's global batch size."""
     microbatch_size: int | None = Field(None, gt=0)
     """Microbatch size of a `train` measurement; null: the plan's microbatch size."""
 

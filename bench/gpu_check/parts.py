@@ -1,6 +1,7 @@
 """The parts of the check, and how one of them runs in its lane's process."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +12,9 @@ import torch
 from bench.gpu_check import attention, choices, correctness, float8, prediction, speed, towers
 from bench.gpu_check.families import FamilyPhase
 from bench.gpu_check.findings import Findings
-from bench.gpu_check.parent import die_with
 from bench.gpu_check.setup import Setup, use_no_compiler
 from bench.train_step import release
+from shards.base.parent import die_with
 
 BEGIN_WITHIN = 0.5
 """Share of a part's time limit after which it starts no further measurement."""
@@ -78,7 +79,8 @@ def begin_lane(device: str, small: bool, parent: int) -> None:
     """Prepare a lane's process. It gets its own process group, so that the compilers that it starts end with it, and
     ends when process `parent` dies, which runs the check."""
     os.setsid()
-    die_with(parent)
+    if not die_with(parent):
+        sys.exit(1)
     torch.backends.cudnn.allow_tf32 = False  # like the product
     if torch.device(device).type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1 / SIDE_BY_SIDE)

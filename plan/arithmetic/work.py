@@ -53,7 +53,7 @@ class Work:
 
 class Training(Config, extra="ignore"):
     """The fields of a training config that the planner uses: the network, how GPUs exchange gradients and share
-    weights, and the share of the activations that is recomputed."""
+    weights, and whether activations are recomputed."""
 
     backbone: BackboneConfig = BackboneConfig()
     ddp: DdpConfig = DdpConfig()

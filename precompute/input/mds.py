@@ -1,8 +1,8 @@
 """MDS datasets with a column of images, as users of mosaicml/diffusion have them.
 
-Image files are taken out of a sample undecoded. Of the other columns, only text, numbers and JSON are read: pickled
-objects may run code, and arrays and lists of images have no use here. streaming is imported late, because no other
-input needs it.
+Image files are taken out of a sample undecoded. Of the other columns, only text, numbers, JSON and plain bytes are
+read: pickled objects may run code, and arrays and other images are not needed. streaming is imported late, because no
+other input needs it.
 """
 
 import io

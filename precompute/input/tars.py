@@ -356,7 +356,7 @@ def damaged(name: str) -> Iterator[None]:
 
 def successes(data: bytes) -> list[dict[str, Any]] | None:
     """Return the successful rows of img2dataset's parquet file, with the columns `key`, `status` and, if present,
-    `url`, or None if another program wrote the file. Raises ValueError if it has more than MAX_ROWS rows."""
+    `url`, or None if the file is not from img2dataset. Raises ValueError if it has more than MAX_ROWS rows."""
     table = pq.ParquetFile(io.BytesIO(data))
     if not set(table.schema_arrow.names) >= SIDECAR_COLUMNS:
         return None

@@ -535,8 +535,7 @@ def check_class(pipeline_class: str | list[str], objective: ObjectiveConfig) -> 
     """Check that user interfaces can sample from a pipeline of this class in a single file.
 
     Raises:
-        RequestError: there is no layout for the class, or the objective of its U-Net is not the one that user
-            interfaces assume.
+        RequestError: there is no layout for the class, or user interfaces assume a different objective for its U-Net.
     """
     if "unet" not in layout_of(pipeline_class).components:
         return

@@ -1,8 +1,6 @@
 """Coordination of a run's processes: joining them, agreeing on when to stop or save, and explaining lost processes."""
 
-import ctypes
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,13 +14,12 @@ from accelerate import Accelerator
 
 from shards.base.device import collectives_backend
 from shards.base.errors import RequestError, WorkError
+from shards.base.parent import die_with
 from shards.base.stop import SignalFlag
 from train.run.health.heartbeat import STARTING, HeartbeatReporter
 from train.run.lease.lease import Lease
 from train.run.preflight import LAUNCHER
 
-PR_SET_PDEATHSIG = 1
-"""`prctl` option that selects the signal to send to a process when its parent dies."""
 CHECK_SECONDS = 1.0
 """Target time in seconds between signal checks. It is half of the 2 s within which a signal should take effect, because
 the duration of steps varies."""
@@ -41,10 +38,7 @@ def die_with_launcher() -> None:
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != int(launcher):  # the launcher died before the prctl, so the kernel will not send the signal
+    if not die_with(int(launcher)):
         raise WorkError(
             f"The launcher, process {launcher}, is not the parent of this process, so this process exits. Either the "
             f"launcher died during startup, or a script between the launcher and the trainer started the trainer "

@@ -210,8 +210,9 @@ def test_an_exception_kills_all_lanes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 LANE = """
 import sys, time
-from bench.gpu_check.parent import die_with
-die_with(int(sys.argv[1]))
+from shards.base.parent import die_with
+if not die_with(int(sys.argv[1])):
+    sys.exit(1)
 print("ready", flush=True)
 time.sleep(30)
 print("alive")
