@@ -18,6 +18,7 @@ import shards.base.interrupt  # noqa: F401
 # isort: split
 
 import argparse
+import sys
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -25,7 +26,7 @@ from pathlib import Path
 from evaluation.config import EvaluateConfig, WatchConfig
 from evaluation.metrics.table import MetricName
 from evaluation.report.page import ReportConfig, render
-from evaluation.report.runs import compare, read_runs, step_place
+from evaluation.report.runs import compare, read_runs, run_config, step_place
 from evaluation.sampling.job import draw_sets, read_set
 from evaluation.sampling.model import choose_step, is_run, prepare_model
 from evaluation.sampling.prompts import prompts_sha256, read_prompts
@@ -35,7 +36,7 @@ from evaluation.units import workers_kept
 from evaluation.watch.follow import Follower, read_schedule
 from evaluation.watch.tracker import log_remaining_results, open_tracker
 from shards.base.config import load_config, load_from_args, parse_subcommand
-from shards.base.durable import write_atomically
+from shards.base.durable import write_output
 from shards.base.errors import RequestError, console
 from shards.base.store import absolute_place, parse_place
 from shards.open import open_store
@@ -119,8 +120,8 @@ def report(arguments: list[str]) -> None:
             "report runs/phase1 runs/phase2`."
         )
     runs = read_runs(names)
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(config.output, render(runs, config, f"Report on {', '.join(run.name for run in runs)}").encode())
+    page = render(runs, config, f"Report on {', '.join(run.name for run in runs)}")
+    write_output(config.output, page.encode())
     print(config.output)
 
 
@@ -144,12 +145,27 @@ def draw_and_score(config: EvaluateConfig, names: list[MetricName], step: int | 
 def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[Path | str]:
     """Draw the images of every setting, and return where each sample set is stored."""
     prompts = read_prompts(config.prompts)
+    warn_about_size(config.model, config.sampling.size)
     trusted = config.trust_remote_code
     model = prepare_model(config.model, step, config.weights, open_store(output), trusted)
     places = draw_sets(model, prompts, config.sampling, output, config.workers, trusted)
     for place in places:
         print(f"{place}: {len(prompts) * config.sampling.images_per_prompt} images", flush=True)
     return places
+
+
+def warn_about_size(name: str, size: str) -> None:
+    """Print a warning if the model is a run that was not trained on images of this size."""
+    # the run itself may be gone, since its export is enough to go on
+    if not is_run(name) or (run := open_store(name)).size("config.yaml") is None:
+        return
+    trained = dict.fromkeys(stream["bucket"] for stream in run_config(run)["data"]["streams"])
+    if size not in trained:
+        print(
+            f"warning: {name} was trained on images of {', '.join(trained)}, but images of {size} are drawn. Set "
+            f"--sampling.size to a size it was trained on.",
+            file=sys.stderr,
+        )
 
 
 def base_place(config: EvaluateConfig) -> Path | str:

@@ -19,7 +19,7 @@ from plan.config import Plan
 from plan.report import Report, make_report
 from plan.text import render, render_comparison
 from shards.base.config import load_config
-from shards.base.durable import canonical_json, write_atomically
+from shards.base.durable import canonical_json, write_output
 from shards.base.errors import RequestError, console
 
 PROG = "plan"
@@ -74,14 +74,8 @@ def write(folder: Path, text: str, reports: list[Report]) -> None:
         facts = [{**asdict(fact), "assumed": fact.assumed} for fact in report.facts]
         plans.append({**asdict(report), "plan": report.plan.model_dump(mode="json"), "facts": facts})
     files = {"plan.txt": text.encode(), "plan.json": canonical_json({"plans": plans}), "plan.png": draw(reports)}
-    try:
-        for name, data in files.items():
-            write_atomically(folder / name, data)
-    except (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        raise RequestError(
-            f"--out {folder}: the plan cannot be written there ({error.filename}: {error.strerror}). Choose a writable "
-            f"folder, or one that can be created."
-        ) from None
+    for name, data in files.items():
+        write_output(folder / name, data)
 
 
 main = console(run)

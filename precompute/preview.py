@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 from shards.base.device import best_device
-from shards.base.durable import write_atomically
+from shards.base.durable import write_output
 from shards.base.errors import RequestError, console
 from shards.base.store import Store
 from shards.base.table import counted
@@ -212,7 +212,7 @@ def run(arguments: list[str]) -> None:
     encoding = EncodingRecord.load(store)
     buckets = [options.bucket] if options.bucket else buckets_with_samples(store)
     page, count = preview_page(store, buckets, options.samples, encoding, load_decoder(encoding, options.vae))
-    write_atomically(options.output, page.encode())
+    write_output(options.output, page.encode())
     print(f"{options.output}: {counted(count, 'sample')} from {', '.join(buckets)}")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from shards.base.device import available_cores
-from shards.base.durable import DamagedFile
+from shards.base.durable import DamagedFile, write_output
 from shards.base.errors import RequestError, WorkError, console
 from shards.base.store import LocalStore, parse_place
 from shards.base.table import counted
@@ -154,8 +154,7 @@ def card(options: argparse.Namespace) -> None:
     if not options.output:
         print(text, end="")
     elif isinstance(place := parse_place(options.output), Path):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
+        write_output(place, text.encode())
     else:
         folder, _, name = place.rpartition("/")
         open_store(folder).write(name, text.encode())

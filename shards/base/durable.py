@@ -60,12 +60,13 @@ def fsync_file(path: str | Path, forget: bool = False) -> None:
 
 
 def raise_unless_missing(error: OSError) -> None:
-    """Raise an error that os.walk would otherwise ignore, unless the folder no longer exists."""
+    """Raise an error that os.walk would otherwise ignore, unless the folder no longer exists. A link whose target is
+    missing does exist: it may point to a disk that is not mounted."""
     if error.errno == errno.ESTALE:  # may also mean that another machine has just removed the folder
         with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(error.filename)
             raise error
-    elif not isinstance(error, FileNotFoundError | NotADirectoryError):
+    elif not isinstance(error, FileNotFoundError | NotADirectoryError) or os.path.islink(error.filename):
         raise error
 
 
@@ -128,6 +129,18 @@ def write_atomically(path: Path, data: bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     fsync_folder(path.parent)
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that the user named, atomically. Raises RequestError if `path` is a folder, or is in a folder that
+    cannot be created or written to."""
+    try:
+        write_atomically(path, data)
+    except (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise RequestError(
+            f"{path} cannot be written ({error.filename2 or error.filename}: {error.strerror}). Choose the path of a "
+            f"file in a folder that you can write to."
+        ) from None
 
 
 def create_file(path: Path, temporary: Path) -> bool:

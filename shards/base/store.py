@@ -34,6 +34,7 @@ from shards.base.durable import (
     sha256_file,
     write_file,
 )
+from shards.base.errors import RequestError
 
 STAGING_FOLDER = ".unfinished"
 """Folder in the root where files are written before they are linked or renamed into place."""
@@ -195,13 +196,18 @@ class LocalStore(Store):
 
     def listing(self, folder: str = "") -> dict[str, Entry]:
         top, found = self.root / folder, {}
-        for parent, _, names in os.walk(top, onerror=raise_unless_missing):
+        for parent, _, names in os.walk(top, onerror=raise_unless_missing, followlinks=True):
             for name in names:
                 path = Path(parent, name)
                 try:
                     stat = path.stat()
                 except FileNotFoundError:
-                    continue  # removed after it was listed
+                    if not path.is_symlink():
+                        continue  # removed after it was listed
+                    raise RequestError(
+                        f"{path} is a link to {path.readlink()}, which does not exist. If it is on another disk, mount "
+                        f"that disk; otherwise remove the link."
+                    ) from None
                 etag = f"{stat.st_size}-{stat.st_mtime_ns}"
                 found[path.relative_to(top).as_posix()] = Entry(stat.st_size, etag, stat.st_mtime)
         return found

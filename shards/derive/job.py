@@ -31,7 +31,7 @@ from shards.root.exclusions import add_exclusion, exclusion_ids, load_exclusion
 from shards.root.index import write_streaming
 from shards.root.manifest import Manifest
 from shards.root.publish import PeriodicPublisher
-from shards.root.shared import check_root, create_root, load_uncond, record_rules, write_uncond
+from shards.root.shared import check_root, check_writable, create_root, load_uncond, record_rules, write_uncond
 
 PUBLISH_SECONDS = 300.0
 
@@ -44,6 +44,7 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
     parts of the source are damaged (all other parts are derived) or a worker process was killed, and Preempted after a
     stop signal.
     """
+    check_writable(target)
     requested = None if buckets is None else dict.fromkeys(buckets)
     encoding = apply_changes(EncodingRecord.load(source), changes)
     encoding = resolve_projections(source, target, encoding, changes, requested)

@@ -1,5 +1,6 @@
 """`python -m shards stats ROOT`: summarise a latents root as a table, JSON or a plot."""
 
+import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from shards.base.durable import write_output
 from shards.base.store import Store
 from shards.base.table import counted, format_table
 from shards.format.buckets import Bucket
@@ -238,5 +240,6 @@ def plot_stats(stats: dict[str, Any], path: Path) -> None:
     axes[5].set_yticks(range(len(measured)), list(measured))
     axes[5].set(ylim=(len(measured) - 0.4, -0.6), title="caption characters: 5, 50 and 95 %")
     figure.suptitle(f"encoding {stats['encoding']}: {stats['encoded']:,} of {stats['samples_in']:,} samples encoded")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    write_output(path, file.getvalue())

@@ -295,6 +295,7 @@ def test_score_evaluates_the_requested_checkpoint(
         return (printed.out + printed.err).replace("\n", " ")
 
     output = score_step(2, 0)
+    assert f"{run_dir} was trained on images of 64x64, but images of 32x32 are drawn." in output
     rows = read_sealed_json(run_dir / "evaluations" / "step-00000002-raw" / "g8-s1-own" / "metrics.json")["metrics"]
     assert [(row["metric"], row["step"], row["weights"]) for row in rows] == [
         ("toy_fid", 2, "raw"),

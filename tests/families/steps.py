@@ -20,7 +20,7 @@ from tests.families.small import Small, stir
 from tests.tiny import read_tar
 from train.config import TrainConfig
 from train.data.loader import Loader
-from train.export.pipeline import scheduler_of
+from train.export.scheduler import scheduler_of
 from train.model.backbone import pack, unpack
 from train.objective.loss import DiffusionLoss
 from train.prepare import prepare

@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_created_exits_with_2(
     assert exit_code_of(lambda: run(["--out", str(tmp_path / folder)])) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "the plan cannot be written there" in " ".join(printed.err.split())
+    assert "plan.txt cannot be written (" in " ".join(printed.err.split())
 
 
 def test_plan_files_with_free_gpus(tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def test_runs_without_evaluations_or_a_log_and_folders_that_are_not_runs(
     assert "is not a training run: it has no config.yaml" in said("report", tmp_path)
     assert "Name the runs before all options" in said("report")
     assert "The same run is listed more than once" in said("report", bare, bare)
+    assert f"{tmp_path} cannot be written" in said("report", bare, "--output", tmp_path)
     other = make_run(tmp_path / "other")
     assert "bare and other have no metric in common: bare and other have none" in said("compare", bare, other)
 

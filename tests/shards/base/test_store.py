@@ -72,6 +72,22 @@ def test_a_folder_that_cannot_be_read_is_not_empty(tmp_path: Path, monkeypatch: 
         store.listing()
 
 
+def test_links_to_folders_are_followed(tmp_path: Path) -> None:
+    """Otherwise `clean` would take the parts of a bucket whose receipts are on another disk for orphans."""
+    store, disk = LocalStore(tmp_path / "root"), LocalStore(tmp_path / "disk")
+    disk.write("64x64/00000.json", b"")
+    store.write("commits/128x128/00000.json", b"")
+    link = tmp_path / "root" / "commits" / "64x64"
+    link.symlink_to(tmp_path / "disk" / "64x64")
+    assert store.files("commits") == ["128x128/00000.json", "64x64/00000.json"]
+    assert store.files("commits/64x64") == ["00000.json"]
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    with pytest.raises(RequestError, match=r"commits/64x64 is a link to \S+/disk/64x64, which does not exist"):
+        store.files("commits")
+    with pytest.raises(FileNotFoundError):
+        store.files("commits/64x64")
+
+
 def test_markers_of_folders_are_no_files(s3: str) -> None:
     """Consoles create them."""
     store = RemoteStore(f"{s3}/root")

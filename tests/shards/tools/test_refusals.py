@@ -35,13 +35,19 @@ REFUSALS = {
     "derive OUT --buckets 64x64 32x32": "has no samples in 32x32. Buckets with samples: 128x128, 64x64",
     "derive OUT --processes 0": "--processes must be at least 1, but is 0",
     "derive ROOT": "cannot be derived from itself",
+    "derive FILE": "encoding.json is not a folder. Choose a folder that this user can write to",
+    "stats --plot ROOT": "root cannot be written",
+    "card --output ROOT": "root: Is a directory). Choose the path of a file in a folder that you can write to",
+    "card --output FILE/README.md": "encoding.json/README.md cannot be written",
 }
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSALS.items())
 def test_refusals(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
-    before, places = tree(root), {"OUT": str(tmp_path / "out"), "ROOT": str(root)}
-    command, *options = (places.get(word, word) for word in shlex.split(words))
+    before = tree(root)
+    places = {"OUT": tmp_path / "out", "ROOT": root, "FILE": root / "encoding.json"}
+    places["FILE/README.md"] = places["FILE"] / "README.md"
+    command, *options = (str(places.get(word, word)) for word in shlex.split(words))
     assert exit_code_of(lambda: run([command, str(root), *options])) == RequestError.exit_code
     assert message in capsys.readouterr().err.replace("\n", " ")
     assert tree(root) == before and os.listdir(tmp_path) == ["root"]

@@ -80,14 +80,14 @@ def test_stats(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     # 8 planes of 8x8 and 16 tokens of 16, two bytes each, plus some overhead
     assert 1024 + 512 < stats["buckets"]["64x64"]["bytes_per_sample"] < 1024 + 512 + 200
     assert len(stats["buckets"]["64x64"]["latent_std"]) == 4
-    run(["stats", str(root), "--plot", str(tmp_path / "new" / "stats.png")])
+    run(["stats", str(root), "--plot", str(tmp_path / "new" / "plot")])
     printed = capsys.readouterr().out
     assert "46 samples in, 30 encoded" in printed
     for bucket, b in stats["buckets"].items():
         (row,) = (line for line in printed.splitlines() if line.split()[:1] == [bucket])
         lengths = " / ".join(f"{length:.0f}" for length in b["caption_characters"].values())
         assert lengths in row and ", ".join(f"{value:.3f}" for value in b["latent_std"]) in row
-    assert (tmp_path / "new" / "stats.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "new" / "plot").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_damaged_encoding_stops_the_verification(root: Path) -> None:

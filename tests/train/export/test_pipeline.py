@@ -15,7 +15,8 @@ from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from train.config import TrainConfig
 from train.export.components import check_length, pipeline_texts, set_length
-from train.export.pipeline import check_pipeline, sampler, scheduler_of
+from train.export.pipeline import check_pipeline
+from train.export.scheduler import sampler, scheduler_of
 from train.model.backbone import PipelineConfig
 from train.objective.config import ObjectiveConfig
 from train.objective.paths import noise_scheduler

@@ -14,7 +14,7 @@ from diffusers import (
 from tests.tiny import stable_diffusion
 from tests.train.specs import make_batch, spec
 from train.data.draws import Draws
-from train.export.pipeline import sampler
+from train.export.scheduler import sampler
 from train.model.network import build_network
 from train.objective.config import ObjectiveConfig
 from train.objective.loss import DiffusionLoss

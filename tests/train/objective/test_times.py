@@ -14,7 +14,7 @@ from scipy import stats
 
 from tests.train.specs import CHANNELS, TOKENS, WIDTH, Answer, make_batch, spec
 from train.data.draws import Draws, Purpose
-from train.export.pipeline import sampler
+from train.export.scheduler import sampler
 from train.objective.config import ObjectiveConfig, ShiftConfig, ValidationConfig
 from train.objective.loss import DiffusionLoss
 from train.objective.paths import cosmap, mode, noise_path, shifted
