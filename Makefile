@@ -231,10 +231,9 @@ bench: setup
 gpu-check: setup
 	$(BIN)/python -m bench.gpu_check --output "$(or $(OUT),runs/gpu-check)" $(ARGS)
 
-## make docs                      | regenerate the config reference, the diagram and the tables of model families in docs/
+## make docs                      | regenerate the config reference and the tables of model families in docs/
 docs: setup
 	$(BIN)/python docs/generate.py
-	$(BIN)/python docs/diagram.py
 	$(BIN)/python docs/families.py
 
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras --no-emit-package torchao --no-emit-index-url pyproject.toml

@@ -126,6 +126,5 @@ def test_every_field_has_a_meaning() -> None:
 
 
 def test_generated_pages_are_current() -> None:
-    generate, diagram = script("generate"), script("diagram")
+    generate = script("generate")
     assert generate.TARGET.read_text() == generate.reference(), "run `make docs`"
-    assert (ROOT / "docs" / "diagram.svg").read_text() == diagram.diagram(), "run `make docs`"
