@@ -1,4 +1,4 @@
-"""The Ray actor behind each worker, and the board on which attempts report their progress to the fleet."""
+"""The Ray actor behind each worker, and the board on which attempts report their progress to the pool."""
 
 import os
 import sys
@@ -6,22 +6,22 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import ray
 
 from cluster.start import forget_ranks
-from shards.base.device import choose_device
+from shards.base.device import choose_device, is_device_error
+from shards.base.errors import Stuck
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 Report = Callable[[int], None]
 """Function that the work calls to report its progress, as the amount done so far."""
+Attempt = tuple[str, int]
+"""Unit key and attempt number."""
 Function = Callable[[Work, int, Report], Result]
 """Function that workers run: (work, attempt number counted from 1, report) → result. It is pickled once per job."""
-BOARD_SECONDS = 20.0
-"""Timeout for a call to the board."""
 REPORT_SECONDS = 2.0
 """Minimum interval between an attempt's reports."""
 
@@ -30,33 +30,20 @@ class JobStopping(Exception):
     """Exception that ends an attempt because the job is stopping."""
 
 
-@dataclass(frozen=True)
-class ProgressReport:
-    """The latest progress report from an attempt."""
-
-    node: str
-    log: str
-    """Path of the worker's log on the node."""
-    done: int = 0
-
-
 class ProgressBoard:
-    """Actor on the driver's node that holds the latest report from each attempt, by unit key and attempt number."""
+    """Actor on the driver's node that holds the progress of the running attempts."""
 
     def __init__(self) -> None:
-        self.reports: dict[tuple[str, int], ProgressReport] = {}
+        self.done: dict[Attempt, int] = {}
 
-    def write(self, key: str, number: int, report: ProgressReport) -> None:
-        """Store an attempt's latest report, replacing the previous one."""
-        self.reports[key, number] = report
+    def write(self, attempt: Attempt, done: int) -> None:
+        """Store an attempt's progress, replacing its previous report."""
+        self.done[attempt] = done
 
-    def read(self) -> dict[tuple[str, int], ProgressReport]:
-        """Return the latest reports, keyed by unit key and attempt number."""
-        return self.reports
-
-    def take(self, key: str, number: int) -> ProgressReport | None:
-        """Remove and return the last report from an attempt that has ended, or return None if there is none."""
-        return self.reports.pop((key, number), None)
+    def read(self, running: set[Attempt]) -> dict[Attempt, int]:
+        """Return the progress of the attempts in `running` that have reported any, and forget all other attempts."""
+        self.done = {attempt: done for attempt, done in self.done.items() if attempt in running}
+        return self.done
 
 
 class WorkerActor(Generic[Work, Result]):
@@ -72,17 +59,18 @@ class WorkerActor(Generic[Work, Result]):
         self.board = board
         self.stopping = threading.Event()
 
-    def node(self) -> str:
-        """Return the id of the node on which this worker runs."""
-        return str(ray.get_runtime_context().get_node_id())
+    def place(self) -> tuple[str, str]:
+        """Return the id of this worker's node, and the path of its log there."""
+        return str(ray.get_runtime_context().get_node_id()), worker_log()
 
     def attempt(self, function: Function[Work, Result], key: str, work: Work, number: int) -> Result:
         """Run an attempt and return its result. Each log line starts with the unit's key and the attempt's number,
-        because all attempts on a worker share its log."""
-        node, path, written = self.node(), worker_log(), time.monotonic()
+        because all attempts on a worker share its log.
 
-        def write(done: int) -> ray.ObjectRef:
-            return self.board.write.remote(key, number, ProgressReport(node, path, done))
+        The process ends after a device error, because it cannot use its GPU again, and after `Stuck`. The fleet then
+        counts the attempt as lost and starts a new worker.
+        """
+        written = time.monotonic()
 
         def report(done: int) -> None:
             nonlocal written
@@ -90,13 +78,12 @@ class WorkerActor(Generic[Work, Result]):
                 raise JobStopping(f"{key}: the job is stopping.")
             if time.monotonic() - written >= REPORT_SECONDS:
                 written = time.monotonic()
-                write(done)
+                self.board.write.remote((key, number), done)
 
         def log(text: str) -> None:
             lines = (f"{key}: attempt {number} {line}\n" for line in text.splitlines())
             print("".join(lines), end="", file=sys.stderr, flush=True)
 
-        ray.wait([write(0)], timeout=BOARD_SECONDS)  # so that the node is known even if the process dies immediately
         log("begins")
         try:
             if ray.get_gpu_ids():
@@ -104,6 +91,8 @@ class WorkerActor(Generic[Work, Result]):
             result = function(work, number, report)
         except BaseException as error:
             log(f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+            if isinstance(error, Stuck) or (isinstance(error, RuntimeError) and is_device_error(error)):
+                os._exit(1)
             raise
         log("is done")
         return result

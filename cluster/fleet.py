@@ -14,10 +14,10 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import field_validator
 
-from cluster.actor import Function, ProgressReport
+from cluster.actor import Function
 from cluster.breaker import Breaker, OutageConfig
 from cluster.nodes import NodeWatch, ResourcesConfig
-from cluster.placement import assign, missing_workers, surplus_workers
+from cluster.placement import Worker, assign, missing_workers, surplus_workers
 from cluster.pool import Failure, RunningAttempt, StartFailure, WorkerPool
 from cluster.retry import NodeHealth, RetryConfig, Unit, UnitQueue
 from shards.base.errors import Outage, WorkError
@@ -187,20 +187,19 @@ class Fleet(Generic[Work, Result]):
 
     def _settle(self, attempt: RunningAttempt[Work]) -> Iterator[Event[Result]]:
         """Report an attempt that has ended, and requeue its unit if a retry may help."""
-        unit, number = attempt.unit, attempt.number
-        report = self.pool.last_report(attempt)
-        node = report.node if report else None
+        unit, number, worker = attempt.unit, attempt.number, attempt.worker
+        node = worker.node
         try:
             result = self.pool.result(attempt)
         except Failure as failure:
             if failure.outage is not None:
-                yield from self._settle_outage(unit, attempt.began, report, failure, failure.outage)
+                yield from self._settle_outage(unit, attempt.began, worker, failure, failure.outage)
                 return
             again = unit.record_failure(failure.is_lost, node, self.config) and not failure.is_final
             if again:
                 self.queue.put_back(unit)
             which = unit.describe_failure(failure.is_lost, self.config)
-            yield self._failed(unit.key, report, which, failure, again, number)
+            yield self._failed(unit.key, worker, which, failure, again, number)
             if not failure.is_final:  # a damaged input is not the node's fault
                 yield from self._blame(node)
         else:
@@ -219,10 +218,10 @@ class Fleet(Generic[Work, Result]):
             yield from self._settle_outage(unit, event.requested_at, None, failure, failure.outage)
 
     def _settle_outage(
-        self, unit: Unit[Work], began: float, report: ProgressReport | None, failure: Failure, outage: Outage
+        self, unit: Unit[Work], began: float, worker: Worker | None, failure: Failure, outage: Outage
     ) -> Iterator[Event[Result]]:
         """Requeue a unit after an outage, normally without counting the attempt, and pause if most nodes fail."""
-        node = report.node if report else None
+        node = worker.node if worker else None
         number, which, again = unit.attempt, NOT_COUNTED, True
         others_affected = bool(self.breaker.affected - {unit.key})
         if not unit.excuse_outage(self.breaker.last_success, others_affected, node, self.config):
@@ -233,10 +232,10 @@ class Fleet(Generic[Work, Result]):
         try:
             news = self.breaker.record_outage(unit.key, node, self.watch.able, began, outage)
         except WorkError:
-            yield self._failed(unit.key, report, which, failure, again, number, in_pause=True)
+            yield self._failed(unit.key, worker, which, failure, again, number, in_pause=True)
             yield from self._drain()
             raise
-        yield self._failed(unit.key, report, which, failure, again, number, in_pause=self.breaker.is_open)
+        yield self._failed(unit.key, worker, which, failure, again, number, in_pause=self.breaker.is_open)
         if news:
             yield News(news)
         elif not self.breaker.is_open:
@@ -245,14 +244,14 @@ class Fleet(Generic[Work, Result]):
     def _failed(
         self,
         key: str,
-        report: ProgressReport | None,
+        worker: Worker | None,
         which: str,
         failure: Failure,
         again: bool,
         number: int,
         in_pause: bool = False,
     ) -> Failed:
-        node, log = (self.watch.address(report.node), report.log) if report else (None, "")
+        node, log = (self.watch.address(worker.node), worker.log) if worker else (None, "")
         return Failed(key, node, which, failure, again, number, in_pause, log)
 
     def _blame(self, node: str | None) -> Iterator[News]:
@@ -266,7 +265,7 @@ class Fleet(Generic[Work, Result]):
         """Interrupt the running attempts, and report the results of those that had finished."""
         for attempt in self.pool.drain():
             try:
-                yield Done(attempt.unit.key, None, self.pool.result(attempt))
+                yield Done(attempt.unit.key, self.watch.address(attempt.worker.node), self.pool.result(attempt))
             except Failure:
                 continue  # the next job retries this unit
         yield UnderWay(0, 0, self.breaker.is_open)

@@ -17,12 +17,14 @@ class Worker:
     actor: Any
     """Handle of the Ray actor."""
     started: Any
-    """Object reference that resolves to the id of the worker's node once its process runs, or to an error if the
-    process cannot start."""
+    """Object reference that resolves to the id of the worker's node and the path of its log once its process runs, or
+    to an error if the process cannot start."""
     requested_at: float = 0.0
     """Time of the request for the worker, by `time.monotonic`."""
     node: str | None = None
     """Id of the worker's node; None until its process runs."""
+    log: str = ""
+    """Path of the worker's log on the node."""
     running: list[Unit[Any]] = field(default_factory=list)
 
     def has_slot(self, at_once: int) -> bool:

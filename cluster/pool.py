@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.actor import BOARD_SECONDS, Function, ProgressBoard, ProgressReport, WorkerActor
+from cluster.actor import Attempt, Function, ProgressBoard, WorkerActor
 from cluster.nodes import Resources, ResourcesConfig
 from cluster.placement import Worker
 from cluster.retry import Unit
@@ -82,8 +82,8 @@ class WorkerPool(Generic[Work, Result]):
             max_concurrency=at_once + 1,  # one more thread for `stop`
             scheduling_strategy="SPREAD",
         )(WorkerActor)
-        self.reading = self.board.read.remote()
-        self.reports: dict[tuple[str, int], ProgressReport] = {}
+        self.reading = self.board.read.remote(set())
+        self.reports: dict[Attempt, int] = {}
         self.workers: list[Worker] = []
         self.running: list[RunningAttempt[Work]] = []
 
@@ -109,7 +109,7 @@ class WorkerPool(Generic[Work, Result]):
         """Request a worker on a node outside `avoid`. Ray starts it once a node has room."""
         where = {"label_selector": {NODE_ID: f"!in({','.join(sorted(avoid))})"}} if avoid else {}
         actor = self.actor_class.options(**where).remote(self.function, self.board)
-        self.workers.append(Worker(actor, actor.node.remote(), time.monotonic()))
+        self.workers.append(Worker(actor, actor.place.remote(), time.monotonic()))
 
     def dismiss(self, worker: Worker) -> None:
         """Kill a worker, or cancel the request for it."""
@@ -133,7 +133,7 @@ class WorkerPool(Generic[Work, Result]):
         events: list[RunningAttempt[Work] | StartFailure] = [attempts[ref] for ref in ready if ref in attempts]
         for worker in (starting[ref] for ref in ready if ref in starting):
             try:
-                worker.node = ray.get(worker.started)
+                worker.node, worker.log = ray.get(worker.started)
             except ray.exceptions.RayError as error:
                 self.dismiss(worker)
                 events.append(StartFailure(worker.requested_at, describe_failure(error)))
@@ -171,23 +171,14 @@ class WorkerPool(Generic[Work, Result]):
 
     def reported(self) -> int:
         """Return the total progress of the running attempts, according to the latest reports received. Never blocks."""
+        running = {(attempt.unit.key, attempt.number) for attempt in self.running}
         if ray.wait([self.reading], timeout=0)[0]:
             try:
                 self.reports = ray.get(self.reading)
             except ray.exceptions.RayError:
                 self.reports = {}
-            self.reading = self.board.read.remote()
-        running = {(attempt.unit.key, attempt.number) for attempt in self.running}
-        return sum(report.done for attempt, report in self.reports.items() if attempt in running)
-
-    def last_report(self, attempt: RunningAttempt[Work]) -> ProgressReport | None:
-        """Remove and return the last report from an attempt that has ended, or return None if there is none."""
-        try:
-            reference = self.board.take.remote(attempt.unit.key, attempt.number)
-            report: ProgressReport | None = ray.get(reference, timeout=BOARD_SECONDS)
-            return report
-        except ray.exceptions.RayError:
-            return None
+            self.reading = self.board.read.remote(running)
+        return sum(done for attempt, done in self.reports.items() if attempt in running)
 
 
 def describe_failure(error: ray.exceptions.RayError) -> Failure:

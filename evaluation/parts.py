@@ -9,13 +9,15 @@ buckets, bitmaps or generations, and the function that writes a part adds its ow
 """
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shards.base.durable import parse_sealed_json, sealed_json
-from shards.base.errors import DamagedInput
+from shards.base.config import flatten
+from shards.base.durable import canonical_json, parse_sealed_json, sealed_json
+from shards.base.errors import DamagedInput, RequestError
 from shards.base.scratch import attempt_folder
 from shards.base.store import Store
 from shards.root.commit import content_hash, record_files, store_part
@@ -95,6 +97,34 @@ def create_once(store: Store, name: str, make: Callable[[], dict[str, Any]]) -> 
         found = read_sealed(store, name)
     assert found is not None
     return found
+
+
+def check_same(store: Store, found: dict[str, Any], wanted: dict[str, Any], what: str, option: str) -> None:
+    """Check that the settings stored in a record are the requested ones.
+
+    Args:
+        what: noun phrase for the location's content.
+        option: option that sets the location.
+
+    Raises:
+        RequestError: some settings differ.
+    """
+    stored, requested = flatten(found), flatten(json.loads(canonical_json(wanted)))
+    differences = [
+        f"{key}: {_shorten(stored.get(key))} ≠ {_shorten(requested.get(key))}"
+        for key in sorted(stored.keys() | requested.keys())
+        if stored.get(key) != requested.get(key)
+    ]
+    if differences:
+        raise RequestError(
+            f"{store.where()} contains {what} with different settings: {'; '.join(differences)} (stored ≠ requested). "
+            f"Set {option} to a different location, or use the stored settings."
+        )
+
+
+def _shorten(value: Any) -> str:
+    """Format a setting for an error; a list, such as the names of thousands of tars, is reduced to its length."""
+    return f"a list of {len(value)}" if isinstance(value, list) else repr(value)
 
 
 def read_sealed(store: Store, name: str) -> dict[str, Any] | None:

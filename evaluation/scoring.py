@@ -1,6 +1,6 @@
 """Compute the metrics of a sample set. Each result has a 95 % interval, a sample count and an id."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -9,9 +9,8 @@ import numpy as np
 
 from cluster.fleet import FleetConfig
 from evaluation.features.extractors import ExtractorsConfig, describe_extractor
-from evaluation.features.job import NO_REFERENCE, extract, read_moments, reference_features, reference_moments
+from evaluation.features.job import NO_REFERENCE, extract, read_moments, reference_features
 from evaluation.features.sources import ReferenceConfig, sample_units
-from evaluation.metrics.frechet import Moments
 from evaluation.metrics.intervals import MIN_CLUSTERS
 from evaluation.metrics.table import METRICS, ExtractorName, MetricInputs, MetricName, metric_id
 from evaluation.parts import create_once
@@ -110,9 +109,13 @@ def score(
     _, clusters = np.unique(prompt_ids, return_inverse=True)
     for kind, metrics in by_extractor.items():
         features = extract(sample_units(samples), kind, extractors, samples.place, workers)
-        values, reference_id, moments = None, None, None
+        values, moments, reference_id = None, None, None
         if any(METRICS[name].compared_with != "nothing" for name in metrics):
-            values, reference_id, moments = _read_reference(reference, kind, extractors, workers)
+            if reference.moments is not None:
+                moments, reference_id = read_moments(reference.moments)
+            else:
+                found, reference_id = reference_features(reference, kind, extractors, workers)
+                values = found.values
         inputs = MetricInputs(features.values, clusters, values, features.texts, moments)
         for name in metrics:
             used_reference = None if METRICS[name].compared_with == "nothing" else reference_id
@@ -121,17 +124,6 @@ def score(
     rows.sort(key=lambda row: list(METRICS).index(row["metric"]))
     store.write(RESULT, sealed_json({"metrics": rows}))
     return rows
-
-
-def _read_reference(
-    config: ReferenceConfig, kind: ExtractorName, extractors: ExtractorsConfig, workers: FleetConfig
-) -> tuple[np.ndarray | None, str, Callable[[], Moments]]:
-    """Return the reference's features (None if only moments are given), its id, and a function to get its moments."""
-    if config.moments is not None:
-        moments, id = read_moments(config.moments)
-        return None, id, lambda: moments
-    features, id = reference_features(config, kind, extractors, workers)
-    return features.values, id, partial(reference_moments, config, features, id)
 
 
 def _row(name: MetricName, id: str, samples: SampleSet, inputs: MetricInputs) -> Row:

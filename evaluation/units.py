@@ -1,8 +1,6 @@
 """Units of work on Ray, for sampling and feature extraction."""
 
-import os
 import random
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,8 +14,7 @@ from cluster.failure_log import summarize
 from cluster.fleet import Done, Failed, Fleet, FleetConfig, News, UnderWay
 from cluster.pool import WorkerPool
 from cluster.start import start_ray
-from precompute.encode.overlap import Stuck
-from shards.base.device import is_accelerator, is_device_error, worker_device
+from shards.base.device import is_accelerator, worker_device
 from shards.base.errors import Preempted, WorkError
 from shards.base.progress import Progress
 
@@ -109,21 +106,11 @@ def run_units(
 def run_on_worker(
     function: Function[Work, Any], config: FleetConfig, work: Work, attempt: int, report: Callable[[int], None]
 ) -> Any:
-    """Make one attempt at a unit, and end the process after an error from which it cannot recover.
-
-    After a device error, the process cannot use its GPU again. After `Stuck`, it has a thread that never ends. In both
-    cases, the fleet starts a new worker.
-    """
+    """Make one attempt at a unit. If the previous unit was of a different kind, free its models first."""
     global _last_kind
     torch.set_num_threads(1 if is_accelerator(worker_device(config.num_gpus)) else max(1, int(config.num_cpus)))
     if (kind := getattr(function, "func", function)) is not _last_kind:
         _last_kind = kind
         for cache in _caches:
             cache.cache_clear()  # free the memory of the previous job's models
-    try:
-        return function(work, attempt, report)
-    except RuntimeError as error:
-        if not is_device_error(error) and not isinstance(error, Stuck):
-            raise
-        traceback.print_exc()
-        os._exit(1)
+    return function(work, attempt, report)

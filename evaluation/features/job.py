@@ -26,7 +26,7 @@ from evaluation.features.extractors import (
 from evaluation.features.sources import InputRecord, ReferenceConfig, SampleUnit, Unit, reference_units
 from evaluation.metrics.frechet import Moments
 from evaluation.metrics.table import ExtractorName
-from evaluation.parts import PartReceipt, commit_part, create_once, read_part, read_receipts, read_sealed
+from evaluation.parts import PartReceipt, check_same, commit_part, create_once, read_part, read_receipts, read_sealed
 from evaluation.units import keep_last, run_units
 from shards.base.device import worker_device
 from shards.base.durable import canonical_json
@@ -41,7 +41,7 @@ NO_REFERENCE = (
 )
 ISOLATE_FROM = 2
 """First attempt that decodes images in a child process, because an image may have crashed the previous attempt."""
-FEATURES, TEXTS, MOMENTS = "features.npy", "texts.npy", "moments.npz"
+FEATURES, TEXTS = "features.npy", "texts.npy"
 cached_extractor, cached_text_encoder = keep_last(load_extractor), keep_last(load_text_features)
 """Cached loaders, so that a worker loads each network once for all its units."""
 
@@ -187,9 +187,7 @@ def reference_features(
         units, listed = reference_units(config)
         names = [unit.name for unit in units]
         content = record | {"units": names, "pictures": config.pictures, "files": listed}
-        found = create_once(store, RECORD, lambda: content)
-        if canonical_json(found) != canonical_json(content):
-            raise _different_reference(store, found, content)
+        check_same(store, create_once(store, RECORD, lambda: content), content, "a reference", "reference.place")
         features = extract(units, kind, extractors, config.place, workers)
     else:
         content = read_sealed(store, RECORD) or {}
@@ -198,8 +196,7 @@ def reference_features(
                 f"{store.where()} is not a reference: it has no {RECORD}. To create a reference there, set "
                 f"reference.pictures."
             )
-        if any(content.get(key) != value for key, value in record.items()):
-            raise _different_reference(store, content, record)
+        check_same(store, {key: content.get(key) for key in record}, record, "a reference", "reference.place")
         description = describe_extractor(kind, extractors)
         features = read_features(store, f"features/{extractor_id(description)}", content["units"], description)
     identity = {key: content[key] for key in record} | {"inputs": features.inputs}
@@ -228,40 +225,3 @@ def read_moments(path: Path) -> tuple[Moments, str]:
             f"{covariance.shape}. The shapes must be (D,) and (D, D), and `sigma` must be symmetric and finite."
         )
     return Moments(mean, covariance), hashlib.sha256(data).hexdigest()[:16]
-
-
-def reference_moments(config: ReferenceConfig, features: Features, reference_id: str) -> Moments:
-    """Return the moments of a reference's features, computed once and stored in pytorch-fid's format.
-
-    Raises:
-        DamagedInput: the stored file is damaged.
-    """
-
-    def write(folder: Path) -> PartReceipt:
-        moments = Moments.of(features.values)
-        np.savez(folder / MOMENTS, mu=moments.mean, sigma=moments.covariance)
-        return {"reference": reference_id, "count": len(features.values)}
-
-    assert config.place is not None
-    store = open_store(config.place)
-    receipt = commit_part(store, f"moments/{extractor_id(features.extractor)}", reference_id, write)
-    arrays = np.load(io.BytesIO(read_part(store, receipt)[MOMENTS]), allow_pickle=False)
-    return Moments(arrays["mu"], arrays["sigma"])
-
-
-def _different_reference(store: Store, found: dict[str, Any], wanted: dict[str, Any]) -> RequestError:
-    differences = [
-        f"{key}: {_shorten(found.get(key))} ≠ {_shorten(value)}"
-        for key, value in wanted.items()
-        if found.get(key) != value
-    ]
-    return RequestError(
-        f"{store.where()} is a reference with different images or settings: {'; '.join(differences)} (stored ≠ "
-        f"requested). Samples can only be compared with a reference of the same size, made with the same settings. Set "
-        f"reference.place to a different location, or use the stored settings."
-    )
-
-
-def _shorten(value: Any) -> str:
-    """Format a setting for an error; a list, such as the names of thousands of tars, is reduced to its length."""
-    return f"a list of {len(value)}" if isinstance(value, list) else repr(value)

@@ -48,8 +48,8 @@ class MetricInputs:
     """(M, D) features of the reference."""
     texts: np.ndarray | None
     """(N, D) features of the samples' prompts."""
-    moments: Callable[[], Moments] | None = None
-    """Function that computes or reads the reference's moments."""
+    moments: Moments | None = None
+    """Moments of the reference, if they are given instead of its features."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,11 @@ def clip_score(inputs: MetricInputs) -> Estimate:
 
 
 def _fid(inputs: MetricInputs) -> Estimate:
-    assert inputs.moments is not None
-    if inputs.reference is not None:
-        check_enough(_reference(inputs), "the reference")
-    moments, dimensions = inputs.moments(), inputs.features.shape[1]
+    moments, dimensions = inputs.moments, inputs.features.shape[1]
+    if moments is None:
+        reference = _reference(inputs)
+        check_enough(reference, "the reference")
+        moments = Moments.of(reference)
     if len(moments.mean) != dimensions:
         raise RequestError(
             f"The reference's moments have {len(moments.mean)} dimensions, but the extractor's features have "

@@ -7,6 +7,7 @@ escaped.
 import base64
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from evaluation.report.charts import tick
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the report, with an entry in its table of contents."""
+    """A section of a page, with an entry in its table of contents."""
 
     id: str
     """Anchor of the section, unique on the page."""
@@ -33,13 +34,9 @@ def section(id: str, title: str, *parts: Markup) -> Section:
     return Section(id, title, Markup("").join(parts))
 
 
-def render_page(template: str, **values: Any) -> str:
-    """Render a template of this package, such as `report/report.html`.
-
-    Raises:
-        jinja2.UndefinedError: the template uses a value that is missing.
-    """
-    return _ENVIRONMENT.get_template(template).render(**values)
+def render_page(title: str, sections: Sequence[Section]) -> str:
+    """Render a page, which needs no other files."""
+    return _ENVIRONMENT.get_template("report.html").render(title=title, sections=sections)
 
 
 def data_url(image: Image.Image) -> str:
@@ -64,11 +61,11 @@ def mark_code(text: str) -> Markup:
 
 
 _ENVIRONMENT = Environment(
-    loader=FileSystemLoader(Path(__file__).parents[1]),
+    loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
 )
 _ENVIRONMENT.filters |= {"cell": format_cell, "code": mark_code, "data_url": data_url}
-macros: Any = _ENVIRONMENT.get_template("report/macros.html").module
+macros: Any = _ENVIRONMENT.get_template("macros.html").module

@@ -54,7 +54,7 @@ def render(runs: Sequence[LoggedRun], config: ReportConfig, title: str, first: S
         "data": ("Data", data(runs)),
     }
     own = [section(id, heading, *parts) for id, (heading, parts) in contents.items() if parts]
-    return render_page("report/report.html", title=title, sections=[*first, *own])
+    return render_page(title, [*first, *own])
 
 
 def summary(runs: Sequence[LoggedRun]) -> list[Markup]:

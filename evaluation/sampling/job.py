@@ -14,7 +14,7 @@ from PIL import Image
 
 from cluster.fleet import FleetConfig
 from cluster.start import precision_on_worker
-from evaluation.parts import PartReceipt, commit_part, create_once, read_receipts, read_sealed
+from evaluation.parts import PartReceipt, check_same, commit_part, create_once, read_receipts, read_sealed
 from evaluation.sampling.model import Model, open_pipeline
 from evaluation.sampling.pipeline import (
     PlannedImage,
@@ -29,17 +29,12 @@ from evaluation.sampling.pipeline import (
 from evaluation.sampling.prompts import Prompt, prompts_sha256
 from evaluation.sampling.settings import Codec, Drawing, SamplingConfig, Setting
 from evaluation.units import keep_last, run_units
-from shards.base.config import flatten
 from shards.base.device import Precision, worker_device
-from shards.base.durable import canonical_json
 from shards.base.errors import RequestError, WorkError
-from shards.base.store import Store
 from shards.open import open_store
 
 RECORD, PICTURES = "sampling.json", "pictures"
 ENCODING_THREADS = 4
-COMPARED_FIELDS = ("model", "drawing", "part_size")
-"""Fields of RECORD that are compared one by one to explain why a sample set cannot be continued."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +137,7 @@ def begin_set(
         "part_size": config.part_size,
         "prompts": [asdict(prompt) for prompt in prompts],
     }
-    found = create_once(store, RECORD, lambda: content)
-    if canonical_json(found) != canonical_json(content):
-        raise _different_settings(store, found, content)
+    check_same(store, create_once(store, RECORD, lambda: content), content, "a sample set", "--output")
     chunks = split(list_samples(prompts, config.images_per_prompt), config.part_size)
     parts = [SamplePart(name, place, drawing, tuple(chunk)) for name, chunk in chunks]
     committed = read_receipts(store, PICTURES, [part.name for part in parts])
@@ -161,15 +154,6 @@ def split(samples: list[PlannedImage], part_size: int) -> list[tuple[str, list[P
     """Split samples into named parts of `part_size`. The last part may be smaller."""
     starts = range(0, len(samples), part_size)
     return [(f"{number:05d}", samples[start : start + part_size]) for number, start in enumerate(starts)]
-
-
-def _different_settings(store: Store, found: dict[str, Any], content: dict[str, Any]) -> RequestError:
-    before, now = (flatten({name: record[name] for name in COMPARED_FIELDS}) for record in (found, content))
-    names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
-    return RequestError(
-        f"{store.where()} contains a sample set with different settings ({', '.join(names) or 'prompts'}). Set "
-        f"--output to a different location, or use the settings that the sample set was started with."
-    )
 
 
 def read_set(place: Path | str) -> SampleSet:

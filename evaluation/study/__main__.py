@@ -75,7 +75,8 @@ def prepare(config: StudyConfig, options: argparse.Namespace) -> None:
         shown = [len(showings) for showings in make_schedule(study)]
     for letter, model in zip(protocol.letters, protocol.models, strict=True):
         print(f"{letter}: {model['place']}")
-    print(f"{len(protocol.items)} items, {protocol.raters} raters; each rater sees {min(shown)} to {max(shown)} pairs")
+    counts = f"{len(protocol.items)} items, {config.protocol.raters} raters"
+    print(f"{counts}; each rater sees {min(shown)} to {max(shown)} pairs")
     print(f"Protocol {protocol.sha256}: send this hash to someone before the first vote.")
 
 
@@ -87,7 +88,7 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
       python -m evaluation.study invite --again 3 --output runs/study
     """
     study = read_study(config.output)
-    num_raters = study.protocol.raters
+    num_raters = study.protocol.config.raters
     with open_votes(study) as votes:
         invited = votes.invited()
         if options.again is not None:
@@ -124,7 +125,7 @@ def serve(config: StudyConfig, options: argparse.Namespace) -> None:
     study = read_study(config.output)
     check_pictures(study)
     with open_votes(study) as votes:
-        invited = f"Raters invited: {len(votes.invited())} of {study.protocol.raters}"
+        invited = f"Raters invited: {len(votes.invited())} of {study.protocol.config.raters}"
         print(f"{invited}. To invite more, run `python -m {PROG} invite NUMBER --output {config.output}`.")
         serve_page(study, votes, config.serve)
 

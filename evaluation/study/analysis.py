@@ -43,7 +43,7 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
     for vote in votes:
         showing, score = schedule[vote.rater][vote.showing - 1], SCORES[vote.answer]
         answers.append(Answer(vote, showing, 1 - score if showing.swapped else score))
-    planned = sum(map(len, schedule)) * len(protocol.questions)
+    planned = sum(map(len, schedule)) * len(protocol.config.questions)
     if len(answers) < planned and not partial:
         raise RequestError(
             f"{study.folder} has {len(answers)} of {planned} planned answers. A study that is stopped as soon as its "
@@ -51,7 +51,7 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
             f"evaluation.study status` shows each rater's progress. Alternatively, set --partial true to get a result "
             f"that is marked as partial."
         )
-    raters = [_report_rater(number, schedule[number], answers, protocol) for number in range(protocol.raters)]
+    raters = [_report_rater(number, schedule[number], answers, protocol) for number in range(protocol.config.raters)]
     excluded = {rater["number"] - 1 for rater in raters if rater["excluded"]}
     counted = [a for a in answers if a.showing.kind == "first" and a.vote.rater not in excluded]
     if not counted:
@@ -60,17 +60,17 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
             f"{len(excluded)}). Run the analysis again once more raters have voted."
         )
     return {
-        "name": protocol.name,
+        "name": protocol.config.name,
         "protocol_sha256": protocol.sha256,
-        "questions": protocol.questions,
+        "questions": protocol.config.questions,
         "models": [{"letter": at, **model} for at, model in zip(protocol.letters, protocol.models, strict=True)],
         "answers": len(answers),
         "planned": planned,
         "partial": len(answers) < planned,
-        "margin": protocol.margin,
+        "margin": protocol.config.margin,
         "coverage": COVERAGE,
         "estimand": ESTIMAND,
-        "exclude_below": protocol.exclude_below,
+        "exclude_below": protocol.config.gold.exclude_below,
         "preferences": list(_preferences(counted, protocol, lambda answer: None)),
         "by_category": list(_preferences(counted, protocol, lambda answer: answer.showing.item.category or "none"))
         if any(item.category for item in protocol.items)
@@ -87,7 +87,7 @@ def _report_rater(rater: int, showings: list[Showing], answers: Sequence[Answer]
     first = {(a.showing.item.id, a.vote.question): a.score for a in own if a.showing.kind == "first"}
     repeats = [a.score == first[a.showing.item.id, a.vote.question] for a in own if a.showing.kind == "repeat"]
     seconds = {answer.vote.showing: answer.vote.seconds for answer in own}
-    threshold = protocol.exclude_below
+    threshold = protocol.config.gold.exclude_below
     return {
         "number": rater + 1,
         "done": len(seconds),
@@ -111,7 +111,7 @@ def _preferences(
     for answer in counted:
         assert answer.showing.item.models is not None
         groups.setdefault((answer.vote.question, answer.showing.item.models, group(answer)), []).append(answer)
-    order = list(protocol.questions)
+    order = list(protocol.config.questions)
     keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1], key[2] or ""))
     return [_preference(groups[key], key, protocol) for key in keys]
 
@@ -123,7 +123,7 @@ def _preference(
     scores, prompts, raters = _columns(answers)
     found = preference(scores, prompts, raters)
     low, high = found.interval()
-    equivalent = found.is_within(protocol.margin)
+    equivalent = found.is_within(protocol.config.margin)
     a, b = protocol.letters[first], protocol.letters[second]
     verdict = f"{a} is preferred" if low > 0.5 else f"{b} is preferred" if high < 0.5 else "no difference shown"
     return {
@@ -141,18 +141,18 @@ def _preference(
         "tied": int((scores == 0.5).sum()),
         "lost": int((scores == 0).sum()),
         "equivalent": equivalent,
-        "verdict": verdict + (f"; equivalent within ±{protocol.margin:g}" if equivalent else ""),
+        "verdict": verdict + (f"; equivalent within ±{protocol.config.margin:g}" if equivalent else ""),
     }
 
 
 def _strengths(counted: Sequence[Answer], protocol: Protocol) -> list[dict[str, Any]]:
     """Compute one row per question and model."""
     rows = []
-    for question in protocol.questions:
+    for question in protocol.config.questions:
         own = [answer for answer in counted if answer.vote.question == question]
         pairs = np.array([answer.showing.item.models for answer in own])
         scores, prompts, raters = _columns(own)
-        found = strengths(scores, pairs, prompts, raters, len(protocol.models), protocol.seed)
+        found = strengths(scores, pairs, prompts, raters, len(protocol.models), protocol.config.seed)
         for number, letter in enumerate(protocol.letters):
             columns = {name: float(values[number]) for name, values in vars(found).items()}
             rows.append({"question": question, "model": letter, **columns})

@@ -47,9 +47,7 @@ def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Prot
     items = make_items(sample_sets[0], pictures, len(sample_sets))
     gold = find_gold(sample_sets[0], pictures, len(items), config, folder, secret)
     protocol = Protocol(
-        **config.model_dump(exclude={"gold"}),
-        gold_share=config.gold.share,
-        exclude_below=config.gold.exclude_below,
+        config=config,
         secret_sha256=hashlib.sha256(secret).hexdigest(),
         models=[
             {"place": str(each.place), **asdict(each.model), "drawing_id": each.drawing_id, **each.drawing["setting"]}

@@ -9,17 +9,17 @@ STUDY/votes.sqlite      invitations and votes
 import hashlib
 import hmac
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import Field, StringConstraints, TypeAdapter, field_validator
 
 from shards.base.config import Config
 from shards.base.durable import check_version, create_file, make_folder, read_sealed_json, sealed_json, write_file
 from shards.base.errors import RequestError, WorkError
 
-VERSION = 1
+VERSION = 2
 RECORD, SECRET, PICTURES = "protocol.json", "secret", "pictures"
 Text = Annotated[str, StringConstraints(min_length=1, max_length=2000)]
 QUESTIONS: dict[str, Text] = {
@@ -89,15 +89,7 @@ class Item:
 class Protocol:
     """Everything about a study except its votes."""
 
-    name: str
-    questions: dict[str, str]
-    raters: int
-    votes_per_item: int
-    repeats: float
-    gold_share: float
-    exclude_below: float | None
-    margin: float
-    seed: int
+    config: ProtocolConfig
     secret_sha256: str
     models: list[dict[str, Any]]
     """Location and identity of each model's sample set."""
@@ -106,8 +98,10 @@ class Protocol:
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of protocol.json."""
-        in_order = [[name, text] for name, text in self.questions.items()]  # sealed JSON sorts its keys
-        return {"version": VERSION, **asdict(self), "questions": in_order}
+        # the items from `gold.file` are in `gold`, so the file may move
+        content = PROTOCOL.dump_python(self, mode="json", exclude={"config": {"gold": {"file"}}})
+        content["config"]["questions"] = list(self.config.questions.items())  # sealed JSON sorts its keys
+        return {"version": VERSION, **content}
 
     @property
     def sha256(self) -> str:
@@ -118,6 +112,9 @@ class Protocol:
     def letters(self) -> list[str]:
         """Short names of the models: A, B and so on."""
         return [chr(ord("A") + number) for number in range(len(self.models))]
+
+
+PROTOCOL = TypeAdapter(Protocol)
 
 
 @dataclass(frozen=True)
@@ -165,12 +162,8 @@ def read_study(folder: Path) -> Study:
             f"OUT={folder}`."
         ) from None
     check_version(content.pop("version"), VERSION, str(folder / RECORD))
-    for name in ("items", "gold"):
-        content[name] = [
-            Item(**item | {"models": item["models"] and tuple(item["models"]), "pictures": tuple(item["pictures"])})
-            for item in content[name]
-        ]
-    protocol = Protocol(**content | {"questions": dict(content["questions"])})
+    content["config"]["questions"] = dict(content["config"]["questions"])
+    protocol = PROTOCOL.validate_python(content)
     path = folder / SECRET
     secret = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(secret).hexdigest() != protocol.secret_sha256:

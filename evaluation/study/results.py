@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from evaluation.report.markup import macros, render_page
+from evaluation.report.markup import macros, render_page, section
 from evaluation.study.figure import draw, model_shares
 from shards.base.durable import sealed_json, write_atomically
 
@@ -103,23 +103,33 @@ def page(results: dict[str, Any], chart: bytes) -> str:
         ends = model_shares(results, question).items()
         by_model = [f"{letter} {value:.1%} ({low:.1%} to {high:.1%})" for letter, (value, low, high) in ends]
         shares.append(f"{text} {'; '.join(by_model)}")
-    tables = {
-        "preferences": _table("Preferences", PREFERENCES, results["preferences"]),
-        "categories": _table("By category", PREFERENCES, results["by_category"]),
-        "strengths": _table("Strengths", STRENGTHS, results["strengths"]),
-        "raters": _table("Raters", RATERS, results["raters"]),
-    }
-    return render_page(
-        "study/results.html",
-        results=results,
-        partial=partial_warning(results) if results["partial"] else None,
-        chart=base64.b64encode(chart).decode(),
-        description="Share of votes for each model. " + " ".join(shares),
-        rater_summary=summarise_raters(results),
-        **tables,
+    url = "data:image/png;base64," + base64.b64encode(chart).decode()
+    note = (
+        f"The 95 % intervals cover {results['estimand']}. The grey band is the margin of equivalence, one half ± "
+        f"{results['margin']:g}, which the protocol fixed before the first vote."
     )
+    models = [[model["letter"], model["place"]] for model in results["models"]]
+    warning = [macros.paragraph(partial_warning(results))] if results["partial"] else []
+    overview = [
+        macros.picture(url, "Share of votes for each model. " + " ".join(shares)),
+        macros.paragraph(note),
+        macros.table("Models", ["model", "sample set"], models),
+        macros.paragraph(f"Protocol: `{results['protocol_sha256']}`"),
+    ]
+    preferences = _table("Preferences over all prompts", PREFERENCES, results["preferences"])
+    sections = [section("result", "Result", *warning, *overview), section("preferences", "Preferences", preferences)]
+    if results["strengths"]:
+        strengths = _table("Strength of each model", STRENGTHS, results["strengths"])
+        sections.append(section("strengths", "Strengths", strengths))
+    if results["by_category"]:
+        by_category = _table("Preferences by category", PREFERENCES, results["by_category"])
+        advice = "One interval in twenty misses its true value by chance, so treat categories as leads, not as results."
+        sections.append(section("categories", "Categories", by_category, macros.paragraph(advice)))
+    raters = _table("Progress and consistency of the raters", RATERS, results["raters"])
+    sections.append(section("raters", "Raters", raters, macros.paragraph(summarise_raters(results))))
+    return render_page(f"{results['name']}: {'partial ' if results['partial'] else ''}results", sections)
 
 
-def _table(caption: str, columns: Columns, rows: list[dict[str, Any]]) -> Markup | None:
+def _table(caption: str, columns: Columns, rows: list[dict[str, Any]]) -> Markup:
     cells = [[cell(row) for _, cell in columns] for row in rows]
-    return macros.table(caption, [heading for heading, _ in columns], cells) if rows else None
+    return macros.table(caption, [heading for heading, _ in columns], cells)

@@ -74,11 +74,11 @@ def assign_raters(keys: np.ndarray, votes: int) -> np.ndarray:
 
 def make_schedule(study: Study) -> list[list[Showing]]:
     """Return each rater's trials, in the order in which they are shown."""
-    protocol, draws = study.protocol, KeyedDraws(study.secret, study.protocol.seed)
+    protocol, draws = study.protocol, KeyedDraws(study.secret, study.protocol.config.seed)
     items = draws.shuffled(protocol.items, "deal")
-    keys = [[draws.number("deal", item.id, rater) for rater in range(protocol.raters)] for item in items]
-    assigned = assign_raters(np.array(keys, dtype=np.uint64), protocol.votes_per_item)
-    own: list[list[Item]] = [[] for _ in range(protocol.raters)]
+    keys = [[draws.number("deal", item.id, rater) for rater in range(protocol.config.raters)] for item in items]
+    assigned = assign_raters(np.array(keys, dtype=np.uint64), protocol.config.votes_per_item)
+    own: list[list[Item]] = [[] for _ in range(protocol.config.raters)]
     for item, raters in zip(items, assigned, strict=True):
         for rater in raters:
             own[rater].append(item)
@@ -90,11 +90,11 @@ def _order(rater: int, items: list[Item], protocol: Protocol, draws: KeyedDraws)
 
     Repeats are items from the first half that are shown again in the second half, with their sides swapped.
     """
-    golds = draws.shuffled(protocol.gold, "gold", rater)[: at_least_one(protocol.gold_share, len(items))]
+    golds = draws.shuffled(protocol.gold, "gold", rater)[: at_least_one(protocol.config.gold.share, len(items))]
     first = draws.shuffled([*items, *golds], "order", rater)
     half = (len(first) + 1) // 2
     early = [item for item in draws.shuffled(first[:half], "repeat", rater) if item not in golds]
-    repeats = early[: at_least_one(protocol.repeats, len(items)) if protocol.repeats else 0]
+    repeats = early[: at_least_one(protocol.config.repeats, len(items)) if protocol.config.repeats else 0]
     late: list[tuple[Item, bool]] = [(item, False) for item in first[half:]] + [(item, True) for item in repeats]
     sequence = [(item, False) for item in first[:half]] + draws.shuffled(late, "late", rater)
     showings = []

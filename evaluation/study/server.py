@@ -184,7 +184,7 @@ class Server:
         if not hmac.compare_digest(as_bytes(request.headers.get(HEADER, "")), self._proof(token).encode()):
             raise Refusal(403, OTHER_RATER)
         ballot = await self._body(request, VoteRequest)
-        if ballot.answers.keys() != self.study.protocol.questions.keys():
+        if ballot.answers.keys() != self.study.protocol.config.questions.keys():
             raise Refusal(400, "Every question needs an answer. Reload the page.")
         if not 1 <= ballot.showing <= min(self.votes.num_done(rater) + 1, len(self.schedule[rater])):
             raise Refusal(409, "These are not the next pictures to vote on. Reload the page.")
@@ -195,8 +195,8 @@ class Server:
         """Build the reply that describes a rater's progress."""
         showings, done = self.schedule[rater], self.votes.num_done(rater)
         state = {
-            "name": self.study.protocol.name,
-            "questions": list(self.study.protocol.questions.items()),
+            "name": self.study.protocol.config.name,
+            "questions": list(self.study.protocol.config.questions.items()),
             "total": len(showings),
             "done": done,
             "next": [{"number": each.number, "prompt": each.item.prompt} for each in showings[done : done + 2]],

@@ -10,9 +10,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from precompute.download.config import DownloadConfig
-from precompute.input.tars import Tar, TarUnit
+from precompute.input.tars import Tar
 from precompute.input.unit import RawSample
 from shards.base.errors import WorkError
+from shards.base.store import LocalStore
 
 # Image format → pattern of its magic bytes. The first match wins.
 FORMATS = {
@@ -43,7 +44,7 @@ def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) ->
         raise WorkError("the parquet file lists a key twice")
     path = folder / f"{name}.tar"
     tar = Tar(path, config.requests.max_bytes)
-    tar.check(TarUnit(name, str(path)))
+    tar.check(LocalStore(folder), name)
     formats: Counter[str] = Counter()
     for sample in tar.samples():
         _check_sample(sample, hashes[sample.key], config.images.mode == "original")

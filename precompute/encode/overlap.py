@@ -9,14 +9,10 @@ from contextlib import closing, contextmanager
 from itertools import chain, islice
 from typing import TypeVar
 
-from shards.base.errors import WorkError
+from shards.base.errors import Stuck
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class Stuck(WorkError):
-    """Raised when a call in a thread does not end. Threads cannot be killed, so the process should exit."""
 
 
 class Pool(ThreadPoolExecutor):

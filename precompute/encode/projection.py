@@ -7,7 +7,7 @@ import torch
 
 from precompute.encode.recipe import Recipe, SourceRoot
 from precompute.encode.towers import TextTowers
-from precompute.encode.worker import device_settings, load_texts, new_captions, working
+from precompute.encode.worker import device_settings, load_texts, new_captions, set_up_attempt
 from precompute.input.captions import read_captions
 from precompute.input.reject import Reject
 from precompute.input.table import with_tables
@@ -49,23 +49,23 @@ def compute_on_worker(
         UnfitNode: this node has different code or models than the driver.
         RequestError: the captions span too few dimensions.
     """
-    with working(recipe, device, num_cpus, source):
-        encoding, worker = recipe.encoding, recipe.worker
-        builder = ProjectionBuilder(encoding.texts, groups, device)
-        towers = {name: encoding.texts[name] for name in builder.names}
-        on = device_settings(encoding, torch.device(device), compiled=False, one_by_one=worker.one_by_one)
-        texts = TextTowers(load_texts(towers, on), worker.batch_size, recipe.batch_sizes, worker.one_by_one)
-        for captions in captions_of_root(recipe, recipe.source) if recipe.source else captions_of_units(units, recipe):
-            for first in range(0, len(captions), CAPTIONS_AT_ONCE):
-                names, words = zip(*captions[first : first + CAPTIONS_AT_ONCE], strict=True)
-                starts = range(0, len(words), CAPTIONS_PER_PRODUCT)
-                batches = [list(words[i : i + CAPTIONS_PER_PRODUCT]) for i in starts]
-                latents = [by_tower for wait in texts.start_groups(batches) for by_tower, _ in wait()]
-                builder.add(names, latents)
-                report(builder.captions)
-            if builder.is_full:
-                break
-        return builder.finish(texts.empty_caption())
+    set_up_attempt(recipe, device, num_cpus, source)
+    encoding, worker = recipe.encoding, recipe.worker
+    builder = ProjectionBuilder(encoding.texts, groups, device)
+    towers = {name: encoding.texts[name] for name in builder.names}
+    on = device_settings(encoding, torch.device(device), compiled=False, one_by_one=worker.one_by_one)
+    texts = TextTowers(load_texts(towers, on), worker.batch_size, recipe.batch_sizes, worker.one_by_one)
+    for captions in captions_of_root(recipe, recipe.source) if recipe.source else captions_of_units(units, recipe):
+        for first in range(0, len(captions), CAPTIONS_AT_ONCE):
+            names, words = zip(*captions[first : first + CAPTIONS_AT_ONCE], strict=True)
+            starts = range(0, len(words), CAPTIONS_PER_PRODUCT)
+            batches = [list(words[i : i + CAPTIONS_PER_PRODUCT]) for i in starts]
+            latents = [by_tower for wait in texts.start_groups(batches) for by_tower, _ in wait()]
+            builder.add(names, latents)
+            report(builder.captions)
+        if builder.is_full:
+            break
+    return builder.finish(texts.empty_caption())
 
 
 def captions_of_units(units: Sequence[Unit], recipe: Recipe) -> Iterator[list[Caption]]:

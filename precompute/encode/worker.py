@@ -5,10 +5,8 @@ import functools
 import gc
 import os
 import threading
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from precompute.encode.encoders import FeatureEncoder, ImageEncoder, TextEncoder
 from precompute.encode.networks import MAX_SHAPES, DeviceSettings, Offload
-from precompute.encode.overlap import Stuck, Turns
+from precompute.encode.overlap import Turns
 from precompute.encode.recipe import Recipe
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import DeviceClock, TextTowers, Towers
@@ -28,7 +26,7 @@ from precompute.input.captions import JSON_PREFIX, read_captions, read_scores
 from precompute.input.reject import Reject
 from precompute.input.table import TableConfig, table_settings, with_tables
 from precompute.input.unit import RawSample, Unit
-from shards.base.device import is_accelerator, is_device_error
+from shards.base.device import is_accelerator
 from shards.base.errors import RequestError, UnfitNode
 from shards.base.pool import configure_malloc
 from shards.base.scratch import use_scratch
@@ -66,41 +64,26 @@ def encode_on_worker(
     Raises:
         UnfitNode: this node has different code or models, or does not see the latents root that the job created.
     """
-    with working(recipe, device, num_cpus, source):
-        store = open_store(output)
-        check_shared_root(store, recipe.encoding)
-        if isinstance(tar, SourceTar):
-            with TURNS.device:
-                return derive_tar(tar, with_fresh_towers(recipe, store, device), attempt, report)
-        with LOADING:
-            towers = load_towers(recipe, device)
-        return encode_tar(tar, recipe, store, towers, attempt, report, TURNS)
+    set_up_attempt(recipe, device, num_cpus, source)
+    store = open_store(output)
+    check_shared_root(store, recipe.encoding)
+    if isinstance(tar, SourceTar):
+        with TURNS.device:
+            return derive_tar(tar, with_fresh_towers(recipe, store, device), attempt, report)
+    with LOADING:
+        towers = load_towers(recipe, device)
+    return encode_tar(tar, recipe, store, towers, attempt, report, TURNS)
 
 
-@contextmanager
-def working(recipe: Recipe, device: str, num_cpus: float, source: str) -> Iterator[None]:
-    """Set up this process for an attempt, and end the process after an error from which it cannot recover.
-
-    Args:
-        source: SHA-256 of the driver's source code.
-
-    Raises:
-        UnfitNode: this node has different code.
-    """
+def set_up_attempt(recipe: Recipe, device: str, num_cpus: float, source: str) -> None:
+    """Set up this process for an attempt. Raises UnfitNode if this node's source code does not have the SHA-256
+    `source`, the driver's."""
     check_source(source)
     with LOADING:
         scratch_of_process(recipe.worker.scratch)
     # on the CPU, encoders use all of the worker's cores; with a GPU, torch only resizes images, in decoding threads,
     # each of which uses one core
     torch.set_num_threads(1 if is_accelerator(device) else max(1, int(num_cpus)))
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_device_error(error) and not isinstance(error, Stuck):
-            raise
-        # this process cannot use its GPU again, or has a thread that never ends; the fleet starts a new process
-        traceback.print_exc()
-        os._exit(1)
 
 
 def check_source(expected: str) -> None:

@@ -18,7 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -26,7 +25,6 @@ from precompute.input.layout import REPLACE, Member, compression_of, read_layout
 from precompute.input.listing import Listing
 from precompute.input.numbering import Found
 from precompute.input.numbering import Member as FoundMember
-from precompute.input.parquet import CONCURRENT_FOOTERS, StoreFile
 from precompute.input.unit import (
     CAPTION_SUFFIXES,
     IMAGE_SUFFIXES,
@@ -39,7 +37,7 @@ from precompute.input.unit import (
 )
 from shards.base.durable import sha256_file
 from shards.base.errors import DamagedInput, Outage, RequestError
-from shards.base.remote import store_errors
+from shards.base.store import LocalStore, Store
 from shards.base.table import counted
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst")
@@ -61,25 +59,27 @@ BLOCK_BYTES, MAX_RATIO = 1 << 16, 100
 
 @dataclass(frozen=True)
 class TarUnit(Unit):
-    """A tar, at a path or any fsspec URL."""
+    """A tar in a folder or at any URL."""
+
+    store: Store
+    file: str
+    """Name of the tar in the store."""
 
     @contextmanager
     def open(self, max_bytes: int, policy: Policy = "reject") -> Iterator["Tar"]:
-        with local_copy(self.address) as copy, decompressed(copy, self.address, policy) as path:
+        with local_copy(self.store, self.file) as copy, decompressed(copy, self.address, policy) as path:
             tar = Tar(path, max_bytes, policy, self.address)
-            tar.check(self)
+            tar.check(self.store, self.name)
             # in a separate thread, because in a decoding thread the hash could delay an image beyond its time limit
             with ThreadPoolExecutor(1) as hasher:
                 tar.start_hash(hasher)
                 yield tar
 
     def head(self, max_bytes: int) -> Iterator[RawSample]:
-        file_system, path = fsspec.core.url_to_fs(self.address)
         for num_bytes in (HEAD_BYTES, HEAD_BYTES + max_bytes):  # the first image may be large
             with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
                 copy = Path(folder) / "head.tar"
-                with store_errors(self.address):
-                    copy.write_bytes(file_system.cat_file(path, start=0, end=num_bytes))
+                copy.write_bytes(self.store.read_range(self.file, 0, num_bytes))
                 is_empty = True
                 with decompressed(copy, self.address, "salvage") as start:
                     for sample in Tar(start, max_bytes, "salvage", self.address).samples():
@@ -106,7 +106,7 @@ def find_tars(listing: Listing) -> Found | None:
         members = [FoundMember(stem, size, _successes(counts.get(f"{stem}_stats.json"))) for stem, size, _ in members]
 
     def make(name: str, members: tuple[FoundMember, ...]) -> TarUnit:
-        return TarUnit(name, listing.store.where(names[name]))
+        return TarUnit(name, listing.store.where(names[name]), listing.store, names[name])
 
     notes = tuple(_notes(listing, names))
     return Found("webdataset tars", listing, members, make, is_numbered=False, notes=notes) if members else None
@@ -114,12 +114,7 @@ def find_tars(listing: Listing) -> Found | None:
 
 def _notes(listing: Listing, names: dict[str, str]) -> Iterator[str]:
     """Yield notes for the user about the tars (name → file) in a folder."""
-    unproven = [stem for stem in names if f"{stem}_stats.json" not in listing.files]
-    is_cheap = len(unproven) <= MAX_COUNTED  # otherwise, every parquet file counts as img2dataset's
-    with ThreadPoolExecutor(CONCURRENT_FOOTERS) as pool:
-        has_parquet = _has_sidecar if is_cheap else lambda listing, stem: f"{stem}.parquet" in listing.files
-        found = pool.map(lambda stem: has_parquet(listing, stem), unproven)
-    unverifiable = [stem for stem, has in zip(unproven, found, strict=True) if not has]
+    unverifiable = [stem for stem in names if listing.files.keys().isdisjoint(sidecar_files(stem))]
     if unverifiable:
         yield (
             f"{len(unverifiable)} of {len(names)} tars have no NNNNN_stats.json or NNNNN.parquet from img2dataset, "
@@ -133,18 +128,6 @@ def _notes(listing: Listing, names: dict[str, str]) -> Iterator[str]:
         )
 
 
-def _has_sidecar(listing: Listing, stem: str) -> bool:
-    """Return whether img2dataset's parquet file is next to a tar. A damaged one counts; the worker will report it."""
-    name = f"{stem}.parquet"
-    if name not in listing.files:
-        return False
-    try:
-        with pq.ParquetFile(StoreFile(listing.store, name, listing.files[name])) as parquet:
-            return set(parquet.schema_arrow.names) >= SIDECAR_COLUMNS
-    except (pa.ArrowException, OSError):
-        return True
-
-
 def _successes(stats: bytes | None) -> int:
     """Return the number of samples in a stats file, or 0 if it is unreadable, which the worker will report."""
     with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -153,20 +136,18 @@ def _successes(stats: bytes | None) -> int:
 
 
 @contextmanager
-def local_copy(address: str) -> Iterator[Path]:
-    """Provide the tar at `address` as a local path: the file itself if it is local, or else a temporary copy. Raises
-    Outage if it cannot be downloaded, and FileNotFoundError if it does not exist."""
-    file_system, path = fsspec.core.url_to_fs(address)
-    if "file" in file_system.protocol:
-        yield Path(path)
+def local_copy(store: Store, file: str) -> Iterator[Path]:
+    """Provide a file as a local path: the file itself if it is local, or else a temporary copy. Raises Outage if it
+    cannot be downloaded, and FileNotFoundError if it does not exist."""
+    if isinstance(store, LocalStore):
+        yield store.root / file
         return
     with tempfile.TemporaryDirectory(prefix="latentmill-") as folder:
         target = Path(folder) / "copy.tar"
-        with store_errors(address, FileNotFoundError):
-            file_system.get_file(path, str(target))
-            size = file_system.size(path)
+        store.get(file, target)
+        size = store.size(file)
         if target.stat().st_size != size:
-            raise Outage(f"{address} was downloaded incompletely: {target.stat().st_size} of {size} bytes.")
+            raise Outage(f"{store.where(file)} was downloaded incompletely: {target.stat().st_size} of {size} bytes.")
         yield target
 
 
@@ -241,8 +222,8 @@ class Tar:
         """Compute `sha256` in another thread."""
         self._hash = hasher.submit(sha256_file, self.path)
 
-    def check(self, tar: Unit) -> None:
-        """Check the samples against img2dataset's sidecar files at the tar's address, if there are any. Under
+    def check(self, store: Store, name: str) -> None:
+        """Check the samples against img2dataset's sidecar files of the tar `name` in `store`, if there are any. Under
         `salvage`, record the missing ones as lost.
 
         Raises:
@@ -250,7 +231,7 @@ class Tar:
                 tar lost or gained samples after it was written. Under `salvage`, the tar is damaged and has no intact
                 samples left.
         """
-        expected = counted_samples(tar)
+        expected = counted_samples(store, name)
         listed = expected.urls if expected.urls is not None else dict.fromkeys(self.members | self.lost, "")
         missing = listed.keys() - self.members.keys()
         foreign = self.members.keys() - listed.keys()
@@ -267,7 +248,7 @@ class Tar:
             )
         if wrong and self.policy == "reject":
             raise DamagedInput(
-                f"{tar.address} {wrong[0]}. One of these files has been replaced or damaged since img2dataset wrote "
+                f"{self.address} {wrong[0]}. One of these files has been replaced or damaged since img2dataset wrote "
                 f"them. Download the tar again."
             )
         self.damage += wrong
@@ -277,7 +258,7 @@ class Tar:
         num_known = len(self.members) + len(self.lost)
         self.num_unnamed = max([num_known, *expected.counts.values()]) - num_known
         if self.damage and not self.members:
-            raise DamagedInput(f"{tar.address} {self.damage[0]}, and no intact sample is left. {REPLACE}")
+            raise DamagedInput(f"{self.address} {self.damage[0]}, and no intact sample is left. {REPLACE}")
 
     def samples(self) -> Iterator[RawSample]:
         """Yield the intact samples in the order of their first members, and then the lost samples, sorted by key."""
@@ -318,31 +299,28 @@ class Tar:
             sample.metadata = parse_json(data)
 
 
-def counted_samples(tar: Unit) -> Counted:
-    """Read img2dataset's sidecar files of a tar, `NNNNN_stats.json` and `NNNNN.parquet`, if they exist. Raises
-    DamagedInput if one of them cannot be parsed."""
-    file_system, path = fsspec.core.url_to_fs(tar.address)
-    path = f"{path.rpartition('/')[0]}/{tar.name}"
+def sidecar_files(name: str) -> tuple[str, str]:
+    """Return the names of the stats file and the parquet file that img2dataset writes next to the tar `name`."""
+    return f"{name}_stats.json", f"{name}.parquet"
+
+
+def counted_samples(store: Store, name: str) -> Counted:
+    """Read img2dataset's sidecar files of the tar `name`, if they exist. Raises DamagedInput if one of them cannot be
+    parsed."""
+    stats, parquet = sidecar_files(name)
+    found = store.read_many([stats, parquet])
     counts: dict[str, int] = {}
     urls: dict[str, str] | None = None
-    if (data := _side_file(file_system, name := f"{path}_stats.json")) is not None:
-        with damaged(name):
-            counts[f"{tar.name}_stats.json"] = int(json.loads(data)["successes"])
-    if (data := _side_file(file_system, name := f"{path}.parquet")) is not None:
-        with damaged(name):
-            rows = successes(data)
+    if stats in found:
+        with damaged(store.where(stats)):
+            counts[stats] = int(json.loads(found[stats])["successes"])
+    if parquet in found:
+        with damaged(store.where(parquet)):
+            rows = successes(found[parquet])
             if rows is not None:
                 urls = {str(row["key"]): row.get("url") or "" for row in rows}
-                counts[f"{tar.name}.parquet"] = len(rows)
+                counts[parquet] = len(rows)
     return Counted(counts, urls)
-
-
-def _side_file(file_system: Any, name: str) -> bytes | None:
-    try:
-        with store_errors(name, FileNotFoundError):
-            return bytes(file_system.cat_file(name))
-    except FileNotFoundError:
-        return None
 
 
 @contextmanager

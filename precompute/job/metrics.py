@@ -9,7 +9,7 @@ from cluster.fleet import Failed, UnderWay
 from shards.root.committed import TarReceipts
 
 UNKNOWN = "unknown"
-"""Node label for an attempt that was lost before it reported its node."""
+"""Node label for an attempt that failed because its worker could not start."""
 
 
 class JobMetrics:

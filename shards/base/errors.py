@@ -44,6 +44,10 @@ class UnfitNode(Outage):
     is_transient = False
 
 
+class Stuck(WorkError):
+    """A call in a thread that does not end. Threads cannot be killed, so the process should exit."""
+
+
 class Preempted(WorkError):
     """A stop request from the scheduler or the user; all progress was saved. Schedulers requeue on exit code 75
     (EX_TEMPFAIL)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.actor import ProgressReport, Report
+from cluster.actor import Report
 from cluster.fleet import Event, Fleet, FleetConfig, UnderWay
 from cluster.nodes import Resources
 from cluster.placement import Worker
@@ -102,9 +102,6 @@ class PlayedPool(WorkerPool[str, str]):
 
     def reported(self) -> int:
         return 10 * len(self.running)
-
-    def last_report(self, attempt: RunningAttempt[str]) -> ProgressReport | None:
-        return ProgressReport(attempt.worker.node or "", "worker.err")
 
 
 def make_fleet(

@@ -117,7 +117,9 @@ def test_a_worker_runs_several_units_and_loses_them_together(session: str) -> No
     assert (raised.key, raised.which, raised.failure.line) == ("b", "attempt 1 of 3 failed", "ValueError: b fails")
     done = [event for event in events if isinstance(event, Done)]
     assert sorted(event.key for event in done) == ["a", "b", "c"] and len({event.result for event in done}) == 1
-    assert raised.node == done[0].node and raised.node is not None
+    assert {event.node for event in failed} == {done[0].node} and raised.node is not None
+    (log_of_lost,) = {event.log for event in failed if event.failure.is_lost}
+    assert "a: attempt 1 begins" in Path(log_of_lost).read_text().splitlines()
     log = Path(raised.log).read_text()
     for page in ("docs/reference/metrics.md", "docs/how-to/incidents.md"):
         assert "grep '^00042: attempt 2 ' LOG" in Path(page).read_text()
@@ -155,11 +157,11 @@ def test_a_worker_that_cannot_start_costs_no_attempt(
 def test_on_a_stop_signal_attempts_end_at_their_next_report_and_clean_up(session: str, tmp_path: Path) -> None:
     place = str(tmp_path)
 
-    def work(key: str, number: int, report: object) -> int:
+    def work(key: str, number: int, report: object) -> None:
         mine = Path(place) / key
         mine.touch()
         try:
-            while True:
+            for _ in range(3000):  # a minute, after which the test fails
                 time.sleep(0.02)
                 report(1)  # type: ignore[operator]
         finally:
@@ -168,7 +170,7 @@ def test_on_a_stop_signal_attempts_end_at_their_next_report_and_clean_up(session
     events = []
     for event in fleet(work, "abcd"):
         events.append(event)
-        if isinstance(event, UnderWay) and len(list(tmp_path.iterdir())) == AT_ONCE:
+        if isinstance(event, UnderWay) and event.reported == AT_ONCE:
             os.kill(os.getpid(), signal.SIGTERM)
     assert not [event for event in events if isinstance(event, Done | Failed)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.left", "b.left", "c.left"]

@@ -105,6 +105,9 @@ def test_a_late_node_gets_work_and_a_lost_one_loses_none(
     assert len(results) == 1 and results[0].failed == {}, log
     assert results[0].done == 4 and results[0].left == 0
     assert "an attempt was lost (1 of 10 allowed)" in log
+    failures = map(json.loads, Path(f"{config.output}.failures.jsonl").read_text().splitlines())
+    lost_on = {line["node"]: line["log"] for line in failures if "was lost" in line["outcome"]}
+    assert lost_on.keys() == {lost.node_ip_address} and all(lost_on.values())
     lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     assert lines[-1]["shards_done"] == 4 and lines[-1]["accepted"] + lines[-1]["rejected"] == 320
     assert max(line["shards_in_flight"] for line in lines) <= 2

@@ -109,7 +109,9 @@ def test_the_plan_is_of_what_is_encoded_and_trained(name: str) -> None:
     for number, phase in enumerate(plan.phases, 1):
         config = load_config(TrainConfig, CONFIGS / name / f"phase{number}.yaml", [], "train")
         assert (phase.bucket, phase.steps) == (config.data.streams[0].bucket, config.max_steps)
-        assert phase.global_batch_size == config.global_batch_size
+        sizes = (config.global_batch_size, config.microbatch_size)
+        assert (phase.global_batch_size, phase.microbatch_size) == sizes
+    assert list(plan.data.samples) == stage1.buckets
     assert plan.image.storage == stage1.image.storage
     assert plan.networks.texts.keys() == stage1.texts.keys()
     for tower, planned in plan.networks.texts.items():

@@ -13,27 +13,12 @@ from plan.config import ASSUMED, GPU_KINDS, Plan
 from plan.measured import BenchFile
 from plan.report import make_report
 from plan.text import render, render_comparison, scaling_verdict
-from shards.base.config import Config, load_config
 from shards.base.errors import RequestError
 from tests.plan.conftest import MakePlan, MakeReport
 from train.model.flops import PEAK_TFLOPS
 
 MEASURED = "configs/plan/mosaicml-a100.json"
 BACKBONE = "configs/phase1.yaml"
-
-
-class Stage1Config(Config, extra="ignore"):
-    """The fields of a precompute config that a plan repeats."""
-
-    buckets: list[str]
-
-
-class PhaseConfig(Config, extra="ignore"):
-    """The fields of a training config that a phase of a plan repeats."""
-
-    max_steps: int
-    global_batch_size: int
-    microbatch_size: int
 
 
 def bench(path: Path, **changes: object) -> str:
@@ -44,20 +29,6 @@ def bench(path: Path, **changes: object) -> str:
 
 def test_the_file_spells_out_the_defaults(plan: MakePlan) -> None:
     assert plan() == Plan(measured=[MEASURED])
-
-
-@pytest.mark.parametrize("folder", sorted(path.parent for path in Path("configs").glob("*/plan.yaml")))
-def test_shipped_plans_have_the_batch_sizes_of_the_training_configs(folder: Path, plan: MakePlan) -> None:
-    for number, phase in enumerate(plan(path=str(folder / "plan.yaml")).phases, 1):
-        config = load_config(PhaseConfig, folder / f"phase{number}.yaml", [], "train")
-        sizes = (config.max_steps, config.global_batch_size, config.microbatch_size)
-        assert (phase.steps, phase.global_batch_size, phase.microbatch_size) == sizes
-
-
-@pytest.mark.parametrize("folder", sorted(path.parent for path in Path("configs").glob("*/plan.yaml")))
-def test_shipped_plans_have_the_buckets_of_stage_1(folder: Path, plan: MakePlan) -> None:
-    stage1 = load_config(Stage1Config, folder / "precompute.yaml", [], "precompute")
-    assert list(plan(path=str(folder / "plan.yaml")).data.samples) == stage1.buckets
 
 
 def test_every_assumed_number_is_marked(plan: MakePlan, report: MakeReport) -> None:

@@ -16,9 +16,9 @@ from evaluation.features.extractors import ExtractorsConfig
 from evaluation.features.job import extract
 from evaluation.features.sources import InputRecord, ReferenceConfig, ReferenceUnit, reference_units
 from evaluation.units import run_on_worker, run_units
-from precompute.encode.overlap import Stuck
 from precompute.input.find import find_input
 from precompute.pixels.decode import LimitsConfig
+from shards.base.errors import Stuck
 from shards.base.remote import RemoteStore
 from tests.evaluation.sets import run_here
 from tests.faults.decoders import poisoned
@@ -73,22 +73,6 @@ def test_only_pictures_that_kill_their_worker_are_lost(tmp_path: Path, monkeypat
     found = extract([unit], "toy", TOY, tmp_path / "two", WORKERS)
     assert found.rejected == {"decoder_crash": 1, "not_an_image": 1} and valid.rejected == {}
     assert len(found.values) == len(VALID) and np.array_equal(found.values, valid.values)
-
-
-def test_a_worker_ends_after_an_error_that_it_cannot_recover_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    class EndedError(Exception):
-        pass
-
-    def end(code: int) -> None:
-        raise EndedError(code)
-
-    def fail(error: Exception, attempt: int, report: object) -> None:
-        raise error
-
-    monkeypatch.setattr("os._exit", end)
-    for error, raised in ((Stuck("hangs"), EndedError), (RuntimeError("no device error"), RuntimeError)):
-        with pytest.raises(raised):
-            run_on_worker(fail, WORKERS, error, 1, ignore)
 
 
 @pytest.mark.slow

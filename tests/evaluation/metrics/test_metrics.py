@@ -105,7 +105,7 @@ def test_too_few_samples_are_refused() -> None:
         RequestError, match="22-dimensional features needs at least 28 images, but the sample set has only 25"
     ):
         frechet_at_n(x, np.arange(25), Moments.of(reference))
-    few = MetricInputs(reference, np.arange(200), x, None, lambda: Moments.of(x))
+    few = MetricInputs(reference, np.arange(200), x, None)
     for name in ("fid", "fid_infinity"):
         with pytest.raises(RequestError, match="needs at least 28 images, but the reference has only 25"):
             METRICS[name].compute(few)
@@ -128,14 +128,14 @@ def test_metrics_are_invariant_to_order_and_rotation(seed: int) -> None:
     rotation, _ = np.linalg.qr(rng.normal(size=(5, 5)))
     rows, others = rng.permutation(120), rng.permutation(100)
     for name, metric in METRICS.items():
-        found = metric.compute(MetricInputs(x, clusters, y, texts, lambda: Moments.of(y)))
+        found = metric.compute(MetricInputs(x, clusters, y, texts))
         assert found.low <= found.value <= found.high, name
-        turned = MetricInputs(x @ rotation, clusters, y @ rotation, texts @ rotation, lambda: Moments.of(y @ rotation))
+        turned = MetricInputs(x @ rotation, clusters, y @ rotation, texts @ rotation)
         rotated = metric.compute(turned)
         ends = [found.value, found.low, found.high]
         assert [rotated.value, rotated.low, rotated.high] == pytest.approx(ends, rel=1e-6, abs=1e-9), name
         if name != "fid_infinity":
-            mixed = MetricInputs(x[rows], clusters[rows], y[others], texts[rows], lambda: Moments.of(y[others]))
+            mixed = MetricInputs(x[rows], clusters[rows], y[others], texts[rows])
             shuffled = metric.compute(mixed)
             assert shuffled.value == pytest.approx(found.value, rel=1e-9, abs=1e-12), name
         if metric.better == "higher":

@@ -34,7 +34,7 @@ def test_the_page_works_without_a_mouse(tmp_path: Path, width: int, height: int)
             assert await page.run(wide) == []
             assert await page.run("[...document.images].every(image => image.complete && image.naturalWidth)")
             await page.press("Tab")
-            assert (await page.run("document.activeElement.textContent")) == "Skip to the report"
+            assert (await page.run("document.activeElement.textContent")) == "Skip to the content"
             frames = set(await page.run("[...document.querySelectorAll('.frame')].map(e => e.ariaLabel)"))
             reached = set()
             for _ in range(await page.run("document.querySelectorAll('a, summary, .frame').length")):

@@ -124,10 +124,10 @@ def test_a_sample_set_continues_only_with_the_same_settings(pipeline: Path, tmp_
     place = draw_here(pipeline, tmp_path, sampling())
     assert draw_here(pipeline, tmp_path, sampling(batch_size=5)) == place
     for changes, prompts, message in (
-        ({"guidance": [2.0]}, PROMPTS, r"different settings \(drawing.setting.guidance"),
-        ({"seed": 4}, PROMPTS, r"different settings \(drawing.seed"),
-        ({"part_size": 5}, PROMPTS, r"different settings \(part_size"),
-        ({}, PROMPTS[:4], r"different settings \((prompts|drawing\.num_samples)"),
+        ({"guidance": [2.0]}, PROMPTS, r"different settings: drawing\.setting\.guidance: 3\.0 ≠ 2\.0; "),
+        ({"seed": 4}, PROMPTS, r"different settings: drawing\.seed: 0 ≠ 4; "),
+        ({"part_size": 5}, PROMPTS, r"different settings: part_size: 4 ≠ 5 \("),
+        ({}, PROMPTS[:4], r"different settings: drawing\.num_samples: .*; prompts: a list of 5 ≠ a list of 4"),
     ):
         with pytest.raises(RequestError, match=message):
             draw_here(pipeline, tmp_path, sampling(**changes), prompts)

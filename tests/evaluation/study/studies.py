@@ -67,7 +67,7 @@ def votes_of(study: Study, score: Callable[[int, Showing, str], float]) -> list[
     votes = []
     for rater, showings in enumerate(make_schedule(study)):
         for showing in showings:
-            for question in study.protocol.questions:
+            for question in study.protocol.config.questions:
                 worth = score(rater, showing, question)
                 votes.append(Vote(rater, showing.number, question, words[1 - worth if showing.swapped else worth], 2.5))
     return votes

@@ -170,10 +170,10 @@ def test_files_refer_to_no_other_files(name: str, request: pytest.FixtureRequest
     picture = (tmp_path / "results.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and b"Software" not in picture[:200]
     page = (tmp_path / "results.html").read_text()
-    assert not re.search(r"(?:src|href)=\"(?!data:)|<script|\$\w", page)  # no external resources, no unfilled fields
+    assert not re.search(r"(?:src|href)=\"(?!data:|#)|<script|\$\w", page)  # no external resources, no unfilled fields
     assert its.protocol.sha256 in page and 'alt="Share of votes for each model.' in page
-    assert page.count("<table>") == len(its.protocol.models) + 1
-    assert "<h1>&lt;b&gt;&amp;</h1>" in render(results | {"name": "<b>&"}, picture)
+    assert page.count("<table>") == len(its.protocol.models) + 2
+    assert "<h1>&lt;b&gt;&amp;: results</h1>" in render(results | {"name": "<b>&"}, picture)
 
 
 def test_dollar_signs_are_not_parsed_as_mathematics(study: Study) -> None:

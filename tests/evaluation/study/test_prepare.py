@@ -89,8 +89,8 @@ def test_folders_that_are_not_a_readable_study(tmp_path: Path) -> None:
     study = make_study(tmp_path)
     path = study.folder / "protocol.json"
     content, written = read_sealed_json(path), path.read_text()
-    write_sealed_json(path, content | {"version": 2})
-    refuse(RequestError, r"protocol\.json has format version 2, but this version of")
+    write_sealed_json(path, content | {"version": 1})
+    refuse(RequestError, r"protocol\.json has format version 1, but this version of")
     path.write_text(written.replace('"margin": 0.1', '"margin": 0.2'))
     refuse(DamagedFile, "does not match the SHA-256 stored in it")
     path.write_text(written)
@@ -233,7 +233,8 @@ def test_raters_are_not_assigned_in_fixed_groups(tmp_path: Path) -> None:
     """Otherwise, some raters would never share a prompt, and their effects could not be separated from the prompts'."""
     few = make_study(tmp_path)
     items = [replace(few.protocol.items[0], id=f"item {number}") for number in range(200)]
-    many = replace(few, protocol=replace(few.protocol, items=items, raters=15, votes_per_item=5))
+    counts = few.protocol.config.model_copy(update={"raters": 15, "votes_per_item": 5})
+    many = replace(few, protocol=replace(few.protocol, config=counts, items=items))
     seen: dict[str, list[int]] = defaultdict(list)
     for rater, showings in enumerate(make_schedule(many)):
         for showing in showings:
@@ -284,8 +285,8 @@ def test_sides_are_balanced_and_unpredictable(tmp_path: Path) -> None:
 def test_the_protocol_records_everything_that_is_fixed(tmp_path: Path) -> None:
     study = make_study(tmp_path)
     content = json.loads((study.folder / "protocol.json").read_text())
-    fixed = {"questions", "raters", "votes_per_item", "repeats", "gold_share", "exclude_below", "margin", "seed"}
-    assert fixed <= set(content)
+    assert content["config"].keys() == ProtocolConfig.model_fields.keys()
+    assert content["config"]["gold"] == {"share": 0.25, "exclude_below": 0.75}
     assert content["models"][1]["name"] == "model 1" and content["models"][1]["guidance"] == 8.0
     assert study.secret.hex() not in json.dumps(content)
     assert content["sha256"] != study.protocol.sha256  # the hash covers the whole file

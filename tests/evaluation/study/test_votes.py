@@ -87,7 +87,7 @@ def refusal(study: Study, error: type[Exception], message: str) -> None:
 def test_other_and_damaged_databases_are_rejected(study: Study) -> None:
     with open_votes(study) as votes:
         votes.cast(0, 1, BOTH, "a", 1.0)
-    changed = replace(study, protocol=replace(study.protocol, margin=0.2))
+    changed = replace(study, protocol=replace(study.protocol, secret_sha256="another"))
     refusal(changed, RequestError, r"belongs to a different protocol: .* Changing the protocol requires")
     path = study.folder / "votes.sqlite"
     with closing(sqlite3.connect(path)) as db:

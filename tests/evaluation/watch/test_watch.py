@@ -7,9 +7,9 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -26,9 +26,10 @@ from evaluation.watch import follow
 from evaluation.watch.tracker import images
 from shards.base.durable import read_sealed_json
 from shards.base.errors import Outage, RequestError, WorkError, exit_code_of
+from shards.base.stop import StopSignal
+from shards.base.store import Store
 from shards.open import open_store
 from tests.evaluation.watch.watching import numbers, stay_here, train_here, watch, watcher, written
-from tests.runs import environment
 from tests.train.run.reporting.offline import logged_rows, use_offline_wandb
 from train.export.pipeline import export
 
@@ -218,6 +219,35 @@ def test_watching_ends_with_the_run_if_until_is_a_later_step(
     assert watch(alone, words, "--until", "100") == 0
 
 
+class Recorder:
+    """A store that records which of its methods are called."""
+
+    def __init__(self, store: Store):
+        self.store = store
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self.store, name)
+
+
+def test_an_idle_poll_reads_the_config_and_lists_the_checkpoints(
+    alone: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polls: list[list[str]] = []
+
+    def poll(follower: follow.Follower, stop: StopSignal) -> bool:
+        run = Recorder(follower.run)
+        poll_once(replace(follower, run=run), stop)  # type: ignore[arg-type]
+        polls.append(run.calls)
+        return len(polls) == 3
+
+    poll_once = follow.Follower.poll
+    monkeypatch.setattr(follow.Follower, "poll", poll)
+    assert watch(alone, words) == 0
+    assert polls == [["read", "listing"]] * 3
+
+
 def test_folders_that_are_not_runs_and_runs_without_checkpoints(
     run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,21 +351,6 @@ def test_a_long_outage_ends_a_watcher(
     assert capsys.readouterr().err.count("no answer") == 2
     assert watch(alone, words, "--once", "true") == 1
     assert capsys.readouterr().err.count("no answer") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.faults
-def test_two_watchers_on_ray_of_which_one_is_killed(run_dir: Path, words: list[str], alone: Path) -> None:
-    command = [sys.executable, "-m", "evaluation", "watch", str(run_dir), *words, "--workers.num_cpus", "0.5"]
-    options: dict[str, Any] = {"env": environment(), "start_new_session": True, "stdout": subprocess.DEVNULL}
-    first = run_dir / "evaluations" / "step-00000002-auto" / "g8-s1-own" / "receipts" / "pictures"
-    with subprocess.Popen(command, **options) as killed, subprocess.Popen(command, **options) as other:
-        while not list(first.glob("*.json")):
-            assert killed.poll() is None and other.poll() is None
-            time.sleep(0.05)
-        os.killpg(killed.pid, signal.SIGKILL)
-        assert other.wait(600) == 0
-    assert numbers(run_dir) == numbers(alone)
 
 
 def test_a_run_in_an_object_store(trained: Path, words: list[str], s3: str, tmp_path: Path) -> None:

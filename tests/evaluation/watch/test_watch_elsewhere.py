@@ -1,11 +1,7 @@
 """Following a run from other machines: nodes join and leave, and the trainer's files are only read."""
 
-import json
-import os
-import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,15 +10,12 @@ from ray._private.node import Node
 
 from evaluation.parts import read_part
 from evaluation.sampling.job import read_set
-from evaluation.watch.follow import Follower
 from shards.open import open_store
 from tests.evaluation.watch.watching import numbers, stay_here, watch, written
 from tests.faults.cluster import TwoNodes, workers_of
-from tests.ranks import SERVER
 
 OWN = {"evaluations", "evaluations.jsonl", ".unfinished"}
 """Entries that a watcher adds to a run folder, besides the tracker's files."""
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 WAITS = "No node in the cluster can take a worker"
 
 
@@ -100,53 +93,3 @@ def test_the_trainers_files_are_not_modified(
     assert all(after.get(name) == about for name, about in before.items() if name not in parents)
     added = {name for name in after.keys() - before.keys() if not name.startswith("tracker/evaluations")}
     assert {name.split("/")[0] for name in added} == OWN - parents
-
-
-def test_what_a_poll_costs_the_run(run_dir: Path, words: list[str], tmp_path: Path) -> None:
-    """An idle poll reads the config and one listing. A new checkpoint's files are read once or twice."""
-    result = tmp_path / "polls.json"
-    process = SERVER.Process(target=_count_accesses, args=(run_dir, words, result))
-    process.start()
-    process.join(240)
-    assert process.exitcode == 0
-    first, *idle, end = json.loads(result.read_text())
-    for poll in idle:
-        assert poll["read"] == {"config.yaml": 1} and set(poll["listed"].values()) == {1}
-        assert all(Path(name).parts[0] == "checkpoints" for name in poll["listed"])
-    files = {path.relative_to(run_dir).as_posix() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()}
-    assert set(first["read"]) == files | {"config.yaml", "metrics.jsonl"}
-    again = {name for name in files if "/ema/" in name or name.endswith("/state.json")}
-    assert {name: first["read"][name] for name in files} == {name: 1 + (name in again) for name in files}
-    assert end["listed"] == {"tracker/evaluations": 1} and not end["read"]
-    assert not any(poll["written"] for poll in (first, *idle, end))
-
-
-def _count_accesses(run_dir: Path, words: list[str], result: Path) -> None:
-    """Poll an unfinished run three times, and count how often each of the run's files and folders is opened."""
-    polls: list[dict[str, Counter[str]]] = []
-
-    def begin() -> None:
-        polls.append({"read": Counter(), "listed": Counter(), "written": Counter()})
-
-    def audit(event: str, arguments: tuple[object, ...]) -> None:
-        if event in ("open", "os.scandir", "os.listdir") and polls and str(arguments[0]).startswith(str(run_dir)):
-            name = str(Path(str(arguments[0])).relative_to(run_dir))
-            writes = event == "open" and int(str(arguments[2])) & WRITES
-            polls[-1]["written" if writes else "read" if event == "open" else "listed"][name] += 1
-
-    def poll(follower: Follower, *rest: object) -> bool:
-        begin()
-        poll_once(follower, *rest)
-        ended = len(polls) == 3
-        if ended:
-            begin()
-        return ended
-
-    monkeypatch = pytest.MonkeyPatch()
-    stay_here(monkeypatch)
-    poll_once: Callable[..., bool] = Follower.poll
-    monkeypatch.setattr(Follower, "poll", poll)
-    sys.addaudithook(audit)
-    code = watch(run_dir, words, "--output", str(result.with_name("elsewhere")), "--until", "100")
-    result.write_text(json.dumps(polls))
-    os._exit(code)

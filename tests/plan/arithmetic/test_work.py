@@ -15,25 +15,6 @@ def test_counting_sd2_gives_the_published_work(sd2: Work) -> None:
     assert count_work(Networks(), ["256x256", "512x512"]) == sd2
 
 
-def test_work_rounds_to_the_published_figures(sd2: Work) -> None:
-    forward = [sd2.train[bucket] / 3 for bucket in ("256x256", "512x512")]
-    counted = [*forward, *sd2.encode.values(), sd2.caption]
-    assert [round(flops / 1e9, 1) for flops in counted] == [181.1, 804.3, 272.7, 1116.7, 45.1]
-    assert round(sd2.num_parameters / 1e9, 4) == 0.8659
-
-
-def test_encoders_have_the_published_parameters() -> None:
-    import torch
-    from diffusers import AutoencoderKL
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    with torch.device("meta"):
-        vae = AutoencoderKL.from_config(json.loads(Path("configs/vae/sd2.json").read_text()))
-        text_encoder = CLIPTextModel(CLIPTextConfig(**json.loads(Path("configs/text_encoder/sd2.json").read_text())))
-    assert sum(weights.numel() for weights in vae.encoder.parameters()) == 34_163_592
-    assert sum(weights.numel() for weights in text_encoder.parameters()) == 340_387_840
-
-
 def test_buckets_need_not_be_square() -> None:
     wide = count_work(Networks(), ["576x448"])
     assert wide.latent_hw == {"576x448": (56, 72)}

@@ -7,7 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from precompute.encode.overlap import Stuck, in_background, map_in_order, threads
+from precompute.encode.overlap import in_background, map_in_order, threads
+from shards.base.errors import Stuck
 
 
 def test_order_is_kept_and_the_number_ahead_is_bounded() -> None:

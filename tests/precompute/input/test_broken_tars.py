@@ -16,9 +16,10 @@ import pytest
 
 from precompute.config import PrecomputeConfig
 from precompute.input.find import find_input
-from precompute.input.tars import Tar, TarUnit
+from precompute.input.tars import Tar
 from precompute.input.unit import InputConfig, RawSample
 from shards.base.errors import DamagedInput
+from shards.base.store import LocalStore
 from shards.open import open_store
 from shards.root.committed import TarReceipts
 from shards.tools.verify import verify_root
@@ -138,9 +139,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, list[int]]] = {
 
 def read(folder: Path, policy: str) -> tuple[Tar, list[RawSample]]:
     """Read the tar's samples, and compare them with its sidecar files."""
-    shard = find_input(str(folder)).units()[0]
     tar = Tar(folder / "00000.tar", LIMIT, policy)  # type: ignore[arg-type]
-    tar.check(shard)
+    tar.check(LocalStore(folder), "00000")
     return tar, list(tar.samples())
 
 
@@ -293,8 +293,7 @@ def test_a_bit_of_a_picture(models: Path, tmp_path: Path) -> None:
 
 def test_a_member_over_the_limit_costs_its_sample(tmp_path: Path) -> None:
     make_tar(tmp_path, "00000", [("a", {"jpg": b"x" * 2000, "txt": b"y"}), ("b", {"jpg": b"x" * 1000, "txt": b"y"})])
-    shard = TarUnit("00000", str(tmp_path / "00000.tar"))
     tar = Tar(tmp_path / "00000.tar", 1000)
-    tar.check(shard)
+    tar.check(LocalStore(tmp_path), "00000")
     large, small = tar.samples()
     assert ".jpg has " in large.oversized and large.image is None and not small.oversized

@@ -11,9 +11,10 @@ import pytest
 
 from precompute.input import tars
 from precompute.input.find import choose_caption_fields, find_input
-from precompute.input.tars import Tar, TarUnit, counted_samples
+from precompute.input.tars import Tar, counted_samples
 from precompute.input.unit import MAX_JSON_BYTES
 from shards.base.errors import DamagedInput
+from shards.base.store import LocalStore
 from tests.tiny import make_samples, make_tar
 
 LIMIT = 1 << 20
@@ -77,23 +78,20 @@ def test_a_caption_file_does_not_replace_a_lost_text_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize("columns", [{"key": ["000070000"]}, {"status": ["success"]}, {"vector": [[0.5]]}])
 def test_a_parquet_file_of_another_program_is_no_side_file(columns: dict[str, list[object]], tar: Path) -> None:
     (tar.parent / "00007_stats.json").unlink()
-    assert not find_input(str(tar.parent)).notes
     pq.write_table(pa.table(columns), tar.parent / "00007.parquet")
-    found = find_input(str(tar.parent))
-    assert found.notes[0].startswith("1 of 1 tars have no NNNNN_stats.json or NNNNN.parquet from img2dataset")
-    (unit,) = found.units()
+    (unit,) = find_input(str(tar.parent)).units()
     with unit.open(LIMIT) as source:
         assert len(list(source.samples())) == 6
 
 
 def test_counts_come_from_both_side_files(tar: Path) -> None:
-    shard = TarUnit("00007", str(tar))
-    counted = counted_samples(shard)
+    store = LocalStore(tar.parent)
+    counted = counted_samples(store, "00007")
     assert counted.counts == {"00007_stats.json": 6, "00007.parquet": 6}
-    Tar(tar, LIMIT).check(shard)
+    Tar(tar, LIMIT).check(store, "00007")
     del (opened := Tar(tar, LIMIT)).members["000070003"]
     with pytest.raises(DamagedInput, match=r"contains 5 samples, but 00007_stats\.json lists 6"):
-        opened.check(shard)
+        opened.check(store, "00007")
 
 
 def test_a_flipped_bit_in_any_header_is_found(tar: Path) -> None:
@@ -187,7 +185,7 @@ def test_members_without_a_key_and_folders_are_skipped(tmp_path: Path) -> None:
 
 def test_a_bit_of_a_side_file_is_damage_or_nothing(tar: Path) -> None:
     """It never raises an error that would be mistaken for a storage failure or a bug."""
-    shard, random, refused = TarUnit("00007", str(tar)), np.random.default_rng(0), 0
+    store, random, refused = LocalStore(tar.parent), np.random.default_rng(0), 0
     for name in ("00007.parquet", "00007_stats.json"):
         path = tar.parent / name
         data = path.read_bytes()
@@ -196,7 +194,7 @@ def test_a_bit_of_a_side_file_is_damage_or_nothing(tar: Path) -> None:
             flipped[offset] ^= 1 << int(random.integers(8))
             path.write_bytes(flipped)
             try:
-                counted_samples(shard)
+                counted_samples(store, "00007")
             except DamagedInput:
                 refused += 1
         path.write_bytes(data)
@@ -209,15 +207,15 @@ def test_a_bit_of_a_side_file_is_damage_or_nothing(tar: Path) -> None:
 def test_odd_counts_are_damage(tar: Path, stats: str) -> None:
     (tar.parent / "00007_stats.json").write_text(stats)
     with pytest.raises(DamagedInput, match=r"00007_stats\.json is damaged"):
-        counted_samples(TarUnit("00007", str(tar)))
+        counted_samples(LocalStore(tar.parent), "00007")
 
 
 def test_a_parquet_of_too_many_rows_is_not_read(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tars, "MAX_ROWS", 5)
     with pytest.raises(DamagedInput, match="6 rows, more than the limit of 5"):
-        counted_samples(TarUnit("00007", str(tar)))
+        counted_samples(LocalStore(tar.parent), "00007")
     monkeypatch.setattr(tars, "MAX_ROWS", 6)
-    assert counted_samples(TarUnit("00007", str(tar))).counts["00007.parquet"] == 6
+    assert counted_samples(LocalStore(tar.parent), "00007").counts["00007.parquet"] == 6
 
 
 def of_names(*names: str) -> dict[str, bytes]:

@@ -14,18 +14,18 @@ from safetensors.torch import load_file, save_file
 
 from precompute.__main__ import run as command
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
-from precompute.encode.overlap import Stuck
 from precompute.encode.worker import encode_on_worker
 from precompute.input.find import choose_units
 from precompute.input.tars import TarUnit
 from precompute.job.ledger import Ledger
 from precompute.job.run import announce, table_warning
 from shards.base.errors import RequestError, UnfitNode, WorkError, exit_code_of
+from shards.base.store import LocalStore
 from shards.root.provenance import source_sha256
 from tests.conftest import precompute_config
 from tests.roots import precompute_arguments, tree
 
-AVAILABLE = [TarUnit(f"{i:05d}", f"/tars/{i:05d}.tar") for i in range(12)]
+AVAILABLE = [TarUnit(f"{i:05d}", f"/tars/{i:05d}.tar", LocalStore(Path("/tars")), f"{i:05d}.tar") for i in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -162,30 +162,6 @@ def test_a_worker_that_does_not_see_the_root_encodes_nothing(
     with pytest.raises(UnfitNode, match="nodes do not share this folder"):
         encode_on_worker(unused, 1, unused, recipe, tmp_path / "root", "cpu", 1, source_sha256())
     assert not (tmp_path / "root").exists()
-
-
-@pytest.mark.parametrize(
-    ("error", "ends"), [(Stuck("hangs"), True), (RuntimeError("CUDA error: bus"), True), (WorkError("no"), False)]
-)
-def test_a_worker_that_cannot_continue_ends_its_process(
-    without_ray: None,
-    models: Path,
-    tars: Path,
-    latents: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
-    ends: bool,
-) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("precompute.encode.worker.encode_tar", fail)
-    monkeypatch.setattr("os._exit", sys.exit)
-    config = precompute_config(models, tars, latents)
-    recipe = make_recipe(config, describe_encoding(config))
-    unused: Any = None
-    with pytest.raises(SystemExit if ends else WorkError):
-        encode_on_worker(unused, 1, unused, recipe, latents, "cpu", 1, source_sha256())
 
 
 def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(

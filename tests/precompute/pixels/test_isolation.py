@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from precompute.encode.overlap import Stuck
 from precompute.input.reject import Reject
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from precompute.pixels.isolation import Isolated
-from shards.base.errors import WorkError
+from shards.base.errors import Stuck, WorkError
 from shards.format.buckets import Bucket
 from shards.open import open_store
 from shards.tools.verify import verify_root

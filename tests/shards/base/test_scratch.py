@@ -39,7 +39,7 @@ def begin(scratch: Path, ready: Path) -> None:
     folder = use_scratch(scratch)
     store: Store = open_store("memory://root")
     store.write("tars/00000.tar", bytes(1 << 16))
-    with local_copy("memory://root/tars/00000.tar") as copy, attempt_folder(store, "00000") as attempt:
+    with local_copy(store, "tars/00000.tar") as copy, attempt_folder(store, "00000") as attempt:
         (attempt / "shard.00000.mds").write_bytes(bytes(1 << 16))
         assert folder in copy.parents and folder in attempt.parents
         assert folder in Path(tempfile.mkdtemp()).parents and os.environ["TMPDIR"] == str(folder)
