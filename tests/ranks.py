@@ -30,6 +30,7 @@ from typing import Any
 from unittest.mock import patch
 
 from shards.base.errors import exit_code_of
+from shards.base.parent import die_with
 
 SERVER = get_context("forkserver")
 COMMANDS = ("precompute.__main__", "evaluation.__main__", "train.__main__", "train.start", "train.export.pipeline")
@@ -45,7 +46,7 @@ IMPORTED_LATER = (
 IMPORTED = ("tests.ranks", *COMMANDS, *LAUNCHERS, *IMPORTED_LATER)
 SERVER.set_forkserver_preload(list(IMPORTED))
 
-CLONE_NEWNS, MS_REC, MS_PRIVATE, PR_SET_PDEATHSIG = 0x00020000, 0x4000, 1 << 18, 1
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -61,7 +62,7 @@ def fork_server() -> None:
             return pid
         try:
             listener, alive = passed
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a fork holds both ends of the pipe `alive`
+            die_with(os.getppid())  # because a fork holds both ends of the pipe `alive`
             select.select([listener], [], [])  # import the rest only if a test asks for a process
             for name in IMPORTED:
                 import_module(name)

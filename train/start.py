@@ -1,5 +1,6 @@
 """A training launch from start to finish: joining the other processes, preparing, acquiring the run and training."""
 
+import os
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,6 @@ from shards.base.pool import configure_malloc
 from shards.open import open_store
 from train.config import TrainConfig
 from train.early import describe_finished, nothing_to_do
-from train.model.sharding import launched_sharding
 from train.prepare import Prepared, on_main_process, precision_of_run, prepare
 from train.run.checkpoints import local_copy
 from train.run.checkpoints.checkpoint import step_folder
@@ -34,14 +34,17 @@ def train_here(config: TrainConfig, config_file: Path | None) -> None:
 
     Args:
         config_file: the config file. The final message lists the configs in the same folder that start from this run.
+
+    Raises:
+        RequestError: the launcher requests FSDP.
     """
     die_with_launcher()
-    device = choose_device(config.device)
-    config = config.model_copy(update={"sharding": launched_sharding() or config.sharding})
-    if config.sharding != "none" and config.precision == "float16":
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise RequestError(
-            "The launcher requests FSDP, which this trainer does not support with float16. Set precision to bfloat16."
+            "The launcher requests FSDP, but this trainer shards the weights itself. Launch with "
+            "configs/accelerate/ddp.yaml, and set `--sharding full` or `--sharding grad_op`."
         )
+    device = choose_device(config.device)
     with closing(join_processes(config.start_timeout, device)) as heartbeat, ExitStack() as downloads:
         _train_here(config, config_file, heartbeat, device, downloads)
 

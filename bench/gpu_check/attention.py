@@ -1,6 +1,6 @@
 """Error and speed of torch's attention kernels on the shapes of the U-Net and of the VAE's middle block."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup, seconds_of
 from shards.base.device import SAFE_KERNELS, AttentionKernel
-from train.model.attention import BACKENDS, both_ways, error_of, provoke
+from train.model.attention import BACKENDS, Outcome, both_ways, provoke
 
 MAX_ERROR = 0.02
 """Maximum relative RMS error of bfloat16."""
@@ -61,10 +61,29 @@ def provoked(setup: Setup, found: Findings) -> None:
     run uses by default."""
     for kernel in BACKENDS:
         for outcome in provoke(setup.device, kernel):
-            is_default = kernel in SAFE_KERNELS
-            found.row("provoked", kernel=kernel, default=is_default, **asdict(outcome))
-            if is_default and outcome.not_finite is not None:
-                found.check(f"attention, {outcome.input}, {kernel}: values that are not finite", outcome.not_finite, 0)
+            is_default, not_finite = kernel in SAFE_KERNELS, outcome.not_finite
+            found.row(
+                "provoked",
+                kernel=kernel,
+                default=is_default,
+                input=outcome.name,
+                not_finite=not_finite,
+                error=error_in_float64(outcome) if not_finite == 0 else None,
+                refusal=outcome.refusal,
+            )
+            if is_default and not_finite is not None:
+                found.check(f"attention, {outcome.name}, {kernel}: values that are not finite", not_finite, 0)
+
+
+def error_in_float64(outcome: Outcome) -> float:
+    """Return the largest relative RMS error of a kernel's output and gradients, compared with float64."""
+    exact = both_ways("math", [tensor.double() for tensor in outcome.inputs])
+    return max(error_of(result, reference.float()) for result, reference in zip(outcome.results, exact, strict=True))
+
+
+def error_of(result: Tensor, reference: Tensor) -> float:
+    """Return the RMS of the difference over the RMS of the reference."""
+    return float((result.float() - reference).norm() / reference.norm())
 
 
 def compare(

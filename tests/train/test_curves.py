@@ -9,6 +9,7 @@ import pytest
 from bench.kit.roots import make_root
 from tests import ranks
 from tests.runs import TRANSFORMER, UNET, curve, train_fields, write_config
+from train.run.reporting.json_lines import read_json_lines
 
 LAYOUTS = [
     # processes, nodes, workers, microbatch
@@ -22,8 +23,8 @@ LAYOUTS = [
     (2, 2, 1, 16),
     (4, 2, 0, 8),
 ]
-SHORT = [0, 8]
-"""The layouts of `make test`; test_run.py has loader workers and other microbatches on one process."""
+SHORT = [0, 1, 3, 8]
+"""The layouts of `make test`."""
 SIZES = [(1, 1), (2, 1), (3, 1), (3, 3), (4, 2), (6, 3), (6, 6), (12, 12)]
 """Layouts of processes and machines that share a global batch of 12 with 4 canonical nodes."""
 
@@ -63,6 +64,12 @@ def train(folder: Path, root: Path, network: Path, layout: tuple[int, int, int, 
     return folder / name
 
 
+def losses_by_quarter(run_dir: Path) -> list[dict[str, float]]:
+    """Return each step's loss per quarter of the timesteps, without quarters that have no sample."""
+    rows = read_json_lines(run_dir / "metrics.jsonl")
+    return [{name: loss for name, loss in row["loss_by_quarter"].items() if loss is not None} for row in rows]
+
+
 def largest_difference(found: list[float], expected: list[float]) -> float:
     """Return the largest relative difference of losses over the steps of both runs."""
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
@@ -74,15 +81,17 @@ def largest_difference(found: list[float], expected: list[float]) -> float:
     ids=["16-steps", "200-steps"],
 )
 def test_one_curve(steps: int, layouts: list[int], network: Path, root: Path, tmp_path: Path) -> None:
-    expected = None
+    expected, expected_quarters = None, None
     for layout in (LAYOUTS[i] for i in layouts):
         if layout[1] > 1 and not ranks.nodes_can_be_simulated():
             print("several nodes: left out, as this process may not make a /dev/shm of its own for each")
             continue
-        found = curve(train(tmp_path, root, network, layout, steps))
+        run_dir = train(tmp_path, root, network, layout, steps)
+        found, quarters = curve(run_dir), losses_by_quarter(run_dir)[:20]
         assert len(found[0]) == steps
-        expected = expected or found
+        expected, expected_quarters = expected or found, expected_quarters or quarters
         assert found[1] == expected[1]  # the same samples at each step
+        assert quarters == [pytest.approx(losses, rel=1e-5) for losses in expected_quarters]
         if layout[0] == 1 and layout[3] == 32:
             assert found[0] == expected[0]  # only the number of workers differs, so the curve must be bit-exact
         first, all_of_them = (largest_difference(found[0][:n], expected[0][:n]) for n in (20, steps))

@@ -362,20 +362,21 @@ may."""
 
 
 @pytest.mark.parametrize(
-    ("send", "number"),
+    ("num_processes", "send", "number"),
     [
-        (os.killpg, signal.SIGINT),
-        (os.kill, signal.SIGTERM),
-        pytest.param(os.kill, signal.SIGHUP, marks=pytest.mark.slow),
+        (1, os.killpg, signal.SIGINT),
+        (1, os.kill, signal.SIGTERM),
+        pytest.param(1, os.kill, signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(2, os.killpg, signal.SIGINT, marks=pytest.mark.slow),
     ],
-    ids=["Ctrl-C", "SIGTERM", "SIGHUP"],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP", "Ctrl-C, 2 processes"],
 )
-def test_a_single_process_saves_before_it_and_the_launcher_exit(
-    latents: Path, tmp_path: Path, send: Send, number: signal.Signals
+def test_the_run_saves_before_its_processes_and_the_launcher_exit(
+    latents: Path, tmp_path: Path, num_processes: int, send: Send, number: signal.Signals
 ) -> None:
-    fields = train_fields(latents, tmp_path / "run", max_steps=100_000, checkpoint={"every": 100_000})
-    config = write_config(tmp_path, fields)
-    process = start_launcher(tmp_path, 1, "-m", "train", "--config", str(config), "--num_processes", "1")
+    changes = {"max_steps": 100_000, "checkpoint": {"every": 100_000}, "data": {"num_workers": 1}}
+    config = write_config(tmp_path, train_fields(latents, tmp_path / "run", **changes))
+    process = start_launcher(tmp_path, num_processes, "-m", "train", "--config", str(config))
     while last_step(tmp_path / "run") < 2:
         assert process.is_alive(), (tmp_path / "errors").read_text()
         time.sleep(0.02)
@@ -480,38 +481,32 @@ def test_only_lost_processes_are_restarted(tmp_path: Path, code: int, starts: in
     assert len(list(tmp_path.glob("start-*"))) == starts
 
 
-def test_a_stop_that_gets_lost_between_two_checks_of_the_processes_restarts_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+def check_again() -> None:
+    LocalElasticAgent._monitor_workers(Mock(), Mock())
+    pytest.fail("torch's launcher would now restart the processes")
+
+
+def find_killed() -> None:
+    raise subprocess.CalledProcessError(-signal.SIGKILL, "python")
+
+
+@pytest.mark.parametrize(("words", "go_on"), [("1", find_killed), ("2 --multi_gpu", check_again)])
+def test_a_lost_stop_signal_still_decides_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, words: str, go_on: Callable[[], None]
 ) -> None:
-    def check_after_losing(_: object) -> None:
+    """The signal arrives in a finalizer, where Python discards the exception. The launcher then finds that its process
+    was killed, or checks its processes again, and restarts none."""
+
+    def lose_signal(_: object) -> None:
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(10)
-        LocalElasticAgent._monitor_workers(Mock(), Mock())
-        pytest.fail("torch's launcher would now restart the processes")
+        go_on()
 
     for name in ("PET_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"):  # restored after the test
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: RunResult(WorkerState.FAILED))
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", check_after_losing)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", lose_signal)
     monkeypatch.setattr("train.launch.child_processes", dict)
     with pytest.raises(Preempted, match="The launcher received SIGTERM"):
-        launch.launch(["--num_processes", "2", "--multi_gpu", "script.py"])
-
-
-def test_a_stop_that_gets_lost_still_decides_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a signal that arrives in a finalizer, where Python discards the exception, and processes that were
-    killed."""
-
-    def lose(_: object) -> None:
-        with suppress(BaseException):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(10)
-        raise subprocess.CalledProcessError(-signal.SIGKILL, "python")
-
-    for name in ("PET_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"):  # restored after the test
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", lose)
-    monkeypatch.setattr("train.launch.child_processes", dict)
-    with pytest.raises(Preempted, match="The launcher received SIGTERM"):
-        launch.launch(["--num_processes", "1", "script.py"])
+        launch.launch(["--num_processes", *words.split(), "script.py"])

@@ -1,9 +1,7 @@
 """Complete runs: loss curves, resuming, refused requests, damaged data, signals, validation and the log."""
 
-import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from dataclasses import replace
@@ -18,7 +16,7 @@ from shards.base.store import LocalStore
 from shards.root.index import write_indexes
 from tests import ranks
 from tests.roots import part_of
-from tests.runs import PYTHON, compare, curve, environment, launcher, run_module, train_fields, write_config
+from tests.runs import PYTHON, compare, curve, environment, run_module, train_fields, write_config
 from train.__main__ import run as command
 from train.data.batch import Batch
 from train.data.draws import Draws
@@ -69,37 +67,6 @@ def test_check_checks_a_launch_of_several_processes_in_one(
     with pytest.raises(RequestError, match=r"global_batch_size 8 is not divisible by the number of processes \(3\)"):
         command(["check", *config, "--num_processes", "3"])
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("num_processes", "changes", "bit_equal"),
-    [
-        (1, {"data": {"num_workers": 2}}, True),
-        (1, {"microbatch_size": 8}, False),
-        # test_curves covers four ranks in `make test`
-        pytest.param(2, {"microbatch_size": 3}, False, marks=pytest.mark.slow),
-        pytest.param(4, {"microbatch_size": 2, "data": {"num_workers": 1}}, False, marks=pytest.mark.slow),
-    ],
-    ids=["2-workers", "microbatch-8", "2-ranks", "4-ranks-with-workers"],
-)
-def test_the_loss_curve_depends_on_neither_ranks_nor_workers_nor_microbatches(
-    reference: Path, latents: Path, tmp_path: Path, num_processes: int, changes: dict[str, Any], bit_equal: bool
-) -> None:
-    result = run(tmp_path, train_fields(latents, tmp_path / "run", max_steps=STEPS, **changes), num_processes)
-    assert result.returncode == 0, result.stderr
-    (expected_losses, expected_keys), (losses, keys) = curve(reference), curve(tmp_path / "run")
-    assert keys == expected_keys
-    # pytest.approx cannot compare null, the value of a quarter without samples
-    quarters = [
-        [
-            {name: loss for name, loss in row["loss_by_quarter"].items() if loss is not None}
-            for row in read_json_lines(run_dir / "metrics.jsonl")
-        ]
-        for run_dir in (reference, tmp_path / "run")
-    ]
-    for expected_line, line in zip(*quarters, strict=True):
-        assert line == pytest.approx(expected_line, rel=1e-5)
-    assert losses == (expected_losses if bit_equal else pytest.approx(expected_losses, rel=1e-5))
 
 
 def test_a_killed_run_resumes_from_the_checkpoint_before_a_damaged_one(
@@ -294,39 +261,6 @@ def test_a_file_with_a_flipped_bit_is_named_and_stops_the_run(latents: Path, tmp
     result = run(tmp_path, train_fields(root, tmp_path / "run", max_steps=20, data={"num_workers": 2, "timeout": 10}))
     assert result.returncode == 1
     assert f"{path} is damaged: its xxh3_64 does not match its index" in result.stderr.replace("\n", " ")
-
-
-@pytest.mark.parametrize(
-    ("num_processes", "num_workers", "number"),
-    [(1, 2, signal.SIGTERM), pytest.param(2, 0, signal.SIGINT, marks=pytest.mark.slow)],
-    ids=["1-rank-with-workers-SIGTERM", "2-ranks-SIGINT"],
-)
-def test_a_stop_signal_saves_and_ends_the_run(
-    reference: Path, latents: Path, tmp_path: Path, num_processes: int, num_workers: int, number: signal.Signals
-) -> None:
-    """The whole process group is signalled, as schedulers and terminals do. The losses until then are those of an
-    undisturbed run."""
-    fields = train_fields(
-        latents, tmp_path / "run", max_steps=4000, checkpoint={"every": 10_000}, data={"num_workers": num_workers}
-    )
-    words = ["--config", str(write_config(tmp_path, fields)), "--num_processes", str(num_processes)]
-    program = "train.__main__:run"
-    if num_processes > 1:
-        words, program = [*launcher(num_processes)[3:], "-m", "train", *words], "tests.ranks:launch"
-    (process,) = ranks.start(tmp_path / "log", words, program=program)
-    while len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) < 2:
-        assert process.is_alive(), (tmp_path / "log").read_text()
-        time.sleep(0.01)
-    assert process.pid is not None
-    os.killpg(process.pid, number)
-    assert ranks.wait([process], 120) == [75]
-    printed = " ".join((tmp_path / "log").read_text().split())
-    (folder,) = list_checkpoints(tmp_path / "run")
-    assert f"saved a checkpoint after step {step_of(folder)}" in printed and "Traceback" not in printed
-    verify_checkpoint(folder)
-    assert len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) == step_of(folder)
-    losses = curve(tmp_path / "run")[0][:STEPS]
-    assert losses == pytest.approx(curve(reference)[0][: len(losses)], rel=1e-5)
 
 
 def test_non_finite_steps_change_nothing_and_too_many_stop_the_run(

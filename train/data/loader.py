@@ -7,8 +7,7 @@ If any of this fails, the training process raises a single error.
 import copy
 import hashlib
 import traceback
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from itertools import chain, repeat
 
 import numpy as np
@@ -18,17 +17,19 @@ from shards.base.device import has_accelerator
 from shards.base.errors import RequestError, WorkError
 from train.data.batch import Batch, Collate
 from train.data.cache import Cache
+from train.data.deadline import end_process, within
 from train.data.files import SampleReader, StreamFiles
 from train.data.order import Order, StreamOrder
 from train.data.spec import DataConfig, DataSpec, column_lengths
 from train.data.streams import diagnose_storage, resolve_root
-from train.data.watchdog import Watchdog, diagnose, end_process
 from train.data.workers import LoaderWorkers, LoadFailure
 
 MAX_PREFETCH = 4
 """Maximum number of batches that each loader worker prepares in advance."""
 FILE_PREFETCH = 4
 """Number of upcoming batches for which a worker downloads and verifies files in advance."""
+DIAGNOSIS_SECONDS = 10.0
+"""Time in seconds to find out why no batch arrives."""
 
 
 class GlobalBatches:
@@ -142,42 +143,38 @@ class Loader:
             WorkError: a file is missing or damaged, no batch arrived in time, or a worker died.
         """
         timeouts = chain(repeat(self.config.first_timeout, self.num_first), repeat(self.config.timeout))
-        with self._start() as load:
+        workers = LoaderWorkers(self.batches, self.num_workers, self.ahead, self.step) if self.num_workers else None
+        try:
             for timeout in timeouts:
-                batch = self._checked(load(self.step, timeout))
+                batch = self._load(workers, timeout)
                 yield batch.pin_memory() if self.pin_memory else batch
                 self.step += 1
-
-    @contextmanager
-    def _start(self) -> Iterator[Callable[[int, float], Batch | LoadFailure]]:
-        """Return a function that loads a step within a timeout in seconds: in workers, or in this process if there are
-        none. In this process, a hung read ends only when the process ends."""
-        if not self.num_workers:
-            watchdog = Watchdog(lambda: diagnose_storage(self.spec))
-
-            def load_here(step: int, timeout: float) -> Batch | LoadFailure:
-                with watchdog.watching(timeout):
-                    return self.batches.load(step)
-
-            yield load_here
-            return
-        workers = LoaderWorkers(self.batches, self.num_workers, self.ahead, self.step)
-        try:
-            yield lambda step, timeout: self._load_in(workers, step, timeout)
         finally:
-            workers.kill()
-
-    def _load_in(self, workers: LoaderWorkers, step: int, timeout: float) -> Batch | LoadFailure:
-        try:
-            return workers.get(step, timeout)
-        except WorkError as error:
-            found = diagnose(lambda: diagnose_storage(self.spec))
-            if found is None:  # a normal exit would wait for threads that are blocked on storage
+            if workers is not None:
                 workers.kill()
-                end_process(f"{error} The storage does not respond. Restore access to the storage.")
-            return LoadFailure(f"{error} {found}")
 
-    def _checked(self, batch: Batch | LoadFailure) -> Batch:
+    def _load(self, workers: LoaderWorkers | None, timeout: float) -> Batch:
+        """Return the batch of the current step, loaded by a worker or, if there are none, by this process.
+
+        A batch that does not arrive within `timeout` seconds ends the process immediately if the storage does not
+        respond, or if there are no workers that could be killed.
+
+        Raises:
+            WorkError: a file is missing or damaged, no worker's batch arrived in time, or a worker died.
+        """
+        batch: Batch | LoadFailure | None
+        try:
+            if workers is not None:
+                batch = workers.get(self.step, timeout)
+            elif (batch := within(timeout, lambda: self.batches.load(self.step))) is None:
+                raise WorkError(f"No batch arrived within {timeout:g} s.")
+        except WorkError as error:
+            found = within(DIAGNOSIS_SECONDS, lambda: diagnose_storage(self.spec))
+            if found is None or workers is None:  # a normal exit would wait for threads that are blocked on storage
+                if workers is not None:
+                    workers.kill()
+                end_process(f"{error} {found or 'The storage does not respond. Restore access to the storage.'}")
+            batch = LoadFailure(f"{error} {found}")
         failed = f"The loader failed after step {self.step}"
         if isinstance(batch, LoadFailure):
             raise WorkError(f"{failed}: {batch}")

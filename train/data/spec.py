@@ -107,6 +107,19 @@ class DataConfig(Config):
 
 
 @dataclass(frozen=True)
+class FoundStream:
+    """The resolved state of a stream: everything about it that can change over time."""
+
+    encoding: EncodingRecord
+    index: str
+    """ID of the index to which the run is pinned."""
+    exclusions: tuple[str, ...]
+    """IDs of the exclusion lists to apply."""
+    recalled: frozenset[str]
+    """Names (see `part_name`) of the bucket's parts that have been recalled so far."""
+
+
+@dataclass(frozen=True)
 class DataSpec:
     """The opened data of a run: its encoding, its streams and the length of an epoch."""
 
@@ -171,6 +184,7 @@ class OpenStream:
     """A stream whose index has been read, with the number of its samples per epoch."""
 
     config: StreamConfig
+    found: FoundStream
     store: Store
     latent_hw: tuple[int, int]
     files: MdsIndex
@@ -180,12 +194,7 @@ class OpenStream:
     """Number of samples that pass the filter."""
     chosen: int
     """Number of samples per epoch, after applying the weight."""
-    index_sha256: str
-    """ID of the index."""
-    encoding_id: str
-    exclusions: tuple[str, ...] = ()
-    """IDs of the exclusion lists that were applied."""
-    recalled: int = 0
+    recalled: int
     """Number of samples in parts that were recalled after the index was published."""
 
 

@@ -34,23 +34,18 @@ from train.data.cache import Cache
 from train.data.node import SizeCheck, check_sizes, node_folder, once_per_node
 from train.data.order import choose_per_epoch
 from train.data.selection import FilterConfig, Selection, select
-from train.data.spec import DataConfig, DataSpec, OpenStream, StreamConfig, encoding_differences, keep_towers
+from train.data.spec import (
+    DataConfig,
+    DataSpec,
+    FoundStream,
+    OpenStream,
+    StreamConfig,
+    encoding_differences,
+    keep_towers,
+)
 
 SIZE_CHECK_SECONDS = 10.0
 """Seconds that a run waits for its size check before the first step. A problem that is found later stops the run."""
-
-
-@dataclass(frozen=True)
-class FoundStream:
-    """The resolved state of a stream: everything about it that can change over time."""
-
-    encoding: EncodingRecord
-    index: str
-    """ID of the index to which the run is pinned."""
-    exclusions: tuple[str, ...]
-    """IDs of the exclusion lists to apply."""
-    recalled: frozenset[str]
-    """Names (see `part_name`) of the bucket's parts that have been recalled so far."""
 
 
 @dataclass(frozen=True)
@@ -235,15 +230,13 @@ def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, glo
     recalled = np.isin(files.parts["name"], [name.encode() for name in found.recalled])
     return OpenStream(
         config=stream,
+        found=found,
         store=store,
         latent_hw=Bucket.parse(stream.bucket).latent_hw(found.encoding.image.downsampling),
         files=files,
         selection=selection,
         num_samples=num_samples,
         chosen=chosen,
-        index_sha256=found.index,
-        encoding_id=found.encoding.id,
-        exclusions=found.exclusions,
         recalled=int(files.parts["samples"][recalled].sum()),
     )
 

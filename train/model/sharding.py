@@ -5,7 +5,6 @@ A checkpoint can be resumed with or without sharding. The trainer calls `fully_s
 gloo, because accelerate's FSDP2 plugin does nothing on CPUs, on which the tests run.
 """
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -15,37 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shards.base.device import Precision, has_accelerator
-from shards.base.errors import RequestError
+from shards.base.device import Precision
 from train.model.blocks import find_blocks
 from train.model.config import Sharding
-
-
-def launched_sharding() -> Sharding | None:
-    """Return the sharding that accelerate's launcher requests (`configs/accelerate/fsdp2_*.yaml`), or None.
-
-    The request is removed from the environment, so that accelerate itself does not set up FSDP.
-
-    Raises:
-        RequestError: FSDP is requested on CPUs, where accelerate would silently ignore it, or with settings that this
-            trainer does not support.
-    """
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        return None
-    if not has_accelerator():
-        raise RequestError(
-            "The launcher asks for FSDP, which accelerate supports only on GPUs, but torch finds no GPU. Launch with "
-            "configs/accelerate/ddp.yaml. To shard weights on CPUs, add `--sharding full` or `--sharding grad_op`."
-        )
-    version, offload = os.environ.get("FSDP_VERSION", "1"), os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower()
-    if version != "2" or offload == "true":
-        raise RequestError(
-            f"The launcher asks for FSDP version {version} with parameter offload {offload}, but this trainer supports "
-            f"only version 2 without offload. Launch with configs/accelerate/fsdp2_full_shard.yaml or "
-            f"fsdp2_grad_op.yaml."
-        )
-    os.environ["ACCELERATE_USE_FSDP"] = "false"
-    return "full" if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true" else "grad_op"
 
 
 def group_mesh(size: int | None, num_processes: int, device_type: str) -> DeviceMesh | None:

@@ -26,8 +26,8 @@ from train.data.batch import Batch, Collate
 from train.data.draws import Draws
 from train.data.node import node_folder
 from train.data.selection import FilterConfig, select_part
-from train.data.spec import column_lengths, encoding_differences, keep_towers
-from train.data.streams import FoundStream, find_stream, map_index
+from train.data.spec import FoundStream, column_lengths, encoding_differences, keep_towers
+from train.data.streams import find_stream, map_index
 from train.model.ema import Ema
 from train.model.sharding import reshard
 from train.objective.config import NUM_TIMESTEPS, ValidationConfig

@@ -58,11 +58,11 @@ def make_fingerprint(
                 "weight": stream.config.weight,
                 "samples": stream.num_samples,
                 "selection_sha256": stream.selection.sha256 if stream.selection is not None else None,
-                "index_sha256": stream.index_sha256,
-                "encoding_id": stream.encoding_id,
+                "index_sha256": stream.found.index,
+                "encoding_id": stream.found.encoding.id,
                 "filter": bounds.model_dump(mode="json") if (bounds := stream.config.filter or data.filter) else None,
                 "latents": {"scale": list(spec.image.scale), "shift": list(spec.image.shift)},
-                "exclusions": list(stream.exclusions),
+                "exclusions": list(stream.found.exclusions),
             }
             for stream in spec.streams
         ],
@@ -126,7 +126,7 @@ def check_same_everywhere(accelerator: Accelerator | None, fingerprint: dict[str
     Processes with different data would train on some samples twice and never on others.
 
     Args:
-        problem: error message about this process's data files; None: they are valid.
+        problem: error message about this process's device or data files; None: they can be used.
 
     Raises:
         RequestError: a process has a problem, or the fingerprints differ. All processes raise it.

@@ -15,12 +15,14 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from shards.base.table import counted
-from train.data.watchdog import diagnose
+from train.data.deadline import within
 
 HEARTBEAT_SECONDS = 2.0
 """Interval between heartbeats, in seconds."""
 SILENCE_SECONDS = 2.5 * HEARTBEAT_SECONDS
 """Time in seconds without a heartbeat after which a rank counts as silent."""
+STORE_SECONDS = 10.0
+"""Time in seconds to wait for the process group's store, whose host may be lost."""
 MAX_NAMED = 4
 """Maximum number of ranks that a message names."""
 STARTING, LOADING, LEAVING, FAILED = "starting", "loading", "shutting down", "failed: "
@@ -168,7 +170,7 @@ class HeartbeatReporter:
             stage = f"{FAILED}{type(error).__name__}: {first_line[:200]}"
         self.status = self.status._replace(stage=stage)
         if self.store is not None:
-            diagnose(self._send)
+            within(STORE_SECONDS, self._send)
 
     def read_statuses(self) -> list[RankStatus | None]:
         """Read the last status of every rank; None for a rank that has never sent a heartbeat.
@@ -188,7 +190,7 @@ class HeartbeatReporter:
 
         This takes SILENCE_SECONDS, in which it observes which ranks still send heartbeats.
         """
-        return diagnose(self._find_missing)
+        return within(STORE_SECONDS, self._find_missing)
 
     def describe_missing(self) -> str:
         """Return a sentence that names the missing ranks, for an error message.

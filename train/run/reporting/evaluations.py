@@ -26,8 +26,6 @@ FOLDER = "tracker/evaluations"
 RESULTS_SUFFIX, MARKER_SUFFIX = ".zip", ".told.json"
 POLL_SECONDS = 30.0
 """Interval between checks for new results files, in seconds."""
-PNG_SIGNATURE, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
-"""First and last bytes of a PNG file. The last bytes are the type and checksum of the IEND chunk."""
 
 
 class EvaluationResults(NamedTuple):
@@ -60,7 +58,7 @@ def list_unlogged(store: Store) -> list[str]:
 
 
 def read_results(store: Store, name: str) -> EvaluationResults | None:
-    """Read a results file. Damaged images are reported and omitted; if the values are damaged, return None.
+    """Read a results file. If it is damaged, report it and return None.
 
     Raises:
         OSError, Outage: the file cannot be read at the moment. Damaged content does not raise these errors.
@@ -68,42 +66,14 @@ def read_results(store: Store, name: str) -> EvaluationResults | None:
     path = f"{FOLDER}/{name}{RESULTS_SUFFIX}"
     where, content = store.where(path), store.read(path)
     try:
-        with ZipFile(BytesIO(content)) as archive:
-            step, values = check_values(json.loads(archive.read("values.json")))
-            pictures = {}
-            for member in archive.namelist():
-                if member.endswith(".png"):
-                    try:
-                        pictures[member.removesuffix(".png")] = check_png(archive.read(member))
-                    except Exception as error:  # see the comment below
-                        print(f"The image {member} in {where} is damaged and will not be logged: {error}", flush=True)
+        with ZipFile(BytesIO(content)) as archive:  # reading a member verifies its checksum
+            fields = json.loads(archive.read("values.json"))
+            images = [member for member in archive.namelist() if member.endswith(".png")]
+            pictures = {member.removesuffix(".png"): archive.read(member) for member in images}
+        return EvaluationResults(name, fields["step"], fields["values"], pictures)
     except Exception as error:  # the file could be read, so any parser error means that its content is damaged
         print(f"The results file {where} is damaged and will not be logged: {error!r}", flush=True)
         return None
-    return EvaluationResults(name, step, values, pictures)
-
-
-def check_values(content: Any) -> tuple[int, dict[str, float]]:
-    """Return the step and the values that values.json contains.
-
-    Raises:
-        ValueError, KeyError, TypeError: the content has a different structure.
-    """
-    step, values = content["step"], content["values"]
-    if not isinstance(step, int) or not all(isinstance(value, int | float) for value in values.values()):
-        raise ValueError("values.json must contain a step and a number for each metric")
-    return step, values
-
-
-def check_png(content: bytes) -> bytes:
-    """Return `content` if the beginning and the end of the PNG file are intact. This needs no image library.
-
-    Raises:
-        ValueError: the file is truncated, or not a PNG.
-    """
-    if not content.startswith(PNG_SIGNATURE) or not content.endswith(PNG_END):
-        raise ValueError(f"its {len(content)} bytes are not a complete PNG")
-    return content
 
 
 def log_results(trackers: list[Any], results: EvaluationResults, wandb_step: int) -> None:

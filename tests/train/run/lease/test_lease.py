@@ -1,12 +1,9 @@
 """Leases between real processes and threads: who gets a run, who waits, and what a superseded launch can still do."""
 
 import errno
-import json
 import os
-import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,41 +15,16 @@ import pytest
 from shards.base.errors import WorkError
 from shards.base.store import LocalStore
 from tests import ranks
-from tests.runs import acquire, curve, environment, train_fields, wait_until, write_config
+from tests.runs import acquire, curve, train_fields, wait_until, write_config
 from train.run.checkpoints.checkpoint import list_checkpoints, verify_checkpoint
 from train.run.lease.backend import Backend, Seen
-from train.run.lease.folder import FolderBackend, publish, remove
+from train.run.lease.folder import FolderBackend, remove
 from train.run.lease.lease import Lease, LeaseLost, RunInUse, wait_until_free
-from train.run.lease.owner import Pace, process_start, this_process
+from train.run.lease.owner import Pace, has_ended, process_start, this_process
 from train.run.lease.store import StoreBackend
 from train.run.reporting.json_lines import JsonLines, read_json_lines
 
 pytestmark = pytest.mark.heavy
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from shards.base.errors import exit_code_of
-from train.run.lease.folder import FolderBackend, publish
-from train.run.lease.lease import Lease
-
-def hold():
-    run_dir = Path(sys.argv[1])
-    with Lease.acquire(FolderBackend(run_dir), 60) as lease:
-        for number in range(100_000):
-            (lease.folder / "own").mkdir()
-            (lease.folder / "own" / "text").write_text(f"{lease.number} {number}")
-            publish(lease.folder / "own", run_dir / "published", lease.folder)
-            time.sleep(0.002)
-
-sys.exit(exit_code_of(hold))
-"""
-
-
-def holders(run_dir: Path, count: int) -> list[subprocess.Popen[str]]:
-    """Start processes that acquire the run, and publish a folder in it again and again."""
-    command = [sys.executable, "-c", HOLDER, str(run_dir)]
-    return [subprocess.Popen(command, env=environment(), text=True, stderr=subprocess.PIPE) for _ in range(count)]
 
 
 @pytest.fixture(params=["folder", "store"])
@@ -67,43 +39,6 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each launch run on a different machine, so that only heartbeats say whether it is alive."""
     monkeypatch.setattr("train.run.lease.owner.machine", lambda: None)
-
-
-def test_one_of_several_launches_proceeds_and_the_others_say_which(tmp_path: Path) -> None:
-    several = holders(tmp_path, 4)
-    wait_until(lambda: sum(process.poll() is None for process in several) == 1)
-    (alive,) = [process for process in several if process.returncode is None]
-    for process in several:
-        if process is not alive:
-            message = " ".join(process.communicate()[1].split())
-            assert process.returncode == 2
-            assert f"{tmp_path} is in use: launch 1 (host " in message
-            assert (
-                re.search(rf"process {alive.pid}, since 20\d\d-\d\d-\d\dT", message)
-                and "only one launch may use a run at a time" in message
-            )
-    alive.kill()
-    alive.communicate()
-    # a process of this machine that died of SIGKILL is known to be dead at once
-    assert acquire(tmp_path, ttl=1000).number == 2
-    assert json.loads((tmp_path / "launches" / "0001.json").read_text())["pid"] == alive.pid
-    assert [path.name[:4] for path in (tmp_path / ".unfinished").iterdir()] == ["0002"]
-
-
-def test_a_suspended_launch_changes_nothing_once_it_is_superseded(tmp_path: Path) -> None:
-    (sleeper,) = holders(tmp_path, 1)
-    wait_until(lambda: (tmp_path / "published").is_dir())
-    sleeper.send_signal(signal.SIGSTOP)
-    with acquire(tmp_path, ttl=1.5) as lease:
-        (lease.folder / "own").mkdir()
-        publish(lease.folder / "own", tmp_path / "published", lease.folder)
-        sleeper.send_signal(signal.SIGCONT)
-        message = " ".join(sleeper.communicate(timeout=60)[1].split())
-        assert sleeper.returncode == 2
-        assert f"is in use: launch 2 (host {os.uname().nodename}, process {os.getpid()}" in message
-        assert "took over from this launch (launch 1), which sent no heartbeat" in message
-        assert not list((tmp_path / "published").iterdir())
-        assert [path.name[:4] for path in (tmp_path / ".unfinished").iterdir()] == ["0002"]
 
 
 def test_a_superseded_launch_can_change_nothing(tmp_path: Path) -> None:
@@ -244,6 +179,17 @@ def test_a_process_is_known_by_its_start() -> None:
     assert started is not None and Pace.from_record({"save_seconds": 3.0}) == Pace(3.0, 0.0)
     since_boot = psutil.Process().create_time() - psutil.boot_time()
     assert started / os.sysconf("SC_CLK_TCK") == pytest.approx(since_boot, abs=2)
+
+
+def test_a_killed_process_of_this_machine_is_known_to_have_ended() -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    record = this_process() | {"pid": child.pid, "process": process_start(child.pid)}
+    assert not has_ended(record)
+    child.kill()
+    child.wait()
+    assert has_ended(record)
+    assert not has_ended(record | {"machine": "another machine"})
+    assert has_ended(record | {"pid": os.getppid()})  # the id now belongs to another process
 
 
 def test_a_suspended_trainer_leaves_its_successors_run_unchanged(latents: Path, tmp_path: Path) -> None:
