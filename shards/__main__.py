@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from shards.base.device import available_cores
-from shards.base.durable import DamagedFile, write_output
+from shards.base.durable import write_output
 from shards.base.errors import RequestError, WorkError, console
 from shards.base.store import LocalStore, parse_place
 from shards.base.table import counted
@@ -53,10 +53,7 @@ def run(arguments: list[str]) -> None:
         add_options(name, command.add_argument, command)
     options = parser.parse_args(arguments)
     options.root = open_store(options.root)  # not as an argparse type: argparse would hide the reason for a failure
-    try:
-        COMMANDS[options.command][0](options)
-    except DamagedFile as error:
-        raise WorkError(str(error)) from error
+    COMMANDS[options.command][0](options)
 
 
 def add_options(name: str, add: Callable[..., object], command: argparse.ArgumentParser) -> None:

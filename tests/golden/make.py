@@ -1,19 +1,19 @@
 """Golden records: latents roots, a checkpoint and loss curves, whose numbers commit 8cb740e computed.
 
-`python -m tests.golden.make roots` encodes `roots/`. Do not run it again: what it computes depends on the machine, and
-every curve depends on it. (When the format changed, `shards derive` rewrote the stored roots with the same arrays.)
+Stage 1 encoded `roots/` once with the random models of `tests.tiny`: two tars of 16 images, and one root for each
+storage of captions. The roots cannot be made again, because their latents depend on the machine and every curve depends
+on them. When the format changed, `shards derive` rewrote them with the same arrays.
+
 `python -m tests.golden.make curves` trains the cases below on them, and writes `curves.json` and `checkpoint/`. Run it
 only for a deliberate change of a curve, and give the reason in the commit.
 """
 
 import json
-import os
 import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,33 +63,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_roots(folder: Path) -> None:
-    """Run stage 1 on small random models: one root for each storage of captions."""
-    from precompute.input.tars import TarUnit
-    from tests import conftest
-    from tests.conftest import encode_all, precompute_config
-    from tests.tiny import make_models, make_samples, make_tar
-
-    os.chdir(folder)  # so that no path on this machine is recorded
-    models = make_models(Path("models"))
-    for shard in range(2):
-        make_tar(Path("tars"), f"{shard:05d}", make_samples(shard, 16, [(80, 64), (200, 150), (140, 300), (40, 90)]))
-    # relative addresses, without this machine's folders
-    units = [TarUnit(tar.stem, str(tar)) for tar in sorted(Path("tars").glob("*.tar"))]
-    conftest.find_input = lambda folder: SimpleNamespace(units=lambda store: units)  # type: ignore[assignment,return-value]
-    storages: dict[str, dict[str, object]] = {
-        "float16": {},
-        "float8": {"text": {"storage": "float8"}},
-        "trim": {"text": {"trim": True}, "posterior": "mean"},
-        "several": {"text": {"storage": "float8", "trim": True}, "captions": ["txt", "json:url"]},
-    }
-    for name, changes in storages.items():
-        config = precompute_config(models, Path("tars"), Path("roots") / name, **changes)
-        encode_all(config, models)
-        for litter in (".attempts", ".attempts.locks", ".locks"):
-            shutil.rmtree(Path("roots") / name / litter, ignore_errors=True)
-
-
 def train_case(name: str, folder: Path) -> Path:
     """Train a case in a new process, and return its run folder."""
     root, changes = CASES[name]
@@ -125,11 +98,7 @@ def make_curves(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in (["roots"], ["curves"]):
-        sys.exit("error: this overwrites the golden records. Choose `roots` or `curves`")
+    if sys.argv[1:] != ["curves"]:
+        sys.exit("error: this overwrites the golden records. To do so, pass `curves`")
     with tempfile.TemporaryDirectory() as temporary:
-        if sys.argv[1] == "roots":
-            make_roots(Path(temporary))
-            shutil.copytree(Path(temporary) / "roots", HERE / "roots")
-        else:
-            make_curves(Path(temporary))
+        make_curves(Path(temporary))

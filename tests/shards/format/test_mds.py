@@ -12,7 +12,13 @@ from shards.format.mds_writer import file_config
 
 @pytest.mark.parametrize(
     "change",
-    [{"format": "json"}, {"compression": "zstd"}, *({"raw_data": {"basename": name}} for name in ("/etc/a", "../a"))],
+    [
+        {"format": "json"},
+        {"compression": "zstd"},
+        {"samples": "many"},
+        {"raw_data": {}},
+        *({"raw_data": {"basename": name}} for name in ("/etc/a", "../a")),
+    ],
 )
 def test_an_index_that_stage_1_did_not_write_is_refused(change: dict[str, Any]) -> None:
     columns = [Column.of("key", "str")]

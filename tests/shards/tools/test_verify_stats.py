@@ -1,6 +1,5 @@
 """Verification names all injected damage, and statistics of a latents root."""
 
-import random
 from pathlib import Path
 
 import pytest
@@ -14,29 +13,7 @@ from shards.tools.verify import verify_root
 from tests.roots import part_of
 
 
-def committed_files(root: Path) -> list[Path]:
-    return sorted(
-        path for path in root.rglob("*") if path.is_file() and not path.relative_to(root).parts[0].startswith(".")
-    )
-
-
-def test_a_flipped_bit_in_any_file_names_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Flip a bit at a seeded position of every file."""
-    rng = random.Random(0)
-    for path in committed_files(root):
-        data = path.read_bytes()
-        position = rng.randrange(8 * len(data))
-        flipped = bytearray(data)
-        flipped[position // 8] ^= 1 << position % 8
-        path.write_bytes(flipped)
-        assert exit_code_of(lambda: run(["verify", str(root)])) == 1, (path, position)
-        captured = capsys.readouterr()
-        assert str(path.relative_to(root)) in (captured.out + captured.err).replace("\n", ""), (path, position)
-        path.write_bytes(data)
-    assert list(verify_root(open_store(root))) == []
-
-
-def test_a_missing_and_a_foreign_file(root: Path) -> None:
+def test_a_missing_and_a_foreign_file(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (part_of(root, "64x64", tar) for tar in ("00000", "00001"))
     (one / "shard.00000.mds").unlink()
     (two / "notes.txt").write_text("x")
@@ -44,6 +21,9 @@ def test_a_missing_and_a_foreign_file(root: Path) -> None:
         f"64x64/{one.name}/shard.00000.mds is missing",
         f"64x64/{two.name}/notes.txt is not listed in any receipt",
     ]
+    assert exit_code_of(lambda: run(["verify", str(root)])) == 1
+    printed = capsys.readouterr()
+    assert f"64x64/{one.name}/shard.00000.mds is missing\n" in printed.out and "has 2 problems" in printed.err
 
 
 def test_a_receipt_that_tells_another_reason_than_its_part(root: Path) -> None:
