@@ -122,6 +122,17 @@ def _botocore_reads_each_file_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def shared_counts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the planner's counts of FLOPs in a folder that all processes of this run of pytest share."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _precision_of_its_own() -> Iterator[None]:
     """Reset accelerate's precision, which it otherwise keeps for the whole process."""

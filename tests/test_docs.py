@@ -46,7 +46,7 @@ def defined(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("family", ["sd2", "sd15", "sdxl", "pixart-sigma", "sd3", "flux1", "sana", "prx"])
-def test_the_tables_of_families_are_current(family: str) -> None:
+def test_the_tables_of_families_are_current(family: str, shared_counts: None) -> None:
     families = script("families")
     for page, make_row in families.ROWS.items():
         assert make_row(family) in (ROOT / "docs" / "how-to" / page).read_text().splitlines(), "run `make docs`"

@@ -1,67 +1,46 @@
 """streaming is optional: neither stage, nor any check of a root, imports it. The GPU check needs no Ray, either."""
 
-import os
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
-import pytest
 import yaml
 
 from tests.conftest import precompute_config
-from tests.rooms import modules
-from tests.runs import environment
-
-GPU_CHECK = """
-import sys
-
-sys.modules["ray"] = None
-import bench.gpu_check.__main__
-del sys.modules["ray"]
-"""
-STAGE_1 = """
-from pathlib import Path
-
-from precompute.config import PrecomputeConfig
-from shards.base.config import load_config
-from shards.open import open_store
-from shards.tools.verify import verify_root
-from tests.conftest import encode_all
-
-config = load_config(PrecomputeConfig, sys.argv[1], [], "precompute")
-encode_all(config, Path(sys.argv[2]))
-assert list(verify_root(open_store(config.output))) == []
-"""
+from tests.forks import OK, fork, wait_for
+from tests.rooms import PACKAGES, modules
 
 
-@pytest.fixture
-def without_streaming(tmp_path: Path) -> dict[str, str]:
-    """Environment of processes in which `import streaming` fails."""
-    (tmp_path / "blocked").mkdir()
-    (tmp_path / "blocked" / "streaming.py").write_text("raise ImportError('streaming was imported')")
-    path = os.pathsep.join([str(tmp_path / "blocked"), *filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()])])
-    return environment(PYTHONPATH=path)
-
-
-def run(environment: dict[str, str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-
-
-def test_streaming_cannot_be_imported_there(without_streaming: dict[str, str]) -> None:
-    assert "streaming was imported" in run(without_streaming, "import streaming").stderr
-
-
-def test_neither_the_modules_nor_stage_1_import_it(
-    models: Path, tars: Path, tmp_path: Path, without_streaming: dict[str, str]
-) -> None:
-    """Import all modules and run stage 1; tests/train/test_run.py does the same for stage 2."""
+def test_neither_the_modules_nor_stage_1_import_it(models: Path, tars: Path, tmp_path: Path) -> None:
+    """Import all modules again, and run stage 1; tests/train/test_run.py does the same for stage 2."""
     ours = [name for name in modules() if name.split(".")[0] in ("cluster", "plan", "precompute", "shards", "train")]
     ours.remove("shards.dataset")  # a subclass of streaming's dataset, if streaming is installed
     assert len(ours) > 100
+    stage_1, ray = tmp_path / "precompute.yaml", sys.modules["ray"]
     config = precompute_config(models, tars, tmp_path / "latents")
-    stage1 = tmp_path / "precompute.yaml"
-    stage1.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    code = "\n".join([GPU_CHECK, *(f"import {name}" for name in ours), STAGE_1])
-    result = run(without_streaming, code, str(stage1), str(models))
-    assert result.returncode == 0, result.stderr
+    stage_1.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+
+    def import_and_run() -> None:
+        for name in list(sys.modules):
+            if name.split(".")[0] in (*PACKAGES, "tests"):
+                del sys.modules[name]
+        blocked: dict[str, None] = {"streaming": None, "ray": None}  # importing them fails
+        sys.modules.update(blocked)  # type: ignore[arg-type]
+        import_module("bench.gpu_check.__main__")
+        sys.modules["ray"] = ray
+        for name in ours:
+            import_module(name)
+        encode_all, load_config, verify_root, open_store = (
+            getattr(import_module(module), name)
+            for module, name in (
+                ("tests.conftest", "encode_all"),
+                ("shards.base.config", "load_config"),
+                ("shards.tools.verify", "verify_root"),
+                ("shards.open", "open_store"),
+            )
+        )
+        read = load_config(import_module("precompute.config").PrecomputeConfig, stage_1, [], "precompute")
+        encode_all(read, models)
+        assert list(verify_root(open_store(read.output))) == []
+
+    assert wait_for(fork(import_and_run)) == OK

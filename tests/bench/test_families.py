@@ -5,14 +5,14 @@ import re
 import pytest
 
 from bench.families import MEASURED, Traced, rates, read_plan
-from plan.arithmetic.work import count_work
+from plan.arithmetic.counted import cached_work
 from train.model.memory import GIB, StepMemory
 
 
-def test_rates() -> None:
+def test_rates(shared_counts: None) -> None:
     """On 8 GPUs, a rate is that of the measured step, and a step that does not fit has none."""
     plan = read_plan("pixart-sigma", "H200")
-    work = count_work(plan.networks, [phase.bucket for phase in plan.phases])
+    work = cached_work(plan.networks, [phase.bucket for phase in plan.phases])
     little, much = (StepMemory(size * GIB, 0, 0, 0, 0, 0, 0) for size in (1, 100))
     traces = [Traced([], [little, little], 2, 0), Traced([], [little, much], 2, 0)]
     first, second = rates("pixart-sigma", work, traces)

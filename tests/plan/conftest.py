@@ -1,6 +1,5 @@
 """Fixtures: the counted work of Stable Diffusion 2 base, counted only once, and plans built from the repository."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -17,11 +16,8 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep counts in a folder of this session."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+def _own_counts(shared_counts: None) -> None:
+    """Keep the counts of all tests here out of the user's cache."""
 
 
 class MakePlan(Protocol):

@@ -10,7 +10,6 @@ from collections.abc import Generator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from bench.roofline.kernels import ASSUMED_EFFICIENCY, MATRIX, kind_of
 from bench.train_step import Result, StepSetting
 from plan.measured import read_rates
 from shards.base.errors import RequestError, WorkError
+from tests.ranks import SERVER
 
 SETUP = Setup(torch.device("cpu"), small=True)
 LONG = (
@@ -48,7 +48,7 @@ LONG = (
 )
 QUICK = tuple(name for name in PARTS if name not in LONG)
 """Parts that take seconds. `make gpu-check ARGS="--device cpu --small"` runs all parts."""
-ASLEEP = 71931
+ASLEEP = 100_000 + os.getpid()
 """A duration that no other process sleeps for, in seconds."""
 
 
@@ -143,12 +143,26 @@ class StandIn:
             os._exit(3)
 
 
-def test_parts_that_fail_hang_or_crash_keep_their_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_group(*_: object) -> None:
+    """Begin a lane that the tests' fork server started."""
+    os.setsid()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the check fork the processes of its lanes, which takes less time than starting them."""
+    monkeypatch.setattr(gpu_check, "get_context", lambda _: SERVER)
+    monkeypatch.setattr(gpu_check, "begin_lane", own_group)
+
+
+def test_parts_that_fail_hang_or_crash_keep_their_findings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None
+) -> None:
     """The other parts of the lane run in a new process, and nothing that a part started stays behind."""
     monkeypatch.setattr(gpu_check, "PartRun", StandIn)
     monkeypatch.setattr(gpu_check, "MIN_SECONDS", 0.0)
     monkeypatch.setattr(gpu_check, "LANES", [{"draws": 0, "encoders": 0, "machine": 0}, {"loader": 0}])
-    monkeypatch.setitem(PARTS, "machine", replace(PARTS["machine"], seconds=60.0))
+    monkeypatch.setitem(PARTS, "machine", replace(PARTS["machine"], seconds=10.0))
     words = ["--device", "cpu", "--small", "--output", str(tmp_path)]
     with pytest.raises(
         WorkError, match=r"The check failed in draws, encoders, machine\. .*gpu-check\.md lists the failed checks"
@@ -158,7 +172,7 @@ def test_parts_that_fail_hang_or_crash_keep_their_findings(tmp_path: Path, monke
     assert parts["draws"]["outcome"].startswith("failed:\nsaid before\n")
     assert parts["draws"]["outcome"].endswith("ValueError: broken")
     assert "BrokenProcessPool" in parts["encoders"]["outcome"]
-    assert parts["machine"]["outcome"] == "ended after 60 s"
+    assert parts["machine"]["outcome"] == "ended after 10 s"
     assert parts["loader"]["outcome"] == "done"
     assert all(part["checks"][0]["what"] == f"of {name}" for name, part in parts.items())
     await_end_of_sleepers()
@@ -178,14 +192,14 @@ def await_end_of_sleepers() -> None:
         time.sleep(0.1)  # a killed process ends only when it is scheduled
 
 
-def test_an_exception_kills_all_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_kills_all_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None) -> None:
     """A part of one lane hangs when a part of the other one ends, and no part begins afterwards."""
     begun = []
 
     def run_part(run: gpu_check.CheckRun, process: gpu_check.LaneProcess, name: str) -> dict[str, Any]:
         begun.append(name)
         if name == "machine":
-            process.executor = ProcessPoolExecutor(1, get_context("spawn"), initializer=os.setsid)
+            process.executor = ProcessPoolExecutor(1, SERVER, initializer=own_group)
             process.pid = process.executor.submit(os.getpid).result()
             with suppress(BrokenExecutor):
                 process.executor.submit(subprocess.run, ["sleep", str(ASLEEP)]).result()
