@@ -1,43 +1,11 @@
-"""Shared fixtures: small models, tars, and a latents root made from them once per session."""
+"""How the tests run: the longest files first, and each failure is printed at once. tests/fixtures.py has the fixtures
+that all tests share."""
 
 import gc
 import os
-import pickle
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import fsspec
-import hypothesis
 import pytest
-import torch
-import torch._functorch.config
-from accelerate.state import AcceleratorState
-from botocore.loaders import JSONFileLoader
-from moto.server import ThreadedMotoServer
-
-from cluster.fleet import Done
-from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
-from precompute.encode.recipe import Decode
-from precompute.encode.tar import encode_tar
-from precompute.encode.towers import Towers
-from precompute.encode.worker import _kept_networks, load_networks
-from precompute.input.find import find_input
-from precompute.job.projection import resolve_projections
-from precompute.pixels.decode import decode as decode_picture
-from shards.base.durable import locked
-from shards.format.encoding import EncodingRecord
-from shards.open import open_store
-from shards.root.index import write_indexes
-from shards.root.shared import create_root, record_rules
-from tests.graphs import Graphs, capture_graphs
-from tests.tiny import make_models, make_samples, make_tar
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112
 os.environ["RAY_agent_register_timeout_ms"] = "300000"  # noqa: SIM112
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+
+FIXTURES = "tests.fixtures"
+pytest.register_assert_rewrite(FIXTURES)
 
 LONGEST_FIRST = (
     "test_steps.py",
@@ -86,11 +57,12 @@ class NamesFailuresAtOnce:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the reporter in the main process only, because xdist's workers have no terminal. No test fails because a
-    machine is slow."""
-    hypothesis.settings.register_profile("any speed", deadline=None)
-    hypothesis.settings.load_profile("any speed")
-    if not hasattr(config, "workerinput"):
+    """Register the fixtures where tests run, and the reporter in the main process, because xdist's workers have no
+    terminal. With workers, the main process starts no test, so it need not wait for the import of torch."""
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or not config.getoption("numprocesses", None):
+        config.pluginmanager.import_plugin(FIXTURES)
+    if not is_worker:
         config.pluginmanager.register(NamesFailuresAtOnce(config.pluginmanager.getplugin("terminalreporter")))
 
 
@@ -111,214 +83,3 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Let the interpreter free everything at its exit; otherwise libraries report leaks."""
     gc.unfreeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _botocore_reads_each_file_once() -> Iterator[None]:
-    """Share what botocore reads between the clients of S3, each of which would parse megabytes of JSON."""
-    read = cache(JSONFileLoader().load_file)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JSONFileLoader, "load_file", lambda loader, path: read(path))
-        yield
-
-
-@pytest.fixture(scope="session")
-def shared_counts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the planner's counts of FLOPs in a folder that all processes of this run of pytest share."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _precision_of_its_own() -> Iterator[None]:
-    """Reset accelerate's precision, which it otherwise keeps for the whole process."""
-    yield
-    AcceleratorState._reset_state()
-
-
-SIZES = [(80, 64), (200, 150), (140, 300), (40, 90)]
-
-
-def as_in_a_fresh_process() -> None:
-    """Undo the process-wide settings that training changes."""
-    torch.backends.cuda.enable_flash_sdp(True)
-    torch._functorch.config.activation_memory_budget = 1.0
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _no_traces_of_training() -> Iterator[None]:
-    yield
-    as_in_a_fresh_process()
-
-
-@pytest.fixture(autouse=True)
-def _no_traces_of_streaming(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Release StreamingDataset's shared memory after each test, and let only one process at a time look for a free
-    name.
-
-    streaming releases it only when the process exits, and each new dataset opens the memory of all others: a process
-    with a hundred datasets had 16,000 open files. If two processes find the same name free, both take it, and one
-    fails.
-    """
-    if "streaming" not in sys.modules:  # it may not exist
-        yield
-        return
-    held: list[Callable[[], None]] = []
-    monkeypatch.setattr("streaming.base.shared.memory.atexit", SimpleNamespace(register=held.append))
-    name_of = sys.modules["streaming.base.dataset"].get_shm_prefix
-
-    def alone(*arguments: object) -> object:
-        with locked(Path(tempfile.gettempdir()) / f"latentmill-{os.getuid()}.streaming.lock"):
-            return name_of(*arguments)
-
-    monkeypatch.setattr("streaming.base.dataset.get_shm_prefix", alone)
-    yield
-    for let_go in held:
-        let_go()
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a small VAE, text encoder and tokenizer."""
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="session")
-def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of two tars, each with 20 intact samples and 3 bad ones."""
-    folder = tmp_path_factory.mktemp("tars")
-    for shard in range(2):
-        samples = make_samples(shard, 20, SIZES)
-        samples.append((f"{shard:05d}9000", {"txt": b"no picture"}))
-        samples.append((f"{shard:05d}9001", {"jpg": b"<html>", "txt": b"not a picture"}))
-        samples.append((f"{shard:05d}9002", {"jpg": samples[0][1]["jpg"]}))
-        make_tar(folder, f"{shard:05d}", samples)
-    return folder
-
-
-def clip_tower(models: Path) -> dict[str, str]:
-    """The text encoder of `make_models`, as a field of `texts`."""
-    return {
-        "model": str(models / "text_encoder"),
-        "tokenizer": str(models / "tokenizer"),
-        "class_name": "CLIPTextModel",
-    }
-
-
-def precompute_config(models: Path, tars: Path, output: Path | str, **changes: Any) -> PrecomputeConfig:
-    """Make a stage 1 config for the CPU: float32, stored without rounding, buckets 64x64 and 128x128."""
-    fields = {
-        "input": str(tars),
-        "output": output,
-        "buckets": ["64x64", "128x128"],
-        "vae": str(models / "vae"),
-        "texts": {"text": clip_tower(models)},
-        "captions": ["txt"],
-        "precision": "float32",
-        "workers": {"num_gpus": 0, "num_cpus": 1, "decode_threads": 2, "batch_size": 8},
-    }
-    exact = {name: {"storage": "float16"} | changes.pop(name, {}) for name in ("image", "text")}
-    return PrecomputeConfig.model_validate(fields | exact | changes)
-
-
-def folder_of(config: PrecomputeConfig) -> Path:
-    """Return the latents root of a config whose `output` is a folder."""
-    assert isinstance(config.output, Path)
-    return config.output
-
-
-def make_towers(config: PrecomputeConfig, encoding: EncodingRecord | None = None) -> Towers:
-    """Build the towers of a config on the CPU."""
-    encoding, one_by_one = encoding or describe_encoding(config), config.workers.one_by_one
-    networks = load_networks(encoding, "cpu", compiled=False, one_by_one=one_by_one)
-    return Towers(*networks, config.workers.batch_size, make_recipe(config, encoding).batch_sizes, one_by_one)
-
-
-def encode_all(
-    config: PrecomputeConfig,
-    models: Path,
-    attempt: int = 1,
-    decode: Decode = decode_picture,
-    report: Callable[[int], None] = lambda samples_in: None,
-) -> None:
-    """Run stage 1 in this process, without Ray."""
-    as_in_a_fresh_process()
-    store = open_store(config.output)
-    encoding = resolve_projections(config, describe_encoding(config), find_input(config.input), ())
-    create_root(store, encoding)
-    record_rules(store, config.to_fill.rules)
-    recipe = replace(make_recipe(config, encoding), decode=decode)
-    towers = make_towers(config, encoding)
-    for unit in find_input(config.input).units(store):
-        encode_tar(unit, recipe, store, towers, attempt, report)
-    write_indexes(store)
-
-
-class InlineFleet:
-    """Replacement for the fleet that runs every unit in this process, without Ray. Units are pickled, as by Ray."""
-
-    def __init__(self, config: object, function: Callable[..., Any], units: Iterable[tuple[str, Any]], at_once: int):
-        self.function, self.units = function, units
-
-    def __iter__(self) -> Iterator[Done[Any]]:
-        for key, work in self.units:
-            yield Done(key, None, self.function(pickle.loads(pickle.dumps(work)), 1, lambda done: None))
-
-
-@contextmanager
-def ray_replaced() -> Iterator[None]:
-    """Let `python -m precompute` encode in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("precompute.__main__", "precompute.job.projection"):
-            patch.setattr(f"{module}.start_ray", lambda workers: None)
-        for module in ("precompute.job.run", "precompute.job.projection"):
-            patch.setattr(f"{module}.Fleet", InlineFleet)
-        for name in ("prepare_process", "scratch_of_process"):
-            patch.setattr(f"precompute.encode.worker.{name}", lambda *_: None)
-        try:
-            yield
-        finally:
-            _kept_networks.cache_clear()
-
-
-@pytest.fixture
-def without_ray() -> Iterator[None]:
-    """Let `python -m precompute` encode in this process. Fixtures of wider scope use `ray_replaced` itself."""
-    with ray_replaced():
-        yield
-
-
-@pytest.fixture(scope="session")
-def latents(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path) -> Path:
-    """A latents root of both tars: 30 samples in 64x64, 20 in 128x128. Tests must not modify it."""
-    config = precompute_config(models, tars, tmp_path_factory.mktemp("roots") / "latents")
-    encode_all(config, models)
-    return folder_of(config)
-
-
-@pytest.fixture
-def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Address of an empty bucket on an S3 server that runs during the test. Child processes can reach it, too."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
-        monkeypatch.setenv(name, "us-east-1")
-    clients = fsspec.get_filesystem_class("s3")
-    clients.clear_instance_cache()  # from servers of earlier tests
-    clients().makedirs(tmp_path.name)  # the servers of one process share their buckets
-    yield f"s3://{tmp_path.name}"
-    clients.clear_instance_cache()
-    server.stop()
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
-    """The graphs that are compiled during the test."""
-    with capture_graphs(monkeypatch) as captured:
-        yield captured

@@ -20,7 +20,7 @@ from shards.format.text import TextLatents
 from shards.open import open_store
 from shards.root.committed import TarReceipts
 from shards.root.shared import create_root, record_rules
-from tests.conftest import make_towers
+from tests.fixtures import make_towers
 
 
 @dataclass

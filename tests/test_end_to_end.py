@@ -14,8 +14,8 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditio
 from shards.base.device import available_cores
 from shards.base.errors import RequestError
 from shards.open import open_store
-from tests.conftest import encode_all, folder_of, precompute_config
 from tests.evaluation.sets import draw_here, pictures, sampling
+from tests.fixtures import encode_all, folder_of, precompute_config
 from tests.roots import load_tars, precompute_arguments
 from tests.runs import UNET, run_module, train_fields, write_config
 from tests.tiny import make_models

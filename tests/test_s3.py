@@ -19,7 +19,7 @@ from precompute.preview import run as preview
 from shards.__main__ import run as shards
 from shards.dataset import LatentDataset
 from shards.open import open_store
-from tests.conftest import precompute_config
+from tests.fixtures import precompute_config
 from tests.runs import curve, train_fields, write_config
 from train.__main__ import run as train
 from train.run.reporting.json_lines import read_json_lines

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.conftest import precompute_config
+from tests.fixtures import precompute_config
 from tests.forks import OK, fork, wait_for
 from tests.rooms import PACKAGES, modules
 
@@ -33,7 +33,7 @@ def test_neither_the_modules_nor_stage_1_import_it(models: Path, tars: Path, tmp
         encode_all, load_config, verify_root, open_store = (
             getattr(import_module(module), name)
             for module, name in (
-                ("tests.conftest", "encode_all"),
+                ("tests.fixtures", "encode_all"),
                 ("shards.base.config", "load_config"),
                 ("shards.tools.verify", "verify_root"),
                 ("shards.open", "open_store"),

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from precompute.config import PrecomputeConfig
-from tests.conftest import precompute_config
+from tests.fixtures import precompute_config
 
 T5_LENGTH, T5_WIDTH = 24, 12
 BUCKET = "64x64"

@@ -27,7 +27,7 @@ from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root
 from shards.tools.verify import verify_root
-from tests.conftest import SIZES, folder_of, precompute_config
+from tests.fixtures import SIZES, folder_of, precompute_config
 from tests.runs import wait_until
 from tests.tiny import make_samples, make_tar
 

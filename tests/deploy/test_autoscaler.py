@@ -9,9 +9,9 @@ import yaml
 from shards.open import open_store
 from shards.root.committed import load_receipts
 from shards.tools.verify import verify_root
-from tests.conftest import SIZES
 from tests.deploy.machines import Machines, missing
 from tests.faults.world import World
+from tests.fixtures import SIZES
 from tests.runs import PYTHON, environment
 from tests.tiny import make_samples, make_tar
 

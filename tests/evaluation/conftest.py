@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
 
-from tests.conftest import as_in_a_fresh_process
+from tests.fixtures import as_in_a_fresh_process
 from tests.runs import UNET, train_fields, write_config
 from tests.tiny import make_samples, make_tar, stable_diffusion
 from train.__main__ import run as train

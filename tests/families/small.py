@@ -28,7 +28,7 @@ from transformers import (
     T5GemmaModuleConfig,
 )
 
-from tests.conftest import encode_all, precompute_config
+from tests.fixtures import encode_all, precompute_config
 from tests.runs import train_fields
 from tests.tiny import kl, make_models, make_samples, make_tar
 from tests.tiny_towers import character_tokenizer, dc

@@ -17,9 +17,9 @@ from bench.kit.common import status_mb
 from precompute.config import PrecomputeConfig
 from shards.base.scratch import use_scratch
 from shards.open import open_store
-from tests.conftest import precompute_config
 from tests.faults.proxy import throttle
 from tests.faults.steps_s3 import BUCKET, served
+from tests.fixtures import precompute_config
 from tests.sleeping import Device, encode_asleep
 from tests.tiny import make_samples, make_tar
 

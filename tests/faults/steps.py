@@ -33,8 +33,8 @@ from shards.root.index import write_indexes
 from shards.root.shared import create_root, record_rules
 from shards.root.writing import PartWriter, Sample
 from shards.tools.verify import verify_root
-from tests.conftest import make_towers
 from tests.faults.world import Tally, World, make_world, stored_keys
+from tests.fixtures import make_towers
 from tests.forks import OK, STORAGE_ERROR, fork, wait_for
 
 NEVER, COUNT_ONLY = -1, 0

@@ -25,8 +25,8 @@ from precompute.job.metrics import JobMetrics
 from precompute.job.run import run_job
 from shards.open import open_store
 from shards.root.shared import create_root
-from tests.conftest import SIZES, folder_of, precompute_config
 from tests.faults.prometheus import STAGE_1, Prometheus, wait_until
+from tests.fixtures import SIZES, folder_of, precompute_config
 from tests.tiny import make_samples, make_tar
 
 pytestmark = [pytest.mark.slow, pytest.mark.prometheus]

@@ -13,8 +13,8 @@ from shards.open import open_store
 from shards.root.commit import recall
 from shards.root.committed import load_receipts
 from shards.tools.verify import verify_root
-from tests.conftest import encode_all
 from tests.faults.world import make_world
+from tests.fixtures import encode_all
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ import pytest
 from precompute.pixels.decode import LimitsConfig
 from precompute.pixels.isolation import Isolated
 from shards.open import open_store
-from tests.conftest import encode_all, precompute_config
 from tests.faults.decoders import ACCEPTED, outcome_and_memory
 from tests.faults.images import hostile
+from tests.fixtures import encode_all, precompute_config
 from tests.roots import load_tars
 from tests.tiny import make_tar
 

@@ -14,7 +14,7 @@ from moto.server import ThreadedMotoServer
 from shards.open import open_store
 from shards.root.committed import list_commits
 from shards.tools.verify import verify_root
-from tests.conftest import SIZES
+from tests.fixtures import SIZES
 from tests.roots import precompute_arguments
 from tests.runs import environment
 from tests.tiny import make_samples, make_tar

@@ -6,7 +6,7 @@ import pytest
 
 from shards.open import open_store
 from shards.tools.verify import verify_root
-from tests.conftest import SIZES
+from tests.fixtures import SIZES
 from tests.roots import load_tars, precompute_arguments
 from tests.runs import PYTHON, run_module
 from tests.tiny import make_samples, make_tar

@@ -10,7 +10,7 @@ from shards.open import open_store
 from shards.root.committed import load_receipts
 from shards.root.reading import read_part
 from shards.tools.verify import verify_root
-from tests.conftest import SIZES, encode_all, precompute_config
+from tests.fixtures import SIZES, encode_all, precompute_config
 from tests.kinds import KINDS
 from tests.roots import tree
 from tests.tiny import make_samples, make_tar

@@ -12,7 +12,7 @@ from diffusers import AutoencoderDC, AutoencoderKL, StableDiffusionXLImg2ImgPipe
 from precompute.config import describe_encoding
 from shards.base.errors import RequestError
 from shards.format.towers import ImageTower
-from tests.conftest import precompute_config
+from tests.fixtures import precompute_config
 from tests.tiny import kl
 from tests.tiny_towers import dc
 

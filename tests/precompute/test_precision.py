@@ -9,7 +9,7 @@ from precompute.config import describe_encoding
 from shards.base import device
 from shards.open import open_store
 from shards.root.shared import create_root
-from tests.conftest import precompute_config
+from tests.fixtures import precompute_config
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.committed import load_receipts
-from tests.conftest import encode_all, folder_of, precompute_config
+from tests.fixtures import encode_all, folder_of, precompute_config
 from tests.random_roots import random_root
 from tests.tiny import make_tar
 

@@ -20,7 +20,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from precompute.pixels.decode import LimitsConfig, PixelsConfig, decode
 from shards.format.buckets import Bucket
-from tests.conftest import encode_all, precompute_config
+from tests.fixtures import encode_all, precompute_config
 from tests.runs import UNET, train_fields
 from tests.tiny import make_samples, make_tar, read_tar
 from train.config import TrainConfig

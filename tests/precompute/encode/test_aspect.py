@@ -17,7 +17,7 @@ from shards.open import open_store
 from shards.root.committed import load_receipts
 from shards.root.shared import check_rules
 from shards.tools.verify import verify_root
-from tests.conftest import encode_all, folder_of, precompute_config
+from tests.fixtures import encode_all, folder_of, precompute_config
 from tests.roots import load_tars, part_of, precompute_arguments, rows, tree
 from tests.runs import train_fields, write_config
 from tests.tiny import make_samples, make_tar

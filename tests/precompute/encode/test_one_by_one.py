@@ -17,7 +17,7 @@ from precompute.encode import networks
 from precompute.encode.networks import DeviceSettings, Network, Offload
 from precompute.encode.towers import DeviceClock, TextTowers
 from precompute.encode.worker import load_towers
-from tests.conftest import encode_all, folder_of
+from tests.fixtures import encode_all, folder_of
 from tests.tiny_towers import config_of, make_towers, texts
 
 

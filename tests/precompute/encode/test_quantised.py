@@ -19,7 +19,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.towers import Quantised
 from shards.open import open_store
 from shards.tools.verify import verify_root
-from tests.conftest import encode_all, folder_of
+from tests.fixtures import encode_all, folder_of
 from tests.tiny_towers import config_of, make_towers, texts
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from shards.open import open_store
 from shards.root.reading import captions, read_part, text_latents
 from shards.root.shared import check_root
 from shards.tools.verify import verify_root
-from tests.conftest import encode_all, precompute_config
+from tests.fixtures import encode_all, precompute_config
 from tests.roots import load_tars, part_of
 from tests.tiny import TEXT_LENGTH, make_samples, make_tar
 

@@ -31,8 +31,8 @@ from shards.base.errors import WorkError
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
-from tests.conftest import SIZES, encode_all, folder_of, precompute_config
 from tests.faults.decoders import reject_in_child
+from tests.fixtures import SIZES, encode_all, folder_of, precompute_config
 from tests.roots import load_tars, part_of, rejects, rows, tree
 from tests.tiny import make_samples, make_tar
 

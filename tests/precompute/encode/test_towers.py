@@ -54,8 +54,8 @@ from shards.root.committed import load_receipts
 from shards.root.reading import captions, read_part, text_latents
 from shards.root.shared import load_uncond
 from shards.tools.verify import verify_root
-from tests.conftest import encode_all, folder_of
-from tests.conftest import make_towers as towers_of
+from tests.fixtures import encode_all, folder_of
+from tests.fixtures import make_towers as towers_of
 from tests.runs import UNET, train_fields
 from tests.tiny_towers import BUCKET, PATCH, T5_LENGTH, T5_WIDTH, character_tokenizer, config_of, make_towers, texts
 from train.__main__ import run as train

@@ -11,7 +11,7 @@ from precompute.encode.overlap import Turns, in_background
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.tools.verify import verify_root
-from tests.conftest import SIZES, precompute_config
+from tests.fixtures import SIZES, precompute_config
 from tests.sleeping import Device, encode_asleep
 from tests.tiny import make_samples, make_tar
 

@@ -23,7 +23,7 @@ from shards.base.store import LocalStore
 from shards.open import open_store
 from shards.root.committed import TarReceipts
 from shards.tools.verify import verify_root
-from tests.conftest import encode_all, folder_of, precompute_config
+from tests.fixtures import encode_all, folder_of, precompute_config
 from tests.roots import load_tars, rejects, rows
 from tests.tiny import make_samples, make_tar
 

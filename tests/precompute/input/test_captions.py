@@ -14,7 +14,7 @@ from precompute.input.tars import Tar
 from precompute.input.unit import RawSample
 from shards.format.encoding import FALLBACK, TABLE_PREFIX
 from shards.format.scores import LAION_SCORES
-from tests.conftest import precompute_config
+from tests.fixtures import precompute_config
 from tests.tiny import make_tar
 
 LIMIT = 50

@@ -22,7 +22,7 @@ from precompute.job.run import announce, table_warning
 from shards.base.errors import RequestError, UnfitNode, WorkError, exit_code_of
 from shards.base.store import LocalStore
 from shards.root.provenance import source_sha256
-from tests.conftest import precompute_config
+from tests.fixtures import precompute_config
 from tests.roots import precompute_arguments, tree
 
 AVAILABLE = [TarUnit(f"{i:05d}", f"/tars/{i:05d}.tar", LocalStore(Path("/tars")), f"{i:05d}.tar") for i in range(12)]

@@ -13,8 +13,8 @@ from shards.base.errors import Stuck, WorkError
 from shards.format.buckets import Bucket
 from shards.open import open_store
 from shards.tools.verify import verify_root
-from tests.conftest import SIZES, encode_all, folder_of, precompute_config
 from tests.faults.decoders import imported, killed_once, poisoned
+from tests.fixtures import SIZES, encode_all, folder_of, precompute_config
 from tests.roots import load_tars, part_of, rejects, tree
 from tests.tiny import make_samples, make_tar, picture
 

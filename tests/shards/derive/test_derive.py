@@ -28,7 +28,7 @@ from shards.root.provenance import source_sha256
 from shards.root.reading import read_part, text_latents
 from shards.root.shared import load_uncond
 from shards.tools.verify import verify_root
-from tests.conftest import encode_all, folder_of, precompute_config
+from tests.fixtures import encode_all, folder_of, precompute_config
 from tests.ranks import SERVER
 from tests.roots import parts
 from tests.tiny_towers import config_of, make_towers, texts

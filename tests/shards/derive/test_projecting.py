@@ -24,7 +24,7 @@ from shards.root.shared import load_uncond
 from shards.tools.card import dataset_card
 from shards.tools.verify import verify_root
 from shards.tools.where import describe_sample, find_sample
-from tests.conftest import clip_tower, encode_all, folder_of, precompute_config
+from tests.fixtures import clip_tower, encode_all, folder_of, precompute_config
 from tests.roots import part_of, parts, precompute_arguments, tree
 
 pytestmark = pytest.mark.heavy

@@ -17,8 +17,8 @@ from shards.base.remote import RemoteStore
 from shards.format import models as hub_models
 from shards.format.models import hash_weights, model_folder, recorded_folder
 from shards.format.towers import Weights
-from tests.conftest import precompute_config
 from tests.fake_hub import COMMIT, connect, fake_hub, keep_downloads_in
+from tests.fixtures import precompute_config
 
 pytestmark = pytest.mark.heavy
 

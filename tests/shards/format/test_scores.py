@@ -17,7 +17,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.scores import LAION_SCORES, SCORES, score_fields
 from shards.open import open_store
 from shards.root.reading import read_parts
-from tests.conftest import ray_replaced
+from tests.fixtures import ray_replaced
 from tests.roots import part_of, precompute_arguments, receipts_of_tar
 from tests.tiny import make_samples, make_tar
 from train.config import DataConfig

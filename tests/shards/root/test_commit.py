@@ -22,7 +22,7 @@ from shards.root.committed import list_commits, load_receipts
 from shards.root.shared import create_root, record_rules
 from shards.root.writing import PartWriter
 from shards.tools.verify import verify_root
-from tests.conftest import encode_all, precompute_config
+from tests.fixtures import encode_all, precompute_config
 from tests.forks import fork, wait_for
 from tests.roots import load_tars, tree
 from tests.tiny import make_samples, make_tar

@@ -22,7 +22,7 @@ from shards.root.reading import read_part
 from shards.root.writing import Caption, PartWriter, Sample
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
-from tests.conftest import encode_all, precompute_config
+from tests.fixtures import encode_all, precompute_config
 from tests.roots import tree
 from tests.runs import train_fields
 from tests.tiny import make_samples, make_tar

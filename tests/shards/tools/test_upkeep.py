@@ -23,7 +23,7 @@ from shards.root.committed import load_receipts
 from shards.tools.recall import node_totals
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
-from tests.conftest import encode_all, precompute_config
+from tests.fixtures import encode_all, precompute_config
 from tests.random_roots import random_root
 from tests.roots import load_tars, tree
 

@@ -11,7 +11,7 @@ from shards.format.encoding import EncodingRecord
 from shards.format.towers import ONLY_TEXT
 from shards.open import open_store
 from shards.root.reading import read_part, text_latents
-from tests.conftest import encode_all, precompute_config
+from tests.fixtures import encode_all, precompute_config
 from tests.roots import part_of
 from tests.tiny import TEXT_LENGTH, make_samples, make_tar
 from train.data.batch import Batch, Collate
