@@ -113,7 +113,7 @@ def check_same(store: Store, found: dict[str, Any], wanted: dict[str, Any], what
     differences = [
         f"{key}: {_shorten(stored.get(key))} ≠ {_shorten(requested.get(key))}"
         for key in sorted(stored.keys() | requested.keys())
-        if stored.get(key) != requested.get(key)
+        if (key in stored, stored.get(key)) != (key in requested, requested.get(key))
     ]
     if differences:
         raise RequestError(

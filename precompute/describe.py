@@ -322,14 +322,11 @@ def describe_text(name: str, config: TextTowerConfig, default: TextConfig) -> Te
 
 
 def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: Any, config: TextTowerConfig) -> None:
-    """Run the model on the meta device, quantised if requested. Raises RequestError unless it needs only captions as
-    input, has the requested layer, and does not read the weights of layers, which quantised layers do not have."""
-    is_quantised = config.weights != "as_stored"
+    """Run the model without weights. Raises RequestError unless it needs only captions as input and has the requested
+    layer."""
     try:
         with torch.device("meta"):
             model = model_class(class_name)(text_config)
-            if is_quantised:
-                quantise(model, "int8")  # float8 would not run on this device
             outputs = model(torch.zeros(1, 2, dtype=torch.long), output_hidden_states=True)
         num_layers = len(outputs.hidden_states)
         if config.layer != "last":
@@ -345,11 +342,24 @@ def _check_text_outputs(name: str, folder: Path, class_name: str, text_config: A
                 f"index from {-num_layers} to {num_layers - 1}."
             ) from error
         raise RequestError(
-            f"texts.{name}: {class_name} in {folder} does not return hidden states when its only input is a caption"
-            f"{' and its weights are quantised' if is_quantised else ''} ({error}). Set `class_name` to an encoder, "
-            f"such as T5EncoderModel or Gemma2Model"
-            f"{', or remove `weights` to use the model as stored' if is_quantised else ''}."
+            f"texts.{name}: {class_name} in {folder} does not return hidden states when its only input is a caption "
+            f"({error}). Set `class_name` to an encoder, such as T5EncoderModel or Gemma2Model."
         ) from error
+    if config.weights != "as_stored":
+        _check_quantised(name, class_name, model)
+
+
+def _check_quantised(name: str, class_name: str, model: Any) -> None:
+    """Run the model with int8 weights on the meta device. Raises RequestError if it reads the weight of a
+    layer, which quantised layers, int8 or float8, do not have."""
+    try:
+        quantise(model, "int8")(torch.zeros(1, 2, dtype=torch.long, device="meta"))
+    except UNSUITABLE as error:
+        if not _fails_only_on_meta(error):
+            raise RequestError(
+                f"texts.{name}.weights: {class_name} does not run with quantised weights ({error}). Remove `weights` "
+                f"to use the model as stored. To save memory without quantisation, set workers.towers to one_by_one."
+            ) from error
 
 
 def _fails_only_on_meta(error: Exception) -> bool:

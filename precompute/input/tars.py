@@ -25,6 +25,7 @@ from precompute.input.layout import REPLACE, Member, compression_of, read_layout
 from precompute.input.listing import Listing
 from precompute.input.numbering import Found
 from precompute.input.numbering import Member as FoundMember
+from precompute.input.parquet import CONCURRENT_FOOTERS, StoreFile
 from precompute.input.unit import (
     CAPTION_SUFFIXES,
     IMAGE_SUFFIXES,
@@ -114,7 +115,12 @@ def find_tars(listing: Listing) -> Found | None:
 
 def _notes(listing: Listing, names: dict[str, str]) -> Iterator[str]:
     """Yield notes for the user about the tars (name → file) in a folder."""
-    unverifiable = [stem for stem in names if listing.files.keys().isdisjoint(sidecar_files(stem))]
+    unproven = [stem for stem in names if f"{stem}_stats.json" not in listing.files]
+    is_cheap = len(unproven) <= MAX_COUNTED  # otherwise, every parquet file counts as img2dataset's
+    with ThreadPoolExecutor(CONCURRENT_FOOTERS) as pool:
+        has_parquet = _has_sidecar if is_cheap else lambda listing, stem: f"{stem}.parquet" in listing.files
+        found = pool.map(lambda stem: has_parquet(listing, stem), unproven)
+    unverifiable = [stem for stem, has in zip(unproven, found, strict=True) if not has]
     if unverifiable:
         yield (
             f"{len(unverifiable)} of {len(names)} tars have no NNNNN_stats.json or NNNNN.parquet from img2dataset, "
@@ -126,6 +132,18 @@ def _notes(listing: Listing, names: dict[str, str]) -> Iterator[str]:
             f"{len(packed)} of {len(names)} tars are compressed. Each attempt decompresses the whole tar into scratch "
             f"space first, although compression hardly shrinks images. To encode them more than once, decompress them."
         )
+
+
+def _has_sidecar(listing: Listing, stem: str) -> bool:
+    """Return whether img2dataset's parquet file is next to a tar. A damaged one counts; the worker will report it."""
+    name = f"{stem}.parquet"
+    if name not in listing.files:
+        return False
+    try:
+        with pq.ParquetFile(StoreFile(listing.store, name, listing.files[name])) as parquet:
+            return set(parquet.schema_arrow.names) >= SIDECAR_COLUMNS
+    except (pa.ArrowException, OSError):
+        return True
 
 
 def _successes(stats: bytes | None) -> int:
@@ -299,16 +317,13 @@ class Tar:
             sample.metadata = parse_json(data)
 
 
-def sidecar_files(name: str) -> tuple[str, str]:
-    """Return the names of the stats file and the parquet file that img2dataset writes next to the tar `name`."""
-    return f"{name}_stats.json", f"{name}.parquet"
-
-
 def counted_samples(store: Store, name: str) -> Counted:
-    """Read img2dataset's sidecar files of the tar `name`, if they exist. Raises DamagedInput if one of them cannot be
-    parsed."""
-    stats, parquet = sidecar_files(name)
-    found = store.read_many([stats, parquet])
+    """Read img2dataset's sidecar files of a tar, `NNNNN_stats.json` and `NNNNN.parquet`, if they exist. Raises
+    DamagedInput if one of them cannot be parsed."""
+    stats, parquet, found = f"{name}_stats.json", f"{name}.parquet", dict[str, bytes]()
+    for file in (stats, parquet):
+        with suppress(FileNotFoundError):
+            found[file] = store.read(file)
     counts: dict[str, int] = {}
     urls: dict[str, str] | None = None
     if stats in found:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shards.base.errors import RequestError, WorkError
+from shards.base.errors import RequestError, WorkError, is_storage_error
 
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -60,14 +60,23 @@ def fsync_file(path: str | Path, forget: bool = False) -> None:
 
 
 def raise_unless_missing(error: OSError) -> None:
-    """Raise an error that os.walk would otherwise ignore, unless the folder no longer exists. A link whose target is
-    missing does exist: it may point to a disk that is not mounted."""
+    """Raise an error of reading a folder or file, unless it no longer exists.
+
+    Raises:
+        RequestError: it is a link whose target does not exist, perhaps because a disk is not mounted.
+        OSError: `error`, if it means anything else than that the folder or file was removed.
+    """
     if error.errno == errno.ESTALE:  # may also mean that another machine has just removed the folder
         with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(error.filename)
             raise error
-    elif not isinstance(error, FileNotFoundError | NotADirectoryError) or os.path.islink(error.filename):
+    elif not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
+    elif os.path.islink(error.filename):
+        raise RequestError(
+            f"{error.filename} is a link to {os.readlink(error.filename)}, which does not exist. If it is on another "
+            f"disk, mount that disk; otherwise remove the link."
+        ) from None
 
 
 def fsync_tree(folder: Path) -> None:
@@ -136,7 +145,9 @@ def write_output(path: Path, data: bytes) -> None:
     cannot be created or written to."""
     try:
         write_atomically(path, data)
-    except (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+    except OSError as error:
+        if is_storage_error(error):
+            raise
         raise RequestError(
             f"{path} cannot be written ({error.filename2 or error.filename}: {error.strerror}). Choose the path of a "
             f"file in a folder that you can write to."

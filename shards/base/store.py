@@ -34,7 +34,6 @@ from shards.base.durable import (
     sha256_file,
     write_file,
 )
-from shards.base.errors import RequestError
 
 STAGING_FOLDER = ".unfinished"
 """Folder in the root where files are written before they are linked or renamed into place."""
@@ -201,13 +200,9 @@ class LocalStore(Store):
                 path = Path(parent, name)
                 try:
                     stat = path.stat()
-                except FileNotFoundError:
-                    if not path.is_symlink():
-                        continue  # removed after it was listed
-                    raise RequestError(
-                        f"{path} is a link to {path.readlink()}, which does not exist. If it is on another disk, mount "
-                        f"that disk; otherwise remove the link."
-                    ) from None
+                except FileNotFoundError as error:
+                    raise_unless_missing(error)
+                    continue  # removed after it was listed
                 etag = f"{stat.st_size}-{stat.st_mtime_ns}"
                 found[path.relative_to(top).as_posix()] = Entry(stat.st_size, etag, stat.st_mtime)
         return found
@@ -264,7 +259,10 @@ class LocalStore(Store):
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder unless it contains anything. Other processes may remove it or write into it at the same time."""
+    """Remove a folder unless it contains anything, or is a link to a folder. Other processes may remove it or write
+    into it at the same time."""
+    if folder.is_symlink():
+        return
     try:
         if not any(folder.iterdir()):  # rmdir may refuse a folder with files for other reasons, such as permissions
             folder.rmdir()

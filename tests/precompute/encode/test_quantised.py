@@ -211,7 +211,7 @@ def test_a_model_that_reads_a_weight_is_refused(
 ) -> None:
     monkeypatch.setattr(networks.transformers, "T5EncoderModel", ReadsWeight)
     record(models, tars, towers, "as_stored")
-    wanted = r"texts\.t5: T5EncoderModel in .* and its weights are quantised \(.*, or remove `weights` to use"
+    wanted = r"texts\.t5\.weights: T5EncoderModel does not run with quantised weights \(.*Remove `weights` to use"
     with pytest.raises(RequestError, match=wanted):
         record(models, tars, towers, "int8")
 

@@ -13,7 +13,8 @@ from precompute.input import tars
 from precompute.input.find import choose_caption_fields, find_input
 from precompute.input.tars import Tar, counted_samples
 from precompute.input.unit import MAX_JSON_BYTES
-from shards.base.errors import DamagedInput
+from shards.base.errors import DamagedInput, RequestError
+from shards.base.remote import RemoteStore
 from shards.base.store import LocalStore
 from tests.tiny import make_samples, make_tar
 
@@ -78,8 +79,11 @@ def test_a_caption_file_does_not_replace_a_lost_text_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize("columns", [{"key": ["000070000"]}, {"status": ["success"]}, {"vector": [[0.5]]}])
 def test_a_parquet_file_of_another_program_is_no_side_file(columns: dict[str, list[object]], tar: Path) -> None:
     (tar.parent / "00007_stats.json").unlink()
+    assert not find_input(str(tar.parent)).notes
     pq.write_table(pa.table(columns), tar.parent / "00007.parquet")
-    (unit,) = find_input(str(tar.parent)).units()
+    found = find_input(str(tar.parent))
+    assert found.notes[0].startswith("1 of 1 tars have no NNNNN_stats.json or NNNNN.parquet from img2dataset")
+    (unit,) = found.units()
     with unit.open(LIMIT) as source:
         assert len(list(source.samples())) == 6
 
@@ -92,6 +96,20 @@ def test_counts_come_from_both_side_files(tar: Path) -> None:
     del (opened := Tar(tar, LIMIT)).members["000070003"]
     with pytest.raises(DamagedInput, match=r"contains 5 samples, but 00007_stats\.json lists 6"):
         opened.check(store, "00007")
+
+
+def test_side_files_may_be_missing_from_a_cached_file_system(tar: Path) -> None:
+    (tar.parent / "00007_stats.json").unlink()
+    store = RemoteStore(f"simplecache::file://{tar.parent}")
+    assert counted_samples(store, "00007").counts == {"00007.parquet": 6}
+    assert counted_samples(store, "00008").counts == {}
+
+
+def test_a_tar_that_was_removed_since_it_was_listed_is_named(tar: Path) -> None:
+    found = find_input(str(tar.parent))
+    tar.unlink()
+    with pytest.raises(RequestError, match=r"00007\.tar cannot be read: No such file or directory"):
+        list(found.heads(LIMIT))
 
 
 def test_a_flipped_bit_in_any_header_is_found(tar: Path) -> None:

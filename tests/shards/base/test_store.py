@@ -82,10 +82,18 @@ def test_links_to_folders_are_followed(tmp_path: Path) -> None:
     assert store.files("commits") == ["128x128/00000.json", "64x64/00000.json"]
     assert store.files("commits/64x64") == ["00000.json"]
     (tmp_path / "disk").rename(tmp_path / "unmounted")
-    with pytest.raises(RequestError, match=r"commits/64x64 is a link to \S+/disk/64x64, which does not exist"):
-        store.files("commits")
-    with pytest.raises(FileNotFoundError):
-        store.files("commits/64x64")
+    for folder in ("", "commits", "commits/64x64"):
+        with pytest.raises(RequestError, match=r"commits/64x64 is a link to \S+/disk/64x64, which does not exist"):
+            store.files(folder)
+
+
+def test_an_empty_folder_is_removed_but_a_link_to_one_stays(tmp_path: Path) -> None:
+    store, disk = LocalStore(tmp_path / "root"), LocalStore(tmp_path / "disk")
+    store.write("64x64/part/a", b"")
+    disk.write("b", b"")
+    (tmp_path / "root" / "64x64" / "linked").symlink_to(tmp_path / "disk")
+    store.remove(["64x64/part/a", "64x64/linked/b"])
+    assert os.listdir(tmp_path / "root" / "64x64") == ["linked"] and disk.files() == []
 
 
 def test_markers_of_folders_are_no_files(s3: str) -> None:
