@@ -118,7 +118,11 @@ def prepare(
     downloads = downloads or ExitStack()
     world = world or World.launched()
     check_tracker(config.log.tracker)
-    check_launch(accelerator, world)
+    problem = None
+    if config.float8 and accelerator is not None:
+        assert config.precision != "auto"
+        problem = float8_problem(accelerator.device, config.precision)
+    check_launch(accelerator, world, problem)
     world.check(config.num_processes, config.global_batch_size, config.active_group)
 
     # checkpoints and indexes may change at any time, so the main process looks them up once for all processes
@@ -167,11 +171,7 @@ def prepare(
         hash_projection(projection),
     )
     spec = spec.keep_towers(backbone.text_towers, [] if aligned is None else [aligned.features.name])
-    problem = spec.size_check.problem if spec.size_check else None
-    if config.float8 and accelerator is not None:
-        assert config.precision != "auto"
-        problem = problem or float8_problem(accelerator.device, config.precision)
-    check_same_everywhere(accelerator, fingerprint, problem)
+    check_same_everywhere(accelerator, fingerprint, spec.size_check.problem if spec.size_check else None)
     if checkpoint is not None:
         check_resume(checkpoint.folder, checkpoint.fingerprint, fingerprint, config.data.index == "newest")
     has_steps_left = checkpoint is None or checkpoint.state.step < config.max_steps

@@ -74,12 +74,18 @@ class Cache:
                 database.execute("INSERT OR REPLACE INTO copies VALUES (?, ?, ?)", (name, size, now))
         return True
 
-    def add(self, name: str, size: int, download: Callable[[Path], None], replace: bool = False) -> None:
+    def add(
+        self,
+        name: str,
+        size: int,
+        download: Callable[[Path], None],
+        sound: Callable[[Path], bool] = lambda copy: True,
+    ) -> None:
         """Make room for `size` bytes and download a file, waiting while other downloads take up the space.
 
         Args:
             download: writes the file to the given path, and raises an error if its content is wrong.
-            replace: download the file even if a copy exists. A process that has opened this copy can still read it.
+            sound: returns whether the existing copy at the given path is intact, so that no download is needed.
 
         Raises:
             WorkError: the file alone exceeds the limit.
@@ -89,7 +95,7 @@ class Cache:
             pass  # create the database, because `check` would reject a folder that has files but no database
         target.parent.mkdir(parents=True, exist_ok=True)
         with lock_copy(partial):
-            if target.exists() and not replace:  # another process has downloaded it in the meantime
+            if target.exists() and sound(target):  # another process has downloaded it in the meantime
                 partial.unlink(missing_ok=True)
                 return
             target.unlink(missing_ok=True)

@@ -12,10 +12,8 @@ T = TypeVar("T")
 
 
 def within(seconds: float, work: Callable[[], T]) -> T | None:
-    """Call `work` in a daemon thread and return its result, or None if it does not finish in time.
-
-    A call that does not finish in time keeps running. If it raises an error, threading prints the error.
-    """
+    """Call `work` in a daemon thread and return its result, or None if it does not finish in time or raises an error,
+    which threading prints. A call that does not finish in time keeps running."""
     results: list[T] = []
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()

@@ -98,7 +98,6 @@ class StreamFiles:
             with self._named_errors(file):
                 self.check(file, self.path(file))
             return
-        is_damaged = False
         if self.is_available(file):
             try:
                 self.check(file, self.path(file))
@@ -107,10 +106,14 @@ class StreamFiles:
                 pass  # evicted just now
             except DamagedFile as error:
                 print(f"{error} This file is only a cached copy, so it will be downloaded again instead.", flush=True)
-                is_damaged = True
-        name, size = self._cached_name(file), int(self.files.sizes[file])
         with self._named_errors(file):
-            self.cache.add(name, size, lambda target: self._download(file, target), replace=is_damaged)
+            self.cache.add(
+                self._cached_name(file),
+                int(self.files.sizes[file]),
+                lambda target: self._download(file, target),
+                # the copy is verified again, because another process may have replaced it in the meantime
+                lambda target: self._is_sound(file, target),
+            )
 
     def check(self, file: int, path: str) -> None:
         """Verify the size and hash of a file, or of its cached copy, against the index.
@@ -126,6 +129,14 @@ class StreamFiles:
             )
         if hash_file(path) != int(self.files.hashes[file]):
             raise DamagedFile(f"{path} is damaged: its {HASH} does not match its index. Restore it from a backup.")
+
+    def _is_sound(self, file: int, path: Path) -> bool:
+        """Return whether a copy exists and passes `check`."""
+        try:
+            self.check(file, str(path))
+        except (FileNotFoundError, DamagedFile):
+            return False
+        return True
 
     def _cached_name(self, file: int) -> str:
         """Return the name of a file's copy in the cache."""

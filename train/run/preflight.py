@@ -104,17 +104,19 @@ def check_tracker(name: str) -> None:
         )
 
 
-def check_launch(accelerator: "Accelerator | None", world: World) -> None:
+def check_launch(accelerator: "Accelerator | None", world: World, problem: str | None = None) -> None:
     """Check that this trainer supports the launcher's configuration.
 
     Args:
         accelerator: the accelerator that the launcher configured; None: this is the only process.
+        problem: error message about this process's device or node; None: it can run the config.
 
     Raises:
-        RequestError: the launcher set up an unsupported backend or gradient scaling, or the nodes have different
-            numbers of processes, so that some samples would be used twice and others would never be used.
+        RequestError: a process has a problem, the launcher set up an unsupported backend or gradient scaling, or the
+            nodes have different numbers of processes, so that some samples would be used twice and others would never
+            be used.
     """
-    local_sizes, scales_gradients = {world.local_size}, False
+    local_sizes, scales_gradients, problems = {world.local_size}, False, [problem]
     if accelerator is not None:
         from accelerate.utils import gather_object
 
@@ -124,9 +126,13 @@ def check_launch(accelerator: "Accelerator | None", world: World) -> None:
                 f"does not support. Launch with configs/accelerate/ddp.yaml."
             )
         # gathered, because nodes may have different environments, and all processes must raise the same error
-        gathered = gather_object([(world.local_size, accelerator.gradient_accumulation_steps)])
-        local_sizes = {local_size for local_size, _ in gathered}
-        scales_gradients = any(steps != 1 for _, steps in gathered)
+        gathered = gather_object([(world.local_size, accelerator.gradient_accumulation_steps, problem)])
+        local_sizes = {local_size for local_size, _, _ in gathered}
+        scales_gradients = any(steps != 1 for _, steps, _ in gathered)
+        problems = [each for _, _, each in gathered]
+    for each in problems:
+        if each is not None:
+            raise RequestError(each)
     if len(local_sizes) > 1 or world.size % world.local_size:
         raise RequestError(
             f"The processes are not spread evenly over the nodes: WORLD_SIZE is {world.size}, and LOCAL_WORLD_SIZE is "

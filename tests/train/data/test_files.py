@@ -127,16 +127,44 @@ def test_a_damaged_copy_is_downloaded_again(root: Path, tmp_path: Path, capsys: 
     }
 
 
-def test_a_copy_that_is_being_downloaded_is_not_evicted(tmp_path: Path) -> None:
-    """Otherwise the process that downloads it would write into another process's download."""
+def test_a_damaged_copy_that_another_process_has_replaced_is_kept(root: Path, tmp_path: Path) -> None:
+    config = data_config(root, cache=str(tmp_path / "cache"))
+    steps(config)
+    (copy,) = [path for path in copies(tmp_path / "cache") if path.parent.name.startswith("00001")]
+    flip_a_bit(copy)
+    first, second = (make_files(config, open_data(config, 8)).buckets[0] for _ in range(2))
+    check, checked = second.check, []
+
+    def check_then_let_the_other_replace_it(file: int, path: str) -> None:
+        checked.append(path)
+        try:
+            check(file, path)
+        finally:
+            if len(checked) == 1:
+                first.make_ready(1)
+
+    second.check = check_then_let_the_other_replace_it  # type: ignore[method-assign]
+    downloaded: list[int] = []
+    download = second._download
+    second._download = lambda file, target: downloaded.append(file) or download(file, target)  # type: ignore[method-assign, func-returns-value]
+    second.make_ready(1)
+    assert len(checked) == 2 and not downloaded and copy.read_bytes() == (one_of(root)).read_bytes()
+
+
+def test_a_copy_that_is_being_verified_is_not_evicted(tmp_path: Path) -> None:
+    """Otherwise the process that holds its lock would write into another process's download."""
     cache, other = (Cache(tmp_path / "cache", 19) for _ in range(2))
     room = []
 
     def download(target: Path) -> None:
         target.write_bytes(bytes(10))
+
+    def sound(copy: Path) -> bool:
         room.append(other._reserve("b", 10))
+        return True
 
     cache.add("a", 10, download)
+    cache.add("a", 10, lambda target: pytest.fail(str(target)), sound)
     assert room == [False] and {path.name for path in cache.folder.iterdir()} == {DATABASE, "a"}
     assert other._reserve("b", 10) and not cache.path("a").exists()
 

@@ -24,7 +24,7 @@ from train.model.network import compile_network
 from train.objective.config import RepaConfig
 from train.objective.loss import DiffusionLoss
 from train.prepare import prepare
-from train.run.fingerprint import check_same_everywhere
+from train.run.preflight import World, check_launch
 from train.setup import build_step
 
 NUM_STEPS = 60
@@ -76,10 +76,10 @@ def test_processes_that_cannot_use_float8(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_problem_of_one_process_is_raised_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = ("{}", "float8: The other process has a problem.")
-    monkeypatch.setattr("train.run.fingerprint.gather_object", lambda own: [*own, other])
+    other = (1, 1, "float8: The other process has a problem.")
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda own: [*own, other])
     with pytest.raises(RequestError, match="The other process has a problem"):
-        check_same_everywhere(Accelerator(cpu=True), {}, None)
+        check_launch(Accelerator(cpu=True), World(2, 1))
 
 
 def test_float8_needs_compile(tmp_path: Path) -> None:

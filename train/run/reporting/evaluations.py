@@ -70,7 +70,8 @@ def read_results(store: Store, name: str) -> EvaluationResults | None:
             fields = json.loads(archive.read("values.json"))
             images = [member for member in archive.namelist() if member.endswith(".png")]
             pictures = {member.removesuffix(".png"): archive.read(member) for member in images}
-        return EvaluationResults(name, fields["step"], fields["values"], pictures)
+        values = {metric: float(value) for metric, value in fields["values"].items()}
+        return EvaluationResults(name, int(fields["step"]), values, pictures)
     except Exception as error:  # the file could be read, so any parser error means that its content is damaged
         print(f"The results file {where} is damaged and will not be logged: {error!r}", flush=True)
         return None

@@ -137,7 +137,7 @@ def test_a_silent_launch_is_superseded_and_a_live_one_is_not(backend: Backend, f
     thread.start()
     try:
         for seen in (Seen(), Seen(free)):  # also if it was silent earlier
-            with pytest.raises(RunInUse, match=r"is in use: launch 1 \(host .*\) is training there"):
+            with pytest.raises(RunInUse, match=r"launch 1 \(host .*, process \d+, since 20.*\) is training there"):
                 Lease.acquire(backend, 60, seen)
     finally:
         stopped.set()
@@ -181,13 +181,15 @@ def test_a_process_is_known_by_its_start() -> None:
     assert started / os.sysconf("SC_CLK_TCK") == pytest.approx(since_boot, abs=2)
 
 
-def test_a_killed_process_of_this_machine_is_known_to_have_ended() -> None:
+def test_a_killed_process_of_this_machine_is_known_to_have_ended(tmp_path: Path) -> None:
     child = subprocess.Popen(["sleep", "600"])
     record = this_process() | {"pid": child.pid, "process": process_start(child.pid)}
+    assert FolderBackend(tmp_path).create(1, record | {"token": "a killed launch"})
     assert not has_ended(record)
     child.kill()
     child.wait()
     assert has_ended(record)
+    assert acquire(tmp_path, ttl=1000).number == 2  # at once
     assert not has_ended(record | {"machine": "another machine"})
     assert has_ended(record | {"pid": os.getppid()})  # the id now belongs to another process
 
