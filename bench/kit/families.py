@@ -8,6 +8,7 @@ from plan.arithmetic.work import build_towers, count_work
 from plan.config import Plan
 from plan.measured import Rates
 from plan.report import Inputs, phase_row
+from precompute.config import PrecomputeConfig
 from shards.base.config import load_config
 from shards.format.encoding import EncodingRecord
 
@@ -37,7 +38,11 @@ def read_family(name: str) -> Family:
     posterior = plan.data.posterior if work.has_posterior else "deterministic"
     _, image, _ = build_towers(plan.networks)
     image = image.model_copy(update={"storage": plan.image.storage, "posterior": posterior})
-    texts = dict(zip(work.texts, inputs.texts, strict=True))
+    stage_1 = load_config(PrecomputeConfig, CONFIGS / name / "precompute.yaml", [], "precompute")
+    texts = {
+        tower: stored.model_copy(update={"layer": stage_1.texts[tower].layer})
+        for tower, stored in zip(work.texts, inputs.texts, strict=True)
+    }
     encoding = encoding_record(1, 1).model_copy(update={"image": image, "texts": texts})
     rate = phase_row(inputs, phase, GPUS_OF_A_NODE, online=False).images_per_second
     return Family(name, encoding, phase.bucket, round(plan.text.tokens), rate)

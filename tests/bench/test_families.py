@@ -5,7 +5,11 @@ import re
 import pytest
 
 from bench.families import MEASURED, Traced, rates, read_plan
+from bench.kit.families import CONFIGS, FAMILIES, read_family
 from plan.arithmetic.counted import cached_work
+from shards.base.config import load_config
+from train.config import TrainConfig
+from train.export.pipeline import check_pipeline
 from train.model.memory import GIB, StepMemory
 
 
@@ -22,3 +26,11 @@ def test_rates(shared_counts: None) -> None:
     assert found and float(found[1]) == pytest.approx(measured, rel=0.02)
     assert second[3] == second[5] == "does not fit"  # on 80 GB
     assert re.fullmatch(r"[\d.]+ \(3\d%\)", second[7])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_latents_are_described_like_those_of_stage_1(family: str) -> None:
+    """Otherwise training refuses them, in the GPU check too."""
+    encoding = read_family(family).encoding
+    for phase in (1, 2):
+        check_pipeline(load_config(TrainConfig, CONFIGS / family / f"phase{phase}.yaml", [], "train"), encoding)
