@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from bench.kit.roots import encoding_record
 from plan.arithmetic.work import build_towers, count_work
 from plan.config import Plan
 from plan.measured import Rates
 from plan.report import Inputs, phase_row
-from precompute.config import PrecomputeConfig
 from shards.base.config import load_config
 from shards.format.encoding import EncodingRecord
 
@@ -38,9 +39,10 @@ def read_family(name: str) -> Family:
     posterior = plan.data.posterior if work.has_posterior else "deterministic"
     _, image, _ = build_towers(plan.networks)
     image = image.model_copy(update={"storage": plan.image.storage, "posterior": posterior})
-    stage_1 = load_config(PrecomputeConfig, CONFIGS / name / "precompute.yaml", [], "precompute")
+    # not as a PrecomputeConfig, whose module imports Ray, which the GPU check does without
+    encoders = yaml.safe_load((CONFIGS / name / "precompute.yaml").read_text()).get("texts", {})
     texts = {
-        tower: stored.model_copy(update={"layer": stage_1.texts[tower].layer})
+        tower: stored.model_copy(update={"layer": encoders.get(tower, {}).get("layer", "last")})
         for tower, stored in zip(work.texts, inputs.texts, strict=True)
     }
     encoding = encoding_record(1, 1).model_copy(update={"image": image, "texts": texts})
