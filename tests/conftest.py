@@ -57,8 +57,8 @@ class NamesFailuresAtOnce:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the fixtures where tests run, and the reporter in the main process, because xdist's workers have no
-    terminal. With workers, the main process starts no test, so it need not wait for the import of torch."""
+    """Register the fixtures in processes that run tests, and the reporter in the main process, because xdist's workers
+    have no terminal. With workers, the main process runs no tests, so it starts them without importing torch first."""
     is_worker = hasattr(config, "workerinput")
     if is_worker or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin(FIXTURES)

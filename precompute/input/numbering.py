@@ -127,12 +127,15 @@ class Found:
 
     def heads(self, max_bytes: int) -> Iterator[RawSample]:
         """Yield the first intact samples, of several units if necessary, to inspect their fields. Raises RequestError
-        if a unit is missing, or must not be read by this user."""
+        if a unit is missing, or this user may not read it."""
         for unit in islice(self.units(), UNITS_INSPECTED):
             try:
                 yield from unit.head(max_bytes)
             except (FileNotFoundError, PermissionError) as error:
-                raise RequestError(f"{unit.address} cannot be read: {error.strerror or error}.") from error
+                raise RequestError(
+                    f"{unit.address} cannot be read: {error.strerror or error}. If it was removed, run the command "
+                    f"again; otherwise, let this user read it."
+                ) from error
 
     def units(self, store: Store | None = None, is_final: bool = True) -> list[Unit]:
         """Return all units, in order. Unless the request is still being checked (`is_final` is false), the root at

@@ -32,8 +32,8 @@ def check_writable(store: Store) -> None:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         reason = "not writable by this user" if place.is_dir() else "not a folder"
         raise RequestError(
-            f"{store.where()} cannot be created or extended: {place} is {reason}. Choose a "
-            f"folder that this user can write to."
+            f"{store.where()} cannot be created or extended: {place} is {reason}. Choose a folder that this "
+            f"user can write to."
         )
 
 

@@ -535,7 +535,8 @@ def check_class(pipeline_class: str | list[str], objective: ObjectiveConfig) -> 
     """Check that user interfaces can sample from a pipeline of this class in a single file.
 
     Raises:
-        RequestError: there is no layout for the class, or user interfaces assume a different objective for its U-Net.
+        RequestError: the class has no single-file layout, or its U-Net was trained with an objective that user
+            interfaces do not assume.
     """
     if "unet" not in layout_of(pipeline_class).components:
         return
