@@ -126,7 +126,7 @@ def check_same_everywhere(accelerator: Accelerator | None, fingerprint: dict[str
     Processes with different data would train on some samples twice and never on others.
 
     Args:
-        problem: error message about this process's device or data files; None: they can be used.
+        problem: error message about this process's data files; None: they are valid.
 
     Raises:
         RequestError: a process has a problem, or the fingerprints differ. All processes raise it.
