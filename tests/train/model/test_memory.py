@@ -114,7 +114,7 @@ def test_the_recorder_counts_live_bytes() -> None:
         ("unet", 8, 0.5, "float32", False),
         ("unet", 8, False, "bfloat16", False),
         ("unet", 2, True, "bfloat16", False),
-        ("small", 8, 0.5, "float32", True),
+        pytest.param("small", 8, 0.5, "float32", True, marks=pytest.mark.heavy),
         pytest.param("unet", 8, 0.5, "float32", True, marks=pytest.mark.slow),
     ],
 )
@@ -219,6 +219,7 @@ def test_settings_that_save_memory(small: Any, backbone: BackboneConfig, encodin
     assert memory(small, backbone, encoding, precision="bfloat16", microbatch_size=2).activations < plain
 
 
+@pytest.mark.heavy
 def test_largest_microbatch(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
     """A step with the size that fits does fit, and one image more does not."""
 
@@ -252,6 +253,7 @@ def test_a_step_that_cannot_fit_is_refused(
             check_memory(estimate, tried, 1024)
 
 
+@pytest.mark.heavy
 def test_a_step_that_fits_only_if_it_is_compiled(
     tmp_path: Path, backbone: BackboneConfig, encoding: EncodingRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
