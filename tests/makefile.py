@@ -1,18 +1,18 @@
 """Run `make`, or commands up to their actual work, from tests."""
 
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.ranks import environment
+
 ROOT = Path(__file__).parents[1]
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run `make …` as from a shell, without the flags and ARGS that `make test` would pass on."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "ARGS"))}
-    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
+    """Run `make …` as from a shell."""
+    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment())
 
 
 class UnderstoodError(Exception):

@@ -77,12 +77,13 @@ def fork_server() -> None:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment without a launcher's or a cluster's variables.
+    """Return this process's environment without the variables of a launcher, a cluster and `make test ARGS=…`.
 
     `ray.init` sets RAY_AUTH_MODE=token. A Ray that was imported before that, as in the server, would start a cluster
     that requires a token, but not send one.
     """
-    kept = {key: value for key, value in os.environ.items() if key not in (*LAUNCHER, "RAY_ADDRESS", "RAY_AUTH_MODE")}
+    others = (*LAUNCHER, "RAY_ADDRESS", "RAY_AUTH_MODE", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS")
+    kept = {key: value for key, value in os.environ.items() if key not in others}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
 
 
