@@ -119,8 +119,12 @@ def test_a_job_with_faults_under_prometheus(
 
 def stand_still(metrics: JobMetrics, prometheus: Prometheus) -> None:
     """Set the job's figures to those of workers that have tars but make no progress."""
-    metrics.now(UnderWay(3, 0), 0.0, None)
-    prometheus.await_alert("LatentmillStalled")
+
+    def stalled() -> bool:
+        metrics.now(UnderWay(3, 0), 0.0, None)  # repeatedly, like a job, because Ray drops gauges after two seconds
+        return prometheus.fires("LatentmillStalled")
+
+    wait_until(stalled, "LatentmillStalled did not fire")
     metrics.now(UnderWay(3, 0), 500.0, 60.0)
     prometheus.await_silence("LatentmillStalled")
 
