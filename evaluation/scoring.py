@@ -9,7 +9,7 @@ import numpy as np
 
 from cluster.fleet import FleetConfig
 from evaluation.features.extractors import ExtractorsConfig, describe_extractor
-from evaluation.features.job import NO_REFERENCE, extract, read_moments, reference_features
+from evaluation.features.job import check_reference, extract, read_moments, reference_features
 from evaluation.features.sources import ReferenceConfig, sample_units
 from evaluation.metrics.intervals import MIN_CLUSTERS
 from evaluation.metrics.table import METRICS, ExtractorName, MetricInputs, MetricName, metric_id
@@ -81,8 +81,7 @@ def check_measurable(names: Sequence[MetricName], num_prompts: int, size: str, r
             f"The samples have size {size}, but the reference has size {reference.size}. A difference in resizing "
             f"alone would change the metrics. Set reference.size to {size}."
         )
-    if reference.place is None:
-        raise RequestError(NO_REFERENCE)
+    check_reference(reference)
 
 
 def score(

@@ -24,7 +24,7 @@ from precompute.input.numbering import Found
 from precompute.input.table import CaptionSource, describe_tables
 from precompute.job.ledger import Ledger
 from precompute.job.projection import resolve_projections
-from precompute.job.run import announce, conclude, not_committed, run_job
+from precompute.job.run import announce, conclude, not_committed, other_tars_warning, run_job
 from shards.base.config import load_from_args
 from shards.base.errors import RequestError, console
 from shards.base.scratch import sweep_attempts, sweep_scratch
@@ -63,6 +63,10 @@ def run(arguments: list[str]) -> None:
         units = found.units(store, is_final=False)
         wanted = chosen_units = choose_units(config.shards, units)
         waiting = not_committed(chosen_units, config.to_fill.all, store)
+        names = {unit.name for unit in waiting}
+        done = [unit for unit in chosen_units if unit.name not in names]
+        if warning := other_tars_warning(done, config.to_fill.all[0], store):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
     if waiting:
         if found is not None:
             print(found.describe(len(units), encoding.captions), file=sys.stderr, flush=True)

@@ -172,7 +172,12 @@ def push(options: argparse.Namespace) -> None:
         )
     folder = Path(options.root.where())
     written = folder / "README.md"  # perhaps edited
-    text = written.read_text() if written.is_file() else dataset_card(options.root)
+    try:
+        text = written.read_text("utf-8") if written.is_file() else dataset_card(options.root)
+    except UnicodeDecodeError:
+        raise RequestError(
+            f"{written} is not UTF-8 text. Save it as UTF-8, or remove it, so that a new card is generated."
+        ) from None
     where = push_folder(folder, options.repo, "dataset", text, options.license, options.public, manifests)
     print(f"{where} (train from it with `root: hf://datasets/{options.repo}`)")
 

@@ -190,17 +190,33 @@ def reference_features(
         check_same(store, create_once(store, RECORD, lambda: content), content, "a reference", "reference.place")
         features = extract(units, kind, extractors, config.place, workers)
     else:
+        check_reference(config)
         content = read_sealed(store, RECORD) or {}
-        if not content:
-            raise RequestError(
-                f"{store.where()} is not a reference: it has no {RECORD}. To create a reference there, set "
-                f"reference.pictures."
-            )
-        check_same(store, {key: content.get(key) for key in record}, record, "a reference", "reference.place")
         description = describe_extractor(kind, extractors)
         features = read_features(store, f"features/{extractor_id(description)}", content["units"], description)
     identity = {key: content[key] for key in record} | {"inputs": features.inputs}
     return features, hashlib.sha256(canonical_json(identity)).hexdigest()[:16]
+
+
+def check_reference(config: ReferenceConfig) -> None:
+    """Check that a reference's features exist, or that its images do, before a model is sampled for it.
+
+    Raises:
+        RequestError: the reference does not exist, or was made with different settings.
+    """
+    if config.place is None:
+        raise RequestError(NO_REFERENCE)
+    store, record = open_store(config.place), config.record()
+    content = read_sealed(store, RECORD)
+    if content is not None:
+        check_same(store, {key: content.get(key) for key in record}, record, "a reference", "reference.place")
+    elif config.pictures is not None:
+        reference_units(config)
+    else:
+        raise RequestError(
+            f"{store.where()} is not a reference: it has no {RECORD}. To create a reference there, set "
+            f"reference.pictures."
+        )
 
 
 def read_moments(path: Path) -> tuple[Moments, str]:
@@ -219,7 +235,7 @@ def read_moments(path: Path) -> tuple[Moments, str]:
             f"(D,), and `sigma`, of shape (D, D)."
         ) from error
     is_valid = mean.ndim == 1 and covariance.shape == (len(mean), len(mean)) and np.allclose(covariance, covariance.T)
-    if not is_valid or not np.isfinite(mean).all():
+    if not is_valid or not np.isfinite(mean).all() or not np.isfinite(covariance).all():
         raise RequestError(
             f"{path} does not contain valid moments: `mu` has shape {mean.shape} and `sigma` has shape "
             f"{covariance.shape}. The shapes must be (D,) and (D, D), and `sigma` must be symmetric and finite."

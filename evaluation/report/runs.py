@@ -23,6 +23,8 @@ from shards.base.errors import RequestError
 from shards.base.store import Store, parse_place, resolved_place
 from shards.open import open_store
 
+REQUIRED = ("max_steps", "global_batch_size", "data")
+"""Fields that are in every run's config.yaml, unlike in those of other programs."""
 FOLDER, LINES = "evaluations", "evaluations.jsonl"
 STEP_FOLDER = re.compile(r"step-(\d{8,})-(auto|raw|ema)")
 SET_FOLDER = re.compile(r"g[\de.+-]+-s\d+-\w+")
@@ -49,8 +51,12 @@ def run_config(run: Store) -> dict[str, Any]:
         raise RequestError(
             f"{run.where('config.yaml')} cannot be parsed as YAML: {error}. Restore it from a backup."
         ) from error
-    if not isinstance(config, dict):
-        raise RequestError(f"{run.where('config.yaml')} is not a training config. Restore it from a backup.")
+    missing = [name for name in REQUIRED if not isinstance(config, dict) or name not in config]
+    if missing:
+        raise RequestError(
+            f"{run.where('config.yaml')} is not a training run's config: it has no {', '.join(missing)}. Pass the "
+            f"run_dir of a training run. If this is one, restore the file from a backup."
+        )
     return config
 
 

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from typing import Literal
 
 from evaluation.parts import read_sealed
 from shards.base.durable import canonical_json, sealed_json, sha256_file
-from shards.base.errors import RequestError, WorkError, is_storage_error
+from shards.base.errors import INTERRUPTED, Preempted, RequestError, WorkError, is_storage_error
 from shards.base.store import Store, absolute_place, parse_place
 from shards.format.models import PIPELINE_INDEX as INDEX
 from shards.format.models import model_folder
@@ -97,9 +98,10 @@ def prepare_model(
     """Make a model available to all workers: export a run's checkpoint to `output`, or check an existing pipeline.
 
     Raises:
+        Preempted: a stop signal ended the export.
         RequestError: the model does not exist, its folder contains untrusted code, or `output` contains samples from
             a different model.
-        WorkError: the checkpoint is damaged, or was removed while it was being read.
+        WorkError: the checkpoint is damaged, or was removed while it was being read, or the export was killed.
     """
     found = Model(**record) if (record := read_sealed(output, RECORD)) else None
     place = parse_place(name)
@@ -147,6 +149,13 @@ def _export(name: str, step: int, weights: Weights, output: Store, found: Model 
         target = Path(scratch) / EXPORTED
         words = ["export", name, "--step", str(step), "--weights", weights, "--output", str(target)]
         result = subprocess.run([sys.executable, "-m", "train", *words], capture_output=True, text=True)
+        if result.returncode in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):  # the terminal signals all processes
+            raise Preempted(f"A stop signal ended the export of step {step} in {name}. Run the same command again.")
+        if result.returncode < 0:
+            raise WorkError(
+                f"The export of step {step} in {name} was killed by {signal.Signals(-result.returncode).name}, perhaps "
+                f"because the machine ran out of memory. Free memory, and run the same command again."
+            )
         if result.returncode:
             reason = " ".join(result.stderr.split()).rpartition("error: ")[2]
             raise WorkError(

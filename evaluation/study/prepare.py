@@ -111,7 +111,7 @@ def add_picture(data: bytes, source: object, folder: Path, secret: bytes, pixela
     try:
         with Image.open(io.BytesIO(data), formats=["PNG", "WEBP", "JPEG"]) as picture:
             pixels = picture.convert("RGB")
-    except OSError:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # Pillow has no common exception
         raise RequestError(f"{source} cannot be decoded as PNG, WebP or JPEG. Replace the file.") from None
     if pixelated:
         width, height = (max(1, side // PIXEL_SIZE) for side in pixels.size)

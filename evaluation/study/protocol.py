@@ -17,7 +17,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, field_validator
 
 from shards.base.config import Config
 from shards.base.durable import check_version, create_file, make_folder, read_sealed_json, sealed_json, write_file
-from shards.base.errors import RequestError, WorkError
+from shards.base.errors import RequestError, WorkError, is_storage_error
 
 VERSION = 2
 RECORD, SECRET, PICTURES = "protocol.json", "secret", "pictures"
@@ -185,9 +185,21 @@ def check_pictures(study: Study) -> None:
 
 
 def make_secret(folder: Path) -> bytes:
-    """Return the folder's secret. If there is none yet, create one."""
+    """Return the folder's secret. If there is none yet, create one.
+
+    Raises:
+        RequestError: the folder cannot be created.
+    """
     path = folder / SECRET
-    make_folder(folder)
+    try:
+        make_folder(folder)
+    except OSError as error:
+        if is_storage_error(error):
+            raise
+        raise RequestError(
+            f"The study's folder {folder} cannot be created ({error.filename}: {error.strerror}). Choose a folder that "
+            f"you can write to with --output (with make study: OUT=FOLDER)."
+        ) from None
     if not path.exists():
         temporary = folder / f".{SECRET}.{secrets.token_hex(4)}"
         temporary.touch(mode=0o600)

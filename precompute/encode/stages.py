@@ -69,7 +69,7 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
             raise Reject("too_many_bytes", raw.oversized)
         clean = read_captions(raw, encoding.captions, encoding.max_characters)
         if raw.image is None:
-            raise Reject("no_image", f"the tar has no image for the key {raw.key}")
+            raise Reject("no_image", f"the input has no image for the key {raw.key}")
         sha256 = hashlib.sha256(raw.image).hexdigest()
         if recipe.tars.check_sha256 and (raw.metadata.get("sha256") or sha256) != sha256:
             if recipe.tars.policy == "salvage":

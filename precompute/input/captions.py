@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,10 +122,19 @@ def _raw_caption(raw: RawSample, field: str) -> object:
     return raw.metadata.get(name)
 
 
+def fields_with_text(raw: RawSample) -> Iterator[tuple[str, str]]:
+    """Yield (field, text) for each caption field of a sample that contains text, including items of lists."""
+    if raw.caption and (text := raw.caption.decode(errors="replace").strip()):
+        yield "txt", text
+    for name, value in raw.metadata.items():
+        for place, text in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(text, str) and text.strip():
+                yield f"{JSON_PREFIX}{name}{f'[{place}]' if isinstance(value, list) else ''}", text.strip()
+
+
 def _text_fields(raw: RawSample) -> str:
     """List the sample's fields that contain text, for the `detail` recorded when the sample is rejected."""
-    names = [f"{JSON_PREFIX}{name}" for name, value in raw.metadata.items() if isinstance(value, str) and value.strip()]
-    shown = (["txt"] if raw.caption and raw.caption.strip() else []) + [name[:MAX_NAME_CHARACTERS] for name in names]
+    shown = [field[:MAX_NAME_CHARACTERS] for field, _ in fields_with_text(raw)]
     more = f" and {len(shown) - MAX_FIELDS} more" if len(shown) > MAX_FIELDS else ""
     return f"text in {', '.join(shown[:MAX_FIELDS])}{more}" if shown else "no text in any field"
 

@@ -2,22 +2,23 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import Protocol, TypeVar
 
-from precompute.input.captions import JSON_PREFIX
+from precompute.input.captions import JSON_PREFIX, fields_with_text
+from precompute.input.folder import KIND as IMAGE_FOLDER
 from precompute.input.folder import find_folder
 from precompute.input.listing import Listing, list_input
 from precompute.input.mds import find_mds
-from precompute.input.numbering import Found
+from precompute.input.numbering import UNITS_INSPECTED, Found
 from precompute.input.parquet import find_parquet
-from precompute.input.tars import find_tars
-from precompute.input.unit import RawSample, Unusable
-from shards.base.errors import RequestError
+from precompute.input.tars import SUFFIXES, find_tars
+from precompute.input.unit import IMAGE_SUFFIXES, RawSample, Unusable, escaped, unreadable
+from shards.base.errors import DamagedInput, RequestError
 from shards.base.table import counted
 
 KINDS: list[Callable[[Listing], Found | None]] = [find_tars, find_mds, find_parquet, find_folder]
@@ -45,14 +46,13 @@ def find_input(address: str) -> Found:
     for find in KINDS:
         try:
             if found := find(listing):
-                notes = found.notes if problem is None else (*found.notes, str(problem))
+                notes = (*found.notes, *_unread(listing, found), *([] if problem is None else [str(problem)]))
                 return replace(found, notes=notes, again=partial(find_input, address))
+        except (FileNotFoundError, PermissionError) as error:
+            raise unreadable(error.filename or address, error) from error
         except Unusable as error:  # for example a stray file in a folder of images
             problem = problem or error
-    raise problem or RequestError(
-        f"The input {address} contains {_contents(listing)}, but no images, tars, parquet files with an image column, "
-        f"or MDS files with images. Set `input` to the folder of your images."
-    )
+    raise problem or RequestError(f"The input {address} {_problem(listing)}")
 
 
 AnyUnit = TypeVar("AnyUnit", bound=Named)
@@ -87,6 +87,37 @@ def choose_units(wanted: str, available: list[AnyUnit]) -> list[AnyUnit]:
     return [by_name[name] for name in sorted(set(names))]
 
 
+def _unread(listing: Listing, found: Found) -> Iterator[str]:
+    """Yield a note if the input has images or tars that are not part of what was found."""
+    unread = _tars_in_subfolders(listing)
+    if found.kind != IMAGE_FOLDER:
+        unread += [name for name in listing.files if PurePosixPath(name).suffix[1:].lower() in IMAGE_SUFFIXES]
+    if unread:
+        yield (
+            f"the input is read as {found.kind}. {counted(len(unread), 'other file')} with images, such as "
+            f"{escaped(unread[0])}, will not be encoded. To encode them, move them to a folder of their own."
+        )
+
+
+def _tars_in_subfolders(listing: Listing) -> list[str]:
+    return [name for name in listing.files if "/" in name and name.endswith(SUFFIXES)]
+
+
+def _problem(listing: Listing) -> str:
+    """Describe an input that contains nothing that can be encoded, to follow its address in a sentence."""
+    if not listing.files and not listing.linked_folders:
+        return "is empty or does not exist. Set `input` to the folder of your images or tars."
+    if tars := _tars_in_subfolders(listing):
+        return (
+            f"has tars in subfolders only, such as {escaped(tars[0])}, and these are not searched. Set `input` to the "
+            f"folder that directly contains the tars."
+        )
+    return (
+        f"contains {_contents(listing)}, but no images, tars, parquet files with an image column, or MDS files with "
+        f"images. Set `input` to the folder of your images. docs/how-to/your-own-data.md describes the kinds of input."
+    )
+
+
 def _contents(listing: Listing) -> str:
     suffixes = Counter(PurePosixPath(name).suffix or "no suffix" for name in listing.files)
     shown = ", ".join(f"{suffix}: {count:,}" for suffix, count in suffixes.most_common(5))
@@ -100,7 +131,8 @@ def choose_caption_fields(found: Found, max_bytes: int) -> list[str]:
     address = found.listing.given
     samples = list(islice(found.heads(max_bytes), INSPECTED))
     if not samples:
-        raise RequestError(f"The first units of {address} have no intact samples. Check these files.")
+        _refuse_damage(found, max_bytes)
+        raise RequestError(f"The first units of {address} contain no samples. Check these files.")
     texts = _texts(samples)
     frequent = {name: values for name, values in texts.items() if len(values) >= len(samples) / 2}
     if "txt" in frequent:
@@ -116,8 +148,8 @@ def choose_caption_fields(found: Found, max_bytes: int) -> list[str]:
     if not likely:
         shown = f" Fields with text:{examples}" if examples else ""
         raise RequestError(
-            f"No captions were found in the first {counted(len(samples), 'sample')} of {address}. Put a text file "
-            f"beside each image, or name a field with --captions.{shown}"
+            f"No captions were found in the first {counted(len(samples), 'sample')} of {address}, which is read as "
+            f"{found.kind}. Put a text file beside each image, or name a field with --captions.{shown}"
         )
     raise RequestError(
         f"{address} has {len(likely)} fields that may be captions:{examples}\nChoose one, or list several separated "
@@ -126,18 +158,25 @@ def choose_caption_fields(found: Found, max_bytes: int) -> list[str]:
     )
 
 
+def _refuse_damage(found: Found, max_bytes: int) -> None:
+    """Raise RequestError if one of the first units is damaged, so that the message says how."""
+    for unit in islice(found.units(), UNITS_INSPECTED):
+        try:
+            with unit.open(max_bytes) as source:
+                for _ in source.samples():
+                    pass
+        except DamagedInput as error:
+            raise RequestError(
+                f"The first units of {found.listing.given} have no intact samples, so no captions were found: {error}"
+            ) from error
+
+
 def _texts(samples: Sequence[RawSample]) -> dict[str, list[str]]:
     """Map each caption field to its non-empty texts."""
     texts: dict[str, list[str]] = {}
     for sample in samples:
-        if sample.caption and (text := sample.caption.decode(errors="replace").strip()):
-            texts.setdefault("txt", []).append(text)
-        for name, value in sample.metadata.items():
-            values = value if isinstance(value, list) else [value]
-            for place, text in enumerate(values):
-                if isinstance(text, str) and text.strip():
-                    field = f"{JSON_PREFIX}{name}{f'[{place}]' if isinstance(value, list) else ''}"
-                    texts.setdefault(field, []).append(text.strip())
+        for field, text in fields_with_text(sample):
+            texts.setdefault(field, []).append(text)
     return texts
 
 

@@ -27,6 +27,7 @@ from shards.base.errors import DamagedInput, RequestError
 from shards.base.store import Store
 from shards.base.table import counted
 
+KIND = "a folder of images"
 TABLE = re.compile(r"(.*/)?(metadata\.(jsonl|csv|parquet)|meta_(cap|cap_dd|clean|lat)\.json)")
 READ_AHEAD = 32
 """Number of images that are read together, with the files beside them."""
@@ -108,7 +109,7 @@ def find_folder(listing: Listing) -> Found | None:
 
     if not members:
         return None
-    found = Found("a folder of images", listing, members, make)
+    found = Found(KIND, listing, members, make)
     return replace(found, notes=tuple(_notes(listing, tables, stems)))
 
 

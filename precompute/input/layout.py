@@ -21,6 +21,7 @@ MAGIC = {
     re.compile(rb"\xfd7zXZ"): "xz",
     re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
 }
+MAGIC_BYTES = 10
 DECOMPRESSIBLE = {"gzip", "bz2", "zstd"}
 REPLACE = "Download this tar again or, if you created it yourself, recreate it."
 """Advice at the end of error messages about a damaged tar."""
@@ -188,11 +189,15 @@ def compression_of(path: Path, address: str) -> str | None:
     """Return how the local copy of the tar at `address` is compressed, by its first bytes: `gzip`, `bz2`, `zstd`, or
     None. Raises DamagedInput for xz, which pyarrow cannot decompress."""
     with path.open("rb") as file:
-        start = file.read(10)
-    found = next((name for magic, name in MAGIC.items() if magic.match(start)), None)
+        found = compression_at(file.read(MAGIC_BYTES))
     if found is not None and found not in DECOMPRESSIBLE:
         raise DamagedInput(f"{address} is compressed with {found}. Decompress it in place.")
     return found
+
+
+def compression_at(start: bytes) -> str | None:
+    """Return how a file that starts with these MAGIC_BYTES is compressed, or None."""
+    return next((name for magic, name in MAGIC.items() if magic.match(start)), None)
 
 
 def check_end_marker(file: BinaryIO, offset: int) -> str:

@@ -45,9 +45,11 @@ def list_input(address: str) -> Listing:
             parent = open_store(folder or ("/" if address.startswith("/") else "."))
             if (size := parent.size(name)) is not None:
                 return Listing(parent, {name: size}, only=name)
-    except (OSError, Outage) as error:
+    except Outage as error:
+        raise RequestError(f"The input {address} cannot be listed: {error}") from error
+    except OSError as error:
         raise RequestError(
-            f"The input {address} cannot be listed: {str(error).rstrip('.')}. Check the path and your credentials."
+            f"The input {address} cannot be listed: {str(error).rstrip('.')}. Check the path and its permissions."
         ) from error
     if not files and isinstance(store, LocalStore) and not store.root.exists():
         raise RequestError(

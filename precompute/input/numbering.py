@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 import pyarrow as pa
 
 from precompute.input.listing import Listing
-from precompute.input.unit import HashedSource, Policy, RawSample, Unit, escaped
+from precompute.input.unit import HashedSource, Policy, RawSample, Unit, escaped, unreadable
 from shards.base.durable import check_version, parse_sealed_json, sealed_json
 from shards.base.errors import DamagedInput, RequestError
 from shards.base.store import Store
@@ -132,10 +132,7 @@ class Found:
             try:
                 yield from unit.head(max_bytes)
             except (FileNotFoundError, PermissionError) as error:
-                raise RequestError(
-                    f"{unit.address} cannot be read: {error.strerror or error}. If it was removed, run the command "
-                    f"again; otherwise, let this user read it."
-                ) from error
+                raise unreadable(error.filename or unit.address, error) from error
 
     def units(self, store: Store | None = None, is_final: bool = True) -> list[Unit]:
         """Return all units, in order. Unless the request is still being checked (`is_final` is false), the root at

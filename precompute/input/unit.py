@@ -31,6 +31,14 @@ class Unusable(RequestError):
     """An input has files of a kind, but none of them can be used."""
 
 
+def unreadable(where: str, error: OSError) -> RequestError:
+    """Build the error for a file of the input that is missing, or that this user may not read."""
+    return RequestError(
+        f"{where} cannot be read: {error.strerror or error}. If it was removed, run the command again; otherwise, let "
+        f"this user read it."
+    )
+
+
 class InputConfig(Config):
     """Handling of damaged inputs."""
 

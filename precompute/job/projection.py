@@ -14,7 +14,7 @@ from precompute.input.numbering import Found
 from precompute.input.table import TableConfig
 from precompute.input.unit import Unit
 from precompute.job.run import worker_settings
-from shards.base.errors import Preempted, WorkError
+from shards.base.errors import Preempted, RequestError, WorkError
 from shards.base.store import Place, Store
 from shards.derive.conversion import plan_conversion
 from shards.derive.job import check_request
@@ -43,6 +43,7 @@ def resolve_projections(
     like, source = (_root(place) if place is not None else None for place in (config.text.projection, config.source))
     groups = groups_to_project(config, encoding.texts, like[1] if like else None)
     if not groups:
+        _refuse_projected(store, encoding)
         return encoding
 
     def compute(texts: dict[str, TextTower], missing: dict[TowerGroup, int]) -> dict[str, Projection]:
@@ -64,6 +65,20 @@ def resolve_projections(
     if existing is None and store.size(FILE_NAME) is not None:  # another job has created the root in the meantime
         texts = project_texts(encoding.texts, groups, _root(config.output), None, None, compute)
     return encoding.model_copy(update={"texts": texts})
+
+
+def _refuse_projected(store: Store, encoding: EncodingRecord) -> None:
+    """Raise RequestError if the root stores projected states of a text tower, although none are requested."""
+    if store.size(FILE_NAME) is None:
+        return
+    stored = EncodingRecord.load(store).texts
+    widths = [f"{name} {tower.width}" for name, tower in stored.items() if tower.projection and name in encoding.texts]
+    if widths:
+        raise RequestError(
+            f"{store.where()} stores projected text latents (dimensions: {', '.join(widths)}), but `text.width` is not "
+            f"set, and the encoding of a root cannot change. Set `text.width` or `texts.NAME.width` as in the job that "
+            f"created the root, or write to a new root."
+        )
 
 
 def _root(place: Place) -> tuple[str, dict[str, TextTower]]:

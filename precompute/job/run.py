@@ -13,7 +13,9 @@ from cluster.fleet import Done, Fleet, FleetConfig
 from precompute.encode.recipe import Recipe
 from precompute.encode.worker import encode_on_worker
 from precompute.input.find import AnyUnit, Named
+from precompute.input.layout import MAGIC_BYTES, compression_at
 from precompute.input.table import TableConfig
+from precompute.input.tars import TarUnit
 from precompute.job.ledger import Ledger
 from shards.base.device import worker_device
 from shards.base.errors import Outage, Preempted, WorkError
@@ -23,10 +25,13 @@ from shards.format.receipts import receipt_name
 from shards.format.scores import LAION_SCORES
 from shards.format.tables import read_tables
 from shards.open import open_store
+from shards.root.commit import current_generation
 from shards.root.committed import TarReceipts, committed_parts
 from shards.root.manifest import Manifest
 from shards.root.provenance import source_sha256
 
+MAX_COMPARED = 8
+"""Maximum number of tars that are compared with those from which a root was created."""
 UNET_STEP = 64
 """U-Nets that halve the latents three times need image sides that are multiples of this number of pixels: 8 for the
 VAE, times 8 for the U-Net."""
@@ -67,7 +72,8 @@ def worker_settings(workers: FleetConfig) -> dict[str, Any]:
 def first_warning(receipts: TarReceipts, recipe: Recipe, store: Store, checks_scores: bool) -> str | None:
     """Return a warning if a tar lacks captions, table values or scores that the config names, or None. Raises Outage or
     OSError if the root cannot be read."""
-    warning = caption_warning(store, receipts, recipe.encoding.captions) or table_warning(receipts, recipe.tables)
+    # a table without this tar's keys also explains missing captions
+    warning = table_warning(receipts, recipe.tables) or caption_warning(store, receipts, recipe.encoding.captions)
     if warning is None and checks_scores:
         warning = score_warning(store, receipts, recipe.encoding.scores)
     return warning
@@ -140,6 +146,30 @@ def not_committed(tars: Sequence[AnyUnit], buckets: Sequence[object], store: Sto
     return [tar for tar in tars if not {(str(bucket), tar.name) for bucket in buckets} <= done]
 
 
+def other_tars_warning(done: Sequence[Named], bucket: object, store: Store) -> str | None:
+    """Return a warning if different tars with these names were encoded, which are therefore not encoded, or None.
+
+    The sizes of up to MAX_COMPARED tars are compared with those in the receipts of `bucket`. All must differ, because
+    single tars may have been repaired. Compressed tars are not compared, because receipts record the size without
+    compression.
+    """
+    tars = [tar for tar in done if isinstance(tar, TarUnit)]
+    warning = None
+    for tar in tars[:: math.ceil(len(tars) / MAX_COMPARED) or 1]:
+        _, receipt = current_generation(store, str(bucket), tar.name)
+        size = tar.store.size(tar.file)
+        if receipt is None or size is None or size == receipt.input["bytes"]:
+            return None
+        if compression_at(tar.store.read_range(tar.file, 0, MAGIC_BYTES)):
+            return None
+        warning = (
+            f"{store.where()} was created from different tars with the same names: {tar.address} has {size:,} bytes, "
+            f"but {receipt.input['address']} had {receipt.input['bytes']:,} when it was encoded. Tars count as already "
+            f"encoded by their names. To encode these, choose a new `output`, or rename them."
+        )
+    return warning
+
+
 def announce(waiting: Sequence[object], num_tars: int, buckets: Sequence[object]) -> None:
     """Print on stderr what the job will do, because its workers take a while to start. Also warn about bucket sizes on
     which some U-Nets cannot be trained; stage 1 cannot reject these sizes, because it does not know the backbone."""
@@ -189,15 +219,21 @@ def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None
             f"{len(ledger.failed)} of {num_tars} tars failed ({summarize(list(ledger.failed.items()))}). All others "
             f"are committed. Run the same command again to retry only the failed tars.{ledger.where_failures}"
         )
-    if ledger.samples_in and not ledger.encoded:
+    if ledger.total and not ledger.samples_in:
+        raise WorkError(
+            f"Nothing was accepted, because the input of this job, {counted(ledger.total, 'unit')}, has no samples. "
+            f"Check these files."
+        )
+    if ledger.total and not ledger.encoded:
         reason, count = ledger.rejected.most_common(1)[0]
         raise WorkError(
             f"Nothing was accepted: all {ledger.samples_in} samples of this job were rejected, {count} of them as "
-            f"{reason}. The refused.parquet in each part of {root} lists the keys and reasons. If you change "
-            f"`captions`, choose a new `output`."
+            f"{reason}. The refused.parquet in each part of {root} lists the keys and reasons. These "
+            f"samples are not encoded again, so if you change `captions` or the input, choose a new `output`."
         )
     if num_tars and not ledger.total and not any(size.samples for size in sizes.values()):
         raise WorkError(
-            f"{root} holds no samples: earlier jobs encoded all {num_tars} tars and rejected everything. The "
-            f"refused.parquet in each part lists the keys and reasons. If you change `captions`, choose a new `output`."
+            f"{root} holds no samples: earlier jobs encoded the input ({counted(num_tars, 'unit')}), but accepted "
+            f"nothing. The refused.parquet in each part lists rejected samples and reasons. If you change `captions` "
+            f"or the input, choose a new `output`."
         )

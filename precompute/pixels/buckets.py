@@ -31,7 +31,8 @@ class AspectConfig(Config):
         for base in self.bases:
             if base <= 0 or base % self.step:
                 raise ValueError(f"base {base} must be a positive multiple of step {self.step}")
-        bucket_rules([], self.tables)
+        for bucket in bucket_rules([], self.tables):
+            Bucket.parse(str(bucket))  # refuses sides of six digits
         return self
 
 

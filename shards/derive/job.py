@@ -138,6 +138,12 @@ def resolve_projections(
         like = (str(changes.text_projection), EncodingRecord.load(open_store(changes.text_projection)).texts)
         inherited, inherited_joint = inherited_widths(texts, like[1], like[0])
         widths, joint = inherited | widths, joint or inherited_joint
+    if joint and not widths:
+        listed = " ".join(map(",".join, joint))
+        raise RequestError(
+            f"--text.joint {listed} lists text towers to project jointly, but no projection was requested. Add "
+            f"--text.width or --text.projection, or leave --text.joint out."
+        )
     if not widths:
         return encoding
     stored = EncodingRecord.load(source)

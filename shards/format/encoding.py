@@ -151,7 +151,7 @@ class EncodingRecord(Config):
         `parse`."""
         try:
             data = store.read(FILE_NAME)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise RequestError(
                 f"{store.where()} is not a latents root: it has no {FILE_NAME}. Pass the folder that stage 1 wrote "
                 f"(`output` in its config), or run `make precompute SHARD=all` first."

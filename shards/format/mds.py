@@ -163,12 +163,14 @@ def header_size(num_samples: int) -> int:
 def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32]:
     """Parse the first `header_size` bytes of a file. Return the same offsets as `read_offsets`, and raise the same
     error."""
-    if len(data) != header_size(num_samples) or struct.unpack_from("<I", data)[0] != num_samples:
-        raise DamagedFile(
-            f"{path} is damaged: its header does not match its index ({counted(num_samples, 'sample')}). Restore the "
-            f"file from a backup."
-        )
-    return np.frombuffer(data, np.uint32)[1:]
+    if len(data) == header_size(num_samples) and struct.unpack_from("<I", data)[0] == num_samples:
+        offsets = np.frombuffer(data, np.uint32)[1:]
+        if (offsets[:-1] <= offsets[1:]).all():
+            return offsets
+    raise DamagedFile(
+        f"{path} is damaged: its header does not match its index ({counted(num_samples, 'sample')}). Restore the file "
+        f"from a backup."
+    )
 
 
 def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: str) -> bytes:

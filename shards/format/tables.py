@@ -47,8 +47,8 @@ def write_rows(path: Path | BinaryIO, schema: pa.Schema, rows: list[tuple[Any, .
     pq.write_table(pa.table(arrays, schema=schema), path)
 
 
-def read_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> tuple[Columns, Columns]:
-    """Read a part's tables of stored and refused samples. Raises DamagedFile if one is missing or its SHA-256 differs
+def load_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> tuple[pa.Table, pa.Table]:
+    """Load a part's tables of stored and refused samples. Raises DamagedFile if one is missing or its SHA-256 differs
     from its record in `files`."""
     places = [f"{folder}/{name}" for name in (SAMPLES_NAME, REFUSED_NAME)]
     found, tables = store.read_many(places), []
@@ -57,5 +57,11 @@ def read_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> t
         if hashlib.sha256(data).hexdigest() != files[place.removeprefix(f"{folder}/")].sha256:
             where = store.where(place)
             raise DamagedFile(f"{where} is missing or does not match its receipt. Restore it from a backup.")
-        tables.append(pq.read_table(io.BytesIO(data)).to_pydict())
+        tables.append(pq.read_table(io.BytesIO(data)))
     return tables[0], tables[1]
+
+
+def read_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> tuple[Columns, Columns]:
+    """Read the same tables as `load_tables` into Python values, and raise the same error."""
+    stored, refused = load_tables(store, folder, files)
+    return stored.to_pydict(), refused.to_pydict()

@@ -70,7 +70,7 @@ def newest_manifest(store: Store) -> Manifest | None:
 
 def parse_manifest(store: Store, name: str) -> Manifest:
     """Load the manifest at the path `name` relative to the root."""
-    return Manifest.model_validate(_parse_version_2(store.read(name), store.where(name)))
+    return Manifest.model_validate(_parse_version_2(store, name, store.read(name)))
 
 
 def read_index(store: Store, bucket: str, id: str) -> BucketIndex:
@@ -84,7 +84,7 @@ def read_index(store: Store, bucket: str, id: str) -> BucketIndex:
             f"run. If this is the root's newest index, you can also rebuild it with `python -m shards index "
             f"{store.where()}`."
         )
-    return BucketIndex.model_validate(_parse_version_2(data, store.where(name)))
+    return BucketIndex.model_validate(_parse_version_2(store, name, data))
 
 
 def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
@@ -122,7 +122,13 @@ def index_name(id: str) -> str:
     return f"{INDEXES}/{id}.json"
 
 
-def _parse_version_2(data: bytes, where: str) -> dict[str, Any]:
-    fields = parse_sealed_json(data, where)
-    check_version(fields.get("version"), VERSION, where)
+def _parse_version_2(store: Store, name: str, data: bytes) -> dict[str, Any]:
+    try:
+        fields = parse_sealed_json(data, store.where(name))
+    except DamagedFile:
+        raise DamagedFile(
+            f"{store.where(name)} is damaged: its content does not match the SHA-256 stored in it. Restore it from a "
+            f"backup, or delete the file and rebuild the index with `python -m shards index {store.where()}`."
+        ) from None
+    check_version(fields.get("version"), VERSION, store.where(name))
     return fields

@@ -1,16 +1,18 @@
 """Read committed parts sample by sample, without a StreamingDataset, a cache or shared memory."""
 
 import json
+import struct
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shards.base.durable import DamagedFile
 from shards.base.store import Store
 from shards.format import image
 from shards.format.encoding import EncodingRecord
@@ -23,24 +25,47 @@ def read_parts(store: Store, bucket: str, shards: Iterable[str], each: int | Non
     first sample is read."""
     for shard in shards:
         with store.local(f"{bucket}/{shard}") as folder:
-            yield from islice(read_part(folder), each)
+            yield from islice(read_part(folder, store.where(f"{bucket}/{shard}")), each)
 
 
-def read_part(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the samples in a part's folder in order, each as a dict of columns. Raises DamagedFile if an MDS file does
-    not match the part's index."""
-    index = folder / "index.json"
-    for name, num_samples, columns in parse_index(index.read_bytes(), str(index)):
-        path = str(folder / name)
-        with open(path, "rb", buffering=0) as file:
+def read_part(folder: Path, where: str = "") -> Iterator[dict[str, Any]]:
+    """Yield the samples in a part's folder in order, each as a dict of columns.
+
+    Args:
+        folder: a local folder with the part's files.
+        where: path or URL of the part in its root, for messages; empty: `folder`.
+
+    Raises:
+        RequestError: the part's index was not written by stage 1.
+        DamagedFile: a file is missing or does not match the part's index.
+    """
+    where = where or str(folder)
+    with _open(folder, where, "index.json") as index:
+        files = parse_index(index.read(), f"{where}/index.json")
+    for name, num_samples, columns in files:
+        path = f"{where}/{name}"
+        with _open(folder, where, name) as file:
             offsets = read_offsets(file.fileno(), num_samples, path)
             read = partial(_read_row, Decoder(columns), file.fileno(), offsets, path)
             for row in range(num_samples):
                 yield with_duplicate_text(read(row), row, read)
 
 
+def _open(folder: Path, where: str, name: str) -> BinaryIO:
+    try:
+        return open(folder / name, "rb", buffering=0)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedFile(f"{where}/{name} is missing. Restore it from a backup, or recall its part.") from None
+
+
 def _read_row(decode: Decoder, descriptor: int, offsets: NDArray[np.uint32], path: str, row: int) -> dict[str, Any]:
-    return decode(read_sample(descriptor, offsets, row, path))
+    try:
+        return decode(read_sample(descriptor, offsets, row, path))
+    except (ValueError, TypeError, struct.error) as error:
+        raise DamagedFile(
+            f"{path} is damaged: its sample {row} cannot be decoded ({error}). Restore the file from a backup, or "
+            f"recall its part."
+        ) from error
 
 
 def captions(sample: dict[str, Any], encoding: EncodingRecord) -> list[str]:

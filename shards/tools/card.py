@@ -82,7 +82,7 @@ def _licenses(counts: Counter[str], samples: int) -> str:
     if not counts:
         return "The input does not state licences of pictures."
     unknown = [("not stated", samples - counts.total())] if samples > counts.total() else []
-    rows = _rows((name.replace("|", "\\|"), f"{count:,}") for name, count in [*counts.most_common(), *unknown])
+    rows = _rows((name, f"{count:,}") for name, count in [*counts.most_common(), *unknown])
     return f"Licences of the pictures, as the input states them:\n\n| licence | samples |\n| --- | --- |\n{rows}"
 
 
@@ -103,7 +103,11 @@ def size_category(samples: int) -> str:
 
 def _rows(rows: Iterable[Iterable[Any]]) -> str:
     """Format the rows of a Markdown table."""
-    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in rows)
+    return "\n".join(f"| {' | '.join(map(_cell, cells))} |" for cells in rows)
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|")
 
 
 class SettingCounts:

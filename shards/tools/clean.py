@@ -10,9 +10,12 @@ import uuid
 from shards.base.errors import RequestError
 from shards.base.scratch import has_live_owner
 from shards.base.store import STAGING_FOLDER, Store
+from shards.base.table import counted
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import parse_name
 from shards.root.committed import list_commits, read_receipts
+from shards.root.manifest import current_ids, load_rows, read_index
+from shards.root.segments import receipts_of
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 LEAST_AGE = QUIET = 3600.0
@@ -41,7 +44,8 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
 
     A part is orphaned if neither an active nor a recalled receipt refers to it. A folder is deleted only if all of its
     files are older than `older_than` seconds. Attempts that are running on this machine keep their folders. Raises
-    RequestError if a job wrote to the root less than `quiet` seconds ago, or if `store` is not a latents root.
+    RequestError if a job wrote to the root less than `quiet` seconds ago, if receipts are missing, or if `store` is not
+    a latents root.
     """
     EncodingRecord.load(store)
     now, found = clock(store), store.listing()
@@ -62,6 +66,8 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
     top = ".attempts/"  # folders of attempts that are running on this machine are kept
     alive = {f for f in old if f.startswith(top) and has_live_owner(store.attempts() / f.removeprefix(top))}
     orphans = sorted(old.keys() - named - alive)
+    if any(not folder.startswith(".") for folder in orphans):
+        check_receipts(store)
     for folder in orphans:
         store.remove(old[folder])
     return orphans + [f"{name} (unfinished upload)" for name in store.abort_uploads(now - older_than)]
@@ -78,6 +84,21 @@ def named_parts(store: Store) -> set[str]:
     """Return the folders of all parts that have a receipt, whether active or recalled."""
     names = [name for name in list_commits(store) if (parsed := parse_name(name)) and not parsed[3]]
     return {receipt.folder for receipt in read_receipts(store, sorted(names))}
+
+
+def check_receipts(store: Store) -> None:
+    """Raise RequestError if a published part has no receipt, because a part whose receipt was lost is not an orphan."""
+    published = {
+        name
+        for bucket, id in current_ids(store).items()
+        for name in receipts_of(load_rows(store, id, read_index(store, bucket, id)), bucket)
+    }
+    if lost := sorted(published - list_commits(store).keys()):
+        raise RequestError(
+            f"{store.where()} has lost the receipts of {counted(len(lost), 'published part')}, such as {lost[0]}. "
+            f"Nothing was deleted, because parts without a receipt look like orphans. Restore the receipts from a "
+            f"backup, or run the job that wrote these parts again."
+        )
 
 
 def clock(store: Store) -> float:

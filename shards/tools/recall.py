@@ -101,7 +101,13 @@ class RecallFilter:
     """Earliest start of the attempt in UTC, such as 2026-11-22 or 2026-11-22T10:00."""
 
     def __post_init__(self) -> None:
-        """Reject an empty filter, which would recall everything, and an invalid time."""
+        """Reject an empty filter, which would recall everything, an empty criterion, and an invalid time."""
+        for option, value in (("--node", self.node), ("--gpu", self.gpu), ("--since", self.since)):
+            if value == "":
+                raise RequestError(
+                    f"{option} is empty, perhaps because a shell variable is not set. Nothing was recalled. Pass a "
+                    f"value, or leave the option out."
+                )
         if not (self.node or self.gpu or self.since):
             raise RequestError(
                 "recall needs --node, --gpu or --since, because without any of them, it would recall every part. "

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from shards.root.committed import TarReceipts, list_commits
 from shards.root.exclusions import exclusion_ids, load_exclusion
 from shards.root.index import bucket_index
 from shards.root.manifest import FOLDER as MANIFESTS
-from shards.root.manifest import INDEXES, load_rows, parse_manifest, read_index
+from shards.root.manifest import INDEXES, index_name, load_rows, parse_manifest, read_index
 from shards.root.publish import read_rows
 from shards.root.reading import captions, features, read_part, text_latents
 from shards.root.segments import FOLDER as SEGMENTS
-from shards.root.segments import load_segment, merge
+from shards.root.segments import content_id, load_segment, merge, receipts_of
 from shards.root.shared import RULES
 from shards.root.writing import license_counts
 
@@ -42,7 +42,8 @@ def verify_root(store: Store) -> Iterator[str]:
     - that parts contain no unlisted files
     - the shape and finiteness of every sample, and the number of samples per part
     - that sample tables match the receipts' counts and bitmaps
-    - that every bucket's index.json matches the receipts
+    - that every part in an index has a receipt
+    - that every bucket's newest index, and its index.json, match the receipts
 
     Raises:
         RequestError: `store` is not a latents root.
@@ -77,16 +78,41 @@ def verify_root(store: Store) -> Iterator[str]:
     for bucket, found in sorted(rules.items()):
         if len(found) > 1:
             yield f"{store.where(bucket)} was filled by more than one rule: {'; '.join(sorted(found))}"
-    for name in store.files(MANIFESTS):
-        yield from errors_of(parse_manifest, store, f"{MANIFESTS}/{name}")
-    for id in (name.removesuffix(".json") for name in store.files(INDEXES)):
-        yield from errors_of(lambda id: load_rows(store, id, read_index(store, "", id)), id)
-    for name in store.files(SEGMENTS):
-        yield from errors_of(load_segment, store, name.partition(".")[0])
+    current, lost = yield from verify_published(store, tars)
     for id in exclusion_ids(store):
         yield from errors_of(load_exclusion, store, id)
-    if all_readable:
-        yield from verify_indexes(store, encoding, in_force)
+    if all_readable and not lost:
+        yield from verify_indexes(store, encoding, in_force, current)
+
+
+def verify_published(store: Store, receipts: Container[str]) -> Generator[str, None, tuple[dict[str, str], set[str]]]:
+    """Check every manifest, index and segment, and that every part in an index has a receipt.
+
+    Return a dict from bucket to the id of its newest index, and the names of the missing receipts.
+    """
+    current: dict[str, str] = {}
+    for name in store.files(MANIFESTS):
+        try:
+            current = {bucket: size.id for bucket, size in parse_manifest(store, f"{MANIFESTS}/{name}").buckets.items()}
+        except (DamagedFile, RequestError) as error:
+            yield str(error)
+    lost: set[str] = set()
+    for id in (name.removesuffix(".json") for name in store.files(INDEXES)):
+        try:
+            index = read_index(store, "", id)
+            lost |= {name for name in receipts_of(load_rows(store, id, index), index.bucket) if name not in receipts}
+        except (DamagedFile, RequestError) as error:
+            yield str(error)
+    lost = {name for name in lost if store.size(name) is None}  # a job may have published more since the listing
+    for name in sorted(lost):
+        yield (
+            f"{store.where(name)} is missing, although its part was published: restore it from a backup, or run the "
+            f"job that wrote the part again"
+        )
+    for name in store.files(SEGMENTS):
+        if name.endswith(".arrow"):
+            yield from errors_of(load_segment, store, name.removesuffix(".arrow"))
+    return current, lost
 
 
 def errors_of(check: Callable[..., object], *arguments: object) -> Iterator[str]:
@@ -191,9 +217,11 @@ def text_fits(states: np.ndarray, tower: TextTower) -> bool:
     return width == tower.width and (1 <= tokens <= tower.length if tower.trim else tokens == tower.length)
 
 
-def verify_indexes(store: Store, encoding: EncodingRecord, receipts: Iterable[str]) -> Iterator[str]:
-    """Check that every bucket's index.json is byte-identical to an index.json built from the bucket's active
-    receipts."""
+def verify_indexes(
+    store: Store, encoding: EncodingRecord, receipts: Iterable[str], current: Mapping[str, str]
+) -> Iterator[str]:
+    """Check that every bucket's newest index lists the parts of the bucket's active receipts, and that its index.json
+    is byte-identical to an index.json built from them. `current`: bucket → id of the newest index."""
     names_by_bucket: dict[str, dict[str, str]] = {}
     for receipt in receipts:
         names_by_bucket.setdefault(receipt.split("/")[1], {})[receipt] = ""
@@ -206,4 +234,10 @@ def verify_indexes(store: Store, encoding: EncodingRecord, receipts: Iterable[st
             yield (
                 f"{store.where(name)} does not match the receipts: rebuild it with `python -m shards index "
                 f"{store.where()}`"
+            )
+        id = content_id(rows)
+        if current.get(bucket) != id or store.size(index_name(id)) is None:
+            yield (
+                f"{store.where()} has no index of bucket {bucket} that matches the receipts: rebuild it with `python "
+                f"-m shards index {store.where()}`"
             )

@@ -3,12 +3,11 @@
 The answer comes from encoding.json, receipts and sample tables alone, so it remains available after the tars are gone.
 """
 
-import io
 from collections.abc import Iterator
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from shards.base.config import flatten
 from shards.base.errors import RequestError
@@ -17,13 +16,14 @@ from shards.base.table import counted
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import active_parts
-from shards.format.tables import REFUSED_NAME, SAMPLES_NAME
+from shards.format.tables import load_tables
 from shards.root.committed import TarReceipts, list_commits, read_receipts
 
 
 def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
     """Look up the sample `key`. The result has one entry per tar that contains the key, normally exactly one. Raises
-    RequestError if `store` is not a latents root or no committed tar contains the key."""
+    RequestError if `store` is not a latents root or no committed tar contains the key, and DamagedFile if a table that
+    was searched is missing or damaged."""
     encoding = EncodingRecord.load(store)
     names: dict[str, list[str]] = {}
     for (tar, _), name in active_parts(list_commits(store)).items():
@@ -42,10 +42,11 @@ def find_sample(store: Store, key: str) -> list[dict[str, Any]]:
 def _in_tar(store: Store, key: str, tar: TarReceipts, encoding: EncodingRecord) -> dict[str, Any] | None:
     stored, refused = {}, {}
     for bucket in sorted(tar.parts, key=Bucket.parse):
-        folder = tar.parts[bucket].folder
-        if row := _row(store, f"{folder}/{SAMPLES_NAME}", key):
-            stored[bucket] = {"folder": store.where(folder), "row": row[0], **row[1]}
-        if row := _row(store, f"{folder}/{REFUSED_NAME}", key):
+        part = tar.parts[bucket]
+        samples, rejects = load_tables(store, part.folder, part.files)
+        if row := _row(samples, key):
+            stored[bucket] = {"folder": store.where(part.folder), "row": row[0], **row[1]}
+        if row := _row(rejects, key):
             refused[bucket] = row[1]
     if not stored and not refused:
         return None
@@ -63,9 +64,8 @@ def _in_tar(store: Store, key: str, tar: TarReceipts, encoding: EncodingRecord) 
     }
 
 
-def _row(store: Store, table: str, key: str) -> tuple[int, dict[str, Any]] | None:
+def _row(rows: pa.Table, key: str) -> tuple[int, dict[str, Any]] | None:
     """Find a key in a sample table; return its row number and other columns, or None if the key is not found."""
-    rows = pq.read_table(io.BytesIO(store.read(table)))
     number = pc.index(rows["key"], key).as_py()
     if number < 0:
         return None

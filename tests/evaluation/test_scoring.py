@@ -109,6 +109,7 @@ def test_published_moments_are_a_reference_for_frechet_distances(drawn: Path, re
         ({"mu": np.zeros(48)}, "cannot be read as moments: .*sigma"),
         ({"mu": np.zeros(48), "sigma": np.eye(47)}, "does not contain valid moments"),
         ({"mu": np.full(48, np.nan), "sigma": np.eye(48)}, "does not contain valid moments"),
+        ({"mu": np.zeros(48), "sigma": np.full((48, 48), np.inf)}, "does not contain valid moments"),
         ({"mu": np.zeros(8), "sigma": np.eye(8)}, "moments have 8 dimensions, but the extractor's features have 48"),
     ],
 )
@@ -175,6 +176,11 @@ def test_impossible_metrics_are_refused_before_anything_is_drawn(
     assert "The number of prompts is 23, but a metric's interval needs at least 24" in error_of("few.txt", *place)
     assert "Set reference.size to 64x64" in error_of("many.txt", *place, "--reference.size", "128x128")
     assert "No reference is set. Set reference.place" in error_of("many.txt")
+    absent = ["--reference.pictures", str(tmp_path / "absent")]
+    assert "absent does not exist" in error_of("many.txt", *place, *absent)
+    assert "is not a reference: it has no reference.json" in error_of(
+        "many.txt", *place, "--reference.pictures", "null"
+    )
     assert "sampling.steps.0" in error_of("many.txt", *place, "--sampling.steps", "[0]")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from precompute.__main__ import run as command
 from shards.__main__ import run as shards
-from shards.base.errors import RequestError
+from shards.base.errors import RequestError, WorkError
 from shards.format.text import unpack
 from shards.root.reading import read_part
 from tests.roots import part_of, precompute_arguments, receipts_of_tar
@@ -163,7 +163,11 @@ def test_a_table_with_other_keys_is_reported(
     table = table_of(tmp_path / "captions.parquet", {f"of no sample {key}": "x" for key in KEYS})
     source = {"table": str(table), "column": "vlm", "fallback": "txt"}
     command(precompute_arguments(models, tars, tmp_path / "root", *captions_option(source)))
-    assert f"warning: {table} has no vlm for any of the 8 samples of tar 00000." in capsys.readouterr().err
+    warning = f"warning: {table} has no vlm for any of the 8 samples of tar 00000."
+    assert warning in capsys.readouterr().err
+    with pytest.raises(WorkError, match="Nothing was accepted"):
+        command(precompute_arguments(models, tars, tmp_path / "none", *captions_option(source | {"fallback": None})))
+    assert warning in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("without_ray")

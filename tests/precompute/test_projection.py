@@ -77,6 +77,10 @@ def test_each_tower_has_its_own_projection(models: Path, tars: Path, tmp_path: P
     assert encoding.texts["clip"] == clip
     assert [encoding.texts[name].width for name in ("text", "t5")] == [WIDTH, 5]
     check_projected(tmp_path / "whole", tmp_path / "root")
+    with pytest.raises(
+        RequestError, match=rf"latents \(dimensions: t5 5, text {WIDTH}\), but `text\.width` is not set"
+    ):
+        run(models, tars, tmp_path / "root", towers=towers)
     # the derived root has different calibration captions, but is projected in the same way
     shards(["derive", str(tmp_path / "whole"), str(tmp_path / "derived"), "--text.width", "6", "--processes", "1"])
     check_projected(tmp_path / "whole", tmp_path / "derived")

@@ -195,7 +195,7 @@ def _write_pipeline(
     sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
     latent_hw = max(sizes, key=math.prod)
     check_steps(pipeline, scheduler_of(pipeline, config.objective, latent_hw))
-    with atomic_folder(target) as private:
+    with atomic_folder(target.resolve()) as private:  # a link stays, and the folder that it names is replaced
         for name, folder in components.items():
             _copy(folder, private / name)
         for name, tokens in lengths.items():
@@ -240,11 +240,19 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
 
 
 def _check_target(target: Path, options: ExportConfig) -> None:
-    """Check that the export may replace `target`: it is absent, empty, or an earlier export.
+    """Check that the export may replace `target`: it is absent, empty, or an earlier export, in a writable folder.
 
     Raises:
-        RequestError: `target` contains anything else.
+        RequestError: `target` contains anything else, or cannot be written.
     """
+    try:
+        folder = next(parent for parent in target.resolve().parents if parent.exists())
+        tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder).cleanup()
+    except OSError as error:
+        raise RequestError(
+            f"{target} cannot be written ({error.filename}: {error.strerror}). Choose a location that you can write to "
+            f"with --output."
+        ) from None
     if options.format == "single-file":
         if target.is_dir():
             raise RequestError(f"{target} is a folder, but --format single-file writes a file. Give another --output.")
@@ -291,13 +299,17 @@ def _copy(folder: Path, target: Path) -> None:
     """Copy a folder.
 
     Raises:
-        WorkError: the folder was removed while it was being copied.
+        WorkError: the folder was removed while it was being copied, or the disk is full or broken.
     """
     try:
         shutil.copytree(folder, target, copy_function=shutil.copyfile)
     except (FileNotFoundError, shutil.Error) as error:
-        if folder.exists():
-            raise
+        if isinstance(error, shutil.Error) and folder.exists():
+            source, _, reason = error.args[0][0]  # of the first file
+            raise WorkError(
+                f"{source} cannot be copied into the export: {reason}. Nothing was exported. Free disk space or fix "
+                f"the storage, and run the same command again."
+            ) from error
         raise WorkError(
             f"{folder} was removed while it was being read, because a run keeps only its newest checkpoints. Set "
             f"checkpoint.keep or checkpoint.keep_every to keep those that you want to export."

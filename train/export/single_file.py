@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shards.base.durable import fsync_file
-from shards.base.errors import RequestError
+from shards.base.errors import RequestError, WorkError
 from train.model.tensors import load_tensors
 from train.objective.config import ObjectiveConfig
 
@@ -49,8 +49,16 @@ def write_single_file(pipeline: Path, target: Path, metadata: Mapping[str, str],
 
     Raises:
         RequestError: the pipeline's class has no such layout, or a weight is too large for `dtype`.
+        WorkError: the file cannot be written, for example because the disk is full.
     """
-    save_file(single_file_weights(pipeline, dtype), target, {**metadata, **MADE_BY, HASH: NO_HASH})
+    weights = single_file_weights(pipeline, dtype)
+    try:
+        save_file(weights, target, {**metadata, **MADE_BY, HASH: NO_HASH})
+    except SafetensorError as error:
+        raise WorkError(
+            f"{target.name} cannot be written: {error}. Free disk space or fix the storage, and run the same command "
+            f"again."
+        ) from error
     _finish_header(target)
     fsync_file(target)
 

@@ -119,6 +119,8 @@ def test_runs_without_evaluations_or_a_log_and_folders_that_are_not_runs(
         return capsys.readouterr().err.replace("\n", " ")
 
     assert "is not a training run: it has no config.yaml" in said("report", tmp_path)
+    (tmp_path / "config.yaml").write_text("model: sd2")
+    assert "is not a training run's config: it has no max_steps, global_batch_size, data" in said("report", tmp_path)
     assert "Name the runs before all options" in said("report")
     assert "The same run is listed more than once" in said("report", bare, bare)
     assert f"{tmp_path} cannot be written" in said("report", bare, "--output", tmp_path)

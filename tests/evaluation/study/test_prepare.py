@@ -180,7 +180,10 @@ def test_gold_items_from_a_file(tmp_path: Path) -> None:
     (gold,) = study.protocol.gold
     assert gold.prompt == "a red picture" and [maker(study, name) for name in gold.pictures] == [200, 20]
     assert all(Image.open(study.folder / "pictures" / name).info == {} for name in gold.pictures)
+    png = (tmp_path / "bad.png").read_bytes()
+    (tmp_path / "damaged.png").write_bytes(png[:11] + b"\x0c" + png[12:])  # the length of the header
     for text, said in (
+        ("prompt,better,worse\nx,good.png,damaged.png\n", r"damaged\.png cannot be decoded as PNG, WebP or JPEG"),
         ("prompt,better,worse\n", "has no row"),
         ("prompt,better\nx,good.png\n", "KeyError: 'worse'"),
         ("prompt,better,worse\nx,good.png,gone.png\n", "No such file"),
@@ -189,6 +192,13 @@ def test_gold_items_from_a_file(tmp_path: Path) -> None:
         table.write_text(text)
         with pytest.raises(RequestError, match=said):
             make_study(tmp_path / "other", gold={"file": str(table)})
+
+
+def test_a_study_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    sets = [make_set(tmp_path / f"set-{model}", model) for model in range(2)]
+    (tmp_path / "file").touch()
+    with pytest.raises(RequestError, match=r"study's folder .*file/study cannot be created \(.*file: File exists\)"):
+        prepare(sets, config(votes_per_item=3), tmp_path / "file" / "study")
 
 
 def test_gold_items_suffice_for_several_images_per_prompt(tmp_path: Path) -> None:

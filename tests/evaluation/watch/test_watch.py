@@ -176,6 +176,31 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read(
     assert [row["step"] for row in written(run_dir)] == [2, 2, 6, 6]
 
 
+@pytest.mark.parametrize(
+    ("code", "exit_code", "said"),
+    [
+        (-9, 1, "was killed by SIGKILL, perhaps because the machine ran out of memory"),
+        (130, 75, "A stop signal ended the export of step 2"),
+    ],
+)
+def test_the_checkpoint_is_not_blamed_if_its_export_is_killed_or_stopped(
+    run_dir: Path,
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    exit_code: int,
+    said: str,
+) -> None:
+    def end(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, code, "", "error: Interrupted by Ctrl-C." if code == 130 else "")
+
+    monkeypatch.setattr("evaluation.sampling.model.subprocess.run", end)
+    assert watch(run_dir, words, "--once", "true") == exit_code
+    output = " ".join(capsys.readouterr().err.split())
+    assert said in output and "cannot be exported" not in output
+
+
 def test_incomplete_checkpoints_are_skipped_and_damaged_ones_reported(
     run_dir: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -143,6 +143,7 @@ def test_buckets_that_may_be_added(aspect_root: Path, shapes: Path, models: Path
         ({"bases": [0], "step": 16}, "base 0 must be a positive multiple of step 16"),
         ({"bases": [60], "step": 16}, "base 60 must be a positive multiple of step 16"),
         ({"bases": [64, 64], "step": 16}, "listed twice"),
+        ({"bases": [512768], "step": 64}, "'362624x725120' is not a bucket"),
         ({"bases": [128, 192], "step": 64, "max_ratio": 6}, "both contain the bucket"),
         ({"bases": [64], "max_ratio": 0.5}, "greater than or equal to 1"),
     ],

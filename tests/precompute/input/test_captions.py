@@ -83,6 +83,8 @@ def test_several_fields() -> None:
     )
     with pytest.raises(Reject, match=r"json:f19$"):
         read_captions(RawSample("0", metadata={f"f{i}": "text" for i in range(20)}), ["txt"], LIMIT)
+    with pytest.raises(Reject, match=r"json:a is a value of type list, not text; .* text in json:a\[0\], json:a\[1\]$"):
+        read_captions(RawSample("0", metadata={"a": ["one", "two"]}), ["json:a"], LIMIT)
     with pytest.raises(Reject, match="txt is absent; the sample has no text in any field"):
         read_captions(RawSample("0"), ["txt"], LIMIT)
 

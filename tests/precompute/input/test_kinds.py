@@ -232,6 +232,51 @@ def test_an_input_without_images_says_what_it_contains(tmp_path: Path) -> None:
         find_input(str(tmp_path))
 
 
+def test_an_empty_folder_and_tars_in_subfolders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"is empty or does not exist\. Set `input`"):
+        find_input(str(tmp_path))
+    as_tar(tmp_path / "data", SAMPLES[:1])
+    with pytest.raises(RequestError, match=r"has tars in subfolders only, such as data/00000\.tar"):
+        find_input(str(tmp_path))
+
+
+def test_images_and_tars_that_are_not_read_are_announced(tmp_path: Path) -> None:
+    """A single tar in a folder of images would otherwise hide them."""
+    as_files(tmp_path / "input", SAMPLES)
+    folder = tmp_path / "input"
+    as_tar(folder / "more", SAMPLES[:1])
+    (note,) = find_input(str(folder)).notes
+    assert note.startswith("the input is read as a folder of images. 1 other file with images, such as more/00000.tar")
+    as_tar(folder, SAMPLES[:1])
+    found = find_input(str(folder))
+    assert found.notes[-1].startswith("the input is read as webdataset tars. 11 other files with images, such as ")
+    assert found.notes[-1] in found.describe(1, ["txt"])
+    as_tar(tmp_path / "tars", SAMPLES)
+    assert "is read as" not in " ".join(find_input(str(tmp_path / "tars")).notes)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_with(tmp_path / "input", {"0.jpg": "x", "metadata.csv": "file_name,text\n0.jpg,a cat\n"})
+
+    def refuse(self: LocalStore, name: str) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self.root / name))
+
+    monkeypatch.setattr(LocalStore, "read", refuse)
+    with pytest.raises(RequestError, match=r"input/metadata\.csv cannot be read: Permission denied\. .* let this user"):
+        find_input(str(folder))
+
+
+def test_why_the_first_units_have_no_samples(tmp_path: Path) -> None:
+    as_tar(tmp_path / "twice", [SAMPLES[0], SAMPLES[0]])
+    with pytest.raises(
+        RequestError, match=r"no intact samples, .*twice/00000\.tar is ambiguous: the key \w+ occurs twice"
+    ):
+        choose_caption_fields(find_input(str(tmp_path / "twice")), LIMIT)
+    as_tar(tmp_path / "empty", [])
+    with pytest.raises(RequestError, match="contain no samples"):
+        choose_caption_fields(find_input(str(tmp_path / "empty")), LIMIT)
+
+
 def test_one_file_is_an_input_too(tmp_path: Path) -> None:
     as_parquet(tmp_path / "input", SAMPLES)
     found = find_input(str(tmp_path / "input" / "train-00000-of-00001.parquet"))
@@ -260,7 +305,7 @@ def test_alt_texts_are_captions(tmp_path: Path) -> None:
 def test_ambiguous_captions_are_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "input"
     as_files(folder, [(key, {"jpg": members["jpg"]}) for key, members in SAMPLES])
-    with pytest.raises(RequestError, match=r"No captions were found.*Put a text file"):
+    with pytest.raises(RequestError, match=r"No captions were found.*is read as a folder of images\. Put a text file"):
         choose_caption_fields(find_input(str(folder)), LIMIT)
     for tags, has_captions in (("a red", False), ("a red square", True)):  # captions have three words on average
         rows = [{"file_name": f"{key}.jpg", "note": tags, "licence": "CC0"} for key, _ in SAMPLES]

@@ -1,5 +1,6 @@
 """The command and its job, without Ray."""
 
+import gzip
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from shards.base.store import LocalStore
 from shards.root.provenance import source_sha256
 from tests.fixtures import precompute_config
 from tests.roots import precompute_arguments, tree
+from tests.tiny import make_samples, make_tar
 
 AVAILABLE = [TarUnit(f"{i:05d}", f"/tars/{i:05d}.tar", LocalStore(Path("/tars")), f"{i:05d}.tar") for i in range(12)]
 
@@ -80,6 +82,7 @@ def test_a_job_continues_where_an_earlier_one_stopped(
         (["--workers.batch_size", "0"], "`workers.batch_size` = '0': input should be greater than or equal to 1"),
         (["--buckets", '["100x100"]'], "not a multiple of the VAE's downsampling factor, 8"),
         (["--vae", "/absent"], "The model /absent is neither an existing folder nor a hub name"),
+        (["--scores", "[]"], "`scores` = []: value should have at least 1 item"),
         (["--input", "/absent"], "The `input` folder /absent does not exist"),
     ],
 )
@@ -93,11 +96,44 @@ def test_wrong_requests_write_nothing(
     assert not (tmp_path / "root").exists()
 
 
+def test_different_tars_with_the_names_of_a_roots_tars_are_warned_of(
+    without_ray: None, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They count as already encoded."""
+    folder, moved, root = tmp_path / "tars", tmp_path / "moved", tmp_path / "root"
+
+    def said(input: Path, *words: str) -> str:
+        command(precompute_arguments(models, input, root, *words))
+        printed = capsys.readouterr()
+        return printed.out + printed.err
+
+    make_tar(folder, "00000", make_samples(0, 2, [(200, 150)]), stats=False)
+    said(folder)
+    folder.rename(moved)
+    assert "1 already done" in (found := said(moved)) and "warning" not in found
+    make_tar(folder, "00000", make_samples(1, 9, [(200, 150)]), stats=False)
+    make_tar(folder, "00001", make_samples(2, 1, [(200, 150)]), stats=False)
+    warning = r"warning: \S+ was created from different tars with the same names: \S+/00000\.tar has [\d,]+ bytes"
+    assert re.search(warning, found := said(folder)) and "1 encoded" in found and "1 already done" in found
+    assert "warning" not in said(folder)  # tar 00001 is the same
+    (folder / "00000.tar").write_bytes(gzip.compress((moved / "00000.tar").read_bytes()))
+    assert "warning" not in said(folder, "--shards", "00000")
+
+
+def test_tars_without_samples_fail(without_ray: None, models: Path, tmp_path: Path) -> None:
+    make_tar(tmp_path / "tars", "00000", [], stats=False)
+    arguments = precompute_arguments(models, tmp_path / "tars", tmp_path / "root", "--captions", "txt")
+    with pytest.raises(WorkError, match=r"Nothing was accepted, because the input of this job, 1 unit, has no samples"):
+        command(arguments)
+    with pytest.raises(WorkError, match=r"holds no samples: earlier jobs encoded the input \(1 unit\), but accepted"):
+        command(arguments)
+
+
 def test_tars_without_side_files_are_named_once(
     models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = Ledger(2)
-    ended.done = 2
+    ended.done, ended.samples_in, ended.encoded = 2, 46, 46
     monkeypatch.setattr("precompute.__main__.start_ray", lambda workers: None)
     monkeypatch.setattr("precompute.__main__.run_job", lambda *job: ended)
     shutil.copytree(tars, tmp_path / "tars")
@@ -176,7 +212,7 @@ def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(
     assert "was accepted, and 23 of its 23 samples have no caption in json:kaption." in said
     assert "json:kaption is absent; the sample has text in txt, json:" in said
     assert "Rejected: no_caption 46." in output
-    with pytest.raises(WorkError, match=r"root holds no samples: earlier jobs encoded all 2 tars and rejected every"):
+    with pytest.raises(WorkError, match=r"root holds no samples: earlier jobs encoded the input \(2 units\), but"):
         command(arguments)
 
 

@@ -14,6 +14,7 @@ import yaml
 from streaming import StreamingDataset
 
 from shards.__main__ import run
+from shards.base.durable import DamagedFile
 from shards.format.encoding import EncodingRecord
 from shards.format.models import hash_weights
 from shards.open import open_store
@@ -59,6 +60,17 @@ def test_the_command_prints_both_kinds(latents: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)[0]["stored"]["64x64"]["row"] == 0
 
 
+@pytest.mark.parametrize("data", [b"", b"PAR1", None])
+def test_a_damaged_table_is_named(root: Path, data: bytes | None) -> None:
+    table = part_of(root, "64x64", "00000") / "samples.parquet"
+    table.write_bytes(table.read_bytes()[::-1] if data is None else data)
+    with pytest.raises(DamagedFile, match=rf"{table} is missing or does not match its receipt"):
+        find_sample(open_store(root), "000000000")
+    table.unlink()
+    with pytest.raises(DamagedFile, match=rf"{table} is missing or does not match its receipt"):
+        run(["where", str(root), "000000000"])
+
+
 def test_a_score_that_is_absent_is_null(
     latents: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +111,16 @@ def test_the_card(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     scope: dict[str, object] = {}
     exec(example, scope)
     assert isinstance(scope["dataset"], StreamingDataset) and len(scope["dataset"]) == 30
+
+
+def test_a_table_of_the_card_keeps_its_columns(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The name of a caption table with a fallback contains the character that separates columns."""
+    encoding = EncodingRecord.load(open_store(root))
+    tables = {"captions": ("table:long|txt",), "tables": {"long": "0" * 64}}
+    encoding.model_copy(update=tables).save(open_store(root))
+    run(["card", str(root)])
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "table:long" in line and line.startswith("|"))
+    assert len(re.split(r"(?<!\\)\|", row)) == 4
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ COMMANDS: dict[str, Callable[[Path], object]] = {
     "demo's report": lambda root: root_totals(open_store(root)),
     "preview": lambda root: pick_samples(open_store(root), BUCKETS[0], 2 * TARS),
 }
-EXPECTED_ERRORS = {"verify": WorkError, "preview": FileNotFoundError}
+EXPECTED_ERRORS = {"verify": WorkError, "preview": WorkError}
 """Errors about missing parts, which are expected."""
 
 

@@ -96,6 +96,12 @@ def test_bad_requests(
             shards(["push", str(latents), *words])
 
 
+def test_a_card_in_another_encoding_is_not_pushed(root: Path) -> None:
+    (root / "README.md").write_bytes("---\nlicense: cc0-1.0\n---\nBilder von Füchsen\n".encode("latin-1"))
+    with pytest.raises(RequestError, match=r"README\.md is not UTF-8 text\. Save it as UTF-8, or remove it"):
+        shards(["push", str(root), "org/name", "--license", "cc0-1.0"])
+
+
 def test_what_cannot_be_pushed(tmp_path: Path) -> None:
     from train.export.push import push
 

@@ -15,6 +15,7 @@ from tests.roots import tree
 
 REFUSALS = {
     "recall": "recall needs --node, --gpu or --since",
+    "recall --node '' --since 2020-01-01": "--node is empty, perhaps because a shell variable is not set",
     "recall --since lately": "'lately' is not a valid date or time",
     "exclude --keys": "No values to exclude were given",
     "exclude --hashes abc": "'abc' is not a SHA-256 (64 hex digits)",
@@ -33,6 +34,7 @@ REFUSALS = {
     "derive OUT --text.storage float7": "--text.storage float7: Input should be 'float16' or 'float8'",
     "derive OUT --buckets 32x32 --buckets 64x64": "has no samples in 32x32. Buckets with samples: 128x128, 64x64",
     "derive OUT --buckets 64x64 32x32": "has no samples in 32x32. Buckets with samples: 128x128, 64x64",
+    "derive OUT --text.joint text": "--text.joint text lists text towers to project jointly, but no projection",
     "derive OUT --processes 0": "--processes must be at least 1, but is 0",
     "derive ROOT": "cannot be derived from itself",
     "derive FILE": "encoding.json is not a folder. Choose a folder that this user can write to",
@@ -57,6 +59,9 @@ def test_what_is_no_root_or_is_empty(tmp_path: Path) -> None:
     for command in ("verify", "stats", "index"):
         with pytest.raises(RequestError, match="is not a latents root"):
             run([command, str(tmp_path)])
+    (tmp_path / "file").touch()
+    with pytest.raises(RequestError, match="file is not a latents root"):
+        run(["verify", str(tmp_path / "file")])
     encoding_record(4, 4).save(LocalStore(tmp_path))
     for command in ("stats", "card"):
         with pytest.raises(RequestError, match="has no committed shards yet"):

@@ -127,6 +127,19 @@ def test_clean_removes_what_no_receipt_names_and_nothing_else(root: Path, capsys
     assert tree(root) == before and not list((root / ".unfinished").glob("*"))
 
 
+@pytest.mark.parametrize("lost", ["64x64/00000.json", "64x64", ""])
+def test_clean_keeps_parts_whose_receipts_were_lost(root: Path, lost: str) -> None:
+    gone = root / "commits" / lost
+    num_lost = sum(path.is_file() for path in [gone, *gone.rglob("*")])
+    gone.unlink() if gone.is_file() else shutil.rmtree(gone)
+    before = tree(aged(root, 30 * 86400))
+    problems = list(verify_root(open_store(root)))
+    assert len(problems) == num_lost and all("is missing, although its part was published" in line for line in problems)
+    with pytest.raises(RequestError, match=rf"receipts? of {num_lost} published parts?, such as commits/"):
+        run(["clean", str(root)])
+    assert tree(root) == before
+
+
 def test_clean_waits_until_nobody_writes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     aged(root, 30 * 86400)
     orphan = root / "64x64" / "00007.00000000"

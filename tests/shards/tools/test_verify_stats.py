@@ -1,11 +1,13 @@
 """Verification names all injected damage, and statistics of a latents root."""
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from shards.__main__ import run
-from shards.base.durable import read_sealed_json, write_sealed_json
+from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import WorkError, exit_code_of
 from shards.open import open_store
 from shards.tools.stats import root_stats
@@ -24,6 +26,40 @@ def test_a_missing_and_a_foreign_file(root: Path, capsys: pytest.CaptureFixture[
     assert exit_code_of(lambda: run(["verify", str(root)])) == 1
     printed = capsys.readouterr()
     assert f"64x64/{one.name}/shard.00000.mds is missing\n" in printed.out and "has 2 problems" in printed.err
+
+
+@pytest.mark.parametrize("lost", ["index", "index/manifests", "index/buckets"])
+def test_a_root_that_training_cannot_find_its_parts_in(root: Path, lost: str) -> None:
+    (root / "index" / "segments" / ".nfs0001").touch()  # NFS leaves such files behind
+    assert list(verify_root(open_store(root))) == []
+    shutil.rmtree(root / lost)
+    problems = list(verify_root(open_store(root)))
+    assert len(problems) == 2 and all("that matches the receipts: rebuild it with" in line for line in problems)
+    run(["index", str(root)])
+    assert list(verify_root(open_store(root))) == []
+
+
+def test_stats_name_the_damaged_file(root: Path, s3: str) -> None:
+    """Also on S3, where the damaged file has been copied to a temporary folder."""
+    part = part_of(root, "64x64", "00000")
+    data = (part / "shard.00000.mds").read_bytes()
+    begin = int.from_bytes(data[4:8], "little")  # of the first sample, which starts with the sizes of its columns
+    remote = open_store(f"{s3}/root")
+    remote.put({name: root / name for name in open_store(root).files()})
+    for change, message in (
+        (data[:5] + bytes([data[5] ^ 64]) + data[6:], "is damaged: its header does not match its index"),
+        (data[:begin] + b"\xff" * 4 + data[begin + 4 :], "is damaged: its sample 0 cannot be decoded"),
+        (None, "is missing. Restore it from a backup"),
+    ):
+        (part / "shard.00000.mds").write_bytes(change or b"")
+        name = f"64x64/{part.name}/shard.00000.mds"
+        remote.put({name: part / "shard.00000.mds"})
+        if change is None:
+            (part / "shard.00000.mds").unlink()
+            remote.remove([name])
+        for store in (open_store(root), remote):
+            with pytest.raises(DamagedFile, match=re.escape(f"{store.where(name)} {message}")):
+                root_stats(store, max_samples=10)
 
 
 def test_a_receipt_that_tells_another_reason_than_its_part(root: Path) -> None:

@@ -1,7 +1,9 @@
 """Single-file exports: diffusers' own converters and `from_single_file` restore the weights."""
 
+import errno
 import hashlib
 import json
+import resource
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from torch import nn
 from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from examples.shapes.models import MODELS
-from shards.base.errors import RequestError
+from shards.base.errors import RequestError, WorkError
 from tests.runs import UNET, train_fields, write_config
 from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
@@ -196,6 +198,16 @@ def test_the_header_has_modelspec_fields_and_the_hash_of_the_weights(tmp_path: P
     assert found["modelspec.hash_sha256"] == "0x" + hashlib.sha256(data[start:]).hexdigest()
     assert {value.dtype for value in load_file(path).values()} == {torch.float16}
 
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(
+            WorkError, match=r"full\.safetensors cannot be written: .*File too large.*\. Free disk space"
+        ):
+            write_single_file(tmp_path / "folder", tmp_path / "full.safetensors", fields, torch.float16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
 
 def test_the_command_exports_a_run(latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = train_fields(latents, tmp_path / "run", UNET, max_steps=2)
@@ -223,6 +235,30 @@ def test_the_command_exports_a_run(latents: Path, tmp_path: Path, capsys: pytest
             command([*words, *extra])
     with pytest.raises(RequestError, match="dtype applies only to"):
         command(["export", str(tmp_path / "run"), "--dtype", "float16"])
+    with pytest.raises(RequestError, match=r"cannot be written \(.*: Not a directory\)\. Choose a location"):
+        command(["export", str(tmp_path / "run"), "--output", str(path / "below" / "a" / "file")])
+
+
+def test_an_export_may_be_a_link_and_a_full_disk_is_reported(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    command(["--config", str(write_config(tmp_path, train_fields(latents, run, max_steps=1)))])
+    (tmp_path / "disk").mkdir()
+    (run / "export").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        command(["export", str(run)])
+        assert (run / "export").is_symlink() and (tmp_path / "disk" / "model_index.json").is_file()
+
+    def fail(source: str, path: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", source)
+
+    monkeypatch.setattr("shutil.copyfile", fail)
+    with pytest.raises(
+        WorkError, match=r"cannot be copied into the export: \[Errno 28\] No space left on device: \S+ Nothing was"
+    ):
+        command(["export", str(run), "--output", str(tmp_path / "new")])
+    assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))
 
 
 def test_vaes_with_older_names(tmp_path: Path) -> None:
