@@ -190,33 +190,34 @@ def reference_features(
         check_same(store, create_once(store, RECORD, lambda: content), content, "a reference", "reference.place")
         features = extract(units, kind, extractors, config.place, workers)
     else:
-        check_reference(config)
-        content = read_sealed(store, RECORD) or {}
+        content = check_reference(config)
         description = describe_extractor(kind, extractors)
         features = read_features(store, f"features/{extractor_id(description)}", content["units"], description)
     identity = {key: content[key] for key in record} | {"inputs": features.inputs}
     return features, hashlib.sha256(canonical_json(identity)).hexdigest()[:16]
 
 
-def check_reference(config: ReferenceConfig) -> None:
-    """Check that a reference's features exist, or that its images do, before a model is sampled for it.
+def check_reference(config: ReferenceConfig) -> dict[str, Any]:
+    """Check that a reference, and its images if they are named, can be found, before images are drawn. Return its
+    record, which is empty for a new reference.
 
     Raises:
-        RequestError: the reference does not exist, or was made with different settings.
+        RequestError: the reference or its images do not exist, or it was made with different settings.
     """
     if config.place is None:
         raise RequestError(NO_REFERENCE)
     store, record = open_store(config.place), config.record()
-    content = read_sealed(store, RECORD)
-    if content is not None:
-        check_same(store, {key: content.get(key) for key in record}, record, "a reference", "reference.place")
-    elif config.pictures is not None:
+    content = read_sealed(store, RECORD) or {}
+    if config.pictures is not None:
         reference_units(config)
-    else:
+    elif not content:
         raise RequestError(
             f"{store.where()} is not a reference: it has no {RECORD}. To create a reference there, set "
             f"reference.pictures."
         )
+    if content:
+        check_same(store, {key: content.get(key) for key in record}, record, "a reference", "reference.place")
+    return content
 
 
 def read_moments(path: Path) -> tuple[Moments, str]:

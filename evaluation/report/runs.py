@@ -24,7 +24,7 @@ from shards.base.store import Store, parse_place, resolved_place
 from shards.open import open_store
 
 REQUIRED = ("max_steps", "global_batch_size", "data")
-"""Fields that are in every run's config.yaml, unlike in those of other programs."""
+"""Fields that every run's config.yaml has, and that the config.yaml of another program lacks."""
 FOLDER, LINES = "evaluations", "evaluations.jsonl"
 STEP_FOLDER = re.compile(r"step-(\d{8,})-(auto|raw|ema)")
 SET_FOLDER = re.compile(r"g[\de.+-]+-s\d+-\w+")

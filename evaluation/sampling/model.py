@@ -21,6 +21,7 @@ from typing import Literal
 from evaluation.parts import read_sealed
 from shards.base.durable import canonical_json, sealed_json, sha256_file
 from shards.base.errors import INTERRUPTED, Preempted, RequestError, WorkError, is_storage_error
+from shards.base.stop import STOP_SIGNALS
 from shards.base.store import Store, absolute_place, parse_place
 from shards.format.models import PIPELINE_INDEX as INDEX
 from shards.format.models import model_folder
@@ -149,12 +150,15 @@ def _export(name: str, step: int, weights: Weights, output: Store, found: Model 
         target = Path(scratch) / EXPORTED
         words = ["export", name, "--step", str(step), "--weights", weights, "--output", str(target)]
         result = subprocess.run([sys.executable, "-m", "train", *words], capture_output=True, text=True)
-        if result.returncode in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):  # the terminal signals all processes
+        if result.returncode in (
+            INTERRUPTED,
+            *(-number for number in STOP_SIGNALS),
+        ):  # a terminal signals all processes
             raise Preempted(f"A stop signal ended the export of step {step} in {name}. Run the same command again.")
-        if result.returncode < 0:
+        if result.returncode == -signal.SIGKILL:
             raise WorkError(
-                f"The export of step {step} in {name} was killed by {signal.Signals(-result.returncode).name}, perhaps "
-                f"because the machine ran out of memory. Free memory, and run the same command again."
+                f"The export of step {step} in {name} was killed by SIGKILL, perhaps because the machine ran out of "
+                f"memory. Free memory, and run the same command again."
             )
         if result.returncode:
             reason = " ".join(result.stderr.split()).rpartition("error: ")[2]

@@ -99,7 +99,7 @@ def _report_rater(rater: int, showings: list[Showing], answers: Sequence[Answer]
         "ties": sum(answer.score == 0.5 for answer in own),
         "answers": len(own),
         "median_seconds": median(seconds.values()) if seconds else None,
-        "excluded": bool(golds) and threshold is not None and sum(golds) < threshold * len(golds),
+        "excluded": bool(golds) and threshold is not None and sum(golds) / len(golds) < threshold,
     }
 
 

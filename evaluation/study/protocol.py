@@ -197,8 +197,8 @@ def make_secret(folder: Path) -> bytes:
         if is_storage_error(error):
             raise
         raise RequestError(
-            f"The study's folder {folder} cannot be created ({error.filename}: {error.strerror}). Choose a folder that "
-            f"you can write to with --output (with make study: OUT=FOLDER)."
+            f"The study's folder {folder} cannot be created ({error.filename}: {error.strerror}). With --output "
+            f"(with make study: OUT=FOLDER), choose a folder that you can write to."
         ) from None
     if not path.exists():
         temporary = folder / f".{SECRET}.{secrets.token_hex(4)}"

@@ -94,8 +94,9 @@ def _unread(listing: Listing, found: Found) -> Iterator[str]:
         unread += [name for name in listing.files if PurePosixPath(name).suffix[1:].lower() in IMAGE_SUFFIXES]
     if unread:
         yield (
-            f"the input is read as {found.kind}. {counted(len(unread), 'other file')} with images, such as "
-            f"{escaped(unread[0])}, will not be encoded. To encode them, move them to a folder of their own."
+            f"the input is read as {found.kind}. Other images and tars, such as {escaped(unread[0])}, will not be "
+            f"read (files: {len(unread):,}). To encode them, run another job with `input` set to a folder that has "
+            f"only them."
         )
 
 
@@ -106,7 +107,10 @@ def _tars_in_subfolders(listing: Listing) -> list[str]:
 def _problem(listing: Listing) -> str:
     """Describe an input that contains nothing that can be encoded, to follow its address in a sentence."""
     if not listing.files and not listing.linked_folders:
-        return "is empty or does not exist. Set `input` to the folder of your images or tars."
+        return (
+            "does not exist, or contains no files apart from hidden files and latents roots. Set `input` to the folder "
+            "of your images or tars."
+        )
     if tars := _tars_in_subfolders(listing):
         return (
             f"has tars in subfolders only, such as {escaped(tars[0])}, and these are not searched. Set `input` to the "

@@ -196,7 +196,7 @@ def compression_of(path: Path, address: str) -> str | None:
 
 
 def compression_at(start: bytes) -> str | None:
-    """Return how a file that starts with these MAGIC_BYTES is compressed, or None."""
+    """Return how a file that starts with these bytes is compressed, or None."""
     return next((name for magic, name in MAGIC.items() if magic.match(start)), None)
 
 

@@ -147,7 +147,7 @@ def not_committed(tars: Sequence[AnyUnit], buckets: Sequence[object], store: Sto
 
 
 def other_tars_warning(done: Sequence[Named], bucket: object, store: Store) -> str | None:
-    """Return a warning if different tars with these names were encoded, which are therefore not encoded, or None.
+    """Return a warning if these tars, which count as encoded, differ from those that were encoded, or None.
 
     The sizes of up to MAX_COMPARED tars are compared with those in the receipts of `bucket`. All must differ, because
     single tars may have been repaired. Compressed tars are not compared, because receipts record the size without
@@ -155,18 +155,21 @@ def other_tars_warning(done: Sequence[Named], bucket: object, store: Store) -> s
     """
     tars = [tar for tar in done if isinstance(tar, TarUnit)]
     warning = None
-    for tar in tars[:: math.ceil(len(tars) / MAX_COMPARED) or 1]:
-        _, receipt = current_generation(store, str(bucket), tar.name)
-        size = tar.store.size(tar.file)
-        if receipt is None or size is None or size == receipt.input["bytes"]:
-            return None
-        if compression_at(tar.store.read_range(tar.file, 0, MAGIC_BYTES)):
-            return None
-        warning = (
-            f"{store.where()} was created from different tars with the same names: {tar.address} has {size:,} bytes, "
-            f"but {receipt.input['address']} had {receipt.input['bytes']:,} when it was encoded. Tars count as already "
-            f"encoded by their names. To encode these, choose a new `output`, or rename them."
-        )
+    try:
+        for tar in tars[:: math.ceil(len(tars) / MAX_COMPARED) or 1]:
+            _, receipt = current_generation(store, str(bucket), tar.name)
+            size = tar.store.size(tar.file)
+            if receipt is None or size is None or size == receipt.input["bytes"]:
+                return None
+            if compression_at(tar.store.read_range(tar.file, 0, MAGIC_BYTES)):
+                return None
+            warning = (
+                f"{tar.address} has {size:,} bytes, but {receipt.input['address']} had {receipt.input['bytes']:,} when "
+                f"it was encoded. Tars count as already encoded by their names. If the input has different tars now, "
+                f"choose a new `output`, or rename the tars."
+            )
+    except (OSError, WorkError):  # the job reports such problems where they matter, or does not meet them
+        return None
     return warning
 
 
@@ -219,21 +222,16 @@ def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None
             f"{len(ledger.failed)} of {num_tars} tars failed ({summarize(list(ledger.failed.items()))}). All others "
             f"are committed. Run the same command again to retry only the failed tars.{ledger.where_failures}"
         )
-    if ledger.total and not ledger.samples_in:
-        raise WorkError(
-            f"Nothing was accepted, because the input of this job, {counted(ledger.total, 'unit')}, has no samples. "
-            f"Check these files."
-        )
-    if ledger.total and not ledger.encoded:
+    if ledger.samples_in and not ledger.encoded:
         reason, count = ledger.rejected.most_common(1)[0]
         raise WorkError(
             f"Nothing was accepted: all {ledger.samples_in} samples of this job were rejected, {count} of them as "
             f"{reason}. The refused.parquet in each part of {root} lists the keys and reasons. These "
             f"samples are not encoded again, so if you change `captions` or the input, choose a new `output`."
         )
-    if num_tars and not ledger.total and not any(size.samples for size in sizes.values()):
+    if num_tars and not ledger.encoded and not any(size.samples for size in sizes.values()):
         raise WorkError(
-            f"{root} holds no samples: earlier jobs encoded the input ({counted(num_tars, 'unit')}), but accepted "
-            f"nothing. The refused.parquet in each part lists rejected samples and reasons. If you change `captions` "
-            f"or the input, choose a new `output`."
+            f"{root} holds no samples: the input was encoded ({counted(num_tars, 'unit')}), but nothing was "
+            f"accepted. The refused.parquet in each part lists the rejected samples and reasons. If you change "
+            f"`captions` or the input, choose a new `output`."
         )

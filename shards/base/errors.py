@@ -88,17 +88,11 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python complains about unwritten output at exit
             return PIPE_CLOSED
-        if isinstance(error, PermissionError) and error.filename:
-            say(
-                WorkError(
-                    f"{error.filename} cannot be read or written by this user ({error.strerror}). Completed work "
-                    f"remains valid. Change its permissions, and run the same command again."
-                )
-            )
-            return WorkError.exit_code
-        if not is_storage_error(error):
+        is_denied = isinstance(error, PermissionError) and error.filename
+        if not is_denied and not is_storage_error(error):
             raise
-        say(WorkError(f"{error}. Completed work remains valid. Fix the storage and run the same command again."))
+        advice = "Give this user access" if is_denied else "Fix the storage"
+        say(WorkError(f"{error}. Completed work remains valid. {advice} and run the same command again."))
         return WorkError.exit_code
 
 

@@ -16,7 +16,7 @@ from shards.base.config import Config
 from shards.base.durable import DamagedFile, check_version, parse_sealed_json, sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Store
-from shards.root.segments import content_id, load_segment, merge, names_outside
+from shards.root.segments import content_id, load_segment, merge, names_outside, receipts_of
 
 FOLDER = "index/manifests"
 INDEXES = "index/buckets"
@@ -87,6 +87,13 @@ def read_index(store: Store, bucket: str, id: str) -> BucketIndex:
     return BucketIndex.model_validate(_parse_version_2(store, name, data))
 
 
+def published_receipts(store: Store, id: str) -> list[str]:
+    """Return the path, relative to the root, of the receipt of each part in the index `id`. Raises the same errors as
+    `read_index` and `load_rows`."""
+    index = read_index(store, "", id)
+    return receipts_of(load_rows(store, id, index), index.bucket)
+
+
 def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
     """Load all rows of an index. Raises DamagedFile if a segment is missing or damaged or the rows do not match `id`,
     and RequestError if a row names a path outside the bucket's folder, which suggests that the index was tampered
@@ -128,7 +135,8 @@ def _parse_version_2(store: Store, name: str, data: bytes) -> dict[str, Any]:
     except DamagedFile:
         raise DamagedFile(
             f"{store.where(name)} is damaged: its content does not match the SHA-256 stored in it. Restore it from a "
-            f"backup, or delete the file and rebuild the index with `python -m shards index {store.where()}`."
+            f"backup. Without one, delete it and run `python -m shards index {store.where()}`, which writes the newest "
+            f"index again; runs that read an older index cannot be resumed."
         ) from None
     check_version(fields.get("version"), VERSION, store.where(name))
     return fields

@@ -14,8 +14,7 @@ from shards.base.table import counted
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import parse_name
 from shards.root.committed import list_commits, read_receipts
-from shards.root.manifest import current_ids, load_rows, read_index
-from shards.root.segments import receipts_of
+from shards.root.manifest import INDEXES, published_receipts
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 LEAST_AGE = QUIET = 3600.0
@@ -66,8 +65,7 @@ def clean(store: Store, older_than: float, quiet: float = QUIET) -> list[str]:
     top = ".attempts/"  # folders of attempts that are running on this machine are kept
     alive = {f for f in old if f.startswith(top) and has_live_owner(store.attempts() / f.removeprefix(top))}
     orphans = sorted(old.keys() - named - alive)
-    if any(not folder.startswith(".") for folder in orphans):
-        check_receipts(store)
+    check_receipts(store)
     for folder in orphans:
         store.remove(old[folder])
     return orphans + [f"{name} (unfinished upload)" for name in store.abort_uploads(now - older_than)]
@@ -88,16 +86,13 @@ def named_parts(store: Store) -> set[str]:
 
 def check_receipts(store: Store) -> None:
     """Raise RequestError if a published part has no receipt, because a part whose receipt was lost is not an orphan."""
-    published = {
-        name
-        for bucket, id in current_ids(store).items()
-        for name in receipts_of(load_rows(store, id, read_index(store, bucket, id)), bucket)
-    }
+    ids = [name.removesuffix(".json") for name in store.files(INDEXES) if name.endswith(".json")]
+    published = {name for id in ids for name in published_receipts(store, id)}
     if lost := sorted(published - list_commits(store).keys()):
         raise RequestError(
             f"{store.where()} has lost the receipts of {counted(len(lost), 'published part')}, such as {lost[0]}. "
             f"Nothing was deleted, because parts without a receipt look like orphans. Restore the receipts from a "
-            f"backup, or run the job that wrote these parts again."
+            f"backup, or rerun the job that wrote these parts."
         )
 
 

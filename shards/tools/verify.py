@@ -24,11 +24,11 @@ from shards.root.committed import TarReceipts, list_commits
 from shards.root.exclusions import exclusion_ids, load_exclusion
 from shards.root.index import bucket_index
 from shards.root.manifest import FOLDER as MANIFESTS
-from shards.root.manifest import INDEXES, index_name, load_rows, parse_manifest, read_index
+from shards.root.manifest import INDEXES, NUMBER, index_name, parse_manifest, published_receipts
 from shards.root.publish import read_rows
 from shards.root.reading import captions, features, read_part, text_latents
 from shards.root.segments import FOLDER as SEGMENTS
-from shards.root.segments import content_id, load_segment, merge, receipts_of
+from shards.root.segments import content_id, load_segment, merge
 from shards.root.shared import RULES
 from shards.root.writing import license_counts
 
@@ -81,38 +81,38 @@ def verify_root(store: Store) -> Iterator[str]:
     current, lost = yield from verify_published(store, tars)
     for id in exclusion_ids(store):
         yield from errors_of(load_exclusion, store, id)
-    if all_readable and not lost:
-        yield from verify_indexes(store, encoding, in_force, current)
+    if all_readable:
+        complete = [name for name in in_force if name.split("/")[1] not in lost]
+        yield from verify_indexes(store, encoding, complete, current)
 
 
 def verify_published(store: Store, receipts: Container[str]) -> Generator[str, None, tuple[dict[str, str], set[str]]]:
     """Check every manifest, index and segment, and that every part in an index has a receipt.
 
-    Return a dict from bucket to the id of its newest index, and the names of the missing receipts.
+    Return a dict from bucket to the id of its newest index, and the buckets that lack receipts.
     """
     current: dict[str, str] = {}
-    for name in store.files(MANIFESTS):
+    for name in filter(NUMBER.fullmatch, store.files(MANIFESTS)):
         try:
             current = {bucket: size.id for bucket, size in parse_manifest(store, f"{MANIFESTS}/{name}").buckets.items()}
         except (DamagedFile, RequestError) as error:
             yield str(error)
     lost: set[str] = set()
-    for id in (name.removesuffix(".json") for name in store.files(INDEXES)):
+    for id in (name.removesuffix(".json") for name in store.files(INDEXES) if name.endswith(".json")):
         try:
-            index = read_index(store, "", id)
-            lost |= {name for name in receipts_of(load_rows(store, id, index), index.bucket) if name not in receipts}
+            lost |= {name for name in published_receipts(store, id) if name not in receipts}
         except (DamagedFile, RequestError) as error:
             yield str(error)
     lost = {name for name in lost if store.size(name) is None}  # a job may have published more since the listing
     for name in sorted(lost):
         yield (
-            f"{store.where(name)} is missing, although its part was published: restore it from a backup, or run the "
-            f"job that wrote the part again"
+            f"{store.where(name)} is missing, although its part was published: restore it from a backup, or rerun "
+            f"the job that wrote the part"
         )
     for name in store.files(SEGMENTS):
         if name.endswith(".arrow"):
             yield from errors_of(load_segment, store, name.removesuffix(".arrow"))
-    return current, lost
+    return current, {name.split("/")[1] for name in lost}
 
 
 def errors_of(check: Callable[..., object], *arguments: object) -> Iterator[str]:

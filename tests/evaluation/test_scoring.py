@@ -19,7 +19,7 @@ from evaluation.features.sources import ReferenceConfig, sample_units
 from evaluation.metrics.frechet import Moments, frechet_distance
 from evaluation.sampling.job import read_set
 from evaluation.sampling.prompts import Prompt
-from evaluation.scoring import choose_metrics, format_metrics, score
+from evaluation.scoring import check_measurable, choose_metrics, format_metrics, score
 from shards.base.durable import read_sealed_json
 from shards.base.errors import DamagedInput, RequestError, WorkError, exit_code_of
 from tests.evaluation.sets import draw_here, run_here, sampling
@@ -73,6 +73,9 @@ def test_metrics_have_interval_n_and_id_and_features_are_extracted_once(
     assert all(row["reference_n"] == 70 and len(row["id"]) == 16 for row in rows)
     assert read_sealed_json(drawn / "metrics.json") == {"metrics": json.loads(json.dumps(rows))}
     assert "toy_fid" in format_metrics(rows) and "against this reference" in format_metrics(rows)
+    check_measurable(["toy_fid"], 30, "64x64", made)
+    with pytest.raises(RequestError, match="absent does not exist"):
+        check_measurable(["toy_fid"], 30, "64x64", reference(tmp_path / "reference", tmp_path / "absent"))
 
     pixels = [np.asarray(Image.open(path)) for path in sorted((drawn / "pictures").rglob("*.png"))]
     cells = np.stack(pixels).reshape(60, 4, 16, 4, 16, 3).mean((2, 4)).transpose(0, 3, 1, 2).reshape(60, 48) / 255

@@ -125,8 +125,14 @@ def stand_still(metrics: JobMetrics, prometheus: Prometheus) -> None:
         return prometheus.fires("LatentmillStalled")
 
     wait_until(stalled, "LatentmillStalled did not fire")
-    metrics.now(UnderWay(3, 0), 500.0, 60.0)
-    prometheus.await_silence("LatentmillStalled")
+
+    def moving() -> bool:
+        metrics.now(UnderWay(3, 0), 500.0, 60.0)
+        return bool(prometheus.query("ray_latentmill_images_per_second == 500")) and not prometheus.fires(
+            "LatentmillStalled"
+        )
+
+    wait_until(moving, "LatentmillStalled did not clear")
 
 
 def fail_on_one_node(metrics: JobMetrics, prometheus: Prometheus) -> None:

@@ -245,27 +245,28 @@ def _check_target(target: Path, options: ExportConfig) -> None:
     Raises:
         RequestError: `target` contains anything else, or cannot be written.
     """
-    try:
-        folder = next(parent for parent in target.resolve().parents if parent.exists())
-        tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder).cleanup()
-    except OSError as error:
-        raise RequestError(
-            f"{target} cannot be written ({error.filename}: {error.strerror}). Choose a location that you can write to "
-            f"with --output."
-        ) from None
     if options.format == "single-file":
         if target.is_dir():
             raise RequestError(f"{target} is a folder, but --format single-file writes a file. Give another --output.")
         if target.exists() and not is_single_file(target):
             raise RequestError(f"{target} exists and was not written by this command. Give another --output.")
-        return
-    if target.exists() and not target.is_dir():
+    elif target.exists() and not target.is_dir():
         raise RequestError(f"{target} is a file, but a pipeline is written to a folder. Give a different --output.")
-    if target.exists() and any(target.iterdir()) and not (target / "model_index.json").is_file():
+    elif target.exists() and any(target.iterdir()) and not (target / "model_index.json").is_file():
         raise RequestError(
             f"{target} contains files that are not part of an exported pipeline, and the export would delete them. "
             f"Give a different --output."
         )
+    # a file replaces a link, but a folder replaces the folder that the link names
+    written = target.absolute() if options.format == "single-file" else target.resolve()
+    try:
+        folder = next(parent for parent in (written.parent, *written.parent.parents) if parent.exists())
+        tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder).cleanup()
+    except OSError as error:
+        raise RequestError(
+            f"{target} cannot be written ({error.filename}: {error.strerror}). With --output, choose a location that "
+            f"you can write to."
+        ) from None
 
 
 def _load_checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
@@ -299,16 +300,15 @@ def _copy(folder: Path, target: Path) -> None:
     """Copy a folder.
 
     Raises:
-        WorkError: the folder was removed while it was being copied, or the disk is full or broken.
+        WorkError: the folder was removed while it was being copied, or a file in it cannot be copied.
     """
     try:
         shutil.copytree(folder, target, copy_function=shutil.copyfile)
     except (FileNotFoundError, shutil.Error) as error:
         if isinstance(error, shutil.Error) and folder.exists():
-            source, _, reason = error.args[0][0]  # of the first file
+            _, _, reason = error.args[0][0]  # of the first file
             raise WorkError(
-                f"{source} cannot be copied into the export: {reason}. Nothing was exported. Free disk space or fix "
-                f"the storage, and run the same command again."
+                f"A part of the export cannot be copied: {reason}. Fix this, and run the same command again."
             ) from error
         raise WorkError(
             f"{folder} was removed while it was being read, because a run keeps only its newest checkpoints. Set "

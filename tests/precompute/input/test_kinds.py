@@ -233,7 +233,7 @@ def test_an_input_without_images_says_what_it_contains(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_and_tars_in_subfolders_are_named(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"is empty or does not exist\. Set `input`"):
+    with pytest.raises(RequestError, match=r"does not exist, or contains no files apart from hidden"):
         find_input(str(tmp_path))
     as_tar(tmp_path / "data", SAMPLES[:1])
     with pytest.raises(RequestError, match=r"has tars in subfolders only, such as data/00000\.tar"):
@@ -246,10 +246,11 @@ def test_images_and_tars_that_are_not_read_are_announced(tmp_path: Path) -> None
     folder = tmp_path / "input"
     as_tar(folder / "more", SAMPLES[:1])
     (note,) = find_input(str(folder)).notes
-    assert note.startswith("the input is read as a folder of images. 1 other file with images, such as more/00000.tar")
+    assert note.startswith("the input is read as a folder of images. Other images and tars, such as more/00000.tar")
     as_tar(folder, SAMPLES[:1])
     found = find_input(str(folder))
-    assert found.notes[-1].startswith("the input is read as webdataset tars. 11 other files with images, such as ")
+    assert found.notes[-1].startswith("the input is read as webdataset tars. Other images and tars, such as ")
+    assert "will not be read (files: 11)" in found.notes[-1]
     assert found.notes[-1] in found.describe(1, ["txt"])
     as_tar(tmp_path / "tars", SAMPLES)
     assert "is read as" not in " ".join(find_input(str(tmp_path / "tars")).notes)

@@ -50,7 +50,7 @@ def test_a_store_that_fails_is_an_outage(s3: str, tmp_path: Path, monkeypatch: p
 
 
 def test_a_bucket_that_does_not_exist(s3: str) -> None:
-    with pytest.raises(RequestError, match=r"no-such-bucket/x (is empty or does not exist|cannot be listed)"):
+    with pytest.raises(RequestError, match=r"no-such-bucket/x (does not exist, or contains no files|cannot be listed)"):
         find_input("s3://no-such-bucket/x")
 
 

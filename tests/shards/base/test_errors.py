@@ -21,7 +21,7 @@ from shards.base.errors import Preempted, RequestError, WorkError, console, exit
             1,
             "No space left on device: '/x/y'. Completed work",
         ),
-        (PermissionError(errno.EACCES, "Permission denied", "/x/y"), 1, "/x/y cannot be read or written by this user"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x/y"), 1, "Permission denied: '/x/y'. Completed work"),
         (OSError(errno.EIO, "Input/output error"), 1, "Input/output error. Completed work remains valid"),
     ],
 )

@@ -138,6 +138,10 @@ def test_clean_keeps_parts_whose_receipts_were_lost(root: Path, lost: str) -> No
     with pytest.raises(RequestError, match=rf"receipts? of {num_lost} published parts?, such as commits/"):
         run(["clean", str(root)])
     assert tree(root) == before
+    run(["index", str(root)])  # the newest index lacks these parts, but an older one has them
+    aged(root, 30 * 86400)
+    with pytest.raises(RequestError, match="has lost the receipts"):
+        run(["clean", str(root)])
 
 
 def test_clean_waits_until_nobody_writes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def test_a_missing_and_a_foreign_file(root: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("lost", ["index", "index/manifests", "index/buckets"])
-def test_a_root_that_training_cannot_find_its_parts_in(root: Path, lost: str) -> None:
+def test_a_missing_index_is_found(root: Path, lost: str) -> None:
     (root / "index" / "segments" / ".nfs0001").touch()  # NFS leaves such files behind
     assert list(verify_root(open_store(root))) == []
     shutil.rmtree(root / lost)

@@ -235,7 +235,7 @@ def test_the_command_exports_a_run(latents: Path, tmp_path: Path, capsys: pytest
             command([*words, *extra])
     with pytest.raises(RequestError, match="dtype applies only to"):
         command(["export", str(tmp_path / "run"), "--dtype", "float16"])
-    with pytest.raises(RequestError, match=r"cannot be written \(.*: Not a directory\)\. Choose a location"):
+    with pytest.raises(RequestError, match=r"cannot be written \(.*: Not a directory\)\. With --output, choose"):
         command(["export", str(tmp_path / "run"), "--output", str(path / "below" / "a" / "file")])
 
 
@@ -255,7 +255,7 @@ def test_an_export_may_be_a_link_and_a_full_disk_is_reported(
 
     monkeypatch.setattr("shutil.copyfile", fail)
     with pytest.raises(
-        WorkError, match=r"cannot be copied into the export: \[Errno 28\] No space left on device: \S+ Nothing was"
+        WorkError, match=r"of the export cannot be copied: \[Errno 28\] No space left on device: \S+\. Fix"
     ):
         command(["export", str(run), "--output", str(tmp_path / "new")])
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))
