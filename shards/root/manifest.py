@@ -8,6 +8,7 @@ All files are written with create-if-absent and are never replaced, except to re
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -87,11 +88,23 @@ def read_index(store: Store, bucket: str, id: str) -> BucketIndex:
     return BucketIndex.model_validate(_parse_version_2(store, name, data))
 
 
-def published_receipts(store: Store, id: str) -> list[str]:
-    """Return the path, relative to the root, of the receipt of each part in the index `id`. Raises the same errors as
-    `read_index` and `load_rows`."""
-    index = read_index(store, "", id)
-    return receipts_of(load_rows(store, id, index), index.bucket)
+def index_ids(store: Store) -> list[str]:
+    """Return the ids of all indexes, of the newest and of earlier ones."""
+    return [name.removesuffix(".json") for name in store.files(INDEXES) if name.endswith(".json")]
+
+
+def published_receipts(store: Store, ids: Iterable[str]) -> set[str]:
+    """Return the paths, relative to the root, of the receipts of all parts in these indexes. Reads each segment once.
+    Raises the same errors as `read_index`, and DamagedFile if a segment is missing or damaged."""
+    indexes = [read_index(store, "", id) for id in ids]
+    segments = {(index.bucket, sha256) for index in indexes for sha256 in index.segments}
+    try:
+        return {name for bucket, sha256 in segments for name in receipts_of(load_segment(store, sha256), bucket)}
+    except FileNotFoundError as error:
+        raise DamagedFile(
+            f"A segment of an index in {store.where()} is missing ({error}). Restore it from a backup. `verify` lists "
+            f"the indexes that need it."
+        ) from None
 
 
 def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:

@@ -14,7 +14,7 @@ from shards.base.table import counted
 from shards.format.encoding import EncodingRecord
 from shards.format.receipts import parse_name
 from shards.root.committed import list_commits, read_receipts
-from shards.root.manifest import INDEXES, published_receipts
+from shards.root.manifest import index_ids, published_receipts
 
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 LEAST_AGE = QUIET = 3600.0
@@ -86,9 +86,7 @@ def named_parts(store: Store) -> set[str]:
 
 def check_receipts(store: Store) -> None:
     """Raise RequestError if a published part has no receipt, because a part whose receipt was lost is not an orphan."""
-    ids = [name.removesuffix(".json") for name in store.files(INDEXES) if name.endswith(".json")]
-    published = {name for id in ids for name in published_receipts(store, id)}
-    if lost := sorted(published - list_commits(store).keys()):
+    if lost := sorted(published_receipts(store, index_ids(store)) - list_commits(store).keys()):
         raise RequestError(
             f"{store.where()} has lost the receipts of {counted(len(lost), 'published part')}, such as {lost[0]}. "
             f"Nothing was deleted, because parts without a receipt look like orphans. Restore the receipts from a "

@@ -24,7 +24,15 @@ from shards.root.committed import TarReceipts, list_commits
 from shards.root.exclusions import exclusion_ids, load_exclusion
 from shards.root.index import bucket_index
 from shards.root.manifest import FOLDER as MANIFESTS
-from shards.root.manifest import INDEXES, NUMBER, index_name, parse_manifest, published_receipts
+from shards.root.manifest import (
+    NUMBER,
+    index_ids,
+    index_name,
+    load_rows,
+    parse_manifest,
+    published_receipts,
+    read_index,
+)
 from shards.root.publish import read_rows
 from shards.root.reading import captions, features, read_part, text_latents
 from shards.root.segments import FOLDER as SEGMENTS
@@ -97,13 +105,13 @@ def verify_published(store: Store, receipts: Container[str]) -> Generator[str, N
             current = {bucket: size.id for bucket, size in parse_manifest(store, f"{MANIFESTS}/{name}").buckets.items()}
         except (DamagedFile, RequestError) as error:
             yield str(error)
-    lost: set[str] = set()
-    for id in (name.removesuffix(".json") for name in store.files(INDEXES) if name.endswith(".json")):
-        try:
-            lost |= {name for name in published_receipts(store, id) if name not in receipts}
-        except (DamagedFile, RequestError) as error:
-            yield str(error)
-    lost = {name for name in lost if store.size(name) is None}  # a job may have published more since the listing
+    intact = []
+    for id in index_ids(store):
+        problems = list(errors_of(lambda id: load_rows(store, id, read_index(store, "", id)), id))
+        yield from problems
+        intact += [] if problems else [id]
+    missing = (name for name in published_receipts(store, intact) if name not in receipts)
+    lost = {name for name in missing if store.size(name) is None}  # a job may have published more since the listing
     for name in sorted(lost):
         yield (
             f"{store.where(name)} is missing, although its part was published: restore it from a backup, or rerun "

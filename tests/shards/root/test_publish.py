@@ -187,7 +187,9 @@ def test_a_damaged_index_is_named(tmp_path: Path, damaged: str) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DamagedFile, match=path.name.replace(".", r"\.") + ".* delete (it and run|the file and rebuild)"):
+    with pytest.raises(
+        DamagedFile, match=path.name.replace(".", r"\.") + ".* delete (it and run|the file and rebuild)"
+    ):
         newest_manifest(store)
         names(store, manifest)
     path.unlink()
