@@ -63,9 +63,7 @@ def run(arguments: list[str]) -> None:
         units = found.units(store, is_final=False)
         wanted = chosen_units = choose_units(config.shards, units)
         waiting = not_committed(chosen_units, config.to_fill.all, store)
-        names = {unit.name for unit in waiting}
-        done = [unit for unit in chosen_units if unit.name not in names]
-        if warning := other_tars_warning(done, config.to_fill.all[0], store):
+        if warning := other_tars_warning(chosen_units, waiting, config.to_fill.all[0], store):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     if waiting:
         if found is not None:

@@ -150,10 +150,7 @@ def _export(name: str, step: int, weights: Weights, output: Store, found: Model 
         target = Path(scratch) / EXPORTED
         words = ["export", name, "--step", str(step), "--weights", weights, "--output", str(target)]
         result = subprocess.run([sys.executable, "-m", "train", *words], capture_output=True, text=True)
-        if result.returncode in (
-            INTERRUPTED,
-            *(-number for number in STOP_SIGNALS),
-        ):  # a terminal signals all processes
+        if result.returncode in {INTERRUPTED, *(-number for number in STOP_SIGNALS)}:  # Ctrl-C reaches both processes
             raise Preempted(f"A stop signal ended the export of step {step} in {name}. Run the same command again.")
         if result.returncode == -signal.SIGKILL:
             raise WorkError(

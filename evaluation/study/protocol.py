@@ -16,8 +16,16 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, TypeAdapter, field_validator
 
 from shards.base.config import Config
-from shards.base.durable import check_version, create_file, make_folder, read_sealed_json, sealed_json, write_file
-from shards.base.errors import RequestError, WorkError, is_storage_error
+from shards.base.durable import (
+    check_version,
+    create_file,
+    make_folder,
+    output_errors,
+    read_sealed_json,
+    sealed_json,
+    write_file,
+)
+from shards.base.errors import RequestError, WorkError
 
 VERSION = 2
 RECORD, SECRET, PICTURES = "protocol.json", "secret", "pictures"
@@ -191,15 +199,11 @@ def make_secret(folder: Path) -> bytes:
         RequestError: the folder cannot be created.
     """
     path = folder / SECRET
-    try:
+    with output_errors(
+        f"The study's folder {folder} cannot be created",
+        "With --output (with make study: OUT=FOLDER), choose a folder that you can write to.",
+    ):
         make_folder(folder)
-    except OSError as error:
-        if is_storage_error(error):
-            raise
-        raise RequestError(
-            f"The study's folder {folder} cannot be created ({error.filename}: {error.strerror}). With --output "
-            f"(with make study: OUT=FOLDER), choose a folder that you can write to."
-        ) from None
     if not path.exists():
         temporary = folder / f".{SECRET}.{secrets.token_hex(4)}"
         temporary.touch(mode=0o600)

@@ -22,6 +22,7 @@ MAGIC = {
     re.compile(rb"\x28\xb5\x2f\xfd"): "zstd",
 }
 MAGIC_BYTES = 10
+"""Number of bytes at the start of a file that `MAGIC` needs."""
 DECOMPRESSIBLE = {"gzip", "bz2", "zstd"}
 REPLACE = "Download this tar again or, if you created it yourself, recreate it."
 """Advice at the end of error messages about a damaged tar."""

@@ -146,14 +146,16 @@ def not_committed(tars: Sequence[AnyUnit], buckets: Sequence[object], store: Sto
     return [tar for tar in tars if not {(str(bucket), tar.name) for bucket in buckets} <= done]
 
 
-def other_tars_warning(done: Sequence[Named], bucket: object, store: Store) -> str | None:
-    """Return a warning if these tars, which count as encoded, differ from those that were encoded, or None.
+def other_tars_warning(chosen: Sequence[Named], waiting: Sequence[Named], bucket: object, store: Store) -> str | None:
+    """Return a warning if the chosen tars that count as encoded differ from those that were encoded, or None.
 
     The sizes of up to MAX_COMPARED tars are compared with those in the receipts of `bucket`. All must differ, because
     single tars may have been repaired. Compressed tars are not compared, because receipts record the size without
-    compression.
+    compression. An error is only part of the warning, because the job itself needs neither these tars nor their
+    receipts.
     """
-    tars = [tar for tar in done if isinstance(tar, TarUnit)]
+    names = {tar.name for tar in waiting}
+    tars = [tar for tar in chosen if isinstance(tar, TarUnit) and tar.name not in names]
     warning = None
     try:
         for tar in tars[:: math.ceil(len(tars) / MAX_COMPARED) or 1]:
@@ -168,8 +170,8 @@ def other_tars_warning(done: Sequence[Named], bucket: object, store: Store) -> s
                 f"it was encoded. Tars count as already encoded by their names. If the input has different tars now, "
                 f"choose a new `output`, or rename the tars."
             )
-    except (OSError, WorkError):  # the job reports such problems where they matter, or does not meet them
-        return None
+    except (OSError, WorkError) as error:
+        return f"the tars that are already encoded could not be compared with those in the input: {error}"
     return warning
 
 

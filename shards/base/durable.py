@@ -143,15 +143,20 @@ def write_atomically(path: Path, data: bytes) -> None:
 def write_output(path: Path, data: bytes) -> None:
     """Write a file that the user named, atomically. Raises RequestError if `path` is a folder, or is in a folder that
     cannot be created or written to."""
-    try:
+    with output_errors(f"{path} cannot be written", "Choose the path of a file in a folder that you can write to."):
         write_atomically(path, data)
+
+
+@contextmanager
+def output_errors(problem: str, advice: str) -> Iterator[None]:
+    """Turn an error of writing to a place that the user chose into a RequestError of `problem`, the cause and `advice`,
+    unless the disk is full or broken."""
+    try:
+        yield
     except OSError as error:
         if is_storage_error(error):
             raise
-        raise RequestError(
-            f"{path} cannot be written ({error.filename2 or error.filename}: {error.strerror}). Choose the path of a "
-            f"file in a folder that you can write to."
-        ) from None
+        raise RequestError(f"{problem} ({error.filename2 or error.filename}: {error.strerror}). {advice}") from None
 
 
 def create_file(path: Path, temporary: Path) -> bool:

@@ -145,11 +145,10 @@ def index_name(id: str) -> str:
 def _parse_version_2(store: Store, name: str, data: bytes) -> dict[str, Any]:
     try:
         fields = parse_sealed_json(data, store.where(name))
-    except DamagedFile:
+    except DamagedFile as error:
         raise DamagedFile(
-            f"{store.where(name)} is damaged: its content does not match the SHA-256 stored in it. Restore it from a "
-            f"backup. Without one, delete it and run `python -m shards index {store.where()}`, which writes the newest "
-            f"index again; runs that read an older index cannot be resumed."
+            f"{error} Without a backup, delete it and run `python -m shards index {store.where()}`, which writes the "
+            f"newest index again; runs that read an older index cannot be resumed."
         ) from None
     check_version(fields.get("version"), VERSION, store.where(name))
     return fields

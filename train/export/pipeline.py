@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, model_validator
 
 from shards.base.config import Config, load_config, load_for_run
-from shards.base.durable import atomic_folder, fsync_folder
+from shards.base.durable import atomic_folder, fsync_folder, output_errors
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
 from shards.format.buckets import Bucket
@@ -259,14 +259,9 @@ def _check_target(target: Path, options: ExportConfig) -> None:
         )
     # a file replaces a link, but a folder replaces the folder that the link names
     written = target.absolute() if options.format == "single-file" else target.resolve()
-    try:
+    with output_errors(f"{target} cannot be written", "With --output, choose a location that you can write to."):
         folder = next(parent for parent in (written.parent, *written.parent.parents) if parent.exists())
         tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder).cleanup()
-    except OSError as error:
-        raise RequestError(
-            f"{target} cannot be written ({error.filename}: {error.strerror}). With --output, choose a location that "
-            f"you can write to."
-        ) from None
 
 
 def _load_checkpoint(run_dir: Path, step: int | None) -> Checkpoint:

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from precompute.__main__ import run as command
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.worker import encode_on_worker
-from precompute.input.find import choose_units
+from precompute.input.find import choose_units, find_input
 from precompute.input.tars import TarUnit
 from precompute.job.ledger import Ledger
-from precompute.job.run import announce, table_warning
+from precompute.job.run import announce, other_tars_warning, table_warning
 from shards.base.errors import RequestError, UnfitNode, WorkError, exit_code_of
 from shards.base.store import LocalStore
 from shards.root.provenance import source_sha256
@@ -118,6 +118,10 @@ def test_different_tars_with_the_names_of_a_roots_tars_are_warned_of(
     assert "warning" not in said(folder)  # tar 00001 is the same
     (folder / "00000.tar").write_bytes(gzip.compress((moved / "00000.tar").read_bytes()))
     assert "warning" not in said(folder, "--shards", "00000")
+    (receipt, *_) = sorted((root / "commits").rglob("00000.json"))
+    receipt.write_bytes(b"{}")
+    warned = other_tars_warning(find_input(str(folder)).units(), [], receipt.parent.name, LocalStore(root))
+    assert warned is not None and "could not be compared with those in the input" in warned
 
 
 def test_tars_without_samples_fail(without_ray: None, models: Path, tmp_path: Path) -> None:
