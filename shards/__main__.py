@@ -23,7 +23,6 @@ from shards.base.errors import RequestError, WorkError, console
 from shards.base.store import LocalStore, parse_place
 from shards.base.table import counted
 from shards.derive.conversion import Changes
-from shards.derive.job import derive
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.commit import recall

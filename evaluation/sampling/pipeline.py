@@ -10,7 +10,6 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from evaluation.sampling.model import check_code, code_files
@@ -60,18 +59,18 @@ def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_
         RequestError: the folder contains untrusted code.
     """
     check_code(folder, trust_remote_code)
-    index = DiffusionPipeline.load_config(folder)
+    index = diffusers.DiffusionPipeline.load_config(folder)
     options: dict[str, Any] = {"safety_checker": None} if "safety_checker" in index else {}
     if code_files(folder):  # written by `train export`, or trusted
         options["trust_remote_code"] = True
-    pipeline = DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **options)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **options)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device, getattr(torch, precision))
 
 
 def load_scheduler(folder: Path) -> Any:
     """Load the scheduler from a pipeline's folder."""
-    _, name = DiffusionPipeline.load_config(folder)["scheduler"]
+    _, name = diffusers.DiffusionPipeline.load_config(folder)["scheduler"]
     return getattr(diffusers, name).from_pretrained(folder, subfolder="scheduler")
 
 

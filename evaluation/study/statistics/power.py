@@ -141,7 +141,8 @@ def compute_power(model: VoteModel, raters: int, prompts: int, votes: int, margi
     variance, degrees = preference_variance(different, raters, prompts, votes)
     quantile = t.ppf((1 + COVERAGE) / 2, degrees)
     noncentrality = margin / variance**0.5
-    difference = nct.sf(quantile, degrees, noncentrality) + nct.cdf(-quantile, degrees, noncentrality)
+    # The lower tail is computed as the upper tail of the mirrored distribution: nct.cdf is NaN for some large designs.
+    difference = nct.sf(quantile, degrees, noncentrality) + nct.sf(quantile, degrees, -noncentrality)
     variance, degrees = preference_variance(equal, raters, prompts, votes)
     room = margin / variance**0.5 - t.ppf(COVERAGE, degrees)
     equivalence = max(0.0, 2 * t.cdf(room, degrees) - 1)

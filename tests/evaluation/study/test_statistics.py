@@ -218,6 +218,11 @@ def test_more_raters_and_prompts_have_more_power() -> None:
     assert "none of these" in format_power(rows, 0.08, 0.9999)
 
 
+def test_large_designs_have_full_power() -> None:
+    rows = power_table(PowerConfig(raters=[30, 100, 300], prompts=[200, 1000, 10_000]), 5, 0.2)
+    assert [row.difference for row in rows] == pytest.approx([1.0] * 9)
+
+
 # --- strengths ---
 
 
