@@ -17,183 +17,29 @@ import shards.base.interrupt  # noqa: F401
 
 # isort: split
 
-import argparse
-import sys
-from collections.abc import Callable
-from itertools import takewhile
-from pathlib import Path
+from importlib import import_module
 
-from evaluation.config import EvaluateConfig, WatchConfig
-from evaluation.metrics.table import MetricName
-from evaluation.report.page import ReportConfig, render
-from evaluation.report.runs import compare, read_runs, run_config, step_place
-from evaluation.sampling.job import draw_sets, read_set
-from evaluation.sampling.model import choose_step, is_run, prepare_model
-from evaluation.sampling.prompts import prompts_sha256, read_prompts
-from evaluation.scoring import check_measurable, choose_metrics, format_metrics, score
-from evaluation.study.__main__ import run as study
-from evaluation.units import workers_kept
-from evaluation.watch.follow import Follower, read_schedule
-from evaluation.watch.tracker import log_remaining_results, open_tracker
-from shards.base.config import load_config, load_from_args, parse_subcommand
-from shards.base.durable import write_output
-from shards.base.errors import RequestError, console
-from shards.base.store import absolute_place, parse_place
-from shards.open import open_store
+from shards.base.config import parse_subcommand
+from shards.base.errors import console
+
+COMMANDS = {
+    "sample": "evaluation.commands:sample",
+    "score": "evaluation.commands:score_sets",
+    "watch": "evaluation.commands:watch",
+    "report": "evaluation.report.commands:report",
+    "compare": "evaluation.report.commands:compare_runs",
+    "study": "evaluation.study.__main__:run",
+}
+"""Command → module and function. Only the module of the chosen command is imported, because torch and diffusers, which
+only the first three need, take seconds."""
 
 
 def run(arguments: list[str]) -> None:
     """Run `python -m evaluation` with these arguments."""
     command, rest = parse_subcommand(COMMANDS, arguments, "evaluation", __doc__)
-    COMMANDS[command](rest)
+    module, _, function = COMMANDS[command].partition(":")
+    getattr(import_module(module), function)(rest)
 
-
-def sample(arguments: list[str]) -> None:
-    """Draw images for every prompt and sampling setting. If the command is interrupted, run it again to continue.
-
-    examples:
-      python -m evaluation sample --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
-      python -m evaluation sample --config configs/evaluate.yaml --model runs/phase2 --sampling.guidance 1,3,8
-    """
-    config = load_from_args(EvaluateConfig, arguments, "evaluation sample", sample.__doc__)
-    draw(config, config.step, output_place(config))
-
-
-def score_sets(arguments: list[str]) -> None:
-    """Draw missing images, compute the metrics of every sample set, print them and write metrics.json.
-
-    examples:
-      python -m evaluation score --config configs/evaluate.yaml --model runs/phase2 --prompts.file prompts.txt
-      python -m evaluation score --config configs/evaluate.yaml --model runs/phase2 --extractors.inception.weights FILE
-    """
-    config = load_from_args(EvaluateConfig, arguments, "evaluation score", score_sets.__doc__)
-    names = choose_metrics(config.metrics, config.extractors, config.reference)
-    draw_and_score(config, names, config.step, output_place(config))
-
-
-def watch(arguments: list[str]) -> None:
-    """Sample and score each checkpoint of a run as it appears, while training continues.
-
-    examples:
-      python -m evaluation watch runs/phase2 --config configs/evaluate.yaml --prompts.file prompts.txt --every 10000
-      python -m evaluation watch s3://bucket/phase2 --config configs/evaluate.yaml --once true
-    """
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--model", *arguments]
-    config = load_from_args(WatchConfig, arguments, "evaluation watch RUN", watch.__doc__)
-    if config.step is not None:
-        raise RequestError(
-            "evaluation watch does not accept --step, because it evaluates many checkpoints. Select them with --every "
-            "and --until."
-        )
-    names = choose_metrics(config.metrics, config.extractors, config.reference)
-    place, output = absolute_place(parse_place(config.model)), base_place(config)
-    run = open_store(place)
-    read_schedule(run)  # fails early if the folder is not a run
-    settings = config.model_dump(mode="json", include={"weights", "sampling", "extractors", "reference"})
-    if output != place:
-        settings["run"] = str(place)  # another run may share the output
-    Follower(
-        run=run,
-        output=output,
-        config=config,
-        weights=config.weights,
-        settings=settings | {"metrics": names, "prompts": prompts_sha256(read_prompts(config.prompts))},
-        evaluate=lambda step, place: draw_and_score(config, names, step, place),
-        log_step=open_tracker(run, output),
-        log_remaining=lambda: log_remaining_results(run, config.model),
-    ).follow()
-
-
-def report(arguments: list[str]) -> None:
-    """Write one HTML page about one or more runs: losses, metrics, images, speed, cost and data.
-
-    examples:
-      python -m evaluation report runs/phase1 runs/phase2
-      python -m evaluation report runs/a runs/b --output runs/report.html --price_per_hour 2.5
-    """
-    names = list(takewhile(lambda word: not word.startswith("-"), arguments))
-    config = load_config(ReportConfig, None, arguments[len(names) :], "evaluation report RUN…", report.__doc__)
-    if not names:
-        raise RequestError(
-            "evaluation report needs at least one run. Name the runs before all options, as in `python -m evaluation "
-            "report runs/phase1 runs/phase2`."
-        )
-    runs = read_runs(names)
-    page = render(runs, config, f"Report on {', '.join(run.name for run in runs)}")
-    write_output(config.output, page.encode())
-    print(config.output)
-
-
-def compare_runs(arguments: list[str]) -> None:
-    """Print the newest metrics of two runs, one below the other. Metrics with different ids are not compared."""
-    epilog = "example: python -m evaluation compare runs/a runs/b"
-    parser = argparse.ArgumentParser("python -m evaluation compare", description=compare_runs.__doc__, epilog=epilog)
-    parser.add_argument("runs", nargs=2, metavar="RUN", help="run folder, or URL such as s3://bucket/phase2")
-    print(compare(*read_runs(parser.parse_args(arguments).runs)))
-
-
-def draw_and_score(config: EvaluateConfig, names: list[MetricName], step: int | None, output: Path | str) -> None:
-    """Draw the images of every setting from one checkpoint, compute their metrics and print them."""
-    check_measurable(names, len(read_prompts(config.prompts)), config.sampling.size, config.reference)
-    with workers_kept():
-        for place in draw(config, step, output):
-            rows = score(read_set(place), names, config.extractors, config.reference, config.workers)
-            print(f"{place}\n{format_metrics(rows)}", flush=True)
-
-
-def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[Path | str]:
-    """Draw the images of every setting, and return where each sample set is stored."""
-    prompts = read_prompts(config.prompts)
-    warn_about_size(config.model, config.sampling.size)
-    trusted = config.trust_remote_code
-    model = prepare_model(config.model, step, config.weights, open_store(output), trusted)
-    places = draw_sets(model, prompts, config.sampling, output, config.workers, trusted)
-    for place in places:
-        print(f"{place}: {len(prompts) * config.sampling.images_per_prompt} images", flush=True)
-    return places
-
-
-def warn_about_size(name: str, size: str) -> None:
-    """Print a warning if the model is a run that was not trained on images of this size."""
-    # the run itself may be gone, since its export is enough to go on
-    if not is_run(name) or (run := open_store(name)).size("config.yaml") is None:
-        return
-    trained = dict.fromkeys(stream["bucket"] for stream in run_config(run)["data"]["streams"])
-    if size not in trained:
-        print(
-            f"warning: {name} was trained on images of {', '.join(trained)}, but images of {size} are drawn. Set "
-            f"--sampling.size to a size it was trained on.",
-            file=sys.stderr,
-        )
-
-
-def base_place(config: EvaluateConfig) -> Path | str:
-    """Return the folder or URL that contains evaluations/: `output` if it is set, otherwise the run."""
-    return absolute_place(config.output or parse_place(config.model))
-
-
-def output_place(config: EvaluateConfig) -> Path | str:
-    """Return the folder or URL for the sample sets of the config's model."""
-    if config.output is not None:
-        return base_place(config)
-    if not is_run(config.model):
-        raise RequestError(
-            f"{config.model} is not a run folder here. For an export or a model on the Hub, choose a location for the "
-            f"images with --output."
-        )
-    step = config.step if config.step is not None else choose_step(open_store(config.model), None)
-    return step_place(base_place(config), step, config.weights)
-
-
-COMMANDS: dict[str, Callable[[list[str]], object]] = {
-    "sample": sample,
-    "score": score_sets,
-    "watch": watch,
-    "report": report,
-    "compare": compare_runs,
-    "study": study,
-}
 
 main = console(run)
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -12,17 +11,12 @@ from evaluation.features.extractors import ExtractorsConfig, describe_extractor
 from evaluation.features.job import check_reference, extract, read_moments, reference_features
 from evaluation.features.sources import ReferenceConfig, sample_units
 from evaluation.metrics.intervals import MIN_CLUSTERS
-from evaluation.metrics.table import METRICS, ExtractorName, MetricInputs, MetricName, metric_id
+from evaluation.metrics.table import METRICS, RECORDS, RESULT, ExtractorName, MetricInputs, MetricName, Row, metric_id
 from evaluation.parts import create_once
-from evaluation.sampling.job import SampleSet
+from evaluation.sampling.sets import SampleSet
 from shards.base.durable import sealed_json
 from shards.base.errors import RequestError
 from shards.open import open_store
-
-RESULT, RECORDS = "metrics.json", "metrics"
-Row = dict[str, Any]
-"""One metric of one sample set, with the keys metric, value, low, high, estimand, n, reference_n, id, better, model,
-step, weights and setting."""
 
 
 def choose_metrics(

@@ -234,6 +234,8 @@ def derive_root(options: argparse.Namespace) -> None:
         raise RequestError(f"--{option} {wrong['input']}: {wrong['msg']}.") from None
     if options.processes < 1:
         raise RequestError(f"--processes must be at least 1, but is {options.processes}.")
+    from shards.derive.job import derive  # not needed by other commands, and imports torch, which takes seconds
+
     target = open_store(options.out)
     manifest = derive(options.root, target, changes, options.buckets, options.processes)
     contents = ", ".join(f"{counted(size.samples, 'sample')} in {bucket}" for bucket, size in manifest.buckets.items())

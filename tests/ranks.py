@@ -33,7 +33,14 @@ from shards.base.errors import exit_code_of
 from shards.base.parent import die_with
 
 SERVER = get_context("forkserver")
-COMMANDS = ("precompute.__main__", "evaluation.__main__", "train.__main__", "train.start", "train.export.pipeline")
+COMMANDS = (
+    "precompute.__main__",
+    "evaluation.commands",
+    "evaluation.report.commands",
+    "train.__main__",
+    "train.start",
+    "train.export.pipeline",
+)
 LAUNCHERS = ("train.launch", "accelerate.commands.launch", "torch.distributed.run")
 IMPORTED_LATER = (
     "torch.distributed.tensor",

@@ -31,9 +31,9 @@ WORDS += [["python", "-m", program] for program in sorted(PROGRAMS)]
 WORDS += [["python", "-m", program, name] for program, names in sorted(SUBCOMMANDS.items()) for name in sorted(names)]
 
 READ = [
-    *(f"{program}.__main__.load_from_args" for program in ("evaluation", "precompute", "train")),
+    *(f"{program}.load_from_args" for program in ("evaluation.commands", "precompute.__main__", "train.__main__")),
     *(f"precompute.{name}.__main__.load_from_args" for name in ("select", "download")),
-    *(f"{program}.__main__.load_config" for program in ("evaluation", "evaluation.study", "plan")),
+    *(f"{name}.load_config" for name in ("evaluation.report.commands", "evaluation.study.__main__", "plan.__main__")),
     *(f"train.{name}.load_for_run" for name in ("export.pipeline", "export.posthoc", "run.reporting.notify")),
 ]
 """Functions that parse the arguments."""
@@ -43,7 +43,7 @@ WORK = [
     *(
         "train.run.reporting.plot.plot_run",
         "accelerate.commands.launch.launch_command",
-        "evaluation.__main__.read_runs",
+        "evaluation.report.commands.read_runs",
     ),
 ]
 """Functions that start the actual work in commands that use argparse."""

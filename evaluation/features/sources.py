@@ -19,7 +19,7 @@ from PIL import Image
 from pydantic import field_validator, model_validator
 
 from evaluation.parts import PartReceipt, read_part
-from evaluation.sampling.job import SampleSet
+from evaluation.sampling.sets import SampleSet
 from precompute.encode.overlap import map_in_order, threads
 from precompute.input.find import find_input
 from precompute.input.reject import Reject

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from scipy.stats import t
+from scipy.special import stdtrit  # quantile of Student's t distribution; scipy.stats is slow to import
 
 GROUPS = 12
 """Number of groups into which samples are divided."""
@@ -71,7 +71,7 @@ class Jackknife:
         all samples.
         """
         value = self.unbiased if unbiased else self.value
-        t2 = t.ppf((1 + COVERAGE) / 2, GROUPS - 1) ** 2
+        t2 = stdtrit(GROUPS - 1, (1 + COVERAGE) / 2) ** 2
         distance = max(self.unbiased, MIN_DEVIATIONS * self.variance**0.5)
         middle = t2 * self.linear / distance / 2 if distance > 0 else 0.0
         half = (middle**2 + t2 * self.variance) ** 0.5
@@ -137,7 +137,7 @@ def mean_interval(
     residuals = np.bincount(inverse, weights=values) - mean * sizes
     count = len(sizes)
     variance = count / (count - 1) * (residuals**2).sum() / sizes.sum() ** 2
-    half = float(t.ppf((1 + COVERAGE) / 2, count - 1) * variance**0.5)
+    half = float(stdtrit(count - 1, (1 + COVERAGE) / 2) * variance**0.5)
     return Estimate(mean, max(mean - half, lowest), min(mean + half, highest), estimand)
 
 
@@ -154,7 +154,7 @@ def share_interval(hits: np.ndarray, clusters: np.ndarray, estimand: str) -> Est
     share = float(hits.mean())
     plain = mean_interval(hits.astype(np.float64), clusters, estimand)
     count = len(np.unique(clusters))
-    quantile = float(t.ppf((1 + COVERAGE) / 2, count - 1))
+    quantile = float(stdtrit(count - 1, (1 + COVERAGE) / 2))
     variance = ((plain.high - plain.low) / 2 / quantile) ** 2
     effective = min(len(hits), share * (1 - share) / variance) if variance else count
     low, high = wilson(share, effective, quantile)

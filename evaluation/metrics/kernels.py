@@ -3,17 +3,23 @@
     MMD²ᵤ = mean k(x, x′) + mean k(y, y′) − 2·mean k(x, y)
 
 The first two means are over pairs of different samples. Pairs of generated samples must also have different prompts.
+
+torch is imported inside the functions that need it, so that listing the metrics does not require this slow import.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from evaluation.metrics.intervals import GROUPS, Estimate, Jackknife, groups_of, jackknife
 from shards.base.device import best_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK_ROWS = 1024
 """Number of rows of the kernel matrix computed at a time."""
@@ -21,7 +27,7 @@ CMMD_SIGMA, CMMD_SCALE = 10.0, 1000.0
 """Kernel bandwidth and scale factor of CMMD (Jayasumana et al., 2024)."""
 ESTIMAND = "squared discrepancy between the model's distribution and the reference's"
 
-Kernel = Callable[[Tensor, Tensor], Tensor]
+Kernel = Callable[["Tensor", "Tensor"], "Tensor"]
 """Function from features (N, D) and (M, D) to their kernel matrix (N, M)."""
 
 
@@ -32,6 +38,8 @@ def cubic(x: Tensor, y: Tensor) -> Tensor:
 
 def gaussian(x: Tensor, y: Tensor) -> Tensor:
     """Return CMMD's kernel, exp(−|x − y|²/2σ²), over rows normalised to length 1."""
+    import torch
+
     x, y = (torch.nn.functional.normalize(rows, dim=1) for rows in (x, y))
     return torch.exp((x @ y.T - 1) / CMMD_SIGMA**2)
 
@@ -96,6 +104,8 @@ def kernel_sums(
 
     If `y` is `x`, pass the rows' `clusters`, (N,), to exclude pairs within the same cluster.
     """
+    import torch
+
     device = best_device()
     one_hot = torch.nn.functional.one_hot
     columns = torch.from_numpy(y.astype(np.float64)).to(device)

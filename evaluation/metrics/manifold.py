@@ -3,16 +3,22 @@
 The manifold of a set of features is a union of balls. Each ball is centred on one point and reaches to that point's
 third nearest neighbour. Precision is the share of samples inside the reference's manifold. Recall is the share of
 reference images inside the samples' manifold.
+
+torch is imported inside the function that needs it, so that listing the metrics does not require this slow import.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from evaluation.metrics.intervals import Estimate, share_interval
 from shards.base.device import best_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NEIGHBOURS = 3
 BLOCK_ROWS = 1024
@@ -33,6 +39,8 @@ def recall(features: np.ndarray, clusters: np.ndarray, reference: np.ndarray) ->
 
 def covered(queries: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Return whether each of the (N, D) queries is inside the manifold of the (M, D) points, as (N,) bool."""
+    import torch
+
     device = best_device()
     origin = points.mean(0)  # subtracting it leaves distances unchanged and improves their precision
     x, y = (torch.from_numpy((rows - origin).astype(np.float64)).to(device) for rows in (queries, points))

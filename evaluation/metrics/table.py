@@ -32,6 +32,11 @@ MetricName = Literal[
     "toy_kid",
 ]
 ExtractorName = Literal["inception", "clip", "dinov2", "toy"]
+RESULT, RECORDS = "metrics.json", "metrics"
+"""File with all metrics of a sample set, and folder with a record of each."""
+Row = dict[str, Any]
+"""One metric of one sample set, with the keys metric, value, low, high, estimand, n, reference_n, id, better, model,
+step, weights and setting."""
 NOT_IN_ID = ("seed",)
 """Fields of a drawing that are excluded from the id. A different seed gives another draw of the same metric."""
 

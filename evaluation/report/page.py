@@ -8,12 +8,12 @@ from markupsafe import Markup
 from PIL.Image import Image
 from pydantic import Field
 
+from evaluation.metrics.table import Row
 from evaluation.report.charts import Series, line_chart
 from evaluation.report.markup import Section, macros, render_page, section
 from evaluation.report.pictures import first_pictures, spread
 from evaluation.report.runs import MAX_POINTS, Evaluation, LoggedRun, binned, step_offsets
 from evaluation.sampling.prompts import Prompt
-from evaluation.scoring import Row
 from shards.base.config import Config
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import parse_place

@@ -8,8 +8,8 @@ from typing import TypeVar
 from PIL import Image, ImageDraw, ImageFont
 
 from evaluation.parts import read_part, read_receipts, read_sealed
-from evaluation.sampling.job import PICTURES, RECORD, file_name
 from evaluation.sampling.prompts import Prompt
+from evaluation.sampling.sets import PICTURES, RECORD, file_name
 from shards.base.errors import DamagedInput
 from shards.open import open_store
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml
 
-from evaluation.metrics.table import METRICS
+from evaluation.metrics.table import METRICS, RECORDS, Row
 from evaluation.parts import seconds_of_parts
-from evaluation.sampling.job import below
-from evaluation.scoring import RECORDS, Row
+from evaluation.sampling.sets import below
 from shards.base.durable import parse_json_lines, parse_sealed_json
 from shards.base.errors import RequestError
 from shards.base.store import Store, parse_place, resolved_place

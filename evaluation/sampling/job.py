@@ -17,7 +17,6 @@ from cluster.start import precision_on_worker
 from evaluation.parts import PartReceipt, check_same, commit_part, create_once, read_receipts, read_sealed
 from evaluation.sampling.model import Model, open_pipeline
 from evaluation.sampling.pipeline import (
-    PlannedImage,
     describe_scheduler,
     draw,
     has_guidance_input,
@@ -27,27 +26,14 @@ from evaluation.sampling.pipeline import (
     to_bytes,
 )
 from evaluation.sampling.prompts import Prompt, prompts_sha256
+from evaluation.sampling.sets import PICTURES, RECORD, PlannedImage, below, file_name, list_samples, split
 from evaluation.sampling.settings import Codec, Drawing, SamplingConfig, Setting
 from evaluation.units import keep_last, run_units
 from shards.base.device import Precision, worker_device
-from shards.base.errors import RequestError, WorkError
+from shards.base.errors import RequestError
 from shards.open import open_store
 
-RECORD, PICTURES = "sampling.json", "pictures"
 ENCODING_THREADS = 4
-
-
-@dataclass(frozen=True)
-class SampleSet:
-    """A complete sample set: the images that one model drew with one sampling setting."""
-
-    place: Path | str
-    drawing: dict[str, Any]
-    drawing_id: str
-    model: Model
-    prompts: list[Prompt]
-    parts: dict[str, PartReceipt]
-    """Name → receipt of each part, in the order of the samples."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +45,6 @@ class SamplePart:
     """Folder or URL of the sample set."""
     drawing: Drawing
     samples: tuple[PlannedImage, ...]
-
-
-def below(place: Path | str, name: str) -> Path | str:
-    """Join a local folder or a URL with a relative path."""
-    return place / name if isinstance(place, Path) else f"{place}/{name}"
 
 
 def draw_sets(
@@ -144,56 +125,6 @@ def begin_set(
     return [(f"{drawing.setting} {part.name}", part) for part in parts if part.name not in committed]
 
 
-def list_samples(prompts: list[Prompt], images_per_prompt: int) -> list[PlannedImage]:
-    """List all samples of a set, ordered by prompt and index."""
-    pairs = [(prompt, index) for prompt in prompts for index in range(images_per_prompt)]
-    return [PlannedImage(number, prompt, index) for number, (prompt, index) in enumerate(pairs)]
-
-
-def split(samples: list[PlannedImage], part_size: int) -> list[tuple[str, list[PlannedImage]]]:
-    """Split samples into named parts of `part_size`. The last part may be smaller."""
-    starts = range(0, len(samples), part_size)
-    return [(f"{number:05d}", samples[start : start + part_size]) for number, start in enumerate(starts)]
-
-
-def read_set(place: Path | str) -> SampleSet:
-    """Read a sample set, and check that it is complete.
-
-    Raises:
-        RequestError: the sample set does not exist.
-        WorkError: some of its parts are missing.
-    """
-    store = open_store(place)
-    if (content := read_sealed(store, RECORD)) is None:
-        raise RequestError(
-            f"{store.where()} is not a sample set: it has no {RECORD}. Pass the folder of a single setting, such as "
-            f"RUN/evaluations/step-00001000-auto/g8-s50-own."
-        )
-    count, parts = content["drawing"]["num_samples"], read_receipts(store, PICTURES, part_names(content))
-    drawn = sum(len(receipt["samples"]) for receipt in parts.values())
-    if drawn != count:
-        raise WorkError(
-            f"{store.where()} has only {drawn} of {count} images. Metrics over a subset would not be comparable. Run "
-            f"the same `sample` command again to draw the rest."
-        )
-    prompts = [Prompt(**prompt) for prompt in content["prompts"]]
-    return SampleSet(place, content["drawing"], content["drawing_id"], Model(**content["model"]), prompts, parts)
-
-
-def is_unfinished(place: Path | str) -> bool:
-    """Return whether a sample set has been started, but some of its parts are missing."""
-    store = open_store(place)
-    if (content := read_sealed(store, RECORD)) is None:
-        return False
-    names = part_names(content)
-    return len(read_receipts(store, PICTURES, names)) < len(names)
-
-
-def part_names(content: dict[str, Any]) -> list[str]:
-    """Return the names of all parts of a sample set, given the content of its RECORD."""
-    return [f"{number:05d}" for number in range(-(-content["drawing"]["num_samples"] // content["part_size"]))]
-
-
 def draw_on_worker(
     model: Model,
     output: Path | str,
@@ -249,11 +180,6 @@ def draw_part(
     ids = [[sample.prompt.id, sample.index] for sample in part.samples]
     made_by = {"host": socket.gethostname(), "pid": os.getpid(), "batch_size": batch_size}
     return {"drawing": part.drawing.id, "samples": ids, "made_by": made_by}
-
-
-def file_name(number: int, codec: Codec) -> str:
-    """Return the file name of a sample."""
-    return f"{number:07d}.{codec}"
 
 
 def write_picture(path: Path, pixels: np.ndarray, codec: Codec) -> None:

@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from evaluation.sampling.model import check_code, code_files
 from evaluation.sampling.noise import initial_noise, step_generator
-from evaluation.sampling.prompts import Prompt
+from evaluation.sampling.sets import PlannedImage
 from evaluation.sampling.settings import Drawing, SamplerName
 from shards.base.device import Precision
 from shards.base.errors import RequestError, WorkError
@@ -39,17 +38,6 @@ DISABLED_OPTIONS = ("use_resolution_binning", "clean_caption")
 the nearest of the pipeline's preset sizes and rescales the result. `clean_caption` rewrites prompts, but stage 1 does
 not rewrite captions in this way."""
 ZEROS = "force_zeros_for_empty_prompt"
-
-
-@dataclass(frozen=True)
-class PlannedImage:
-    """An image to draw, identified by its prompt and index."""
-
-    number: int
-    """Position in the sample set."""
-    prompt: Prompt
-    index: int
-    """Index among the images of the prompt."""
 
 
 def load_pipeline(folder: Path, device: str, precision: Precision, trust_remote_code: bool = False) -> Any:

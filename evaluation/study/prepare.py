@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 
 from evaluation.parts import read_part
-from evaluation.sampling.job import SampleSet, file_name, list_samples, read_set
+from evaluation.sampling.sets import SampleSet, file_name, list_samples, read_set
 from evaluation.study.protocol import PICTURES, RECORD, Item, Protocol, ProtocolConfig, make_secret, picture_name
 from evaluation.study.schedule import KeyedDraws, at_least_one
 from shards.base.durable import create_file, sealed_json, write_atomically, write_file

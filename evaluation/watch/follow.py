@@ -20,8 +20,8 @@ from pydantic import Field
 
 from evaluation.parts import create_once, read_sealed
 from evaluation.report.runs import FOLDER, SET_FOLDER, STEP_FOLDER, Evaluation, run_config, step_place, write_lines
-from evaluation.sampling.job import below, is_unfinished
 from evaluation.sampling.model import EXPORTED, STATE, checkpoints_in, drop_export, is_exported
+from evaluation.sampling.sets import below, is_unfinished
 from shards.base.config import Config
 from shards.base.durable import DamagedFile, canonical_json
 from shards.base.errors import Outage, Preempted, RequestError, WorkError, say

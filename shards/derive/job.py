@@ -17,12 +17,12 @@ from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.base.table import counted
 from shards.derive.conversion import Changes, Conversion, apply_changes, plan_conversion
-from shards.derive.part import ORIGIN, Derivation, SourceTar, counts_tokens, derive_tar, kept_uncond, load_tokenizer
+from shards.derive.part import Derivation, SourceTar, counts_tokens, derive_tar, kept_uncond, load_tokenizer
 from shards.derive.projection import compute_from_root
 from shards.format.buckets import Bucket
 from shards.format.encoding import FILE_NAME, EncodingRecord
 from shards.format.projection import TowerGroup, groups_of, inherited_widths, project_texts
-from shards.format.receipts import Receipt, active_parts, generations
+from shards.format.receipts import ORIGIN, Receipt, active_parts, generations
 from shards.format.towers import Projection, TextTower
 from shards.open import open_store
 from shards.root.commit import recall

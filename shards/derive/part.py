@@ -22,7 +22,7 @@ from shards.format import image, text
 from shards.format.buckets import Bucket
 from shards.format.models import hash_weights, model_folder
 from shards.format.projection import matrix_of, project
-from shards.format.receipts import Receipt
+from shards.format.receipts import ORIGIN, Receipt
 from shards.format.tables import CAPTION_CHANGES, OTHER_BUCKET, REFUSED_NAME, SAMPLES_NAME
 from shards.format.text import TextLatents, unpack_stored
 from shards.format.towers import TextTower
@@ -33,9 +33,6 @@ from shards.root.provenance import Stopwatch, made_by, versions
 from shards.root.reading import caption_of_each_source, decoded, image_latents, read_part
 from shards.root.writing import PartWriter, caption_text
 
-ORIGIN = "derived_from"
-"""Receipt setting of a derived part: the encoding id and folder of its source part. `derived_from.host`, `.gpu` and
-`.gpu_uuid` record where the source part was encoded."""
 EXCLUDED, NON_FINITE, NO_CAPTION = "excluded", "non_finite", "no_caption"
 CPU = torch.device("cpu")
 AT_ONCE = 256

@@ -28,6 +28,9 @@ FOLDER = "commits"
 VERSION = 2
 GENERATION = re.compile(r"(?P<tar>.+?)(?:\.g(?P<generation>[1-9]\d*))?\.json")
 TOMBSTONE = re.compile(r"(?P<tar>.+)\.g(?P<generation>\d+)\.recalled")
+ORIGIN = "derived_from"
+"""Receipt setting of a derived part: the encoding id and folder of its source part. `derived_from.host`, `.gpu` and
+`.gpu_uuid` record where the source part was encoded."""
 
 
 class FileRecord(Config):

@@ -1,5 +1,7 @@
 """Provenance for receipts: host and GPU, source code hash, package versions, and time per stage."""
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import os
@@ -12,12 +14,13 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
-
-import torch
+from typing import TYPE_CHECKING, TypeVar
 
 from shards.base.device import device_module, is_accelerator
 from shards.format.receipts import MadeBy
+
+if TYPE_CHECKING:
+    import torch
 
 Item = TypeVar("Item")
 PACKAGES = ("cluster", "precompute", "shards")

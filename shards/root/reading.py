@@ -1,4 +1,7 @@
-"""Read committed parts sample by sample, without a StreamingDataset, a cache or shared memory."""
+"""Read committed parts sample by sample, without a StreamingDataset, a cache or shared memory.
+
+torch is imported inside the functions that need it, so that commands about a root do not need this slow import.
+"""
 
 import json
 import struct
@@ -9,7 +12,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from shards.base.durable import DamagedFile
@@ -81,6 +83,8 @@ def caption_of_each_source(sample: dict[str, Any], encoding: EncodingRecord) -> 
 
 def image_latents(sample: dict[str, Any]) -> np.ndarray:
     """Return a sample's image latents, (planes, h, w) float32, before the VAE's shift and scale."""
+    import torch
+
     scales = torch.tensor(sample["image_scales"]) if "image_scales" in sample else None
     return image.unpack(torch.tensor(sample["image_latents"]), scales).numpy()
 
@@ -106,6 +110,8 @@ def features(sample: dict[str, Any], encoding: EncodingRecord) -> dict[str, np.n
 def decoded(columns: dict[str, Any], latents: str, scales: str, rows: slice = slice(None)) -> np.ndarray:
     """Convert the stored (tokens, width) column `latents` to float32, using the column `scales` if it holds e4m3
     codes."""
+    import torch
+
     stored = torch.tensor(columns[latents][rows])
     if scales not in columns:
         return stored.float().numpy()

@@ -1,14 +1,15 @@
 """Write a part (the samples of one tar for one bucket) to a private attempt folder, as MDS files and sample tables."""
 
+from __future__ import annotations
+
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from shards.format import image, text
 from shards.format.buckets import Bucket
@@ -26,6 +27,9 @@ from shards.format.tables import (
     write_rows,
 )
 from shards.format.text import TextLatents
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_LICENSES = 50
 """Number of licences that are counted separately in a part."""

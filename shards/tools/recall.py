@@ -12,9 +12,8 @@ import numpy as np
 from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.base.table import format_table
-from shards.derive.part import ORIGIN
 from shards.format.encoding import EncodingRecord
-from shards.format.receipts import Receipt
+from shards.format.receipts import ORIGIN, Receipt
 from shards.root.committed import iter_receipts, iter_tars
 
 

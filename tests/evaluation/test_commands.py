@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from evaluation import __main__ as evaluate
+from evaluation import commands as drawing
+from evaluation.__main__ import run
+from evaluation.report import commands as reporting
 from evaluation.study import __main__ as study
 from tests.makefile import UnderstoodError, make, then_stop
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/evaluation.md", "docs/how-to/study.md")
 COMMAND = re.compile(r"make (sample|evaluate|watch|report|study) |\S*python -m evaluation")
-RUNS: dict[str, Callable[[list[str]], None]] = {"evaluation": evaluate.run, "evaluation.study": study.run}
+RUNS: dict[str, Callable[[list[str]], None]] = {"evaluation": run, "evaluation.study": study.run}
 
 
 def commands() -> list[list[str]]:
@@ -36,9 +38,9 @@ def modules(words: list[str]) -> list[list[str]]:
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_in_the_docs_have_valid_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "load_from_args", then_stop(evaluate.load_from_args))
-    monkeypatch.setattr(evaluate, "load_config", then_stop(evaluate.load_config))
-    monkeypatch.setattr(evaluate, "read_runs", then_stop(lambda names: names))
+    monkeypatch.setattr(drawing, "load_from_args", then_stop(drawing.load_from_args))
+    monkeypatch.setattr(reporting, "load_config", then_stop(reporting.load_config))
+    monkeypatch.setattr(reporting, "read_runs", then_stop(lambda names: names))
     monkeypatch.setattr(study, "load_config", then_stop(study.load_config))
     found = modules(words)
     assert found

@@ -17,8 +17,8 @@ from evaluation.features.extractors import ExtractorConfig, ExtractorsConfig, lo
 from evaluation.features.job import extract, reference_features
 from evaluation.features.sources import ReferenceConfig, sample_units
 from evaluation.metrics.frechet import Moments, frechet_distance
-from evaluation.sampling.job import read_set
 from evaluation.sampling.prompts import Prompt
+from evaluation.sampling.sets import read_set
 from evaluation.scoring import check_measurable, choose_metrics, format_metrics, score
 from shards.base.durable import read_sealed_json
 from shards.base.errors import DamagedInput, RequestError, WorkError, exit_code_of
@@ -165,7 +165,7 @@ def test_impossible_metrics_are_refused_before_anything_is_drawn(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("evaluation.__main__.draw_sets", None)
+    monkeypatch.setattr("evaluation.commands.draw_sets", None)
     (tmp_path / "few.txt").write_text("".join(f"picture {i}\n" for i in range(23)))
     (tmp_path / "many.txt").write_text("".join(f"picture {i}\n" for i in range(24)))
     words = ["score", "--model", str(pipeline), "--output", str(tmp_path / "out"), "--extractors.toy", "true"]

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.sampling.job import describe_drawing, list_samples
+from evaluation.sampling.job import describe_drawing
 from evaluation.sampling.pipeline import draw, load_pipeline
+from evaluation.sampling.sets import list_samples
 from evaluation.sampling.settings import SamplingConfig
 from tests import ranks
 from tests.evaluation.sets import PROMPTS

@@ -144,13 +144,23 @@ assert not {{"precompute", "ray", "img2dataset", "streaming"}} & set(sys.modules
     assert verify_checkpoint(step_folder(tmp_path / "phase2", 1)).state.step == 1
 
 
-def test_light_commands_do_not_import_heavy_modules() -> None:
-    imports = {
-        "shards.root.index": ["precompute", "train", "torch", "diffusers", "ray", "accelerate"],
-        "train.__main__": ["precompute", "ray", "img2dataset", "torch"],
-        "train.run.reporting.evaluations": ["PIL"],
-        "precompute.__main__": ["img2dataset"],
-    }
+@pytest.mark.parametrize(
+    "imports",  # all in one process, in this order
+    [
+        {
+            "shards.root.index": ["precompute", "train", "torch", "diffusers", "ray", "accelerate"],
+            "shards.__main__": ["precompute", "torch", "ray"],
+            "train.__main__": ["precompute", "ray", "img2dataset", "torch"],
+            "plan.__main__": ["torch"],
+            "evaluation.study.__main__": ["torch", "ray", "scipy.stats"],
+            "evaluation.report.commands": ["torch", "ray", "scipy.stats"],
+            "precompute.select.__main__": ["torch", "ray"],
+            "precompute.download.__main__": ["torch", "ray", "img2dataset"],
+        },
+        {"train.run.reporting.evaluations": ["PIL"], "precompute.__main__": ["img2dataset"]},
+    ],
+)
+def test_light_commands_do_not_import_heavy_modules(imports: dict[str, list[str]]) -> None:
     program = f"""
 import importlib, sys
 for name, forbidden in {imports}.items():

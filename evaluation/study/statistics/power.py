@@ -2,7 +2,8 @@
 
 On prompt p, rater r favours the first model by d = mean + aₚ + bᵣ in log odds, where a and b are normal. Each vote adds
 logistic noise to d, and is a tie if |d + noise| is below a threshold. For this `VoteModel`, the variances that
-`preference` estimates from votes are computed by numerical integration. Quantiles are from Student's t distribution.
+`preference` estimates from votes are computed by numerical integration. Student's t distribution gives the
+quantiles (`stdtrit`) and probabilities (`stdtr`).
 """
 
 from dataclasses import dataclass
@@ -11,8 +12,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 from scipy.optimize import brentq
-from scipy.special import expit
-from scipy.stats import nct, t
+from scipy.special import expit, stdtr, stdtrit
 
 from evaluation.metrics.intervals import COVERAGE
 from shards.base.config import Config
@@ -137,16 +137,18 @@ def preference_variance(model: VoteModel, raters: int, prompts: int, votes: int)
 
 def compute_power(model: VoteModel, raters: int, prompts: int, votes: int, margin: float) -> DesignPower:
     """Compute a design's power to detect a difference of `margin`, and to show equivalence within it."""
+    from scipy.stats import nct  # takes half a second, which the other commands of a study need not wait for
+
     equal, different = model.with_preference(0.5), model.with_preference(0.5 + margin)
     variance, degrees = preference_variance(different, raters, prompts, votes)
-    quantile = t.ppf((1 + COVERAGE) / 2, degrees)
+    quantile = stdtrit(degrees, (1 + COVERAGE) / 2)
     noncentrality = margin / variance**0.5
     # The lower tail is computed as the upper tail of the mirrored distribution: nct.cdf is NaN for some large designs.
     difference = nct.sf(quantile, degrees, noncentrality) + nct.sf(quantile, degrees, -noncentrality)
     variance, degrees = preference_variance(equal, raters, prompts, votes)
-    room = margin / variance**0.5 - t.ppf(COVERAGE, degrees)
-    equivalence = max(0.0, 2 * t.cdf(room, degrees) - 1)
-    half = t.ppf((1 + COVERAGE) / 2, degrees) * variance**0.5
+    room = margin / variance**0.5 - stdtrit(degrees, COVERAGE)
+    equivalence = max(0.0, 2 * stdtr(degrees, room) - 1)
+    half = stdtrit(degrees, (1 + COVERAGE) / 2) * variance**0.5
     return DesignPower(raters, prompts, prompts * votes / raters, float(half), float(difference), float(equivalence))
 
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import t
+from scipy.special import stdtrit
 
 from evaluation.metrics.intervals import COVERAGE, wilson
 
@@ -30,7 +30,7 @@ class Preference:
 
     def interval(self, coverage: float = COVERAGE) -> tuple[float, float]:
         """Return the Wilson interval at the effective number of votes, with a quantile of Student's t distribution."""
-        return wilson(self.value, self.effective, float(t.ppf((1 + coverage) / 2, self.degrees)))
+        return wilson(self.value, self.effective, float(stdtrit(self.degrees, (1 + coverage) / 2)))
 
     def is_within(self, margin: float) -> bool:
         """Test whether the preference is within `margin` of one half, by two one-sided tests (Schuirmann, 1987).

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from evaluation.__main__ import run as command
-from evaluation.sampling.job import describe_drawing, list_samples, read_set, split
+from evaluation.sampling.job import describe_drawing
 from evaluation.sampling.model import hash_pipeline
 from evaluation.sampling.noise import initial_noise
 from evaluation.sampling.pipeline import draw, load_pipeline, sampler_of, to_bytes
 from evaluation.sampling.prompts import Prompt
+from evaluation.sampling.sets import list_samples, read_set, split
 from evaluation.sampling.settings import SamplerName, SamplingConfig
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from tests import ranks

@@ -8,9 +8,10 @@ import numpy as np
 from PIL import Image
 
 from evaluation.parts import PartReceipt, commit_part
-from evaluation.sampling.job import PICTURES, SamplePart, begin_set, file_name, write_picture
+from evaluation.sampling.job import SamplePart, begin_set, write_picture
 from evaluation.sampling.model import Model
 from evaluation.sampling.prompts import Prompt, prompts_sha256
+from evaluation.sampling.sets import PICTURES, file_name
 from evaluation.sampling.settings import Drawing, SamplingConfig, Setting
 from evaluation.study.prepare import prepare
 from evaluation.study.protocol import ProtocolConfig, Study, read_study

@@ -33,7 +33,7 @@ from tests.evaluation.watch.watching import numbers, stay_here, train_here, watc
 from tests.train.run.reporting.offline import logged_rows, use_offline_wandb
 from train.export.pipeline import export
 
-DRAW_AND_SCORE = "evaluation.__main__.draw_and_score"
+DRAW_AND_SCORE = "evaluation.commands.draw_and_score"
 STEPS = (2, 4, 6)
 PROMPT = hashlib.sha256(b"picture 0").hexdigest()[:16]
 
@@ -129,7 +129,7 @@ def test_killed_and_run_again(run_dir: Path, words: list[str], alone: Path) -> N
     """
     for place in (
         "evaluation.parts.store_part",
-        "evaluation.__main__.format_metrics",
+        "evaluation.commands.format_metrics",
         "evaluation.watch.follow.create_once",
     ):
         process = watcher(run_dir, words, dies_at=place)
@@ -410,7 +410,7 @@ def test_wandb_gets_evaluations_in_the_trainings_own_run(
     use_offline_wandb(monkeypatch)
     edit_config(run_dir, log={"tracker": "wandb"})
     with monkeypatch.context() as patch:
-        patch.setattr("evaluation.__main__.log_remaining_results", lambda run, name: None)
+        patch.setattr("evaluation.commands.log_remaining_results", lambda run, name: None)
         assert watch(run_dir, words, "--until", "4") == 0
     results = {path: path.read_bytes() for path in (run_dir / "tracker" / "evaluations").glob("*.zip")}
     assert len(results) == 2 and not (run_dir / "wandb").exists()

@@ -9,7 +9,7 @@ import pytest
 from ray._private.node import Node
 
 from evaluation.parts import read_part
-from evaluation.sampling.job import read_set
+from evaluation.sampling.sets import read_set
 from shards.open import open_store
 from tests.evaluation.watch.watching import numbers, stay_here, watch, written
 from tests.faults.cluster import TwoNodes, workers_of
