@@ -23,8 +23,6 @@ from precompute.input.find import Named, choose_caption_fields, choose_units, fi
 from precompute.input.numbering import Found
 from precompute.input.table import CaptionSource, describe_tables
 from precompute.job.ledger import Ledger
-from precompute.job.projection import resolve_projections
-from precompute.job.run import announce, conclude, not_committed, other_tars_warning, run_job
 from shards.base.config import load_from_args
 from shards.base.errors import RequestError, console
 from shards.base.scratch import sweep_attempts, sweep_scratch
@@ -40,6 +38,11 @@ from shards.root.shared import check_root, check_rules, check_writable, create_r
 def run(arguments: list[str]) -> None:
     """Run stage 1 on the requested units."""
     config = load_from_args(PrecomputeConfig, arguments, "precompute", __doc__)
+
+    # imported once the config is valid, because these modules import diffusers, which takes seconds
+    from precompute.job.projection import resolve_projections
+    from precompute.job.run import announce, conclude, not_committed, other_tars_warning, run_job
+
     check_writable(open_store(config.output))
     found = find_input(config.input) if config.source is None else None
     config = resolved(config, found)

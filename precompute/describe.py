@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard
 
-import diffusers
 import torch
 import transformers
 from pydantic import AfterValidator, Field, model_validator
@@ -201,6 +200,8 @@ def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **se
     try:
         vae, has_posterior, channels, downsampling = probe_autoencoder(class_name, config)
     except UNSUITABLE as error:
+        import diffusers
+
         raise RequestError(
             f"vae: diffusers {diffusers.__version__} cannot build an image autoencoder ({class_name}) from "
             f"{folder}/config.json: {type(error).__name__}: {error}. Use the folder of an {supported}."

@@ -138,7 +138,7 @@ def test_tars_without_side_files_are_named_once(
     ended = Ledger(2)
     ended.done, ended.samples_in, ended.encoded = 2, 46, 46
     monkeypatch.setattr("precompute.__main__.start_ray", lambda workers: None)
-    monkeypatch.setattr("precompute.__main__.run_job", lambda *job: ended)
+    monkeypatch.setattr("precompute.job.run.run_job", lambda *job: ended)
     shutil.copytree(tars, tmp_path / "tars")
     arguments = precompute_arguments(models, tmp_path / "tars", tmp_path / "root")
     command(arguments)
