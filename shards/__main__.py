@@ -104,6 +104,7 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
             add("--node", help="host name")
             add("--gpu", help="GPU UUID or GPU name")
             add("--since", help="only parts started at or after this UTC time, such as 2026-11-22T10:00")
+            add("--part", help="folder of a single part in the root, such as 512x512/00042.1f6b5c1a")
             add("--dry-run", action="store_true", help="list the parts without recalling them")
     if name in ("stats", "where", "by-node"):
         add("--json", action="store_true", help="print JSON")
@@ -194,8 +195,8 @@ def by_node(options: argparse.Namespace) -> None:
 
 
 def recall_parts(options: argparse.Namespace) -> None:
-    """Recall the parts that a host or GPU encoded; the next job re-encodes them."""
-    recall_filter = RecallFilter(options.node, options.gpu, options.since)
+    """Recall a damaged part, or the parts that a host or GPU encoded; the next job re-encodes them."""
+    recall_filter = RecallFilter(options.node, options.gpu, options.since, options.part)
     tokens, num_samples = dict[str, str](), 0
     for receipt in recall_candidates(options.root, recall_filter):
         print(receipt.folder)

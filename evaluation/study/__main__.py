@@ -38,10 +38,11 @@ def run(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"{PROG} {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     if command == "invite":
-        parser.add_argument("--again", type=int)
+        who = parser.add_mutually_exclusive_group()
+        who.add_argument("--again", type=int)
         if rest and rest[0].isdigit():
             rest = ["--count", *rest]
-        parser.add_argument("--count", type=int)
+        who.add_argument("--count", type=int)
     options, overrides = parser.parse_known_args(rest)
     config = load_config(StudyConfig, options.config, overrides, f"{PROG} {command}", COMMANDS[command].__doc__)
     COMMANDS[command](config, options)

@@ -24,6 +24,8 @@ from shards.base.table import counted
 KINDS: list[Callable[[Listing], Found | None]] = [find_tars, find_mds, find_parquet, find_folder]
 """One function per kind, which returns the input's contents of that kind, or None. The first match is used, so a folder
 of tars may contain other files."""
+LISTED = 5
+"""Number of missing units that an error lists."""
 INSPECTED = 100
 """Number of samples searched for caption fields."""
 LIKELY = re.compile(r"caption|text|prompt|description|title|^alt([_-]?txt)?$", re.IGNORECASE)
@@ -75,10 +77,11 @@ def choose_units(wanted: str, available: list[AnyUnit]) -> list[AnyUnit]:
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
             raise RequestError(f"--shards {wanted}: the end of the range {word} is before its start.")
-        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        numbers = islice(range(int(first), int(last) + 1), len(available) + LISTED + 1)  # the rest would be missing
+        names += [str(number).zfill(len(first)) for number in numbers]
     missing = [name for name in names if name not in by_name]
     if missing:
-        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        listed = ", ".join(missing[:LISTED]) + (" and more" if len(missing) > LISTED else "")
         raise RequestError(
             f"{'This unit does' if len(missing) == 1 else 'These units do'} not exist: {listed}. The input contains "
             f"{counted(len(available), 'unit')}: {available[0].name} to "

@@ -98,25 +98,30 @@ class RecallFilter:
     """GPU UUID or GPU name."""
     since: str | None
     """Earliest start of the attempt in UTC, such as 2026-11-22 or 2026-11-22T10:00."""
+    part: str | None = None
+    """Folder of a single part, such as 512x512/00042.1f6b5c1a."""
 
     def __post_init__(self) -> None:
         """Reject an empty filter, which would recall everything, an empty criterion, and an invalid time."""
-        for option, value in (("--node", self.node), ("--gpu", self.gpu), ("--since", self.since)):
+        options = {"--node": self.node, "--gpu": self.gpu, "--since": self.since, "--part": self.part}
+        for option, value in options.items():
             if value == "":
                 raise RequestError(
                     f"{option} is empty, perhaps because a shell variable is not set. Nothing was recalled. Pass a "
                     f"value, or leave the option out."
                 )
-        if not (self.node or self.gpu or self.since):
+        if not any(options.values()):
             raise RequestError(
-                "recall needs --node, --gpu or --since, because without any of them, it would recall every part. "
-                "`python -m shards by-node ROOT` lists hosts and GPUs."
+                "recall needs --node, --gpu, --since or --part, because without any of them, it would recall every "
+                "part. `python -m shards by-node ROOT` lists hosts and GPUs."
             )
         if self.since:
             _time(self.since)
 
     def matches(self, receipt: Receipt) -> bool:
         """Return whether the part, or the part that it was derived from, matches every criterion."""
+        if self.part and self.part.rstrip("/") != receipt.folder:
+            return False
         made, origin = dict(receipt.made_by), receipt.settings
         makers = [made, {name: origin.get(f"{ORIGIN}.{name}") for name in ("host", "gpu", "gpu_uuid")}]
         return any(

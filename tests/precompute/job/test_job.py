@@ -48,7 +48,8 @@ def test_choosing(wanted: str, numbers: list[int]) -> None:
     [
         ("00012", "This unit does not exist: 00012. The input contains 12 units: 00000 to 00011"),
         ("00010-00016", r"00012, 00013, 00014, 00015, 00016\. The"),
-        ("00010-00017", "00012, 00013, 00014, 00015, 00016 and 1 more"),
+        ("00010-00017", "00012, 00013, 00014, 00015, 00016 and more"),
+        ("00000-99999999999999", "00012, 00013, 00014, 00015, 00016 and more"),
         ("3", "This unit does not exist: 3"),
         ("00005-00003", "the end of the range 00005-00003 is before its start"),
         ("a-b", "--shards a-b is not a selection of units. Use 00042, 00000-00099"),

@@ -14,8 +14,9 @@ from shards.base.store import LocalStore
 from tests.roots import tree
 
 REFUSALS = {
-    "recall": "recall needs --node, --gpu or --since",
+    "recall": "recall needs --node, --gpu, --since or --part",
     "recall --node '' --since 2020-01-01": "--node is empty, perhaps because a shell variable is not set",
+    "recall --part ''": "--part is empty, perhaps because a shell variable is not set",
     "recall --since lately": "'lately' is not a valid date or time",
     "exclude --keys": "No values to exclude were given",
     "exclude --hashes abc": "'abc' is not a SHA-256 (64 hex digits)",

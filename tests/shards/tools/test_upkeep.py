@@ -55,6 +55,20 @@ def test_what_is_recalled_is_made_anew_and_its_part_stays(
     assert list(verify_root(open_store(root))) == []
 
 
+def test_a_single_damaged_part_is_made_anew(
+    models: Path, tars: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged, *others = load_receipts(open_store(root))
+    (root / damaged.folder / "shard.00000.mds").write_bytes(b"damaged")
+    assert damaged.folder in "".join(verify_root(open_store(root)))
+    run(["recall", str(root), "--part", damaged.folder + "/"])
+    assert f"{damaged.folder}\nRecalled 1 part with {damaged.samples} samples" in capsys.readouterr().out
+    assert load_receipts(open_store(root)) == others
+    encode_all(precompute_config(models, tars, root), models)
+    assert sorted(receipt.generation for receipt in load_receipts(open_store(root))) == [0, 0, 0, 1]
+    assert list(verify_root(open_store(root))) == []
+
+
 def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "commits" / "64x64" / "00001.json"
     receipt = read_sealed_json(path)
