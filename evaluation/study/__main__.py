@@ -38,11 +38,10 @@ def run(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"{PROG} {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     if command == "invite":
-        who = parser.add_mutually_exclusive_group()
-        who.add_argument("--again", type=int)
+        parser.add_argument("--again", type=int)
         if rest and rest[0].isdigit():
             rest = ["--count", *rest]
-        who.add_argument("--count", type=int)
+        parser.add_argument("--count", type=int)
     options, overrides = parser.parse_known_args(rest)
     config = load_config(StudyConfig, options.config, overrides, f"{PROG} {command}", COMMANDS[command].__doc__)
     COMMANDS[command](config, options)
@@ -88,6 +87,8 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
       python -m evaluation.study invite 15 --output runs/study
       python -m evaluation.study invite --again 3 --output runs/study
     """
+    if options.again is not None and options.count is not None:
+        raise RequestError("Pass either a number of raters to invite, or --again to replace a link, but not both.")
     study = read_study(config.output)
     num_raters = study.protocol.config.raters
     with open_votes(study) as votes:

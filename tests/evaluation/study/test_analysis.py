@@ -208,7 +208,7 @@ def test_from_sample_sets_to_a_result(tmp_path: Path, capsys: pytest.CaptureFixt
     assert said("invite", "1").startswith("3\thttp://127.0.0.1:8770/#")
     assert said("invite", "--again", "2").startswith("2\t")
     assert "Rater 4 has not been invited yet" in said("invite", "--again", "4", code=2)
-    assert "argument --again: not allowed with argument --count" in said("invite", "1", "--again", "2", code=2)
+    assert "or --again to replace a link, but not both" in said("invite", "1", "--again", "2", code=2)
     assert re.fullmatch(r"rater 1: 0 of \d\nrater 2: 0 of \d\nrater 3: 0 of \d\n", said("status"))
     assert "has 0 of" in said("analyse", code=2)
 
