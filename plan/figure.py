@@ -16,6 +16,8 @@ COLOURS = ("#1b6ca8", "#d1662b")
 MARKERS = {"compute": "o", "traffic between GPUs": "^", "data rate": "s"}
 GREY = "#666666"
 FOOTER_WIDTH = 78
+MAX_DENSE_TICKS = 1e4
+"""Ratio of the longest to the shortest duration up to which labels at 1, 2 and 5 times each power of ten fit."""
 
 
 def draw(reports: list[Report]) -> bytes:
@@ -28,6 +30,13 @@ def draw(reports: list[Report]) -> bytes:
         for column, report in enumerate(reports):
             _throughput(axes[0][column], report)
             _cost(axes[1][column], report)
+        # the columns share their axes, so limits and ticks must cover all plans
+        counts = sorted({row.gpus for report in reports for row in report.rows})
+        axes[0][0].set_xticks(counts, [str(count) for count in counts])
+        axes[1][0].set_ylim(bottom=0)
+        first, last = axes[1][0].get_xlim()
+        dense = last / first < MAX_DENSE_TICKS
+        axes[1][0].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if dense else (1,)))
         axes[0][0].set_ylabel("images per second")
         axes[1][0].set_ylabel("GPU cost including precompute ($1000)")
         _legends(axes[0][0], axes[1][0], reports)
@@ -59,7 +68,6 @@ def _throughput(axes: Axes, report: Report) -> None:
         _annotate(axes, 0.03, 0.97 - 0.06 * number, f"{first.bucket}, {speed}", color=colour)
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", xlabel="GPUs")
-    axes.set_xticks(gpus, [str(count) for count in gpus])
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(True, which="major", alpha=0.25)
@@ -78,11 +86,9 @@ def _cost(axes: Axes, report: Report) -> None:
         bold: Any = "bold" if row.gpus == report.plan.gpus else "normal"
         axes.annotate(str(row.gpus), (x, y), xytext=(3, 6), textcoords="offset points", fontsize=8, fontweight=bold)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(y=0.15)
-    axes.set_ylim(bottom=0)
     axes.grid(True, which="major", alpha=0.25)
     axes.set_xlabel("days, including precompute")
     price = next(fact for fact in report.facts if fact.field == "gpu.price_per_hour")

@@ -7,6 +7,7 @@ from typing import Any
 from plan.arithmetic.work import build_towers
 from plan.config import Plan
 from plan.report import stored_texts
+from plan.text import rounded
 from shards.base.config import load_config
 from shards.base.errors import RequestError
 from shards.base.table import counted, format_table
@@ -53,8 +54,8 @@ def memory_report(plan: Plan, paths: list[Path]) -> str:
             fits = (largest_microbatch(estimates, int(capacity * GIB)) for capacity in CAPACITIES.values())
             rows.append(
                 [str(path), str(size), describe(settings)]
-                + [f"{part / GIB:.1f}" for part in parts]
-                + [f"{memory.flops / 1e12:.3f}"]
+                + [rounded(part / GIB, 1) for part in parts]
+                + [rounded(memory.flops / 1e12, 3)]
                 + ["-" if fit == 0 else "all" if fit >= settings.images else str(fit) for fit in fits]
             )
     return (

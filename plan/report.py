@@ -250,9 +250,10 @@ def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> t
     if math.isinf(expected):
         raise RequestError(
             f"On {counted(gpus, 'GPU')}, a failure occurs every {between_failures:.3g} s on average, but the phase "
-            f"with bucket {phase.bucket} saves a checkpoint only every {every * step_seconds:.3g} s, so the training "
-            f"would never finish. Lower checkpoints.every_steps, or check that checkpoints.gpu_hours_per_failure is "
-            f"right."
+            f"with bucket {phase.bucket} saves a checkpoint only every {every * step_seconds:.3g} s, writing it takes "
+            f"{seconds:.3g} s, and a restart takes {saving.restart_seconds:.3g} s, so the training would never finish. "
+            f"Check checkpoints.every_steps, links.checkpoint_gbit, checkpoints.restart_seconds and "
+            f"checkpoints.gpu_hours_per_failure."
         )
     return every, expected
 

@@ -60,6 +60,12 @@ def render(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def rounded(value: float, places: int) -> str:
+    """Format a number with that many decimal places, or with two significant digits if it would be rounded to 0."""
+    text = f"{value:,.{places}f}"
+    return text if not value or float(text.replace(",", "")) else f"{value:.2g}"
+
+
 def table(rows: Iterable[T], columns: Columns[T]) -> str:
     """Format rows as an aligned table with a header line."""
     return format_table([[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)])
@@ -82,6 +88,8 @@ def scaling_verdict(report: Report) -> str:
                 f"{row.gpu_hours / before.gpu_hours - 1:.0%} higher, and the bottleneck is {row.bottleneck}."
             )
     most = report.rows[-1].gpus
+    if len(report.rows) == 1:
+        return f"The plan is for {counted(most, 'GPU')} only, so it does not show how training scales."
     speedup = f"the speedup per doubling is at least {report.plan.least_speedup:g}x"
     return f"Scaling pays off up to {counted(most, 'GPU')}: {speedup}."
 
@@ -96,12 +104,12 @@ def _time_and_cost(report: Report, stars: dict[str, str]) -> str:
     for number, phase in enumerate(report.rows[0].phases):
         columns += _phase_columns(number, phase.bucket)
     columns += [
-        ("training", lambda row: _marked(row, f"{row.training_days:.2f}")),
-        (f"precompute{stars['encode']}", lambda row: f"{row.precompute_days:.2f}"),
-        (f"GPU-hours{stars['speed']}", lambda row: f"{row.gpu_hours:,.0f}"),
-        (f"cost{stars['cost']}", lambda row: f"${row.cost:,.0f}"),
-        (f"with failures{stars['failing']}", lambda row: f"{row.expected_days:.2f}"),
-        (f"cost{stars['failing'] or stars['cost']}", lambda row: f"${row.expected_cost:,.0f}"),
+        ("training", lambda row: _marked(row, rounded(row.training_days, 2))),
+        (f"precompute{stars['encode']}", lambda row: rounded(row.precompute_days, 2)),
+        (f"GPU-hours{stars['speed']}", lambda row: rounded(row.gpu_hours, 0)),
+        (f"cost{stars['cost']}", lambda row: f"${rounded(row.cost, 0)}"),
+        (f"with failures{stars['failing']}", lambda row: rounded(row.expected_days, 2)),
+        (f"cost{stars['failing'] or stars['cost']}", lambda row: f"${rounded(row.expected_cost, 0)}"),
     ]
     title = "Days and GPU cost, uninterrupted and with expected failures\n"
     return title + table(report.rows, columns)
@@ -109,8 +117,8 @@ def _time_and_cost(report: Report, stars: dict[str, str]) -> str:
 
 def _phase_columns(number: int, bucket: str) -> Columns[Row]:
     return [
-        (f"{bucket} img/s", lambda row: _marked(row, f"{row.phases[number].images_per_second:,.0f}", number)),
-        ("days", lambda row: _marked(row, f"{row.phases[number].days:.2f}", number)),
+        (f"{bucket} img/s", lambda row: _marked(row, rounded(row.phases[number].images_per_second, 0), number)),
+        ("days", lambda row: _marked(row, rounded(row.phases[number].days, 2), number)),
     ]
 
 
@@ -124,16 +132,16 @@ def _machines(report: Report, stars: dict[str, str]) -> str:
     sizes, reading, failing, scaling = report.checkpoint_gb, stars["reading"], stars["failing"], stars["scaling"]
     columns: Columns[Row] = [
         _gpus(report),
-        (f"MB/s per node{reading}", lambda row: f"{max(phase.read_per_node for phase in row.phases) / MEGA:,.0f}"),
-        (f"GB/s total{reading}", lambda row: f"{max(phase.read_total for phase in row.phases) / GIGA:.2f}"),
+        (f"MB/s per node{reading}", lambda row: rounded(max(phase.read_per_node for phase in row.phases) / MEGA, 0)),
+        (f"GB/s total{reading}", lambda row: rounded(max(phase.read_total for phase in row.phases) / GIGA, 2)),
         (
             f"min between saves{failing}",
-            lambda row: " / ".join(f"{p.save_every_steps * p.step.total / MINUTE:.0f}" for p in row.phases),
+            lambda row: " / ".join(rounded(p.save_every_steps * p.step.total / MINUTE, 0) for p in row.phases),
         ),
         (f"time lost{failing}", lambda row: f"{row.lost:.2%}"),
         (
             f"checkpoints TB{failing}",
-            lambda row: f"{sum(p.num_checkpoints * gb / 1000 for p, gb in zip(row.phases, sizes, strict=True)):,.1f}",
+            lambda row: rounded(sum(p.num_checkpoints * gb / 1000 for p, gb in zip(row.phases, sizes, strict=True)), 1),
         ),
         (f"per doubling{scaling}", lambda row: f"{row.speedup:.2f}x" if row.speedup else ""),
         (f"bound by{scaling}", lambda row: row.bottleneck),
@@ -147,20 +155,20 @@ def _latents(report: Report, stars: dict[str, str]) -> str:
         ("  bucket", lambda bucket: f"  {bucket.bucket}"),
         ("samples", lambda bucket: f"{bucket.samples:,}"),
         (f"B per sample{size}", lambda bucket: f"{bucket.sample_bytes:,.0f}"),
-        (f"TB{size}", lambda bucket: f"{bucket.stored_tb:.1f}"),
-        (f"per month{price}", lambda bucket: f"${bucket.price_per_month:,.0f}"),
+        (f"TB{size}", lambda bucket: rounded(bucket.stored_tb, 1)),
+        (f"per month{price}", lambda bucket: f"${rounded(bucket.price_per_month, 0)}"),
     ]
-    checkpoints = ", ".join(f"{size:.1f}" for size in report.checkpoint_gb)
+    checkpoints = ", ".join(rounded(size, 1) for size in report.checkpoint_gb)
     settings = [[f"  text{size}", *(f"{bucket.bucket}, B per sample" for bucket in report.buckets)]]
     for setting in report.buckets[0].bytes_by_text_setting:
         settings.append(
             [f"  {setting}", *(f"{bucket.bytes_by_text_setting[setting]:,.0f}" for bucket in report.buckets)]
         )
     return (
-        f"Latents: {report.stored_tb:.1f} TB{size}, ${report.price_per_month:,.0f}{price} per month\n"
+        f"Latents: {rounded(report.stored_tb, 1)} TB{size}, ${rounded(report.price_per_month, 0)}{price} per month\n"
         f"{table(report.buckets, columns)}\n"
         f"{format_table(settings, '<' + '>' * len(report.buckets))}\n"
-        f"Checkpoints: {checkpoints} GB each, {report.checkpoints_kept_tb:.2f} TB kept"
+        f"Checkpoints: {checkpoints} GB each, {rounded(report.checkpoints_kept_tb, 2)} TB kept"
     )
 
 
@@ -169,17 +177,18 @@ def _online(report: Report, stars: dict[str, str]) -> str:
     row = next((row for row in report.rows if row.gpus == report.plan.gpus), report.rows[0])
     columns: Columns[BucketReport] = [
         ("  bucket", lambda bucket: f"  {bucket.bucket}"),
-        ("passes", lambda bucket: f"{bucket.passes:.2f}"),
-        (f"precompute{price}", lambda bucket: f"${bucket.encode_cost:,.0f}"),
-        (f"storage ({report.plan.storage.months:g} mo){price}", lambda bucket: f"${bucket.storage_cost:,.0f}"),
+        ("passes", lambda bucket: rounded(bucket.passes, 2)),
+        (f"precompute{price}", lambda bucket: f"${rounded(bucket.encode_cost, 0)}"),
+        (f"storage ({report.plan.storage.months:g} mo){price}", lambda bucket: f"${rounded(bucket.storage_cost, 0)}"),
         (
             f"break-even{price}",
             lambda bucket: "never" if bucket.pays_from is None else f"{bucket.pays_from:.2f} passes",
         ),
     ]
     return (
-        f"Encoding online on {counted(row.gpus, 'GPU')}: training takes {row.online_days:.2f} days{rate} "
-        f"({row.online_ratio:.2f}x{rate} the time on precomputed latents) and costs ${row.online_cost:,.0f}{price}.\n"
+        f"Encoding online on {counted(row.gpus, 'GPU')}: training takes {rounded(row.online_days, 2)} days{rate} "
+        f"({row.online_ratio:.2f}x{rate} the time on precomputed latents) and costs "
+        f"${rounded(row.online_cost, 0)}{price}.\n"
         f"Precomputing a bucket is cheaper than encoding it online if training makes more passes than `break-even`:\n"
         f"{table(report.buckets, columns)}"
     )
@@ -187,18 +196,18 @@ def _online(report: Report, stars: dict[str, str]) -> str:
 
 def _traffic(report: Report, stars: dict[str, str]) -> str:
     traffic, price = report.traffic, stars["egress"]
-    text = f"Training reads {traffic.read_tb:,.0f} TB{stars['size']} if nothing is cached"
+    text = f"Training reads {rounded(traffic.read_tb, 0)} TB{stars['size']} if nothing is cached"
     if not traffic.foreign_tb:
         return f"{text}, none of it from another region."
     return (
-        f"{text}, {traffic.foreign_tb:,.0f} TB of it from another region: ${traffic.cost:,.0f}{price}; "
-        f"copying that share once: ${traffic.copy_cost:,.0f}{price}."
+        f"{text}, {rounded(traffic.foreign_tb, 0)} TB of it from another region: ${rounded(traffic.cost, 0)}{price}; "
+        f"copying that share once: ${rounded(traffic.copy_cost, 0)}{price}."
     )
 
 
 def _numbers(report: Report) -> str:
     rows = [
-        (f"  {name}", f"{rate.images_per_second_per_gpu:,.1f}", "per second per GPU", _source(rate))
+        (f"  {name}", rounded(rate.images_per_second_per_gpu, 1), "per second per GPU", _source(rate))
         for name, rate in report.rates.items()
     ]
     rows += [(f"  {fact.field}", f"{fact.value:,g}", fact.unit, _source(fact)) for fact in report.facts]
@@ -213,15 +222,15 @@ def _source(number: Fact | Rate) -> str:
 
 TOTALS: dict[str, tuple[str, Callable[[Report], str]]] = {
     "B per sample": ("size", lambda report: " + ".join(f"{bucket.sample_bytes:,.0f}" for bucket in report.buckets)),
-    "latents TB": ("size", lambda report: f"{report.stored_tb:.1f}"),
-    "latents per month": ("storage", lambda report: f"${report.price_per_month:,.0f}"),
-    "read TB": ("size", lambda report: f"{report.traffic.read_tb:,.0f}"),
+    "latents TB": ("size", lambda report: rounded(report.stored_tb, 1)),
+    "latents per month": ("storage", lambda report: f"${rounded(report.price_per_month, 0)}"),
+    "read TB": ("size", lambda report: rounded(report.traffic.read_tb, 0)),
 }
 """Rows of the totals table: title → (key in `DEPENDS_ON` that determines the star, function that formats a cell)."""
 BY_GPUS: dict[str, tuple[str, Callable[[Row], str]]] = {
-    "days": ("speed", lambda row: f"{row.training_days + row.precompute_days:.2f}"),
-    "hours": ("speed", lambda row: f"{row.gpu_hours:,.0f}"),
-    "cost": ("cost", lambda row: f"${row.cost:,.0f}"),
+    "days": ("speed", lambda row: rounded(row.training_days + row.precompute_days, 2)),
+    "hours": ("speed", lambda row: rounded(row.gpu_hours, 0)),
+    "cost": ("cost", lambda row: f"${rounded(row.cost, 0)}"),
 }
 """Columns of the table by GPU count, in the same form as `TOTALS`."""
 

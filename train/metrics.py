@@ -149,9 +149,9 @@ class Metrics:
         # the model FLOPs utilization of Chowdhery et al. (2022)
         mfu = self.flops / seconds / (self.peak_tflops * 1e12) if self.peak_tflops else None
         return {
-            "images_per_second": round(rate, 3),
-            "images_per_second_per_gpu": round(rate / accelerator.num_processes, 3),
-            "mfu": None if mfu is None else round(mfu, 4),
+            "images_per_second": significant(rate),
+            "images_per_second_per_gpu": significant(rate / accelerator.num_processes),
+            "mfu": None if mfu is None else significant(mfu),
             "memory_gb": round(peak_memory(accelerator.device) / 2**30, 3),
             "data_wait": round(self.data_seconds / seconds, 4),
         }
@@ -168,6 +168,11 @@ def peak_memory(device: torch.device) -> int:
     if is_accelerator(device):
         return int(device_module().max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def significant(value: float) -> float:
+    """Round to six significant digits, so that small numbers stay above 0, and ratios of two numbers stay accurate."""
+    return float(f"{value:.6g}")
 
 
 def mean(values: list[float]) -> float | None:

@@ -46,7 +46,8 @@ def frechet_distance(first: Moments, second: Moments) -> float:
     product = second.root @ first.covariance @ second.root
     trace = np.sqrt(np.maximum(np.linalg.eigvalsh(product), 0)).sum()
     gap = first.mean - second.mean
-    return float(gap @ gap + np.trace(first.covariance) + np.trace(second.covariance) - 2 * trace)
+    distance = gap @ gap + np.trace(first.covariance) + np.trace(second.covariance) - 2 * trace
+    return max(0.0, float(distance))  # rounding may leave a tiny negative number
 
 
 class GroupSums:

@@ -83,7 +83,7 @@ def line_chart(title: str, x_name: str, y_name: str, series: Sequence[Series], l
 def _axis(values: list[float], log: bool, start: float, end: float) -> tuple[Callable[[float], float], list[float]]:
     """Return a scale that maps values to pixels between `start` and `end`, and the tick values."""
     low, high = min(values), max(values)
-    if low == high:
+    if math.isclose(low, high, rel_tol=1e-12):  # equal up to rounding, such as means of equal values
         low, high = low - (abs(low) or 1) / 10, high + (abs(high) or 1) / 10
     transform = math.log if log else float
     margin = (transform(high) - transform(low)) * 0.04

@@ -1,6 +1,7 @@
 """The report of one or more training runs: its sections, in order."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def summary(runs: Sequence[LoggedRun]) -> list[Markup]:
     """Tabulate the runs and their newest metrics."""
     rows = []
     for run in runs:
-        last = [value for _, value in run.curve("loss")[-10:]]
+        last = [value for _, value in replace(run, log=run.log[-10:]).curve("loss")]  # none if training diverged
         loss = sum(last) / len(last) if last else None
         rows.append([run.name, run.steps, run.config["max_steps"], loss, str(run.place)])
     newest = [

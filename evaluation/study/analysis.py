@@ -55,9 +55,14 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
     excluded = {rater["number"] - 1 for rater in raters if rater["excluded"]}
     counted = [a for a in answers if a.showing.kind == "first" and a.vote.rater not in excluded]
     if not counted:
+        remedy = (
+            "Run the analysis again once more raters have voted."
+            if len(answers) < planned
+            else "No more votes will come, so prepare a new study, with other raters."
+        )
         raise RequestError(
             f"{study.folder} has no votes to count (answers: {len(answers)}, raters excluded by the protocol's rule: "
-            f"{len(excluded)}). Run the analysis again once more raters have voted."
+            f"{len(excluded)}). {remedy}"
         )
     return {
         "name": protocol.config.name,
@@ -146,10 +151,12 @@ def _preference(
 
 
 def _strengths(counted: Sequence[Answer], protocol: Protocol) -> list[dict[str, Any]]:
-    """Compute one row per question and model."""
+    """Compute one row per model for each question that has votes."""
     rows = []
     for question in protocol.config.questions:
         own = [answer for answer in counted if answer.vote.question == question]
+        if not own:
+            continue
         pairs = np.array([answer.showing.item.models for answer in own])
         scores, prompts, raters = _columns(own)
         found = strengths(scores, pairs, prompts, raters, len(protocol.models), protocol.config.seed)

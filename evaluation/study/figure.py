@@ -43,21 +43,25 @@ def model_shares(results: dict[str, Any], question: str) -> dict[str, tuple[floa
     """Return a dict from model letter to the share of votes for that model and the two ends of its 95 % interval.
 
     With two models, the share is the preference over the other model. With more models, it is the mean probability of
-    being preferred to each of the other models.
+    being preferred to each of the other models. The dict is empty if no votes on the question count.
     """
     if results["strengths"]:
         rows = [row for row in results["strengths"] if row["question"] == question]
         return {row["model"]: (row["share"], row["share_low"], row["share_high"]) for row in rows}
-    (row,) = (row for row in results["preferences"] if row["question"] == question)
+    row = next((row for row in results["preferences"] if row["question"] == question), None)
+    if row is None:
+        return {}
     a, b = row["models"]
     value, low, high = row["preference"], row["low"], row["high"]
     return {a: (value, low, high), b: (1 - value, 1 - high, 1 - low)}
 
 
-def _bars(axis: Axes, question: str, letters: list[str], results: dict[str, Any]) -> None:
-    """Draw one bar per model, and a grey band for the margin of equivalence."""
+def _bars(axis: Axes, question: str, _: list[str], results: dict[str, Any]) -> None:
+    """Draw one bar per model, unless the question has no votes, and a grey band for the margin of equivalence."""
     shares = model_shares(results, question)
-    for number, letter in enumerate(letters):
+    if not shares:
+        axis.text(0.5, 0.75, "no votes yet", transform=axis.transAxes, ha="center", fontsize=10)
+    for number, letter in enumerate(shares):
         value, low, high = (100 * share for share in shares[letter])
         style = number % len(FILLS)
         axis.bar(number, value, 0.6, color=FILLS[style], hatch=HATCHES[style], edgecolor="#222222")
@@ -67,7 +71,7 @@ def _bars(axis: Axes, question: str, letters: list[str], results: dict[str, Any]
     margin = 100 * results["margin"]
     axis.axhspan(50 - margin, 50 + margin, color="#e4e4e8", linewidth=0, zorder=0)
     axis.set_title(plain(results["questions"][question]), fontsize=10)
-    axis.set_xticks(range(len(letters)), letters, fontsize=11)
+    axis.set_xticks(range(len(shares)), list(shares), fontsize=11)
     axis.set_ylim(0, 108)
     axis.set_yticks(range(0, 101, 25), [f"{share} %" for share in range(0, 101, 25)])
 

@@ -81,7 +81,7 @@ def describe(funnel: dict[str, Any]) -> str:
     rows = [["rule", "dropped", "no value", "left", "", "keeps"], ["rows in", "", "", f"{rows_in:,}", "100.0 %", ""]]
     for step in funnel["rules"]:
         counts = [f"{step[name]:,}" for name in ("by_value", "no_value", "left")]
-        rows.append([step["rule"], *counts, f"{100 * step['left'] / max(rows_in, 1):.1f} %", step["keeps"]])
+        rows.append([step["rule"], *counts, _format_share(step["left"], rows_in), step["keeps"]])
     rows.append(["rows out", "", "", f"{funnel['rows_out']:,}", "", ""])
     lines = [format_table(rows, "<>>>><")]
     lines += [f"rows large enough for {name}: {count:,}" for name, count in funnel["buckets"].items()]
@@ -129,11 +129,12 @@ def _draw_steps(axes: Any, funnel: dict[str, Any]) -> None:
     axes.tick_params(left=False)
     selected = f"{funnel['rows_out']:,} selected ({_format_share(funnel['rows_out'], rows_in)})"
     axes.set_title(f"{rows_in:,} rows in, {selected}", fontsize=13, pad=2)
-    axes.legend(loc="lower right", frameon=False, ncols=2)
+    # above the bars, because those at the bottom are long if most rows are selected
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, frameon=False, ncols=2)
 
 
 def _draw_histogram(axes: Any, histogram: dict[str, Any], title: str, every: int) -> None:
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     edges = [index * histogram["bin"] for index in range(len(histogram["in"]))]
     axes.bar(edges, histogram["in"], width=histogram["bin"], align="edge", color=PALE, label="rows in")
@@ -141,6 +142,7 @@ def _draw_histogram(axes: Any, histogram: dict[str, Any], title: str, every: int
     ticks = edges[::every]
     axes.set_xticks(ticks, [f"{tick:g}{'+' if tick == edges[-1] else ''}" for tick in ticks])
     axes.set_title(title)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))  # 1500000 → 1.5M
     axes.legend(frameon=False)
 
@@ -155,8 +157,11 @@ def _draw_buckets(axes: Any, funnel: dict[str, Any]) -> None:
 
 
 def _format_share(rows: int, total: int) -> str:
-    percent = 100 * rows / total
-    return f"{percent:.1f} %" if percent >= 0.1 or not rows else "< 0.1 %"
+    """Format a share as a percentage. Only no rows are 0 %, and only all rows are 100 %."""
+    percent = 100 * rows / max(total, 1)
+    if 0 < percent < 0.1:
+        return "< 0.1 %"
+    return "> 99.9 %" if 99.9 < percent < 100 else f"{percent:.1f} %"
 
 
 def _shorten(label: str) -> str:

@@ -45,7 +45,9 @@ def dataset_card(store: Store) -> str:
             captions.update(counts)
             licenses.update(by_license)
     sizes = totals.buckets
-    bucket = next(iter(sizes))
+    # empty buckets have no files to read
+    filled = [name for name, size in sizes.items() if size["samples"]] or list(sizes)
+    bucket = filled[0]
     record = flatten(encoding.model_dump(mode="json"))
     hidden = (".name", ".sha256", ".matrix", ".energy_shares")
     fixed = [(path, value) for path, value in record.items() if not path.endswith(hidden)]
@@ -53,7 +55,7 @@ def dataset_card(store: Store) -> str:
     about = ABOUT_COLUMNS | {"scores": f": {', '.join(encoding.scores)}; NaN where absent"}
     return CARD.read_text().format(
         size_category=size_category(totals.encoded),
-        configs="\n".join(f"- config_name: {bucket}\n  data_files: {bucket}/*/*.mds" for bucket in sizes),
+        configs="\n".join(f"- config_name: {bucket}\n  data_files: {bucket}/*/*.mds" for bucket in filled),
         encoding=encoding,
         encoded=counted(totals.encoded, "picture"),
         image=ABOUT_POSTERIOR[encoding.image.posterior],

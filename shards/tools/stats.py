@@ -147,7 +147,7 @@ def sample_stats(samples: Iterable[dict[str, Any]], encoding: EncodingRecord) ->
     return {
         "measured_on": len(moments),
         "latent_mean": means.round(4).tolist(),
-        "latent_std": np.sqrt(squares - means**2).round(4).tolist(),
+        "latent_std": np.sqrt(np.maximum(squares - means**2, 0)).round(4).tolist(),  # below 0 only by rounding
         "caption_characters": percentiles(lengths),
         "repeated_captions": round(1 - len(texts) / len(moments), 4),
         "scores": {
@@ -184,7 +184,7 @@ def stats_table(stats: dict[str, Any]) -> str:
         rows.append([bucket, f"{b['samples']:,}", f"{b['bytes_per_sample']:,}", "", ""])
         if "latent_mean" in b:
             lengths = " / ".join(f"{length:.0f}" for length in b["caption_characters"].values())
-            means = ", ".join(f"{value:+.3f}" for value in b["latent_mean"])
+            means = ", ".join(f"{value:+z.3f}" for value in b["latent_mean"])
             deviations = ", ".join(f"{value:.3f}" for value in b["latent_std"])
             rows[-1][3:] = [lengths, f"mean {means}; std {deviations}; {counted(b['measured_on'], 'sample')}"]
     repeated = [

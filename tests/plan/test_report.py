@@ -3,13 +3,16 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from pydantic import ValidationError
 
 from plan.arithmetic.work import Work
 from plan.config import ASSUMED, GPU_KINDS, Plan
+from plan.figure import draw
 from plan.measured import BenchFile
 from plan.report import make_report
 from plan.text import render, render_comparison, scaling_verdict
@@ -210,6 +213,7 @@ def test_planned_checkpoints_lose_more_than_the_best(report: MakeReport) -> None
             ("--checkpoints.gpu_hours_per_failure", "0.001", "--checkpoints.every_steps", "9999"),
             r"On 8 GPUs, a failure occurs every 0\.45 s .* the training would never finish",
         ),
+        (("--checkpoints.restart_seconds", "1e9"), r"a restart takes 1e\+09 s, .* checkpoints\.restart_seconds"),
     ],
 )  # fmt: skip
 def test_wrong_plans_are_refused(report: MakeReport, overrides: tuple[str, ...], message: str) -> None:
@@ -353,11 +357,57 @@ def test_plans_without_a_common_gpu_count_say_so(report: MakeReport) -> None:
     assert text.endswith("No GPU count is in all plans, so days and costs cannot be compared. Set gpu_counts or gpus.")
 
 
+def test_the_figure_shows_all_points_of_all_plans(report: MakeReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plans differ in cost and in GPU counts, and share their axes."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *arguments: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    reports = [report("--gpu_counts", "[1, 2]", "--gpu.price_per_hour", "0.1"), report()]
+    draw(reports)
+    throughput, costs = figures[0].axes[:2], figures[0].axes[2:]
+    assert list(throughput[1].get_xticks()) == sorted({row.gpus for report in reports for row in report.rows})
+    for axes, plan in zip(costs, reports, strict=True):
+        low, high = axes.get_ylim()
+        assert low == 0 and all(row.cost / 1000 < high for row in plan.rows)
+
+
 def test_scaling_stops_paying(report: MakeReport) -> None:
     verdict = "Scaling stops paying off at 512 GPUs: on 1024, the speedup per doubling is 1.32x (below 1.5x),"
     assert scaling_verdict(report()).startswith(verdict)
     few = report("--gpu_counts", "[8, 16]")
     assert scaling_verdict(few) == "Scaling pays off up to 16 GPUs: the speedup per doubling is at least 1.5x."
+
+
+def test_a_single_gpu_count_shows_no_scaling(report: MakeReport) -> None:
+    verdict = "The plan is for 8 GPUs only, so it does not show how training scales."
+    assert scaling_verdict(report("--gpu_counts", "[8]")) == verdict
+
+
+def test_small_numbers_are_not_rounded_to_zero(report: MakeReport) -> None:
+    """The latents of 100,000 images take 8.7 + 11.2 GB, and cost less than a dollar per month."""
+    samples = '{"256x256": 100000, "512x512": 100000}'
+    short = [f"--phase{number}.steps" for number in (1, 2)]
+    small = report("--data.pictures", "100000", "--data.samples", samples, *(w for s in short for w in (s, "100")))
+    text = render(small)
+    assert "Latents: 0.02 TB*, $0.46* per month" in text
+    assert "Training reads 0.041 TB*" in text
+    days = next(line for line in text.splitlines() if line.startswith("   8")).split()
+    assert float(days[2]) == pytest.approx(small.rows[0].phases[0].days, rel=0.05)
+    assert "0.00 " not in text.partition("Reading")[0]
+
+
+@pytest.mark.parametrize("images", [7, 256])
+def test_a_published_rate_keeps_its_batch_size(report: MakeReport, images: int) -> None:
+    """MosaicML's rates are those of 2,048 images per step, so a plan for smaller batches is a prediction."""
+    batches = [word for phase in ("phase1", "phase2") for word in (f"--{phase}.global_batch_size", str(images))]
+    (row,) = report("--gpu_counts", "[1]" if images == 7 else "[8]", *batches).rows
+    assert {phase.basis for phase in row.phases} == {"predicted"}
+    assert row.phases[0].images_per_second < 137.5 * row.gpus
 
 
 def test_a_text_without_notes_ends_with_its_numbers(report: MakeReport) -> None:

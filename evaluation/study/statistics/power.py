@@ -21,6 +21,9 @@ from shards.base.table import format_table
 NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
 WEIGHTS = WEIGHTS / WEIGHTS.sum()
 """Gauss-Hermite quadrature over a standard normal variable."""
+MAX_SD = 10.0
+"""Maximum standard deviation of aₚ and of bᵣ. At this limit, half-widths are off by up to 4 %, because the quadrature
+nodes are too far apart for a score that is steep in comparison."""
 Several = Annotated[int, Field(ge=2)]
 """Integer of at least two, because a single rater or prompt says nothing about how raters or prompts differ."""
 
@@ -32,9 +35,9 @@ class PowerConfig(Config):
     """Numbers of raters to compare."""
     prompts: list[Several] = Field([50, 100, 200, 400], min_length=1)
     """Numbers of prompts to compare, each combined with every number of raters."""
-    prompt_sd: float = Field(1.0, ge=0)
+    prompt_sd: float = Field(1.0, ge=0, le=MAX_SD)
     """How much the preference for one model varies between prompts: its standard deviation in log odds."""
-    rater_sd: float = Field(0.4, ge=0)
+    rater_sd: float = Field(0.4, ge=0, le=MAX_SD)
     """How much the preference for one model varies between raters: its standard deviation in log odds."""
     ties: float = Field(0.2, ge=0, lt=1)
     """Share of votes that are ties."""
@@ -79,7 +82,8 @@ class VoteModel:
         def shifted(mean: float) -> VoteModel:
             return VoteModel(self.prompt_sd, self.rater_sd, mean, self.ties)
 
-        return shifted(float(brentq(lambda mean: shifted(mean).preference - preference, -50, 50)))
+        furthest = 50.0 + 20 * self.sd + self.threshold  # at this mean, every vote is for the first model
+        return shifted(float(brentq(lambda mean: shifted(mean).preference - preference, -furthest, furthest)))
 
 
 def expected_score(d: np.ndarray, threshold: float) -> np.ndarray:
@@ -126,13 +130,14 @@ def preference_variance(model: VoteModel, raters: int, prompts: int, votes: int)
     """Return the variance and degrees of freedom of the preference, for `votes` evenly assigned votes per prompt."""
     between_prompts, between_raters, residual = variance_components(model)
     count = prompts * votes
+    raters = min(raters, count)  # if there are more raters than votes, the others have none
     single = (between_prompts + between_raters + residual) / count
     by_prompt = between_prompts / prompts + (between_raters + residual) / count
     by_rater = between_raters / raters + (between_prompts + residual) / count
     variance = by_prompt + by_rater - single
-    # Satterthwaite's approximation for the degrees of freedom
+    # Satterthwaite's approximation for the degrees of freedom, which `preference` also raises to at least 1
     spread = by_prompt**2 / (prompts - 1) + by_rater**2 / (raters - 1) - 2 * single**2 / count
-    return variance, variance**2 / spread
+    return variance, min(max(1.0, variance**2 / spread), count - 1)
 
 
 def compute_power(model: VoteModel, raters: int, prompts: int, votes: int, margin: float) -> DesignPower:
@@ -148,7 +153,7 @@ def compute_power(model: VoteModel, raters: int, prompts: int, votes: int, margi
     variance, degrees = preference_variance(equal, raters, prompts, votes)
     room = margin / variance**0.5 - stdtrit(degrees, COVERAGE)
     equivalence = max(0.0, 2 * stdtr(degrees, room) - 1)
-    half = stdtrit(degrees, (1 + COVERAGE) / 2) * variance**0.5
+    half = min(0.5, stdtrit(degrees, (1 + COVERAGE) / 2) * variance**0.5)  # shares are between 0 and 1
     return DesignPower(raters, prompts, prompts * votes / raters, float(half), float(difference), float(equivalence))
 
 
@@ -169,11 +174,12 @@ def format_power(rows: list[DesignPower], margin: float, wanted: float) -> str:
     """Format the designs as a table, followed by the smallest designs whose power is at least `wanted`."""
     cells = [["raters", "prompts", "votes per rater", "half-width", "difference", "equivalence"]]
     for row in rows:
-        cells.append([str(row.raters), str(row.prompts), f"{row.votes_per_rater:.0f}", f"{row.half_width:.3f}"])
+        votes = f"{row.votes_per_rater:.0f}" if row.votes_per_rater >= 1 else f"{row.votes_per_rater:.2g}"
+        cells.append([str(row.raters), str(row.prompts), votes, f"{row.half_width:.3f}"])
         cells[-1] += [f"{row.difference:.0%}", f"{row.equivalence:.0%}"]
     purposes = {
-        "difference": f"detect a preference of {0.5 + margin:.0%}",
-        "equivalence": f"show that equal models are between {0.5 - margin:.0%} and {0.5 + margin:.0%}",
+        "difference": f"detect a preference of {_percent(0.5 + margin)}",
+        "equivalence": f"show that equal models are between {_percent(0.5 - margin)} and {_percent(0.5 + margin)}",
     }
     conclusions = []
     for name, purpose in purposes.items():
@@ -182,5 +188,11 @@ def format_power(rows: list[DesignPower], margin: float, wanted: float) -> str:
             if getattr(row, name) >= wanted:
                 fewest_prompts[row.raters] = min(row.prompts, fewest_prompts.get(row.raters, row.prompts))
         designs = ", ".join(f"{raters} raters × {prompts} prompts" for raters, prompts in fewest_prompts.items())
-        conclusions.append(f"Sufficient to {purpose} with probability {wanted:.0%}: {designs or 'none of these'}.")
+        purpose += f" with probability {_percent(wanted)}"
+        conclusions.append(f"Sufficient to {purpose}: {designs or 'none of these'}.")
     return "\n".join([format_table(cells), "", *conclusions])
+
+
+def _percent(share: float) -> str:
+    """Format a share that the user chose, without rounding it to a whole percentage."""
+    return f"{100 * share:.6g}%"

@@ -85,7 +85,7 @@ def preference(scores: np.ndarray, prompts: np.ndarray, raters: np.ndarray) -> P
         spread -= 2 * lower_bound**2 / groups[2]
     if variance <= 0:  # the votes are unanimous
         fewest = min(groups[:2])
-        return Preference(value, 0.0, fewest - 1, fewest)
+        return Preference(value, 0.0, max(1.0, fewest - 1), fewest)
     degrees, effective = max(1.0, variance**2 / spread), max(value * (1 - value), TINY) / variance
     return Preference(value, float(variance), float(degrees), float(effective))
 

@@ -99,6 +99,13 @@ def test_bias_at_n_samples_and_at_infinity() -> None:
     assert abs(np.mean(at_infinity)) < bias / 10
 
 
+@pytest.mark.parametrize("shift", [0.0, 100.0])
+def test_the_distance_between_equal_distributions_is_not_negative(shift: float) -> None:
+    for seed in range(20):
+        moments = Moments.of(features(seed, shift=shift))
+        assert 0 <= frechet_distance(moments, moments) < 1e-8
+
+
 def test_too_few_samples_are_refused() -> None:
     x, reference = features(0, count=25, dimensions=22), features(1, count=200, dimensions=22)
     with pytest.raises(

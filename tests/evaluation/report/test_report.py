@@ -1,5 +1,6 @@
 """The report: its content, accessibility, and which metrics it compares."""
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -102,7 +103,8 @@ def test_charts_show_their_values() -> None:
     (low, high), *_ = re.findall(r'<path d="M[\d.]+ ([\d.]+)V([\d.]+)M', svg)
     assert float(low) - y0 == pytest.approx(y0 - y1, abs=0.2) and y0 - float(high) == pytest.approx(y0 - y2, abs=0.2)
     assert svg.count("h8") == 6
-    for points in ([(5, 5)], [(1, 2), (2, 2)], [(1, 0.001), (2, 1000)]):
+    almost = [(1, 0.1), (2, 0.1 + 1e-17), (3, 0.10000000000000002)]  # such as the means of equal values
+    for points in ([(5, 5)], [(1, 2), (2, 2)], [(1, 0.001), (2, 1000)], almost):
         assert "nan" not in line_chart("t", "x", "y", [Series("a", points)], log=True).lower()
 
 
@@ -143,6 +145,14 @@ def test_metrics_with_different_ids_are_not_compared(tmp_path: Path, capsys: pyt
     assert shown[0].startswith("kid id1 (lower is better)") and "20.0000" in shown[1] and "4.0000" in shown[2]
 
 
+def test_values_that_round_to_zero_have_no_sign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path / name) for name in "ab"]
+    for run in runs:
+        add_evaluation(run, 10, "id1", -1e-9)
+    command(["compare", *map(str, runs)])
+    assert [line.split()[3] for line in capsys.readouterr().out.splitlines()[1:]] == ["0.0000", "0.0000"]
+
+
 def test_other_weights_of_a_run_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     for run, weights, value in ((first, "auto", 1), (first, "raw", 9), (second, "auto", 2), (second, "raw", 8)):
@@ -154,6 +164,19 @@ def test_other_weights_of_a_run_are_not_compared(tmp_path: Path, capsys: pytest.
         *(["kid", "id1", "(lower", "is", "better),", "raw", "weights,", "N", "3"], ["a"], ["b"]),
     ]
     assert [float(line.split()[3]) for line in lines if "step" in line] == [1, 2, 9, 8]
+
+
+def test_a_run_that_diverged_has_no_recent_loss(tmp_path: Path) -> None:
+    """The loss has not been finite in the last ten lines, so the summary shows no mean of earlier ones."""
+    run = make_run(tmp_path / "run", steps=150)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    shown = []
+    for first in (10, 5):  # number of the first line without a finite loss
+        rows = [line | ({"loss": None} if number >= first else {}) for number, line in enumerate(lines)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = report(run, "--output", tmp_path / "page.html").source
+        shown.append(re.findall('<th scope="row">run</th><td>150</td><td>100</td><td>(.*?)</td>', source))
+    assert shown == [[f"{sum(1 / step for step in range(60, 101, 10)) / 5:.4g}"], ["–"]]
 
 
 def test_hours_count_the_processes_of_each_line(tmp_path: Path) -> None:

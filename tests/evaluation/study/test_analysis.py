@@ -126,6 +126,29 @@ def test_an_incomplete_study_is_analysed_only_on_request(study: Study) -> None:
         analyse(study, [], partial=True)
 
 
+@pytest.mark.parametrize("name", ["study", "three"])
+def test_a_question_without_votes_has_no_result(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """The first question of one item is answered, the second is not."""
+    study: Study = request.getfixturevalue(name)
+    schedule = make_schedule(study)
+    votes = votes_of(study, random_score(0))
+    vote = next(vote for vote in votes if schedule[vote.rater][vote.showing - 1].kind == "first")
+    results = analyse(study, [vote], partial=True)
+    write_results(results, tmp_path)
+    assert [row["question"] for row in results["preferences"]] == ["quality"]
+    assert {row["question"] for row in results["strengths"]} <= {"quality"}
+    page = (tmp_path / "results.html").read_text()
+    assert "Which picture fits the text better? no votes yet" in page
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_study_without_votes_to_count_needs_other_raters(study: Study) -> None:
+    with pytest.raises(RequestError, match=r"excluded by the protocol's rule: 3\)\. .* prepare a new study"):
+        analyse(study, votes_of(study, lambda rater, showing, question: 0.0))
+    with pytest.raises(RequestError, match="once more raters have voted"):
+        analyse(study, [], partial=True)
+
+
 def test_equivalence_is_shown_by_many_balanced_votes(tmp_path: Path) -> None:
     study = make_study(tmp_path, raters=30, votes_per_item=30, margin=0.2)
     results = analyse(study, votes_of(study, random_score(3, 0.4)))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,6 +180,14 @@ def test_variance_components_match_simulated_votes() -> None:
     assert sum(found) == pytest.approx(covariance[0, 0], abs=0.001)
 
 
+@pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
+def test_unanimous_votes_that_are_almost_all_by_one_rater(score: float) -> None:
+    """The degrees of freedom are at least 1, as documented."""
+    found = preference(np.full(401, score), np.arange(401), np.append(np.zeros(400), 1))
+    low, high = found.interval()
+    assert found.degrees == 1 and 0 <= low <= score <= high <= 1 and high - low > 0.9
+
+
 # --- power ---
 
 
@@ -221,6 +230,32 @@ def test_more_raters_and_prompts_have_more_power() -> None:
 def test_large_designs_have_full_power() -> None:
     rows = power_table(PowerConfig(raters=[30, 100, 300], prompts=[200, 1000, 10_000]), 5, 0.2)
     assert [row.difference for row in rows] == pytest.approx([1.0] * 9)
+
+
+@pytest.mark.parametrize("votes", [1, 2, 5])
+@pytest.mark.parametrize("margin", [0.001, 0.1, 0.49])
+def test_power_of_designs_with_more_raters_than_votes_and_of_extreme_votes(votes: int, margin: float) -> None:
+    """Numbers are finite and possible, and raters without votes change nothing."""
+    designs: list[dict[str, Any]] = [{}, {"prompt_sd": 10, "rater_sd": 10, "ties": 0.999999}, {"rater_sd": 0}]
+    for changes in designs:
+        config = PowerConfig(raters=[2, 50 * votes, 1000], prompts=[2, 50], **changes)
+        rows = power_table(config, votes, margin)
+        for row in rows:
+            assert 0 < row.half_width <= 0.5 and 0 < row.difference <= 1 and 0 <= row.equivalence <= 1
+        as_many, more = (row for row in rows if row.prompts == 50 and row.raters > 2)
+        assert (more.half_width, more.difference) == pytest.approx((as_many.half_width, as_many.difference))
+
+
+def test_independent_votes_have_the_power_of_independent_votes() -> None:
+    (row,) = power_table(PowerConfig(raters=[1000], prompts=[50], ties=0), 1, 0.1)
+    assert row.half_width == pytest.approx(t.ppf(0.975, 49) * (0.25 / 50) ** 0.5)
+
+
+def test_chosen_shares_are_not_rounded_to_whole_percentages() -> None:
+    text = format_power(power_table(PowerConfig(raters=[1000], prompts=[50]), 1, 0.025), 0.025, 0.9999)
+    assert "detect a preference of 52.5% with probability 99.99%" in text
+    assert "between 47.5% and 52.5%" in text
+    assert text.splitlines()[1].split()[2] == "0.05"  # votes per rater
 
 
 # --- strengths ---

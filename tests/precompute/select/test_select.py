@@ -12,7 +12,7 @@ import pytest
 
 from precompute.select import job, passes
 from precompute.select.__main__ import run
-from precompute.select.funnel import draw_funnel
+from precompute.select.funnel import describe, draw_funnel
 from precompute.select.job import select
 from precompute.select.metadata import MetadataFile
 from shards.base.errors import RequestError, WorkError
@@ -221,3 +221,11 @@ def test_the_command(
     assert "shorter side ≥ 100 px" in said and "rows out" in said
     assert read(tmp_path / "out").num_rows == 675
     assert (tmp_path / "out" / "funnel.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_no_rows_are_0_percent_and_only_all_rows_are_100_percent() -> None:
+    left = [20_000, 19_999, 10_000, 1, 0]
+    rules = [{"rule": "a", "keeps": "x", "by_value": 0, "no_value": 0, "left": rows} for rows in left]
+    lines = describe({"rows_in": 20_000, "rules": rules, "rows_out": 0, "buckets": {}}).splitlines()[2:-1]
+    shown = [line.split(maxsplit=4)[4].removesuffix("x").strip() for line in lines]
+    assert shown == ["100.0 %", "> 99.9 %", "50.0 %", "< 0.1 %", "0.0 %"]

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from streaming import StreamingDataset
 
+from bench.kit.roots import make_root
 from shards.__main__ import run
 from shards.base.durable import DamagedFile
 from shards.format.encoding import EncodingRecord
@@ -111,6 +112,15 @@ def test_the_card(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     scope: dict[str, object] = {}
     exec(example, scope)
     assert isinstance(scope["dataset"], StreamingDataset) and len(scope["dataset"]) == 30
+
+
+def test_a_card_reads_from_a_bucket_that_has_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["card", str(make_root(tmp_path / "root", {"64x64": [0], "128x128": [3]}))])
+    card = capsys.readouterr().out
+    configs = yaml.safe_load(card.split("---")[1])["configs"]
+    assert [config["config_name"] for config in configs] == ["128x128"]
+    assert 'StreamingDataset(local="root/128x128"' in card and "{root: root, bucket: 128x128}" in card
+    assert "| 64x64 | 0 | 0 |" in card
 
 
 def test_a_table_of_the_card_keeps_its_columns(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

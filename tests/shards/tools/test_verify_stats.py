@@ -4,13 +4,15 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from bench.kit.roots import encoding_record
 from shards.__main__ import run
 from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import WorkError, exit_code_of
 from shards.open import open_store
-from shards.tools.stats import root_stats
+from shards.tools.stats import root_stats, sample_stats
 from shards.tools.verify import verify_root
 from tests.roots import part_of
 
@@ -111,3 +113,14 @@ def test_a_damaged_encoding_stops_the_verification(root: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"moments", b"momenta"))
     with pytest.raises(WorkError, match=r"encoding\.json is damaged"):
         run(["verify", str(root)])
+
+
+def test_constant_latents_have_no_deviation() -> None:
+    """Rounding makes their variance negative."""
+    encoding = encoding_record(16, 16)
+    image = encoding.image.model_copy(update={"scale": (0.18215,) * 4, "shift": (0.1159,) * 4})
+    for value in (0.37, 1.91, 2.87109375):
+        latents = np.full((encoding.image.num_planes, 8, 8), value, np.float16)
+        sample = {"image_latents": latents, "caption": "grey", "scores": np.full(4, np.nan, np.float32)}
+        found = sample_stats([sample] * 3, encoding.model_copy(update={"image": image}))
+        assert found["latent_std"] == [0.0] * 4 and found["scores"] == {}
