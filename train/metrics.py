@@ -96,7 +96,8 @@ class Metrics:
                 f"{counted(state.skipped, 'step')} up to step {state.step} had a non-finite loss or "
                 f"gradient, more than optimizer.max_skipped_steps ({self.max_skipped_steps}). Skipped steps did not "
                 f"change the weights. The same command would repeat them, so lower optimizer.lr or choose a different "
-                f"precision (bfloat16, float32)."
+                f"precision (bfloat16, float32). If the steps after the newest checkpoint still fail, its weights may "
+                f"have diverged already: remove it, and the run resumes from the one before."
             )
 
     def line_fields(self) -> dict[str, Any]:

@@ -72,7 +72,15 @@ def find_data(config: DataConfig, pins: Sequence[Mapping[str, Any]] = ()) -> Fou
     streams = []
     for number, stream in enumerate(config.streams):
         pin = pins[number] if number < len(pins) and config.index == "pinned" else {}
-        streams.append(find_stream(open_store(stream.root), stream.bucket, pin))
+        try:
+            streams.append(find_stream(open_store(stream.root), stream.bucket, pin))
+        except RequestError as error:
+            if not pin:
+                raise
+            raise RequestError(
+                f"{error} If data.streams now names a different root, or lists the streams in a different order, "
+                f"restore the list with which the run was trained instead."
+            ) from error
     first = streams[0].encoding
     for stream, found in zip(config.streams[1:], streams[1:], strict=True):
         differences = encoding_differences(*(keep_towers(e, config.towers) for e in (first, found.encoding)))
@@ -216,10 +224,15 @@ def _open_stream(data: DataConfig, stream: StreamConfig, found: FoundStream, glo
         remain = f"remain{'s' * (num_samples == 1)}"
         passing = "" if selection is None else f", of which {num_samples} {remain}. {selection.explain()}"
         loosen = "loosen the filter, " if bounds and bounds.bounds else ""
+        begin = f"{store.where(stream.bucket)} has {counted(files.num_samples, 'sample')}{passing}."
+        if not num_samples:
+            raise RequestError(
+                f"{begin} The stream has nothing to train on. Encode more shards{f', {loosen}' if loosen else ' '}or "
+                f"remove the stream."
+            )
         raise RequestError(
-            f"{store.where(stream.bucket)} has {counted(files.num_samples, 'sample')}{passing}. "
-            f"With weight {stream.weight:g}, the stream does not fill one global batch of {global_batch_size}. Encode "
-            f"more shards, {loosen}raise the stream's weight, or lower global_batch_size."
+            f"{begin} With weight {stream.weight:g}, the stream does not fill one global batch of "
+            f"{global_batch_size}. Encode more shards, {loosen}raise the stream's weight, or lower global_batch_size."
         )
     largest = int(files.sizes.max())
     if data.cache_for(stream) and data.cache_limit is not None and data.cache_limit < 2 * largest:

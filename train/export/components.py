@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import diffusers
 
@@ -240,6 +240,23 @@ def default_size(fingerprint: Mapping[str, Any], network_class: str) -> Bucket |
 def network_name(pipeline: PipelineConfig) -> str:
     """Return the name of the pipeline component that is the trained network."""
     return "unet" if "unet" in constructor(pipeline) else "transformer"
+
+
+def check_network(pipeline: PipelineConfig, network_class: str) -> None:
+    """Check that the pipeline's constructor accepts networks of this class.
+
+    Raises:
+        RequestError: it takes networks of a different class, so an exported pipeline could not generate images.
+    """
+    parameter = constructor(pipeline).get(network_name(pipeline))
+    annotation = parameter.annotation if parameter else None
+    classes = get_args(annotation) or (annotation,)
+    accepted = [kind.__name__ for kind in classes if inspect.isclass(kind) and issubclass(kind, diffusers.ModelMixin)]
+    if accepted and network_class not in accepted:
+        raise RequestError(
+            f"{pipeline.class_name} (backbone.pipeline.class_name) needs a network of class {' or '.join(accepted)}, "
+            f"but this run's network is of class {network_class}. {OWN_PIPELINE}"
+        )
 
 
 def recorded_components(pipeline: PipelineConfig, image: ImageTower, texts: list[TextTower]) -> dict[str, Weights]:

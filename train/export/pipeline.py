@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, model_validator
 
 from shards.base.config import Config, load_config, load_for_run
-from shards.base.durable import atomic_folder, fsync_folder, output_errors
+from shards.base.durable import DamagedFile, atomic_folder, fsync_folder, output_errors
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import Place
 from shards.format.buckets import Bucket
@@ -35,6 +35,7 @@ from train.data.spec import keep_towers
 from train.export.card import ExportedWeights, exported_weights, model_card
 from train.export.components import (
     check_length,
+    check_network,
     check_same_encoders,
     check_unconditional,
     clip_lengths,
@@ -52,7 +53,7 @@ from train.export.scheduler import check_steps, scheduler_of
 from train.export.single_file import check_class, is_single_file, modelspec, write_single_file
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
-from train.model.network import class_name
+from train.model.network import class_name, class_of, read_unet_config
 from train.run.checkpoints.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -174,8 +175,9 @@ def _write_pipeline(
 ) -> Path:
     weights = checkpoint.weights(options.weights)
     encoding = EncodingRecord.load(open_store(config.data.streams[0].root))
-    texts = pipeline_texts(encoding, config)
     pipeline = config.backbone.pipeline
+    check_network(pipeline, checkpoint.fingerprint["backbone"]["class"])
+    texts = pipeline_texts(encoding, config)
     recorded = recorded_components(pipeline, encoding.image, texts)
     is_stock = pipeline.class_name == PipelineConfig().class_name
     if not is_stock:
@@ -227,12 +229,13 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
     """Check that a run on latents of this encoding can be exported as the pipeline that the config names.
 
     Raises:
-        RequestError: the class does not exist, its text encoders differ from the towers that the network reads, its
-            scheduler cannot be built, or it cannot sample with this scheduler.
+        RequestError: the class does not exist, it takes other networks, its text encoders differ from the towers that
+            the network reads, its scheduler cannot be built, or it cannot sample with this scheduler.
     """
     pipeline = config.backbone.pipeline
-    # the default pipeline is checked only at export, because a U-Net can be trained with any text tower
+    # the default pipeline is checked only at export, because a network can be trained without any pipeline
     if pipeline.class_name != PipelineConfig().class_name:
+        check_network(pipeline, class_of(read_unet_config(config.network), config.network).__name__)
         recorded_components(pipeline, encoding.image, pipeline_texts(encoding, config))
         check_same_encoders(encoding, config)
         check_unconditional(config)
@@ -271,9 +274,15 @@ def _load_checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
         raise RequestError(
             f"{run_dir} has no checkpoint at step {step}. Available steps: {', '.join(map(str, steps)) or 'none'}."
         )
-    checkpoint = newest_checkpoint(run_dir) if step is None else verify_checkpoint(step_folder(run_dir, step))
+    try:
+        checkpoint = newest_checkpoint(run_dir) if step is None else verify_checkpoint(step_folder(run_dir, step))
+    except DamagedFile as error:
+        raise DamagedFile(f"{error} Restore the checkpoint from a backup, or export a different step.") from error
     if checkpoint is None:
-        raise RequestError(f"{run_dir} has no complete checkpoint yet, so there is nothing to export.")
+        raise RequestError(
+            f"{run_dir} has no complete checkpoint, so there is nothing to export. Pass the run_dir of a training run, "
+            f"and wait for its first checkpoint."
+        )
     return checkpoint
 
 

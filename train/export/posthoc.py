@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shards.base.config import Config, load_for_run
-from shards.base.durable import atomic_folder, sha256_file, write_sealed_json
+from shards.base.durable import DamagedFile, atomic_folder, sha256_file, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 from train.model.config import Width, average_name
 from train.model.ema import posthoc_coefficients
@@ -67,7 +67,7 @@ def write_average(run_dir: Path, options: RebuildConfig) -> Path:
         DamagedFile: a snapshot is damaged.
         WorkError: a snapshot has non-finite values.
     """
-    snapshots = [verify_checkpoint(folder) for folder in select_snapshots(run_dir, options.step)]
+    snapshots = [load_snapshot(folder) for folder in select_snapshots(run_dir, options.step)]
     step = snapshots[-1].state.step
     averages = [(snapshot, name) for snapshot in snapshots for name in average_names(snapshot)]
     steps, stds = [snapshot.state.step for snapshot, _ in averages], [float(name[4:]) for _, name in averages]
@@ -111,6 +111,17 @@ def select_snapshots(run_dir: Path, step: int | None) -> list[Path]:
             f"{', '.join(map(str, nearest))}."
         )
     return [folder for number, folder in sorted(by_step.items()) if step is None or number <= step]
+
+
+def load_snapshot(folder: Path) -> Checkpoint:
+    """Return the verified snapshot in `folder`. Raises DamagedFile if it is damaged."""
+    try:
+        return verify_checkpoint(folder)
+    except DamagedFile as error:
+        raise DamagedFile(
+            f"{error} Restore {folder} from a backup or remove it, so that the average is rebuilt from the other "
+            f"snapshots, with a slightly larger error."
+        ) from error
 
 
 def average_names(snapshot: Checkpoint) -> list[str]:

@@ -124,12 +124,14 @@ def check_steps(pipeline: PipelineConfig, scheduler: Any) -> None:
     prefix = f"{pipeline.class_name} cannot sample with the scheduler {type(scheduler).__name__} and the settings "
     prefix += f"{pipeline.scheduler_settings} (backbone.pipeline): "
     try:
-        scheduler.set_timesteps(min(20, scheduler.config.num_train_timesteps), **{"mu": 1.0} if passes_mu else {})
+        # fewer steps than in training, because `steps_offset` would shift the first of as many steps out of range
+        num_steps = max(1, min(20, scheduler.config.num_train_timesteps - 1))
+        scheduler.set_timesteps(num_steps, **{"mu": 1.0} if passes_mu else {})
         if "scale_model_input(" in source or hasattr(scheduler, "scale_model_input"):
             scaled = scheduler.scale_model_input(torch.ones(1), scheduler.timesteps[0])
             is_scaled = not torch.equal(scaled, torch.ones(1))
         scheduler.step(torch.zeros(1, 4, 8, 8), scheduler.timesteps[0], torch.zeros(1, 4, 8, 8))
-    except (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         raise RequestError(
             f"{prefix}called as in the pipeline, {'with' if passes_mu else 'without'} a shift `mu`, it raises "
             f"{error!r}. {remedy}"

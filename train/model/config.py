@@ -43,16 +43,21 @@ class EmaConfig(Config):
     """Steps between snapshots of the averages in `std`, from which `python -m train ema RUN` can later rebuild an
     average of any width; null: no snapshots."""
     std: list[Width] = Field([0.05, 0.1], min_length=1)
-    """Widths of the averages in snapshots, defined like `sigma_rel`. Each average takes 4 bytes per parameter, both in
-    memory and in checkpoints."""
+    """Widths of the averages in snapshots, defined like `sigma_rel`, with at most three decimals. Each average takes 4
+    bytes per parameter, both in memory and in checkpoints."""
     snapshot_dtype: Literal["float16", "float32"] = "float16"
     """Data type of snapshots; float16 rounds to within 1/2048 of each value."""
 
     @field_validator("std")
     @classmethod
-    def _differ(cls, std: list[float]) -> list[float]:
-        if len({average_name(width) for width in std}) < len(std):
-            raise ValueError("two of the widths are equal when rounded to three decimals; remove one of them")
+    def _check_widths(cls, std: list[float]) -> list[float]:
+        if inexact := [width for width in std if width != round(width, 3)]:
+            raise ValueError(
+                f"{inexact[0]:g} has more than three decimals, but a snapshot records the width of an average with "
+                f"three; round it, to at least 0.001"
+            )
+        if len(set(std)) < len(std):
+            raise ValueError("two of the widths are equal; remove one of them")
         return std
 
 

@@ -264,6 +264,8 @@ def architecture_differences(theirs: Mapping[str, Any], network: Any) -> str:
     the shapes. A field that is missing in `theirs` was added by a later version of diffusers and has its default value
     in `network`.
     """
+    if class_name(theirs) != class_name(network.config):
+        return f"class: {class_name(theirs)} ≠ {class_name(network.config)}"
     ignored = NOT_ARCHITECTURE.get(class_name(network.config), ())
     return "; ".join(
         f"{field}: {theirs[field]} ≠ {value}"

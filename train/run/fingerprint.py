@@ -117,6 +117,8 @@ def _differences(name: str, left: Any, right: Any) -> list[str]:
     if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
         pairs = enumerate(zip(left, right, strict=True), 1)
         return [line for i, (a, b) in pairs for line in _differences(f"{name}[{i}]" if len(left) > 1 else name, a, b)]
+    if name == "streams" and left is not None:  # all fields of all streams would hide the cause
+        return [f"number of streams: {len(left)} ≠ {len(right)}"]
     return [] if left == right else [f"{name}: {left} ≠ {right}"]
 
 

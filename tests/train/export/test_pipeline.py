@@ -13,6 +13,8 @@ from precompute.config import PrecomputeConfig
 from shards.base.config import load_config
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
+from tests.runs import train_fields, write_config
+from train.__main__ import run as command
 from train.config import TrainConfig
 from train.export.components import check_length, pipeline_texts, set_length
 from train.export.pipeline import check_pipeline
@@ -153,6 +155,29 @@ def test_named_schedulers_have_the_noise_schedule_of_training(name: str, objecti
     assert found.config.clip_sample is False  # also for samplers that evaluation builds from this config
     if objective is ZERO_SNR:
         assert found.config.timestep_spacing == "trailing"
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 20, 21])
+def test_a_schedule_with_few_steps_can_be_exported(num_steps: int) -> None:
+    changes = {"objective": ObjectiveConfig(num_train_timesteps=num_steps)}
+    config = shipped("sd2").model_copy(update=changes)
+    if num_steps == 1:  # the sampler starts at step 1, which does not exist
+        with pytest.raises(RequestError, match="it raises IndexError"):
+            check_pipeline(config, encoded("sd2"))
+    else:
+        check_pipeline(config, encoded("sd2"))
+
+
+def test_a_pipeline_that_takes_other_networks_is_refused(latents: Path, tmp_path: Path) -> None:
+    config = shipped("sdxl")
+    backbone = config.backbone.model_copy(update={"config": shipped("sd3").network})
+    with pytest.raises(RequestError, match="a network of class UNet2DConditionModel, but this run's network is of cla"):
+        check_pipeline(config.model_copy(update={"backbone": backbone}), encoded("sdxl"))
+    fields = train_fields(latents, tmp_path / "run", max_steps=1)  # the default pipeline is checked only at export
+    command(["--config", str(write_config(tmp_path, fields))])
+    with pytest.raises(RequestError, match=r"this run's network is of class PixArt.* Name a matching pipeline"):
+        command(["export", str(tmp_path / "run")])
+    assert not (tmp_path / "run" / "export").exists()
 
 
 def test_a_schedule_that_a_scheduler_cannot_rescale_is_refused() -> None:

@@ -132,8 +132,11 @@ def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tm
         write_pipeline(runs[0], ExportConfig(weights="posthoc"))
     with pytest.raises(RequestError, match=r"has no checkpoint at step 9\. Available steps: .*8, 12\."):
         write_pipeline(runs[0], ExportConfig(step=9))
-    with pytest.raises(ValueError, match="two of the widths are equal when rounded"):
-        EmaConfig(std=[0.05, 0.0501])
+    with pytest.raises(ValueError, match="two of the widths are equal; remove one of them"):
+        EmaConfig(std=[0.05, 0.05])
+    for width in (0.0501, 0.0001):  # a snapshot's folder would name it 0.050 or 0.000
+        with pytest.raises(ValueError, match=f"{width} has more than three decimals"):
+            EmaConfig(std=[width])
     fields = train_fields(latents, tmp_path, ema={"start_step": None}, validation={"weights": "ema"})
     message = r"validation\.weights is ema, but the run keeps no moving average; set ema\.start_step"
     with pytest.raises(RequestError, match=message):
@@ -146,8 +149,14 @@ def test_damage_and_overflow_are_found(runs: tuple[Path, Path]) -> None:
     data = bytearray(sound)
     data[-2:] = b"\x00\x7c"  # infinity in float16
     path.write_bytes(bytes(data))
-    with pytest.raises(DamagedFile, match="does not match its SHA-256"):
+    with pytest.raises(DamagedFile, match=r"does not match its SHA-256 .* Restore \S+/step-00000004"):
         write_average(runs[1], RebuildConfig(std=0.07))
+    optimizer = step_folder(runs[1], 12) / "optimizer.safetensors"
+    intact = optimizer.read_bytes()
+    optimizer.write_bytes(intact[:-1])
+    with pytest.raises(DamagedFile, match=r"optimizer\.safetensors does not match .*, or export a different step"):
+        write_pipeline(runs[1], ExportConfig(step=12))
+    optimizer.write_bytes(intact)
     with pytest.raises(WorkError, match=r"has non-finite values in .* overflow float16.*snapshot_dtype float32"):
         combine([path.parent], np.ones(1))
     path.write_bytes(sound)

@@ -243,7 +243,7 @@ def test_an_export_may_be_a_link_and_a_full_disk_is_reported(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    command(["--config", str(write_config(tmp_path, train_fields(latents, run, max_steps=1)))])
+    command(["--config", str(write_config(tmp_path, train_fields(latents, run, UNET, max_steps=1)))])
     (tmp_path / "disk").mkdir()
     (run / "export").symlink_to(tmp_path / "disk")
     for _ in range(2):

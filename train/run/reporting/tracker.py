@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from shards.base.config import flatten
 from shards.base.durable import write_file
+from shards.base.errors import Outage
 from train.run.checkpoints.checkpoint import TRACKER_ID
 from train.run.lease.folder import publish
 from train.run.reporting.config import LogConfig
@@ -25,6 +26,9 @@ def start_tracker(config: LogConfig, accelerator: Accelerator, settings: dict[st
     Args:
         settings: the run's config, for display in the tracker.
         folder: the launch's own folder.
+
+    Raises:
+        Outage: the tracker's client failed to start, for example without credentials or a connection.
     """
     run_dir, is_main = folder.parents[1], accelerator.is_main_process
     name, settings = config.name or run_dir.name, flatten(settings) | {"source": source_version()}
@@ -40,7 +44,15 @@ def start_tracker(config: LogConfig, accelerator: Accelerator, settings: dict[st
         "mlflow": {"run_name": name, "run_id": ids.get("mlflow"), "tags": dict.fromkeys(config.tags, "true")},
     }
     resumes_mlflow = config.tracker == "mlflow" and "mlflow" in ids  # mlflow does not allow settings to change
-    accelerator.init_trackers(config.project, config=None if resumes_mlflow else settings, init_kwargs=init_kwargs)
+    try:
+        accelerator.init_trackers(config.project, config=None if resumes_mlflow else settings, init_kwargs=init_kwargs)
+    except Exception as error:  # each tracker's client has its own exception classes
+        reason = str(error).rstrip(".")
+        raise Outage(
+            f"log.tracker: {config.tracker} could not be started: {type(error).__name__}: {reason}. Log in to it or "
+            f"restore the connection, and run the same command again. To train without it, set log.tracker to "
+            f"tensorboard or none."
+        ) from error
     if is_main and config.tracker == "mlflow" and not resumes_mlflow:
         run_id = accelerator.get_tracker("mlflow", unwrap=True).info.run_id
         save_tracker_ids(ids | {"mlflow": run_id}, folder)

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from shards.base.errors import RequestError, WorkError
 from tests import ranks
-from tests.runs import UNET, acquire, curve, train_fields, write_config
+from tests.runs import TRANSFORMER, UNET, acquire, curve, train_fields, write_config
 from train.__main__ import run as command
 from train.model.config import EmaConfig
 from train.model.ema import make_averages
@@ -235,6 +235,15 @@ def test_weights_of_another_architecture_of_equal_shapes_are_refused(
     (name,) = field
     with pytest.raises(RequestError, match=f"has a different architecture from `backbone.config`: {name}"):
         load_weights(other, step_folder(tmp_path, 1) / "unet")
+
+
+def test_weights_of_another_class_are_refused_by_its_name(unet: UNet2DConditionModel, tmp_path: Path) -> None:
+    writing = writer(tmp_path, unet)
+    writing.write(snapshot(unet, 1))
+    writing.finish()
+    different = r"`backbone\.config`: class: UNet2DConditionModel ≠ PixArtTransformer2DModel \(pretrained ≠ config\)"
+    with pytest.raises(RequestError, match=different):
+        load_weights(build_network(TRANSFORMER, None), step_folder(tmp_path, 1) / "unet")
 
 
 def test_an_average_begun_too_early_is_not_gone_on_with(unet: UNet2DConditionModel, tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from shards.base import progress
-from shards.base.errors import Preempted, RequestError
+from shards.base.errors import Outage, Preempted, RequestError
 from tests.runs import train_fields, write_config
 from tests.train.run.reporting.preemption import preempt_in_step
 from train.__main__ import run as command
@@ -123,3 +124,17 @@ def test_trackers_other_than_those_of_accelerate_are_refused(monkeypatch: pytest
         RequestError, match=r"log\.tracker is comet_ml, but the package for this tracker is not installed"
     ):
         check_tracker("comet_ml")
+
+
+def test_a_tracker_that_cannot_start_is_named(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise LookupError("No API key configured.")  # stands for wandb's UsageError
+
+    pytest.importorskip("mlflow")
+    fields = train_fields(latents, tmp_path / "run", max_steps=1, log={"tracker": "mlflow"})
+    config = str(write_config(tmp_path, fields))
+    with monkeypatch.context() as patches, pytest.raises(Outage, match=r"mlflow could not be started: .* No API key"):
+        patches.setattr(Accelerator, "init_trackers", refuse)
+        command(["--config", config])
+    command(["--config", config, "--log.tracker", "none"])
+    assert len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) == 1
