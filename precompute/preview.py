@@ -28,7 +28,7 @@ from PIL import Image
 from shards.base.device import best_device
 from shards.base.durable import write_output
 from shards.base.errors import RequestError, console
-from shards.base.store import Store
+from shards.base.store import Store, parse_local
 from shards.base.table import counted
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
@@ -203,17 +203,17 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("root", help="local folder, or URL such as s3://bucket/latents")
     parser.add_argument("--bucket", help="WIDTHxHEIGHT; default: all buckets with samples")
     parser.add_argument("--samples", type=int, default=16, help="number of samples per bucket; default: 16")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"HTML file to write; default: {OUTPUT}")
+    parser.add_argument("--output", default=OUTPUT, help=f"HTML file to write; default: {OUTPUT}")
     parser.add_argument("--vae", help="folder of the VAE; default: the one in encoding.json")
     options = parser.parse_args(arguments)
     if options.samples < 1:
         raise RequestError(f"--samples is {options.samples}, but must be at least 1.")
-    store = open_store(options.root)
+    output, store = parse_local(options.output), open_store(options.root)
     encoding = EncodingRecord.load(store)
     buckets = [options.bucket] if options.bucket else buckets_with_samples(store)
     page, count = preview_page(store, buckets, options.samples, encoding, load_decoder(encoding, options.vae))
-    write_output(options.output, page.encode())
-    print(f"{options.output}: {counted(count, 'sample')} from {', '.join(buckets)}")
+    write_output(output, page.encode())
+    print(f"{output}: {counted(count, 'sample')} from {', '.join(buckets)}")
 
 
 main = console(run)

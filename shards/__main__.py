@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from shards.base.device import available_cores
 from shards.base.durable import write_output
 from shards.base.errors import RequestError, WorkError, console
-from shards.base.store import LocalStore, parse_place
+from shards.base.store import LocalStore, parse_local, parse_place
 from shards.base.table import counted
 from shards.derive.conversion import Changes
 from shards.format.encoding import EncodingRecord
@@ -91,7 +91,7 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
         case "where":
             add("key", help="key of the sample")
         case "stats":
-            add("--plot", type=Path, help="path of a PNG to write")
+            add("--plot", help="path of a PNG to write")
             about = "maximum number of samples to read per bucket"
             add("--max-samples", type=int, default=10_000, help=about)
         case "card":
@@ -132,10 +132,11 @@ def stats(options: argparse.Namespace) -> None:
     """Show sample counts, bytes, rejects and latent statistics."""
     if options.max_samples < 0:
         raise RequestError(f"--max-samples must not be negative, but is {options.max_samples}.")
+    plot = options.plot and parse_local(options.plot)
     found = root_stats(options.root, options.max_samples)
     print(json.dumps(found, indent=2) if options.json else stats_table(found))
-    if options.plot:
-        plot_stats(found, options.plot)
+    if plot:
+        plot_stats(found, plot)
 
 
 def index(options: argparse.Namespace) -> None:

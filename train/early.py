@@ -124,7 +124,9 @@ def next_commands(config: TrainConfig, config_file: Path | None) -> list[str]:
     """Return the commands to evaluate and export the finished run, and to train the phases that start from it."""
     run = shlex.quote(str(config.run_dir))
     # an export is always a local folder
-    output = "" if isinstance(config.run_dir, Path) else f" --output runs/{Path(config.run_dir).name}/export"
+    output = ""
+    if isinstance(config.run_dir, str):
+        output = f" --output {shlex.quote(f'runs/{Path(config.run_dir).name}/export')}"
     return [
         f"python -m evaluation sample --config configs/evaluate.yaml --model {run} --prompts.file prompts.txt",
         f"python -m train export {run}{output}",

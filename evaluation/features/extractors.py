@@ -21,6 +21,7 @@ from evaluation.metrics.table import ExtractorName
 from shards.base.config import Config
 from shards.base.durable import canonical_json, sha256_file
 from shards.base.errors import RequestError
+from shards.base.store import LocalPath
 from shards.format.models import FILES, OTHER_VOCABULARIES, TOKENIZER_FILES, read_model_config
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -40,7 +41,7 @@ Extractor = Callable[[Pixels], Tensor]
 class ExtractorConfig(Config):
     """A feature extractor, loaded from a local path. Nothing is downloaded."""
 
-    weights: Path | None = None
+    weights: LocalPath | None = None
     """Local path of the weights. `inception` needs torch-fidelity's weights file; `clip`, a folder in transformers' or
     open_clip's format; `dinov2`, a folder in transformers' format. null: the extractor is not used."""
     sha256: str | None = None

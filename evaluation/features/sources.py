@@ -30,7 +30,7 @@ from precompute.pixels.decode import LimitsConfig, Picture, PixelsConfig, decode
 from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, Isolated
 from shards.base.config import Config
 from shards.base.durable import canonical_json
-from shards.base.store import Place
+from shards.base.store import LocalPath, Place
 from shards.format.buckets import Bucket, BucketName
 from shards.open import open_store
 
@@ -47,7 +47,7 @@ class ReferenceConfig(Config):
     """Folder or URL where the reference's features are stored."""
     pictures: str | None = None
     """Folder or URL of images, in any form that stage 1 accepts. null: the features already exist at `place`."""
-    moments: Path | None = None
+    moments: LocalPath | None = None
     """An npz file with `mu` and `sigma`, in the format of pytorch-fid and MLPerf. Replaces `place` and `pictures`, but
     suffices only for `fid`, `clip_fid`, `fd_dinov2` and `toy_fid`."""
     size: BucketName = "512x512"

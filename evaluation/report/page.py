@@ -17,7 +17,7 @@ from evaluation.report.runs import MAX_POINTS, Evaluation, LoggedRun, binned, st
 from evaluation.sampling.prompts import Prompt
 from shards.base.config import Config
 from shards.base.errors import RequestError, WorkError
-from shards.base.store import parse_place
+from shards.base.store import LocalPath, parse_place
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.tools.stats import root_totals
@@ -30,7 +30,7 @@ listed."""
 class ReportConfig(Config):
     """Write a report of training runs as a single HTML page."""
 
-    output: Path = Path("runs/report.html")
+    output: LocalPath = Path("runs/report.html")
     """Path of the report."""
     price_per_hour: float | None = Field(None, ge=0)
     """Dollars per GPU hour (`plan/gpus.yaml` lists some prices); null: report only GPU hours."""

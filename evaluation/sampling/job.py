@@ -141,10 +141,13 @@ def draw_on_worker(
         output: folder or URL that contains a run's exported model.
         report: called with the number of images drawn so far.
     """
+    store = open_store(part.output)
+    if found := read_receipts(store, PICTURES, [part.name]):
+        return found[part.name]  # another job has drawn it, and a watcher may have deleted the model since
     pipeline, own_scheduler = cached_pipeline(model, output, device, part.drawing.precision, trust_remote_code)
     pipeline.scheduler = sampler_of(own_scheduler, part.drawing.setting.sampler)
     write = functools.partial(draw_part, part, pipeline, batch_size, report)
-    return commit_part(open_store(part.output), PICTURES, part.name, write)
+    return commit_part(store, PICTURES, part.name, write)
 
 
 @keep_last

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from shards.base.config import Config
 from shards.base.errors import RequestError
+from shards.base.store import LocalPath
 
 TEXT_COLUMNS = ("prompt", "prompts", "caption", "text")
 ID_COLUMNS = ("id", "key")
@@ -32,7 +33,7 @@ PARSE_ERRORS = (
 class PromptsConfig(Config):
     """The prompts to sample."""
 
-    file: Path | None = None
+    file: LocalPath | None = None
     """Prompt file: .txt with one prompt per line, .csv, .tsv, .json (in the format of COCO captions or MJHQ) or
     .parquet."""
     column: str | None = None

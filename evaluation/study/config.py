@@ -7,7 +7,7 @@ from pydantic import Field
 from evaluation.study.protocol import ProtocolConfig
 from evaluation.study.statistics.power import PowerConfig
 from shards.base.config import Config
-from shards.base.store import Place
+from shards.base.store import LocalPath, Place
 
 
 class ServeConfig(Config):
@@ -33,7 +33,7 @@ class ServeConfig(Config):
 class StudyConfig(Config):
     """A blind study of two or more models, given by their sample sets."""
 
-    output: Path = Path("runs/study")
+    output: LocalPath = Path("runs/study")
     """Folder, on a local disk, for the study's images, protocol, votes and results."""
     sets: list[Place] = Field([])
     """Sample sets drawn by `evaluation sample` with the same prompts, seed and size. They become models A, B and so

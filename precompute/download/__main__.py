@@ -14,11 +14,14 @@ import time
 from precompute.download.config import DownloadConfig
 from precompute.download.fetch import require_img2dataset
 from precompute.download.job import fetch_missing
-from precompute.download.report import describe, write_report
+from precompute.download.report import REPORT_NAME, describe, write_report
 from precompute.download.rows import plan_download
 from shards.base.config import load_from_args
 from shards.base.durable import locked
 from shards.base.errors import WorkError, console
+
+MAX_REASONS = 5
+"""Number of failed tars that the final error names."""
 
 
 def run(arguments: list[str]) -> None:
@@ -33,7 +36,9 @@ def run(arguments: list[str]) -> None:
         report = write_report(config.output, tars, failed, fetched, time.monotonic() - start)
     print(describe(report))
     if failed:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items()))
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(failed.items())[:MAX_REASONS])
+        if len(failed) > MAX_REASONS:
+            reasons += f"; and {len(failed) - MAX_REASONS} more, see {config.output / REPORT_NAME}"
         raise WorkError(
             f"{len(failed)} of {len(tars)} tars could not be downloaded ({reasons}). The other tars are complete. "
             "Run the same command again to retry only the failed ones."

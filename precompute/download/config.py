@@ -1,11 +1,11 @@
 """Config for `python -m precompute.download`."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shards.base.config import Config
+from shards.base.store import LocalPath
 
 
 class ImagesConfig(Config):
@@ -49,10 +49,10 @@ class RobotsConfig(Config):
 class DownloadConfig(Config):
     """Selected rows → webdataset tars, downloaded with img2dataset."""
 
-    input: Path
+    input: LocalPath
     """Parquet file, or folder of parquet files, with URL and TEXT columns, such as the output of
     `precompute.select`."""
-    output: Path
+    output: LocalPath
     """Folder for the tars: 00000.tar, 00000.parquet, 00000_stats.json and so on, and download_report.json."""
     rows_per_shard: PositiveInt = 10_000
     """Rows per tar. It cannot change once the download has started, because it determines each row's key."""

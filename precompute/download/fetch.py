@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import importlib.util
+import io
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
@@ -80,7 +81,7 @@ def fetch_tar(config: DownloadConfig, tar: PlannedTar) -> dict[str, Any]:
     folder.mkdir(parents=True)
     log = config.output / f"{tar.name}.log"
     try:
-        with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        with _open_log(log) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
             _download(config, tar, folder)
         receipt = check_tar(folder, tar.name, tar.num_rows, config)
         stats = _publish(config, tar, folder, receipt)
@@ -96,6 +97,21 @@ def fetch_tar(config: DownloadConfig, tar: PlannedTar) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
         if log.exists() and not log.stat().st_size:
             log.unlink()
+
+
+class _LogFile(io.FileIO):
+    """File that drops what the disk has no room for. If a message of img2dataset's raised an error, it would leave its
+    loop over the images and wait forever for the threads that it still feeds."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _open_log(path: Path) -> io.TextIOWrapper:
+    return io.TextIOWrapper(cast(BinaryIO, _LogFile(path, "w")), "utf-8", errors="backslashreplace", write_through=True)
 
 
 def _download(config: DownloadConfig, tar: PlannedTar, folder: Path) -> None:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from precompute.download.config import DownloadConfig
 from precompute.select.metadata import WORK_NAME, find_columns, read_footer
-from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
+from shards.base.durable import DamagedFile, output_errors, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 
 PLAN_NAME = "download_plan.json"
@@ -93,7 +93,8 @@ def _keep_to_plan(path: Path, now: dict[str, Any]) -> None:
     """Check that the plan `now` agrees with the plan recorded at `path`, if any, and record it. A plan consists of
     `settings`, and `inputs` with the name, number of rows and footer hash of each file."""
     if not path.exists():
-        write_sealed_json(path, now)
+        with output_errors(f"The output folder {path.parent} cannot be written", "Choose a writable --output."):
+            write_sealed_json(path, now)
         return
     try:
         before = read_sealed_json(path)

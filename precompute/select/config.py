@@ -1,12 +1,12 @@
 """Config for `python -m precompute.select`."""
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from precompute.select.datasets import DatasetConfig
 from shards.base.config import Config
+from shards.base.store import LocalPath
 from shards.format.buckets import BucketName
 from shards.format.scores import Range
 
@@ -47,7 +47,7 @@ class UrlsConfig(Config):
     third-party URLs."""
     drop_duplicates: bool = True
     """Among rows whose URLs are byte-identical, keep only the first one that passes all other rules."""
-    opt_out: Path | None = None
+    opt_out: LocalPath | None = None
     """Opt-out list of hosts and URLs to drop: a text file with one entry per line, or parquet with a URL column. The
     command fails if an entry could never match a URL."""
 
@@ -60,7 +60,7 @@ class SelectConfig(Config):
     dataset: DatasetConfig | None = None
     """Names of the columns. null: DataComp, COYO, PD12M and PD3M are recognised, and LAION's names are used
     otherwise."""
-    output: Path
+    output: LocalPath
     """Output folder for selected-00000.parquet (and so on), funnel.json and funnel.png."""
     filters: FiltersConfig = FiltersConfig()
     urls: UrlsConfig = UrlsConfig()

@@ -189,11 +189,22 @@ def _read_finished(output: Path, request: str) -> dict[str, Any] | None:
     path = output / FUNNEL_NAME
     if not path.exists():
         return None
-    funnel: dict[str, Any] = json.loads(path.read_text())
+    try:
+        funnel: dict[str, Any] = json.loads(path.read_bytes())
+        names = [found["name"] for found in funnel["outputs"]]
+    except (ValueError, KeyError, TypeError):
+        raise RequestError(
+            f"{path} is damaged. Restore it from a backup, or remove {output} and run the same command again."
+        ) from None
     if funnel.get("request") != request:
         raise RequestError(
             f"{output} holds a finished selection with different metadata or settings (see {path}), which will not be "
             "overwritten. Choose a different --output, or remove that folder."
+        )
+    if missing := [name for name in names if not (output / name).is_file()]:
+        raise RequestError(
+            f"{output} holds this selection, but {missing[0]} is missing. Restore it from a backup, or remove {output} "
+            f"and run the same command again."
         )
     shutil.rmtree(output / WORK_NAME, ignore_errors=True)
     print(f"{output} already holds this selection, so there is nothing to do.")

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from precompute.select.datasets import COLUMNS, LAION, SPELLINGS, DatasetConfig
 from precompute.select.rules import Rule
 from shards.base.errors import RequestError, WorkError
+from shards.base.remote import store_errors
 from shards.format.scores import SCORES
 
 CANONICAL = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
@@ -43,18 +44,20 @@ class MetadataFile:
 
 def find_files(metadata: str, output: Path) -> list[str]:
     """Return the sorted addresses of the parquet files at `metadata`, which is a file, a folder or a glob, except those
-    in the folder `output`. Raises RequestError if there are none, or they cannot be listed."""
+    in the folder `output`. Raises RequestError if there are none, or they cannot be listed, and Outage if an object
+    store cannot be reached."""
     try:
-        file_system, path = fsspec.core.url_to_fs(metadata)
-        if file_system.isfile(path):
-            found = [path]
-        else:
-            is_folder = file_system.isdir(path)
-            listed = file_system.find(path) if is_folder else file_system.glob(path)
-            own = f"{os.path.abspath(output)}/" if "file" in file_system.protocol else None
-            found = [name for name in listed if own is None or not os.path.abspath(name).startswith(own)]
-            if is_folder:
-                found = [name for name in found if name.endswith(".parquet")]
+        with store_errors(metadata, OSError, ImportError, ValueError):
+            file_system, path = fsspec.core.url_to_fs(metadata)
+            if file_system.isfile(path):
+                found = [path]
+            else:
+                is_folder = file_system.isdir(path)
+                listed = file_system.find(path) if is_folder else file_system.glob(path)
+                own = f"{os.path.abspath(output)}/" if "file" in file_system.protocol else None
+                found = [name for name in listed if own is None or not os.path.abspath(name).startswith(own)]
+                if is_folder:
+                    found = [name for name in found if name.endswith(".parquet")]
     except (OSError, ImportError, ValueError) as error:
         raise RequestError(f"The metadata {metadata} cannot be listed: {error}. Check --metadata.") from error
     if not found:
@@ -143,9 +146,11 @@ class Footer:
 
 
 def read_footer(address: str | Path) -> Footer:
-    """Read the footer of a parquet file. Raises RequestError if the file is empty or not parquet."""
+    """Read the footer of a parquet file. Raises RequestError if the file is empty or not parquet, and Outage if an
+    object store cannot be reached."""
+    expected = (pa.ArrowException, OSError, RequestError)
     try:
-        with fsspec.open(str(address), "rb") as file:
+        with store_errors(str(address), *expected), fsspec.open(str(address), "rb") as file:
             if not (num_bytes := file.seek(0, 2)):
                 raise RequestError(f"{address} is empty. Download it again, or remove it.")
             metadata = pq.read_metadata(file)
@@ -153,7 +158,8 @@ def read_footer(address: str | Path) -> Footer:
             file.seek(-8 - metadata.serialized_size, 2)
             sha256 = hashlib.sha256(file.read(metadata.serialized_size)).hexdigest()
     except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"{address} cannot be read as parquet: {error}. Replace or remove the file.") from None
+        reason = str(error).rstrip(".")
+        raise RequestError(f"{address} cannot be read as parquet: {reason}. Replace or remove the file.") from None
     return Footer(metadata.schema.to_arrow_schema(), metadata.num_rows, num_bytes, sha256)
 
 
@@ -214,19 +220,23 @@ def read_batches(source: MetadataFile) -> Iterator[pa.RecordBatch]:
     """Yield the file's rows in order, with its known columns under their canonical names. Memory use does not depend on
     the size of the file or of its row groups.
 
-    Raises WorkError if the file is damaged, or has changed since it was inspected.
+    Raises WorkError if the file is damaged, or has changed since it was inspected, and Outage if an object store cannot
+    be reached.
     """
     num_rows = 0
     try:
-        if source.address.startswith("file://"):
-            handle = pa.OSFile(source.address.removeprefix("file://"))
-        else:
-            # each column is read sequentially in BUFFER_BYTES pieces; fsspec's read-ahead would refetch the same bytes
-            handle = fsspec.open(source.address, "rb", cache_type="none").open()
-        with handle, pq.ParquetFile(handle, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
-            for batch in file.iter_batches(BATCH_ROWS, columns=list(source.columns.values())):
-                num_rows += batch.num_rows
-                yield _rename(batch, source.columns)
+        with store_errors(source.address, pa.ArrowException, OSError):
+            if source.address.startswith("file://"):
+                handle = pa.OSFile(source.address.removeprefix("file://"))
+            else:
+                # each column is read sequentially in BUFFER_BYTES pieces, because fsspec's read-ahead would refetch the
+                # same bytes
+                file_system, path = fsspec.core.url_to_fs(source.address)
+                handle = file_system.open(path, "rb", cache_type="none")
+            with handle, pq.ParquetFile(handle, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+                for batch in file.iter_batches(BATCH_ROWS, columns=list(source.columns.values())):
+                    num_rows += batch.num_rows
+                    yield _rename(batch, source.columns)
     except (pa.ArrowException, OSError) as error:
         raise WorkError(
             f"{source.address} cannot be read after row {num_rows} of {source.num_rows}: {error}. Download it again, "

@@ -3,6 +3,7 @@
 import ctypes
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -76,6 +77,8 @@ def run_each(
 
 
 def _initialize(initializer: Callable[[], None] | None) -> None:
+    # Ctrl-C in a terminal also reaches the workers: end without a traceback, because the parent reports it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # otherwise a worker whose parent was killed would wait for work forever
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if initializer:

@@ -220,8 +220,8 @@ def outage(address: str, error: Exception) -> Outage:
     """Build the user-facing `Outage` for an exception that a store's client raised."""
     reason = str(error).strip().splitlines()[-1] if str(error).strip() else "(no message)"
     return Outage(
-        f"{address} cannot be read or written: {type(error).__name__}: {reason}. Check the URL, the credentials "
-        f"and the network."
+        f"{address} cannot be read or written: {type(error).__name__}: {reason.rstrip('.')}. Check the URL, the "
+        f"credentials and the network."
     )
 
 

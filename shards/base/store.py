@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import PlainSerializer, PlainValidator
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator
 
 from shards.base.durable import (
     copy_file,
@@ -34,6 +34,7 @@ from shards.base.durable import (
     sha256_file,
     write_file,
 )
+from shards.base.errors import RequestError
 
 STAGING_FOLDER = ".unfinished"
 """Folder in the root where files are written before they are linked or renamed into place."""
@@ -283,6 +284,17 @@ def parse_place(value: Any) -> Path | str:
     return Path(text).expanduser() if text == "~" or text.startswith("~/") else Path(text)
 
 
+def parse_local(value: Any) -> Path:
+    """Parse a path that must be on a local disk, as `parse_place` does. Raises RequestError if it is a URL; otherwise,
+    `Path` would turn it into a relative path such as s3:/bucket/tars."""
+    place = parse_place(value)
+    if isinstance(place, str):
+        raise RequestError(
+            f"{value} is a URL, but this must be a local path. Choose one, and copy the files between it and the URL."
+        )
+    return place
+
+
 def absolute_place(place: Path | str) -> Path | str:
     """Make a path absolute, because workers have different working directories. A URL is returned as it is."""
     return place.absolute() if isinstance(place, Path) else place
@@ -297,3 +309,6 @@ def resolved_place(place: Path | str) -> str:
 Place = Annotated[Path | str, PlainValidator(parse_place), PlainSerializer(str, when_used="json")]
 """Config field type for a latents root: a `Path` for a local root, otherwise the URL as a `str`. `shards/open.py` opens
 it."""
+
+LocalPath = Annotated[Path, BeforeValidator(parse_local)]
+"""Config field type for a path on a local disk, for which a URL is refused."""

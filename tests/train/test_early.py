@@ -10,6 +10,8 @@ import pytest
 from shards.base.errors import RequestError
 from tests.runs import PYTHON, environment, launcher, run_module, train_fields, write_config
 from train.__main__ import run as train
+from train.config import TrainConfig
+from train.early import describe_finished
 from train.run.checkpoints.checkpoint import step_folder
 
 HEAVY = ("torch", "accelerate", "diffusers", "transformers")
@@ -147,3 +149,9 @@ def test_invalid_requests_are_refused_without_torch(latents: Path, tmp_path: Pat
     assert [code for code, _ in found] == [2] * len(commands)
     assert [printed.count(message) for (_, printed), message in zip(found, messages, strict=True)] == [1] * len(found)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_next_commands_of_a_run_at_a_url_are_quoted(tmp_path: Path) -> None:
+    config = TrainConfig.model_validate(train_fields(tmp_path, tmp_path) | {"run_dir": "s3://bucket/run 1"})
+    said = describe_finished(config, 2, 1, None)
+    assert "  python -m train export 's3://bucket/run 1' --output 'runs/run 1/export'" in said.splitlines()

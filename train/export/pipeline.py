@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 from shards.base.config import Config, load_config, load_for_run
 from shards.base.durable import DamagedFile, atomic_folder, fsync_folder, output_errors
 from shards.base.errors import RequestError, WorkError
-from shards.base.store import Place
+from shards.base.store import LocalPath, Place
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.models import TRAINED_GUIDANCE, hash_weights, model_folder
@@ -76,7 +76,7 @@ class ExportConfig(Config):
     """Step of the checkpoint to export; null: the newest complete checkpoint."""
     weights: str = "auto"
     """Weights to export: raw, ema, auto (ema if the run has it, otherwise raw), or a folder from `train ema RUN`."""
-    output: Path | None = None
+    output: LocalPath | None = None
     """Folder or file to write; default: RUN/export or RUN/export.safetensors. Required if the run is at a URL."""
     format: Literal["folder", "single-file"] = "folder"
     """`folder`: a diffusers pipeline; `single-file`: a safetensors file with all weights, in the layout that ComfyUI

@@ -20,6 +20,7 @@ from torch import Tensor
 from shards.base.config import Config, load_for_run
 from shards.base.durable import DamagedFile, atomic_folder, sha256_file, write_sealed_json
 from shards.base.errors import RequestError, WorkError
+from shards.base.store import LocalPath
 from train.model.config import Width, average_name
 from train.model.ema import posthoc_coefficients
 from train.model.tensors import write_tensors
@@ -43,7 +44,7 @@ class RebuildConfig(Config):
     were between 0.04 and 0.15."""
     step: int | None = Field(None, ge=1)
     """Step of the last snapshot to use; null: the newest snapshot."""
-    output: Path | None = None
+    output: LocalPath | None = None
     """Folder to write; default: RUN/posthoc/std-STD-step-STEP."""
 
 

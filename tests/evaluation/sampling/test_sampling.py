@@ -1,11 +1,13 @@
 """Sampling gives the same images for any number of workers, any batch size, and after any interruption."""
 
+import functools
 import inspect
 import io
 import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from evaluation.__main__ import run as command
-from evaluation.sampling.job import describe_drawing
-from evaluation.sampling.model import hash_pipeline
+from evaluation.sampling.job import begin_set, describe_drawing, draw_on_worker
+from evaluation.sampling.model import hash_pipeline, prepare_model
 from evaluation.sampling.noise import initial_noise
 from evaluation.sampling.pipeline import draw, load_pipeline, sampler_of, to_bytes
 from evaluation.sampling.prompts import Prompt
 from evaluation.sampling.sets import list_samples, read_set, split
 from evaluation.sampling.settings import SamplerName, SamplingConfig
 from shards.base.errors import RequestError, WorkError, exit_code_of
+from shards.open import open_store
 from tests import ranks
 from tests.evaluation.sets import PROMPTS, draw_here, pictures, run_here, sampling
 from tests.fake_hub import connect, fake_hub, keep_downloads_in
@@ -132,6 +135,20 @@ def test_a_sample_set_continues_only_with_the_same_settings(pipeline: Path, tmp_
     ):
         with pytest.raises(RequestError, match=message):
             draw_here(pipeline, tmp_path, sampling(**changes), prompts)
+
+
+def test_a_part_that_another_job_has_drawn_needs_no_model(pipeline: Path, tmp_path: Path) -> None:
+    """A watcher deletes the model once all parts are drawn, and a second watcher may be about to draw them, too."""
+    drawing = describe_drawing(pipeline, PROMPTS, sampling(precision="float32"), sampling().grid[0])
+    model = prepare_model(str(pipeline), None, "auto", open_store(tmp_path))
+    parts = begin_set(tmp_path / "set", drawing, model, PROMPTS, sampling())
+    draw_on = functools.partial(draw_on_worker, output=tmp_path, batch_size=2, device="cpu", trust_remote_code=False)
+    for _, part in parts:
+        receipt = draw_on(model, part=part, attempt=1, report=lambda count: None)
+        deleted = replace(model, step=5)  # a run's checkpoint, whose export is not at `output`
+        assert draw_on(deleted, part=part, attempt=1, report=lambda count: None) == receipt
+    with pytest.raises(WorkError, match="does not contain the model to sample"):
+        draw_on(deleted, part=replace(part, name="00009"), attempt=1, report=lambda count: None)
 
 
 def test_an_incomplete_sample_set(pipeline: Path, tmp_path: Path) -> None:

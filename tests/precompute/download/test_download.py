@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 import tarfile
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,6 +203,30 @@ def test_shrinking_pictures(server: BadServer, tmp_path: Path, monkeypatch: pyte
     assert report["shards"]["published"] == report["successes"] == 0
 
 
+def test_a_log_on_a_full_disk_does_not_stall_the_download(
+    server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more rows than img2dataset requests ahead, an error while it logs would leave it waiting for its threads."""
+    urls = [f"{server.address}/jpeg/{number}" for number in range(8)]
+    laion.write(tmp_path / "in.parquet", laion.rows(8, URL=urls))
+    request = config(tmp_path / "in.parquet", tmp_path / "out", threads=1)
+    [shard] = plan_download(request)
+    (request.output / "00000.log").symlink_to("/dev/full")
+    ended = threading.Event()
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def fetch() -> None:
+        with pytest.raises(WorkError, match="the row counts differ"):
+            fetch_tar(request, shard)
+        ended.set()
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", fail)
+    threading.Thread(target=fetch, daemon=True).start()
+    assert ended.wait(30)
+
+
 def test_a_full_disk_is_reported(server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     laion.write(tmp_path / "in.parquet", laion.rows(1, URL=[f"{server.address}/nowhere"]))
     request = config(tmp_path / "in.parquet", tmp_path / "out")
@@ -238,3 +263,12 @@ def test_the_command_fetches_what_is_missing(
         "download_report.json",
         ".lock",
     }
+
+
+def test_the_error_names_only_the_first_failed_tars(tmp_path: Path) -> None:
+    laion.write(tmp_path / "in.parquet", laion.rows(7, URL=[f"http://127.0.0.1:1/{i}" for i in range(7)]))
+    options = ["--input", str(tmp_path / "in.parquet"), "--output", str(tmp_path / "out"), "--rows_per_shard", "1"]
+    with pytest.raises(WorkError, match=r"^7 of 7 tars .* 00004: only 0 .*; and 2 more, see .*report\.json") as caught:
+        run([*options, "--processes", "1", "--shard_attempts", "1"])
+    assert "00005" not in str(caught.value)
+    assert len(json.loads((tmp_path / "out" / "download_report.json").read_text())["shards"]["failed"]) == 7

@@ -162,3 +162,10 @@ def test_damaged_rows_are_reported(tmp_path: Path) -> None:
     [shard] = plan_download(config(tmp_path / "a.parquet", tmp_path / "out"))
     with pytest.raises(WorkError, match=r"a.parquet cannot be read at rows 0 to 2: .*Invalid UTF8"):
         read_rows(shard, None)
+
+
+def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    laion.write(tmp_path / "in.parquet", laion.rows(1))
+    (tmp_path / "out").write_bytes(b"")
+    with pytest.raises(RequestError, match=r"The output folder .*/out cannot be written .* Choose a writable --output"):
+        plan_download(config(tmp_path / "in.parquet", tmp_path / "out"))

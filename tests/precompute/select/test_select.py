@@ -15,7 +15,7 @@ from precompute.select.__main__ import run
 from precompute.select.funnel import describe, draw_funnel
 from precompute.select.job import select
 from precompute.select.metadata import MetadataFile
-from shards.base.errors import RequestError, WorkError
+from shards.base.errors import Outage, RequestError, WorkError
 from tests.precompute.select import laion
 
 pytestmark = pytest.mark.usefixtures("no_plot")
@@ -229,3 +229,29 @@ def test_only_no_rows_are_0_percent_and_only_all_rows_are_100_percent() -> None:
     lines = describe({"rows_in": 20_000, "rules": rules, "rows_out": 0, "buckets": {}}).splitlines()[2:-1]
     shown = [line.split(maxsplit=4)[4].removesuffix("x").strip() for line in lines]
     assert shown == ["100.0 %", "> 99.9 %", "50.0 %", "< 0.1 %", "0.0 %"]
+
+
+def test_metadata_on_s3_gives_the_same_rows(s3: str, metadata: Path, tmp_path: Path) -> None:
+    fsspec.filesystem("s3").put(f"{metadata}/", f"{s3}/100% ö/", recursive=True)
+    select(laion.config(metadata, tmp_path / "near"))
+    select(laion.config(f"{s3}/100% ö", tmp_path / "far"))
+    assert read(tmp_path / "far").equals(read(tmp_path / "near"))
+
+
+def test_metadata_on_s3_without_credentials(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # otherwise the client asks the network for credentials
+    with pytest.raises(Outage, match=f"{s3}/in cannot be read or written: .* Check the URL, the credentials and the"):
+        select(laion.config(f"{s3}/in", tmp_path / "out"))
+
+
+def test_a_finished_selection_with_a_missing_or_damaged_file(metadata: Path, tmp_path: Path) -> None:
+    request = laion.config(metadata, tmp_path / "out", rows_per_file=200)
+    select(request)
+    (tmp_path / "out" / "selected-00001.parquet").unlink()
+    with pytest.raises(RequestError, match=r"holds this selection, but selected-00001\.parquet is missing\. Restore"):
+        select(request)
+    (tmp_path / "out" / "funnel.json").write_text("{")
+    with pytest.raises(RequestError, match=r"funnel\.json is damaged\. Restore it from a backup, or remove"):
+        select(request)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from shards.base.config import Config, load_config, save_config
 from shards.base.errors import RequestError
+from shards.base.store import LocalPath
 
 
 class Leaf(Config):
@@ -150,3 +151,16 @@ def test_a_base_may_lie_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("base: far/b.yaml\n")
     with pytest.raises(RequestError, match="which in turn is based on this file"):
         load_config(Outer, tmp_path / "far" / "b.yaml", [], "test")
+
+
+class Local(Config):
+    """A config with a path that must be local."""
+
+    path: LocalPath
+
+
+def test_a_url_in_place_of_a_local_path_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"s3://bucket/tars is a URL, but this must be a local path\. Choose one, "):
+        load_config(Local, None, ["--path", "s3://bucket/tars"], "command")
+    found = [load_config(Local, None, ["--path", text], "command").path for text in ("a", "file:///a", "~/a")]
+    assert found == [Path("a"), Path("/a"), Path.home() / "a"]

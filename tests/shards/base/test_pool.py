@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +10,19 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 
 from shards.base.pool import run_each
+
+IDLE = """
+import time
+from shards.base.pool import start_pool
+
+pool = start_pool(1)
+pool.submit(abs, 1).result()
+try:
+    print("idle", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    pool.shutdown()
+"""
 
 PROGRAM = """
 import resource
@@ -68,3 +82,14 @@ def test_workers_are_terminated_when_the_iterator_is_closed_or_stopped() -> None
     stopped = iter([False] * 4 + [True] * 9)
     assert list(run_each(sleep, [600, 600], 1, should_stop=lambda: next(stopped))) == []
     assert time.monotonic() - start < 300 and not multiprocessing.active_children()
+
+
+def test_ctrl_c_ends_idle_workers_without_a_traceback() -> None:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", IDLE], stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "idle\n"
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and errors == ""
