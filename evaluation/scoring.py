@@ -139,7 +139,7 @@ def _row(name: MetricName, id: str, samples: SampleSet, inputs: MetricInputs) ->
 def format_metrics(rows: Sequence[Row]) -> str:
     """Format metrics for the terminal, one per line."""
     line = (
-        "{metric:<13} {value:z10.4f}  [{low:.4f}, {high:.4f}]  N {n}  id {id}  "
+        "{metric:<13} {value:z10.4f}  [{low:z.4f}, {high:z.4f}]  N {n}  id {id}  "
         "({better} is better; 95 % interval of the {estimand})"
     )
     return "\n".join(line.format(**row) for row in rows)

@@ -21,6 +21,7 @@ from plan.text import render, render_comparison
 from shards.base.config import load_config
 from shards.base.durable import canonical_json, write_output
 from shards.base.errors import RequestError, console
+from shards.base.store import parse_local
 
 PROG = "plan"
 
@@ -40,9 +41,10 @@ def run(arguments: list[str]) -> None:
         type=Path,
         help="training configs; print only the memory that they need on each GPU (minutes per compiled config)",
     )
-    parser.add_argument("--out", type=Path, help="folder to write plan.txt, plan.json and plan.png to")
+    parser.add_argument("--out", help="folder to write plan.txt, plan.json and plan.png to")
     options, overrides = parser.parse_known_args(arguments)
     overrides += ["--gpus", options.gpus] if options.gpus else []
+    out = options.out and parse_local(options.out)
     plans = [load_config(Plan, options.config, overrides, PROG)]
     if options.memory and (options.compare or options.out):
         raise RequestError("--memory prints only a table of memory, so it cannot be combined with --compare or --out.")
@@ -54,11 +56,11 @@ def run(arguments: list[str]) -> None:
     plans += [load_config(Plan, path, [], PROG) for path in options.compare]
     reports = [make_report(plan) for plan in plans]
     text = "\n\n".join([*map(render, reports), *([render_comparison(reports)] if options.compare else [])])
-    if options.out:
-        write(options.out, text, reports)
+    if out:
+        write(out, text, reports)
     print(text)
-    if options.out:
-        print(f"Wrote plan.txt, plan.json and plan.png to {options.out}")
+    if out:
+        print(f"Wrote plan.txt, plan.json and plan.png to {out}")
 
 
 def write(folder: Path, text: str, reports: list[Report]) -> None:

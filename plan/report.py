@@ -31,7 +31,8 @@ from train.model.config import optimizer_class
 
 BITS, MIB = 8, 2**20
 Basis = Literal["measured", "predicted", "assumed"]
-"""Origin of a throughput: `measured` on this GPU count, `predicted` from a different GPU count, or `assumed`."""
+"""Origin of a throughput: `measured` on this GPU count, `predicted` from another GPU count or batch size, or
+`assumed`."""
 MAX_UNEXPLAINED_GAP = 0.1
 """If a measured rate is below the predicted rate by more than this fraction, the report adds a note."""
 MIN_SHARDING_SPEEDUP = 1.05

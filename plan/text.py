@@ -17,7 +17,7 @@ Columns = list[tuple[str, Callable[[T], str]]]
 
 MEGA, MINUTE = 1e6, 60
 MARKS = {"measured": "", "predicted": "~", "assumed": "*"}
-LEGEND = "* depends on an assumed number (see below)   ~ predicted from a measurement on a different GPU count"
+LEGEND = "* depends on an assumed number (see below)   ~ predicted from another GPU count or batch size"
 DEPENDS_ON = {
     "encode": ("encode",),
     "speed": ("train", "encode"),

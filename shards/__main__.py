@@ -104,7 +104,7 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
             add("--node", help="host name")
             add("--gpu", help="GPU UUID or GPU name")
             add("--since", help="only parts started at or after this UTC time, such as 2026-11-22T10:00")
-            add("--part", help="folder of a single part in the root, such as 512x512/00042.1f6b5c1a")
+            add("--part", help="folder of a single part, such as 512x512/00042.1f6b5c1a, or a file in it")
             add("--dry-run", action="store_true", help="list the parts without recalling them")
     if name in ("stats", "where", "by-node"):
         add("--json", action="store_true", help="print JSON")
@@ -208,7 +208,10 @@ def recall_parts(options: argparse.Namespace) -> None:
         Publisher(options.root).publish()  # new runs leave these parts out; running ones warn about them
     parts, samples = counted(len(tokens), "part"), counted(num_samples, "sample")
     if not tokens:
-        print("No part matches that is not yet recalled. `python -m shards by-node ROOT` lists hosts and GPUs.")
+        print(
+            "No part matches that is not yet recalled. `python -m shards verify ROOT` names damaged parts, and "
+            "`python -m shards by-node ROOT` lists hosts and GPUs."
+        )
     elif options.dry_run:
         print(f"Would recall {parts} with {samples}. To recall, run the same command without --dry-run.")
     else:

@@ -97,7 +97,8 @@ class Metrics:
                 f"gradient, more than optimizer.max_skipped_steps ({self.max_skipped_steps}). Skipped steps did not "
                 f"change the weights. The same command would repeat them, so lower optimizer.lr or choose a different "
                 f"precision (bfloat16, float32). If the steps after the newest checkpoint still fail, its weights may "
-                f"have diverged already: remove it, and the run resumes from the one before."
+                f"have diverged already: remove it (for a run at a URL, also its copy in $TMPDIR), and the run resumes "
+                f"from the one before."
             )
 
     def line_fields(self) -> dict[str, Any]:

@@ -39,6 +39,8 @@ NO_REFERENCE = (
     "No reference is set. Set reference.place to the folder or URL of the reference's features. If the features do not "
     "exist yet, also set reference.pictures to the reference's images. Alternatively, set reference.moments."
 )
+MAX_ROUNDING = 1e-4
+"""Maximum size of a negative eigenvalue of a covariance that may be due to rounding, relative to the largest one."""
 ISOLATE_FROM = 2
 """First attempt that decodes images in a child process, because an image may have crashed the previous attempt."""
 FEATURES, TEXTS = "features.npy", "texts.npy"
@@ -240,5 +242,11 @@ def read_moments(path: Path) -> tuple[Moments, str]:
         raise RequestError(
             f"{path} does not contain valid moments: `mu` has shape {mean.shape} and `sigma` has shape "
             f"{covariance.shape}. The shapes must be (D,) and (D, D), and `sigma` must be symmetric and finite."
+        )
+    variances = np.linalg.eigvalsh(covariance)
+    if variances[0] < -MAX_ROUNDING * variances[-1]:
+        raise RequestError(
+            f"{path} does not contain valid moments: `sigma` has the eigenvalue {variances[0]:.3g}, but a covariance "
+            f"has no negative ones. Compute the moments again."
         )
     return Moments(mean, covariance), hashlib.sha256(data).hexdigest()[:16]

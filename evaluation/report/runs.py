@@ -262,7 +262,9 @@ def compare(first: LoggedRun, second: LoggedRun) -> str:
             lines.append(f"{name} {number} ({row['better']} is better), {which}N {row['n']}")
             for run, rows in zip((first, second), found, strict=True):
                 row = rows[name][key]
-                lines.append("  {:<20} step {step:>8}  {value:z10.4f}  [{low:.4f}, {high:.4f}]".format(run.name, **row))
+                lines.append(
+                    "  {:<20} step {step:>8}  {value:z10.4f}  [{low:z.4f}, {high:z.4f}]".format(run.name, **row)
+                )
     if not lines:
         without = [run.name for run, rows in zip((first, second), found, strict=True) if not rows]
         reason = f": {' and '.join(without)} {'has' if len(without) == 1 else 'have'} none" if without else ""

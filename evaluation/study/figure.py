@@ -60,7 +60,7 @@ def _bars(axis: Axes, question: str, _: list[str], results: dict[str, Any]) -> N
     """Draw one bar per model, unless the question has no votes, and a grey band for the margin of equivalence."""
     shares = model_shares(results, question)
     if not shares:
-        axis.text(0.5, 0.75, "no votes yet", transform=axis.transAxes, ha="center", fontsize=10)
+        axis.text(0.5, 0.75, "no votes counted", transform=axis.transAxes, ha="center", fontsize=10)
     for number, letter in enumerate(shares):
         value, low, high = (100 * share for share in shares[letter])
         style = number % len(FILLS)

@@ -26,6 +26,7 @@ from shards.base.durable import (
     write_file,
 )
 from shards.base.errors import RequestError, WorkError
+from shards.base.store import LocalPath
 
 VERSION = 2
 RECORD, SECRET, PICTURES = "protocol.json", "secret", "pictures"
@@ -42,7 +43,7 @@ class GoldConfig(Config):
     share: float = Field(0.05, le=0.5)
     """Number of gold items per rater, as a share of the rater's other items. Must be above 0. The number is rounded,
     and is at least one."""
-    file: Path | None = None
+    file: LocalPath | None = None
     """CSV file with the columns prompt, better and worse; image paths are relative to the file. null: gold items are
     made from the sample sets, and the worse image is a pixelated image of another prompt."""
     exclude_below: float | None = Field(0.75, gt=0, le=1)

@@ -102,7 +102,7 @@ def page(results: dict[str, Any], chart: bytes) -> str:
     for question, text in results["questions"].items():
         ends = model_shares(results, question).items()
         by_model = [f"{letter} {value:.1%} ({low:.1%} to {high:.1%})" for letter, (value, low, high) in ends]
-        shares.append(f"{text} {'; '.join(by_model) or 'no votes yet'}")
+        shares.append(f"{text} {'; '.join(by_model) or 'no votes counted'}")
     url = "data:image/png;base64," + base64.b64encode(chart).decode()
     note = (
         f"The 95 % intervals cover {results['estimand']}. The grey band is the margin of equivalence, one half ± "

@@ -129,8 +129,8 @@ def _draw_steps(axes: Any, funnel: dict[str, Any]) -> None:
     axes.tick_params(left=False)
     selected = f"{funnel['rows_out']:,} selected ({_format_share(funnel['rows_out'], rows_in)})"
     axes.set_title(f"{rows_in:,} rows in, {selected}", fontsize=13, pad=2)
-    # above the bars, because those at the bottom are long if most rows are selected
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, frameon=False, ncols=2)
+    # below the bars, because those at the bottom are long if most rows are selected
+    axes.legend(loc="upper right", bbox_to_anchor=(1, 0), borderaxespad=0, frameon=False, ncols=2)
 
 
 def _draw_histogram(axes: Any, histogram: dict[str, Any], title: str, every: int) -> None:

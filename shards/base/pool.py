@@ -77,8 +77,7 @@ def run_each(
 
 
 def _initialize(initializer: Callable[[], None] | None) -> None:
-    # Ctrl-C in a terminal also reaches the workers: end without a traceback, because the parent reports it
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to all processes; the parent handles it
     # otherwise a worker whose parent was killed would wait for work forever
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if initializer:

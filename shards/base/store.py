@@ -285,13 +285,13 @@ def parse_place(value: Any) -> Path | str:
 
 
 def parse_local(value: Any) -> Path:
-    """Parse a path that must be on a local disk, as `parse_place` does. Raises RequestError if it is a URL; otherwise,
-    `Path` would turn it into a relative path such as s3:/bucket/tars."""
+    """Parse a path that must be on a local disk, as `parse_place` does. Raises RequestError if it is empty or a URL,
+    which `Path` would turn into a relative path such as s3:/bucket/tars."""
+    if value == "":
+        raise RequestError("The path is empty, perhaps because a shell variable is not set. Give a local path.")
     place = parse_place(value)
     if isinstance(place, str):
-        raise RequestError(
-            f"{value} is a URL, but this must be a local path. Choose one, and copy the files between it and the URL."
-        )
+        raise RequestError(f"{value} is a URL, but only a local path is possible here. Give a local path.")
     return place
 
 

@@ -1,7 +1,6 @@
 """`python -m shards derive ROOT OUT`: derive a root from an existing root, using several processes."""
 
 import functools
-import signal
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
@@ -270,7 +269,6 @@ def _run(source: Store, target: Store, conversion: Conversion, tars: list[Source
 
 def _begin() -> None:
     use_scratch(None)  # so that local copies of parts are swept if this process is killed
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to all processes; the parent handles it
     torch.set_num_threads(1)
 
 

@@ -99,7 +99,7 @@ class RecallFilter:
     since: str | None
     """Earliest start of the attempt in UTC, such as 2026-11-22 or 2026-11-22T10:00."""
     part: str | None = None
-    """Folder of a single part, such as 512x512/00042.1f6b5c1a."""
+    """Folder of a single part, such as 512x512/00042.1f6b5c1a, or a path of the folder or of a file in it."""
 
     def __post_init__(self) -> None:
         """Reject an empty filter, which would recall everything, an empty criterion, and an invalid time."""
@@ -120,7 +120,7 @@ class RecallFilter:
 
     def matches(self, receipt: Receipt) -> bool:
         """Return whether the part, or the part that it was derived from, matches every criterion."""
-        if self.part and self.part.rstrip("/") != receipt.folder:
+        if self.part and f"/{receipt.folder}/" not in f"/{self.part}/":
             return False
         made, origin = dict(receipt.made_by), receipt.settings
         makers = [made, {name: origin.get(f"{ORIGIN}.{name}") for name in ("host", "gpu", "gpu_uuid")}]

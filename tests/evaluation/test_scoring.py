@@ -111,6 +111,7 @@ def test_published_moments_are_a_reference_for_frechet_distances(drawn: Path, re
         (None, "cannot be read as moments"),
         ({"mu": np.zeros(48)}, "cannot be read as moments: .*sigma"),
         ({"mu": np.zeros(48), "sigma": np.eye(47)}, "does not contain valid moments"),
+        ({"mu": np.zeros(48), "sigma": np.diag([-20.0, *[1.0] * 47])}, "`sigma` has the eigenvalue -20, but a"),
         ({"mu": np.full(48, np.nan), "sigma": np.eye(48)}, "does not contain valid moments"),
         ({"mu": np.zeros(48), "sigma": np.full((48, 48), np.inf)}, "does not contain valid moments"),
         ({"mu": np.zeros(8), "sigma": np.eye(8)}, "moments have 8 dimensions, but the extractor's features have 48"),

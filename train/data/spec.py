@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field, ValidationInfo, model_validator
 
 from shards.base.config import OVERRIDDEN, Config
-from shards.base.store import Place, Store
+from shards.base.store import LocalPath, Place, Store
 from shards.format import image, text
 from shards.format.buckets import Bucket, BucketName
 from shards.format.encoding import SIZE_TYPE, EncodingRecord
@@ -31,7 +31,7 @@ class StreamConfig(Config):
     """Number of passes per epoch over the samples that pass the filter."""
     filter: FilterConfig | None = None
     """Filter for this stream, instead of data.filter."""
-    cache: Path | None = None
+    cache: LocalPath | None = None
     """Cache folder for this stream, instead of data.cache."""
 
 
@@ -67,7 +67,7 @@ class DataConfig(Config):
     only those that are inputs of the network or are used to align it."""
     filter: FilterConfig | None = None
     """Bounds on the stored scores and sizes of the samples to train on, in every stream."""
-    cache: Path | None = None
+    cache: LocalPath | None = None
     """Local folder in which remote files are cached. Files from local roots are cached there as well."""
     cache_limit: int | None = Field(None, ge=1)
     """Maximum size of a cache folder in bytes; null: no limit."""

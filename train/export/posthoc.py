@@ -120,8 +120,8 @@ def load_snapshot(folder: Path) -> Checkpoint:
         return verify_checkpoint(folder)
     except DamagedFile as error:
         raise DamagedFile(
-            f"{error} Restore {folder} from a backup or remove it, so that the average is rebuilt from the other "
-            f"snapshots, with a slightly larger error."
+            f"{error} Restore {folder} from a backup. Without one, remove it: the average is then rebuilt from the "
+            f"other snapshots, with a slightly larger error, and ends at the last of them."
         ) from error
 
 

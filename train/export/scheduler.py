@@ -125,7 +125,7 @@ def check_steps(pipeline: PipelineConfig, scheduler: Any) -> None:
     prefix += f"{pipeline.scheduler_settings} (backbone.pipeline): "
     try:
         # fewer steps than in training, because `steps_offset` would shift the first of as many steps out of range
-        num_steps = max(1, min(20, scheduler.config.num_train_timesteps - 1))
+        num_steps = min(20, scheduler.config.num_train_timesteps - 1)
         scheduler.set_timesteps(num_steps, **{"mu": 1.0} if passes_mu else {})
         if "scale_model_input(" in source or hasattr(scheduler, "scale_model_input"):
             scaled = scheduler.scale_model_input(torch.ones(1), scheduler.timesteps[0])

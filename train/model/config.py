@@ -53,7 +53,7 @@ class EmaConfig(Config):
     def _check_widths(cls, std: list[float]) -> list[float]:
         if inexact := [width for width in std if width != round(width, 3)]:
             raise ValueError(
-                f"{inexact[0]:g} has more than three decimals, but a snapshot records the width of an average with "
+                f"{inexact[0]!r} has more than three decimals, but a snapshot records the width of an average with "
                 f"three; round it, to at least 0.001"
             )
         if len(set(std)) < len(std):

@@ -68,7 +68,7 @@ class ObjectiveConfig(Config):
     prediction: Literal["epsilon", "v_prediction", "sample", "flow_matching"] = "epsilon"
     """Prediction target. The first three are DDPM targets, which use the β schedule; flow_matching is rectified flow,
     which has no β schedule."""
-    num_train_timesteps: int = Field(1000, ge=1)
+    num_train_timesteps: int = Field(1000, ge=2)
     """Number of noise steps. With flow_matching, the network receives the time in [0, 1] multiplied by this number."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode", "cosmap"] = "uniform"
     """Distribution of the times for flow_matching; `logit_normal` favors the middle (Esser et al., 2024)."""

@@ -16,6 +16,7 @@ from scipy.special import expit, stdtr, stdtrit
 
 from evaluation.metrics.intervals import COVERAGE
 from shards.base.config import Config
+from shards.base.errors import RequestError
 from shards.base.table import format_table
 
 NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
@@ -35,9 +36,9 @@ class PowerConfig(Config):
     """Numbers of raters to compare."""
     prompts: list[Several] = Field([50, 100, 200, 400], min_length=1)
     """Numbers of prompts to compare, each combined with every number of raters."""
-    prompt_sd: float = Field(1.0, ge=0, le=MAX_SD)
+    prompt_sd: float = Field(1.0, ge=0)
     """How much the preference for one model varies between prompts: its standard deviation in log odds."""
-    rater_sd: float = Field(0.4, ge=0, le=MAX_SD)
+    rater_sd: float = Field(0.4, ge=0)
     """How much the preference for one model varies between raters: its standard deviation in log odds."""
     ties: float = Field(0.2, ge=0, lt=1)
     """Share of votes that are ties."""
@@ -161,7 +162,15 @@ def power_table(config: PowerConfig, votes_per_item: int, margin: float) -> list
     """Compute the power for every combination of a number of raters and a number of prompts.
 
     If there are fewer raters than votes per item, each rater votes once on each item.
+
+    Raises:
+        RequestError: a standard deviation is above MAX_SD.
     """
+    if max(config.prompt_sd, config.rater_sd) > MAX_SD:
+        raise RequestError(
+            f"power.prompt_sd and power.rater_sd must be at most {MAX_SD:g}. Power cannot be computed accurately "
+            f"beyond that. Their defaults are typical values."
+        )
     model = VoteModel(config.prompt_sd, config.rater_sd, ties=config.ties)
     return [
         compute_power(model, raters, prompts, min(votes_per_item, raters), margin)

@@ -138,7 +138,7 @@ def test_a_question_without_votes_has_no_result(name: str, request: pytest.Fixtu
     assert [row["question"] for row in results["preferences"]] == ["quality"]
     assert {row["question"] for row in results["strengths"]} <= {"quality"}
     page = (tmp_path / "results.html").read_text()
-    assert "Which picture fits the text better? no votes yet" in page
+    assert "Which picture fits the text better? no votes counted" in page
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 

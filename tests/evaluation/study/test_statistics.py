@@ -24,6 +24,7 @@ from evaluation.study.statistics.power import (
 )
 from evaluation.study.statistics.preference import Preference, preference
 from evaluation.study.statistics.strengths import PRIOR, bradley_terry, shares, strengths
+from shards.base.errors import RequestError
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -244,6 +245,11 @@ def test_power_of_designs_with_more_raters_than_votes_and_of_extreme_votes(votes
             assert 0 < row.half_width <= 0.5 and 0 < row.difference <= 1 and 0 <= row.equivalence <= 1
         as_many, more = (row for row in rows if row.prompts == 50 and row.raters > 2)
         assert (more.half_width, more.difference) == pytest.approx((as_many.half_width, as_many.difference))
+
+
+def test_deviations_beyond_the_accuracy_of_the_integration_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"power\.prompt_sd and power\.rater_sd must be at most 10"):
+        power_table(PowerConfig(rater_sd=10.1), 5, 0.1)
 
 
 def test_independent_votes_have_the_power_of_independent_votes() -> None:

@@ -160,7 +160,9 @@ class Local(Config):
 
 
 def test_a_url_in_place_of_a_local_path_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"s3://bucket/tars is a URL, but this must be a local path\. Choose one, "):
+    with pytest.raises(RequestError, match=r"s3://bucket/tars is a URL, but only a local path is possible here"):
         load_config(Local, None, ["--path", "s3://bucket/tars"], "command")
+    with pytest.raises(RequestError, match=r"the path is empty, perhaps because a shell variable is not set"):
+        load_config(Local, None, ["--path", ""], "command")
     found = [load_config(Local, None, ["--path", text], "command").path for text in ("a", "file:///a", "~/a")]
     assert found == [Path("a"), Path("/a"), Path.home() / "a"]

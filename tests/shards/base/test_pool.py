@@ -11,17 +11,18 @@ from contextlib import closing
 
 from shards.base.pool import run_each
 
-IDLE = """
+BUSY = """
 import time
 from shards.base.pool import start_pool
 
 pool = start_pool(1)
 pool.submit(abs, 1).result()
+queue = pool.map(time.sleep, [0.5] * 1000)
 try:
-    print("idle", flush=True)
-    time.sleep(60)
+    print("busy", flush=True)
+    list(queue)
 except KeyboardInterrupt:
-    pool.shutdown()
+    pool.shutdown(cancel_futures=True)
 """
 
 PROGRAM = """
@@ -84,12 +85,12 @@ def test_workers_are_terminated_when_the_iterator_is_closed_or_stopped() -> None
     assert time.monotonic() - start < 300 and not multiprocessing.active_children()
 
 
-def test_ctrl_c_ends_idle_workers_without_a_traceback() -> None:
+def test_ctrl_c_ends_busy_workers_without_a_traceback() -> None:
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        [sys.executable, "-c", IDLE], stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        [sys.executable, "-c", BUSY], stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
-    assert process.stdout is not None and process.stdout.readline() == "idle\n"
+    assert process.stdout is not None and process.stdout.readline() == "busy\n"
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and errors == ""

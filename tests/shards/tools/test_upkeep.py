@@ -61,7 +61,7 @@ def test_a_single_damaged_part_is_made_anew(
     damaged, *others = load_receipts(open_store(root))
     (root / damaged.folder / "shard.00000.mds").write_bytes(b"damaged")
     assert damaged.folder in "".join(verify_root(open_store(root)))
-    run(["recall", str(root), "--part", damaged.folder + "/"])
+    run(["recall", str(root), "--part", f"{root}/{damaged.folder}/shard.00000.mds"])  # as in the message of `verify`
     assert f"{damaged.folder}\nRecalled 1 part with {damaged.samples} samples" in capsys.readouterr().out
     assert load_receipts(open_store(root)) == others
     encode_all(precompute_config(models, tars, root), models)

@@ -157,15 +157,10 @@ def test_named_schedulers_have_the_noise_schedule_of_training(name: str, objecti
         assert found.config.timestep_spacing == "trailing"
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 20, 21])
+@pytest.mark.parametrize("num_steps", [2, 20, 21])
 def test_a_schedule_with_few_steps_can_be_exported(num_steps: int) -> None:
     changes = {"objective": ObjectiveConfig(num_train_timesteps=num_steps)}
-    config = shipped("sd2").model_copy(update=changes)
-    if num_steps == 1:  # the sampler starts at step 1, which does not exist
-        with pytest.raises(RequestError, match="it raises IndexError"):
-            check_pipeline(config, encoded("sd2"))
-    else:
-        check_pipeline(config, encoded("sd2"))
+    check_pipeline(shipped("sd2").model_copy(update=changes), encoded("sd2"))
 
 
 def test_a_pipeline_that_takes_other_networks_is_refused(latents: Path, tmp_path: Path) -> None:

@@ -284,11 +284,9 @@ def test_every_file_of_a_downloaded_checkpoint_is_hashed_once(
         hashed.clear()
         with monkeypatch.context() as patches:
             patches.setattr(hashlib, "file_digest", counted)
-            if words[0] == "export":  # the default pipeline needs a U-Net, which is checked after the download
-                with pytest.raises(RequestError, match="needs a network of class UNet2DConditionModel"):
-                    command(words)
-            else:
-                command(words)
+            # the default pipeline would refuse this run's transformer before all files are read
+            patches.setattr("train.export.pipeline.check_network", lambda *_: None)
+            command(words)
         before = f"step-{step:08d}/"
         return sorted(name.partition(before)[2] for name in hashed if before in name)
 

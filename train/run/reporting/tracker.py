@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from shards.base.config import flatten
 from shards.base.durable import write_file
-from shards.base.errors import Outage
+from shards.base.errors import Outage, is_storage_error
 from train.run.checkpoints.checkpoint import TRACKER_ID
 from train.run.lease.folder import publish
 from train.run.reporting.config import LogConfig
@@ -47,10 +47,12 @@ def start_tracker(config: LogConfig, accelerator: Accelerator, settings: dict[st
     try:
         accelerator.init_trackers(config.project, config=None if resumes_mlflow else settings, init_kwargs=init_kwargs)
     except Exception as error:  # each tracker's client has its own exception classes
+        if is_storage_error(error):
+            raise
         reason = str(error).rstrip(".")
         raise Outage(
-            f"log.tracker: {config.tracker} could not be started: {type(error).__name__}: {reason}. Log in to it or "
-            f"restore the connection, and run the same command again. To train without it, set log.tracker to "
+            f"log.tracker: {config.tracker} could not be started: {type(error).__name__}: {reason}. Fix the cause (for "
+            f"example, log in to it, or restore the connection) and run the same command again, or set log.tracker to "
             f"tensorboard or none."
         ) from error
     if is_main and config.tracker == "mlflow" and not resumes_mlflow:
