@@ -1,6 +1,7 @@
 """The chart in results.png: a bar with a 95 % interval per model and question, above the preference by category."""
 
 import io
+from functools import partial
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -15,20 +16,20 @@ WIDTH, BARS_HEIGHT = 9.0, 4.2
 
 def draw(results: dict[str, Any]) -> bytes:
     """Draw the results as a PNG, with one column per question."""
-    letters = [model["letter"] for model in results["models"]]
     # with more than two models, there are too many pairs for one figure
-    categories = sorted({row["category"] for row in results["by_category"]}) if len(letters) == 2 else []
+    categories = sorted({row["category"] for row in results["by_category"]}) if len(results["models"]) == 2 else []
     heights = [BARS_HEIGHT, *([0.32 * len(categories) + 1.2] if categories else [])]
     figure = Figure(figsize=(WIDTH, sum(heights)), dpi=120, layout="constrained")
     parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
-    for part, panel, names in zip(parts[:, 0], (_bars, _dots), (letters, categories), strict=False):
+    panels: list[Any] = [_bars, partial(_dots, categories=categories)]
+    for part, panel in zip(parts[:, 0], panels, strict=False):
         axes = part.subplots(1, len(results["questions"]), sharey=True, squeeze=False)[0]
         for axis, question in zip(axes, results["questions"], strict=True):
-            panel(axis, question, names, results)
+            panel(axis, question, results)
         if panel is _bars:
             axes[0].set_ylabel("preferred (ties count as halves)")
-    partial = " (partial)" if results["partial"] else ""
-    figure.suptitle(f"{plain(results['name'])}{partial} (95 % intervals over raters and prompts)", fontsize=11)
+    note = " (partial)" if results["partial"] else ""
+    figure.suptitle(f"{plain(results['name'])}{note} (95 % intervals over raters and prompts)", fontsize=11)
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
@@ -56,7 +57,7 @@ def model_shares(results: dict[str, Any], question: str) -> dict[str, tuple[floa
     return {a: (value, low, high), b: (1 - value, 1 - high, 1 - low)}
 
 
-def _bars(axis: Axes, question: str, _: list[str], results: dict[str, Any]) -> None:
+def _bars(axis: Axes, question: str, results: dict[str, Any]) -> None:
     """Draw one bar per model, unless the question has no votes, and a grey band for the margin of equivalence."""
     shares = model_shares(results, question)
     if not shares:
@@ -76,7 +77,7 @@ def _bars(axis: Axes, question: str, _: list[str], results: dict[str, Any]) -> N
     axis.set_yticks(range(0, 101, 25), [f"{share} %" for share in range(0, 101, 25)])
 
 
-def _dots(axis: Axes, question: str, categories: list[str], results: dict[str, Any]) -> None:
+def _dots(axis: Axes, question: str, results: dict[str, Any], categories: list[str]) -> None:
     """Draw the preference for the first model, with its interval, in each category."""
     rows = {row["category"]: row for row in results["by_category"] if row["question"] == question}
     for place, category in enumerate(reversed(categories)):

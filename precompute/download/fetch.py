@@ -100,8 +100,8 @@ def fetch_tar(config: DownloadConfig, tar: PlannedTar) -> dict[str, Any]:
 
 
 class _LogFile(io.FileIO):
-    """File that drops what the disk has no room for. If a message of img2dataset's raised an error, it would leave its
-    loop over the images and wait forever for the threads that it still feeds."""
+    """Log that drops what cannot be written. If a message from img2dataset raised an error, img2dataset would leave its
+    loop over the images, and wait forever for the threads that it still feeds."""
 
     def write(self, data: Any) -> int:
         try:
