@@ -197,7 +197,7 @@ def phase_row(inputs: Inputs, phase: Phase, gpus: int, online: bool) -> PhaseRow
         read_per_node=read * min(gpus, inputs.plan.gpu.gpus_per_node) / gpus,
         read_total=read,
         save_every_steps=every,
-        num_checkpoints=phase.steps // every,
+        num_checkpoints=math.ceil(phase.steps / every),  # a phase's last step is always saved
         expected_days=days * expected,
     )
 

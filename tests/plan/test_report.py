@@ -185,6 +185,8 @@ def test_planned_checkpoints_lose_more_than_the_best(report: MakeReport) -> None
     )
     assert best.lost < seldom.lost and best.lost < often.lost
     assert best.expected_days > best.training_days + best.precompute_days
+    # the last step of a phase is always saved
+    assert [phase.num_checkpoints for phase in seldom.phases] == [6, 9]
 
 
 @pytest.mark.parametrize(
