@@ -61,10 +61,7 @@ def _throughput(axes: Axes, report: Report) -> None:
             style = {"marker": "o", "markersize": 6.5} if measured else {"marker": MARKERS[phase.bottleneck]}
             face = colour if measured else "white"
             axes.plot(count, phase.images_per_second, color=colour, markerfacecolor=face, zorder=3, **style)
-        source_kind = first.source.split()[0]
-        speed = (
-            f"{source_kind} speeds" if source_kind == "modelled" or first.basis != "assumed" else "assumed utilisation"
-        )
+        speed = "assumed utilisation" if first.basis == "assumed" else f"{first.source.split()[0]} speeds"
         _annotate(axes, 0.03, 0.97 - 0.06 * number, f"{first.bucket}, {speed}", color=colour)
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", xlabel="GPUs")
@@ -125,8 +122,9 @@ def _legend_entry(label: str, line: Any, marker: str | None, filled: bool = Fals
 
 
 def _footer(report: Report) -> str:
-    modelled = [name for name, rate in report.rates.items() if rate.assumed and not rate.modelled]
+    assumed_rates = [name for name, rate in report.rates.items() if rate.assumed]
     assumed = [f"{fact.field} {fact.value:,g} {fact.unit}" for fact in report.facts if fact.assumed]
-    assumed += [f"speeds modelled from an assumed utilisation: {', '.join(modelled)}"] if modelled else []
+    if assumed_rates:
+        assumed.append(f"speeds follow from an assumed utilisation: {', '.join(assumed_rates)}")
     text = "Assumed: " + "; ".join(assumed or ["nothing"]) + "."
     return textwrap.fill(text.replace("$", r"\$"), FOOTER_WIDTH)

@@ -1,5 +1,4 @@
-"""Benchmark files, with rates that bench/encode.py or bench/train_step.py measured, that were published, or that
-bench/roofline modelled."""
+"""Benchmark files, with rates that bench/encode.py or bench/train_step.py measured, or that were published."""
 
 import re
 from collections.abc import Iterable
@@ -58,9 +57,6 @@ class BenchFile(Config):
     """Command that was run, or the reference for a published figure."""
     published: bool = False
     """Whether the figures come from a publication."""
-    modelled: bool = False
-    """Whether the figures come from a performance model. If so, they count as assumed, and are used only for stages and
-    buckets that no other file covers."""
     measurements: list[Measurement]
     details: dict[str, Any] = Field({})
     """Other results of the run; the planner ignores them."""
@@ -77,8 +73,6 @@ class Rate:
     microbatch_size: int | None = None
     assumed: bool = False
     """Whether the rate was neither measured nor published."""
-    modelled: bool = False
-    """Whether the rate comes from a performance model. Such a rate is also assumed."""
     whole_step: bool = True
     """Whether a training rate includes the optimizer and the traffic between GPUs."""
 
@@ -104,16 +98,14 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
     """
     by_stage: dict[tuple[str, str | None], list[Rate]] = {}
     skipped_files = []
-    benches = [(path, _read(path)) for path in paths]
-    for path, bench in sorted(benches, key=lambda pair: pair[1].modelled):
+    for path in paths:
+        bench = _read(path)
         if not matches_gpu_kind(bench.device, gpu_kind):
             skipped_files.append(f"{path} (measured on {bench.device})")
             continue
-        verb = "modelled" if bench.modelled else "published" if bench.published else "measured"
+        verb = "published" if bench.published else "measured"
         for item in bench.measurements:
             rates = by_stage.setdefault((item.stage, item.bucket), [])
-            if bench.modelled and any(not rate.modelled for rate in rates):
-                continue
             gpus = item.gpus or bench.gpus
             if any(rate.gpus == gpus for rate in rates):
                 raise RequestError(
@@ -123,8 +115,7 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
                 )
             source = f"{verb} {bench.date}: {bench.command}"
             batch_sizes = (item.global_batch_size, item.microbatch_size)
-            speed, is_modelled = item.images_per_second_per_gpu, bench.modelled
-            rates.append(Rate(speed, gpus, source, *batch_sizes, assumed=is_modelled, modelled=is_modelled))
+            rates.append(Rate(item.images_per_second_per_gpu, gpus, source, *batch_sizes))
     return Rates(by_stage, skipped_files)
 
 

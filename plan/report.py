@@ -223,7 +223,7 @@ def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, 
 def _seconds_per_image(inputs: Inputs, phase: Phase, rate: Rate) -> float:
     """Return the time of the forward and backward pass for one image on one GPU.
 
-    A measured or modelled rate is that of a whole step, from which the optimizer and the traffic between GPUs are
+    A measured rate is that of a whole step, from which the optimizer and the traffic between GPUs are
     subtracted. An assumed utilisation applies to the forward and backward pass alone.
     """
     if not rate.whole_step:
@@ -518,7 +518,7 @@ def _used_rates(inputs: Inputs) -> dict[str, Rate]:
 def _used_facts(inputs: Inputs) -> list[Fact]:
     """Return the plan's numeric inputs, except those that do not affect its results."""
     used = _used_rates(inputs).items()
-    assumed = {stage.split()[0] for stage, rate in used if rate.assumed and not rate.modelled}
+    assumed = {stage.split()[0] for stage, rate in used if rate.assumed}
     unused = {
         "gpu.train_utilisation": "train" not in assumed,
         "gpu.encode_utilisation": "encode" not in assumed,

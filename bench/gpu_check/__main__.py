@@ -28,7 +28,6 @@ from pydantic import ValidationError
 
 from bench.gpu_check.page import gpu_kind, page
 from bench.gpu_check.parts import HALVES, LANES, PARTS, SIDE_BY_SIDE, PartRun, begin_lane
-from bench.gpu_check.prediction import with_prediction
 from bench.kit.common import bench_file, best_rates, device_name, encoder_rates, write_bench_file
 from plan.measured import BenchFile, Measurement, read_rates
 from shards.base.durable import write_atomically
@@ -123,7 +122,7 @@ def kept(output: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 def write(run: CheckRun, parts: dict[str, dict[str, Any]], predicted: list[str]) -> str:
     """Write the findings so far to gpu-check.json and gpu-check.md, and return the report."""
-    bench = planner_file(with_prediction({name: parts[name] for name in PARTS if name in parts}))
+    bench = planner_file({name: parts[name] for name in PARTS if name in parts})
     write_bench_file(run.output / "gpu-check.json", bench)
     text = page(bench, predicted, time.monotonic() - run.begun)
     write_atomically(run.output / "gpu-check.md", text.encode())

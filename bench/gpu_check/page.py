@@ -5,7 +5,6 @@ from typing import Any
 
 from bench.gpu_check.findings import RATE, Parts, Row
 from bench.kit.common import table
-from bench.roofline.kernels import ASSUMED_EFFICIENCY
 from plan.config import GPU_KINDS
 from plan.measured import BenchFile, Measurement, Rate, read_rates
 
@@ -14,7 +13,7 @@ def page(bench: BenchFile, predicted: list[str], seconds: float) -> str:
     """Write the report of a check.
 
     Args:
-        predicted: benchmark files, of a model or of other machines, whose rates are listed next to the measured ones.
+        predicted: benchmark files, such as another machine's, whose rates are listed next to the measured ones.
 
     Raises:
         RequestError: a file in `predicted` is missing or is not a benchmark file.
@@ -107,24 +106,15 @@ def step(parts: Parts) -> str | None:
             f"{row['ms'] / total:.1%}",
             f"{row['at_the_matrix_rate_ms']:.2f}",
             f"{(row['ms'] - row['at_the_matrix_rate_ms']) / total:.1%}",
-            f"{row['predicted_ms']:.2f}" if "predicted_ms" in row else "",
-            row.get("predicted_launches") or "",
         )
         for row in sorted(rows, key=lambda row: -row["ms"])
     ]
     head = ["kernels", "launches", "ms", "share of the step", "at the matrix rate, ms", "share lost"]
-    head += ["predicted, ms", "predicted launches"]
-    predicted = sum(row.get("predicted_ms", 0) for row in rows)
-    model = (
-        f" The model of the step predicts {predicted:.1f} ms, {predicted / total:.0%} of that, assuming "
-        f"{ASSUMED_EFFICIENCY} of the matrix rate for convolutions, products and attention, and the rate of a copy for "
-        f"the rest."
-    ) * bool(predicted)
     return (
         f"## Time of a step\n\nA step of {whole['images']} images takes {total:.1f} ms, "
         f"{whole['images'] / whole['seconds']:.1f} images/s. Its arithmetic takes {ideal:.1f} ms at the "
         f"{whole['matrix TFLOP/s']:.4g} TFLOP/s of a large bfloat16 product in the same run: **{ideal / total:.1%} of "
-        f"the limit**.{model}\n\n" + table(head, cells)
+        f"the limit**.\n\n" + table(head, cells)
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu_check import attention, choices, correctness, float8, prediction, speed, towers
+from bench.gpu_check import attention, choices, correctness, float8, speed, towers
 from bench.gpu_check.families import FamilyPhase
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup, use_no_compiler
@@ -63,7 +63,6 @@ HALVES: dict[str, list[dict[str, CheckPart]]] = {
             "float8": CheckPart(float8.layers, 100),
             "batches": CheckPart(towers.batches, 250),
             "loader": CheckPart(speed.loading, 60),
-            "prediction": CheckPart(prediction.predicting, 150),
         },
     ],
 }

@@ -17,11 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.gpu_check.findings import COPY_RATE, RATE, Findings
+from bench.gpu_check.kernels import kind_of
 from bench.gpu_check.setup import Setup
 from bench.kit.common import device_name, matmul_tflops, synchronize, timed
 from bench.kit.roots import encoding_record, make_root
 from bench.loader import BATCH, SD2_TEXT, Reading
-from bench.roofline.kernels import kind_of
 from bench.train_step import TEXT_LENGTH, StepSetting, latent_hw, make_batch, measure, seconds_of_steps
 from train.metrics import peak_memory
 from train.model.backbone import BackboneConfig

@@ -44,12 +44,12 @@ def test_every_assumed_number_is_marked(plan: MakePlan, report: MakeReport) -> N
         assert fact.assumed or fact.source in line
 
 
-def test_modelled_speeds_are_marked_as_assumed(report: MakeReport) -> None:
-    modelled = report("--gpu.kind", "H200")
-    assert {phase.basis for row in modelled.rows for phase in row.phases} == {"assumed"}
-    assert all(rate.assumed for rate in modelled.rates.values())
-    assert "Skipped configs/plan/mosaicml-a100.json (measured on NVIDIA A100); the plan is for H200." in modelled.notes
-    line = next(line for line in render(modelled).splitlines() if line.startswith("   8"))
+def test_speeds_from_an_assumed_utilisation_are_marked(report: MakeReport) -> None:
+    assumed = report("--gpu.kind", "H200")
+    assert {phase.basis for row in assumed.rows for phase in row.phases} == {"assumed"}
+    assert all(rate.assumed for rate in assumed.rates.values())
+    assert "Skipped configs/plan/mosaicml-a100.json (measured on NVIDIA A100); the plan is for H200." in assumed.notes
+    line = next(line for line in render(assumed).splitlines() if line.startswith("   8"))
     assert line.count("*") == 5  # both phases' speed and days, and the training's days
 
 

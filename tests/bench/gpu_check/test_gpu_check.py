@@ -22,11 +22,10 @@ from bench.gpu_check import speed
 from bench.gpu_check.correctness import apart
 from bench.gpu_check.families import FamilyPhase
 from bench.gpu_check.findings import Findings, Parts
+from bench.gpu_check.kernels import kind_of
 from bench.gpu_check.page import page
 from bench.gpu_check.parts import HALVES, PARTS, PartRun
-from bench.gpu_check.prediction import with_prediction
 from bench.gpu_check.setup import Setup, use_no_compiler
-from bench.roofline.kernels import ASSUMED_EFFICIENCY, MATRIX, kind_of
 from bench.train_step import Result, StepSetting
 from plan.measured import read_rates
 from shards.base.errors import RequestError, WorkError
@@ -85,7 +84,7 @@ def test_float8_layers_are_emulated_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_the_planner_reads_the_file_and_the_report_breaks_down_the_time(rehearsed: Parts, tmp_path: Path) -> None:
-    file = gpu_check.planner_file(with_prediction(rehearsed))
+    file = gpu_check.planner_file(rehearsed)
     (tmp_path / "gpu-check.json").write_text(file.model_dump_json(exclude_none=True))
     read = read_rates([str(tmp_path / "gpu-check.json")], "CPU")
     assert read.of("encode", "128x128")[0].images_per_second_per_gpu > 0 and read.of("text", None)
@@ -95,20 +94,12 @@ def test_the_planner_reads_the_file_and_the_report_breaks_down_the_time(rehearse
     text = page(file, [str(tmp_path / "model.json")], 60.0)
     assert f"checks hold; {len(QUICK)} of {len(QUICK)} parts finished." in text
     assert "100%" in text and "a model" in text  # measured relative to predicted
-    for said in ("of the limit**", "The model of the step predicts", "| convolution |", "| gaps |", "Peak memory was"):
+    for said in ("of the limit**", "| convolution |", "| gaps |", "Peak memory was"):
         assert said in text
     for row in file.details["profile"]["tables"]["kernels"]:
-        predicted, ideal = row.get("predicted_ms"), row["at_the_matrix_rate_ms"]
-        if row["what"] in MATRIX:  # two independent counts; the prediction is higher if bytes dominate
-            assert row["launches"] and row["predicted_launches"] and predicted >= 0.9 * ideal / ASSUMED_EFFICIENCY > 0
-        else:
-            assert ideal == 0 and (predicted is None) == (row["what"] in ("gaps", "other"))
-
-
-def test_a_prediction_needs_all_of_its_parts(rehearsed: Parts) -> None:
-    for name in ("profile", "machine", "prediction"):
-        rest = {part: found for part, found in rehearsed.items() if part != name}
-        assert with_prediction(rest) == rest
+        has_arithmetic = row["what"] in ("convolution", "product", "attention")
+        assert (row["at_the_matrix_rate_ms"] > 0) == has_arithmetic
+        assert row["launches"] or not has_arithmetic
 
 
 def test_failed_checks_come_first_and_fail_the_command(tmp_path: Path) -> None:
