@@ -25,9 +25,10 @@ TRANSFORMER = Path(__file__).with_name("tiny_transformer.json")
 ONE_LEVEL = {
     "block_out_channels": [16],
     "down_block_types": ["CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D"],
+    "mid_block_type": None,
+    "up_block_types": ["UpBlock2D"],
 }
-"""Fields that leave `UNET` only one level, because compiling takes seconds per level."""
+"""Fields that leave `UNET` only one level and one transformer, because compiling takes a second per block."""
 PYTHON = (sys.executable,)
 
 

@@ -28,7 +28,8 @@ def test_rates(shared_counts: None) -> None:
     assert re.fullmatch(r"[\d.]+ \(3\d%\)", second[7])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# the default pipeline of Stable Diffusion 1.5 and 2 is checked only at export
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("sd15", "sd2")])
 def test_random_latents_are_described_like_those_of_stage_1(family: str) -> None:
     """Otherwise training refuses them, in the GPU check too."""
     encoding = read_family(family).encoding

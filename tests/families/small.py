@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import pytest
 import torch
 import yaml
 from diffusers import AutoencoderDC, AutoencoderKL
@@ -167,6 +168,15 @@ FAMILIES = {
         Family("prx", "shifted", {"t5gemma": ("t5gemma", 12)}, PRX, {"max_tokens": TOKENS}),
     )
 }
+
+
+def in_make_test(*names: str) -> list[Any]:
+    """Return all families; `make test` runs only those named, and `make test-families` runs all."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+ALL_BUT_SD15 = in_make_test(*(name for name in FAMILIES if name != "sd15"))
+"""At this size, sd15 is the same as sd2."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import diffusers
 import pytest
 
 from evaluation.sampling.pipeline import has_guidance_input
-from tests.families.small import FAMILIES, Small, stir
+from tests.families.small import Small, in_make_test, stir
 from tests.families.starting import small_run, started
 from tests.families.steps import check_steps, exported_case
 from train.config import TrainConfig
@@ -36,8 +36,9 @@ def begun(made: Small, run_dir: str, **network: Any) -> tuple[TrainConfig, Train
     return config, trainer
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", in_make_test("sd2", "flux1"))
 def test_the_networks_inputs_are_those_of_training(name: str, small: Callable[[str], Small]) -> None:
+    """A network without and one with a guidance input. tests/families/test_projection.py compares every family."""
     made = small(name)
     config, trainer = begun(made, "drawn")
     folder = write_pipeline(config.work, ExportConfig(weights="raw"))
@@ -50,10 +51,9 @@ def test_the_networks_inputs_are_those_of_training(name: str, small: Callable[[s
     assert ("true_cfg_scale=" in code) == has_guidance_input(folder)
 
 
-@pytest.mark.parametrize("name", ["sd2", "sdxl"])
-def test_an_exported_unet_draws_the_size_that_was_trained(name: str, small: Callable[[str], Small]) -> None:
+def test_an_exported_unet_draws_the_size_that_was_trained(small: Callable[[str], Small]) -> None:
     """Draw without height and width; the size in the U-Net's original config does not matter."""
-    config, _ = begun(small(name), "sized", sample_size=16)
+    config, _ = begun(small("sd2"), "sized", sample_size=16)
     folder = write_pipeline(config.work, ExportConfig(weights="raw"))
     pipeline = getattr(diffusers, config.backbone.pipeline.class_name).from_pretrained(folder)
     assert pipeline("a", num_inference_steps=1, output_type="np").images.shape == (1, 64, 64, 3)

@@ -92,7 +92,8 @@ class RecordCalls(BlockHook):
         return output
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# SDXL's network has all classes of Stable Diffusion 1.5's and 2's
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("sd15", "sd2")])
 def test_hooks_run_once_per_block_in_every_family(name: str) -> None:
     """Hooks change neither the parameters nor their names. The networks have the family's full size, on meta."""
     networks = load_config(Plan, f"configs/{name}/plan.yaml", [], "plan").networks

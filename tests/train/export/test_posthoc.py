@@ -24,18 +24,18 @@ from train.run.reporting.json_lines import read_json_lines
 def runs(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same run uninterrupted, and killed and resumed, with a snapshot that the killed process left behind."""
     folder = tmp_path_factory.mktemp("posthoc")
-    validation = {"root": str(latents), "bucket": "64x64", "samples": 8, "batch_size": 8, "every": 4}
-    changes = {"ema": {"snapshot_every": 4}, "checkpoint": {"every": 4}, "optimizer": {"lr": 1e-2}}
-    for name, parts in (("whole", [12]), ("parts", [8, 12])):
+    validation = {"root": str(latents), "bucket": "64x64", "samples": 8, "batch_size": 8, "every": 2}
+    changes = {"ema": {"snapshot_every": 2}, "checkpoint": {"every": 2}, "optimizer": {"lr": 1e-2}}
+    for name, parts in (("whole", [6]), ("parts", [4, 6])):
         for max_steps in parts:
             averaged = validation | {"weights": "ema" if name == "whole" else "raw"}
             fields = train_fields(latents, folder / name, UNET, max_steps=max_steps, validation=averaged, **changes)
             command(["--config", str(write_config(folder, fields))])
-            if max_steps == 8:  # as if killed after step 8, with a torn checkpoint, and without the snapshot of step 4
-                shutil.rmtree(step_folder(folder / name / "posthoc", 4))
-                for path in (step_folder(folder / name, 8), step_folder(folder / name / "posthoc", 8)):
-                    path.rename(path.with_name("step-00000009"))
-                (step_folder(folder / name, 9) / "optimizer.safetensors").unlink()
+            if max_steps == 4:  # as if killed after step 4, with a torn checkpoint, and without the snapshot of step 2
+                shutil.rmtree(step_folder(folder / name / "posthoc", 2))
+                for path in (step_folder(folder / name, 4), step_folder(folder / name / "posthoc", 4)):
+                    path.rename(path.with_name("step-00000005"))
+                (step_folder(folder / name, 5) / "optimizer.safetensors").unlink()
     return folder / "whole", folder / "parts"
 
 
@@ -44,11 +44,11 @@ def test_killed_and_resumed_averages_and_snapshots_are_bit_equal(runs: tuple[Pat
     assert whole is not None and parts is not None and whole.content["files"] == parts.content["files"]
     assert {f"ema-0.050/{WEIGHTS_NAME}", f"ema-0.100/{WEIGHTS_NAME}"} <= set(whole.content["files"])
     for run in runs:
-        assert [folder.name[-2:] for folder in list_checkpoints(run / "posthoc")] == ["04", "08", "12"]
-    for step in (4, 8, 12):
+        assert [folder.name[-2:] for folder in list_checkpoints(run / "posthoc")] == ["02", "04", "06"]
+    for step in (2, 4, 6):
         files = [read_sealed_json(step_folder(run / "posthoc", step) / "state.json")["files"] for run in runs]
         assert files[0] == files[1] and len(files[0]) == 4
-    half, full = (load_file(step_folder(runs[0] / place, 12) / "ema-0.050" / WEIGHTS_NAME) for place in ("posthoc", ""))
+    half, full = (load_file(step_folder(runs[0] / place, 6) / "ema-0.050" / WEIGHTS_NAME) for place in ("posthoc", ""))
     assert all(half[name].equal(value.half()) for name, value in full.items()) and len(half) > 50
 
 
@@ -56,9 +56,9 @@ def test_train_ema_rebuilds_an_average_for_export(runs: tuple[Path, Path], capsy
     run = runs[0]
     command(["ema", str(run), "--std", "0.07"])
     folder = Path(capsys.readouterr().out.strip())
-    assert folder == run / "posthoc" / "std-0.070-step-00000012"
+    assert folder == run / "posthoc" / "std-0.070-step-00000006"
     made_of = read_sealed_json(folder / RECORD)["made_of"]
-    assert [(part["step"], part["std"]) for part in made_of] == [(s, w) for s in (4, 8, 12) for w in (0.05, 0.1)]
+    assert [(part["step"], part["std"]) for part in made_of] == [(s, w) for s in (2, 4, 6) for w in (0.05, 0.1)]
     weights = UNet2DConditionModel.from_pretrained(folder).state_dict()
     averages = [
         load_file(step_folder(run / "posthoc", part["step"]) / f"ema-{part['std']:.3f}" / WEIGHTS_NAME)
@@ -74,10 +74,10 @@ def test_train_ema_rebuilds_an_average_for_export(runs: tuple[Path, Path], capsy
     assert all(value.equal(weights[name]) for name, value in load_file(exported / "unet" / WEIGHTS_NAME).items())
     assert f"`{sha256_file(folder / WEIGHTS_NAME)}`" in (exported / "README.md").read_text()
     # rebuilding a width that was kept gives the snapshot itself, up to float16
-    kept = write_average(run, RebuildConfig(std=0.1, step=8))
+    kept = write_average(run, RebuildConfig(std=0.1, step=4))
     card = (write_pipeline(run, ExportConfig(weights=str(kept))) / "README.md").read_text()
-    assert "| steps | 8 of 8 samples |" in card and "(width 0.1, rebuilt from 4 averages)" in card
-    snapshot = load_file(step_folder(run / "posthoc", 8) / "ema-0.100" / WEIGHTS_NAME)
+    assert "| steps | 4 of 8 samples |" in card and "(width 0.1, rebuilt from 4 averages)" in card
+    snapshot = load_file(step_folder(run / "posthoc", 4) / "ema-0.100" / WEIGHTS_NAME)
     for name, value in load_file(kept / WEIGHTS_NAME).items():
         torch.testing.assert_close(value, snapshot[name].float(), rtol=1e-6, atol=1e-8)
 
@@ -89,8 +89,8 @@ def test_validating_the_average_does_not_change_training(runs: tuple[Path, Path]
         {row["step"]: row["val_loss"] for row in read_json_lines(run / "metrics.jsonl") if "val_loss" in row}
         for run in runs
     )
-    assert averaged.keys() == raw.keys() == {4, 8, 12}
-    assert averaged[12] != raw[12]
+    assert averaged.keys() == raw.keys() == {2, 4, 6}
+    assert averaged[6] != raw[6]
 
 
 def test_buffers_are_copied_unchanged(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tm
     copied = shutil.copytree(runs[0] / "posthoc" / "checkpoints", tmp_path / "posthoc" / "checkpoints")
     for number, folder in enumerate(sorted(copied.iterdir()), start=1):
         folder.rename(copied / f"{folder.name}.{number:04d}")  # as at a URL
-    assert [folder.name for folder in select_snapshots(tmp_path, 8)] == ["step-00000004.0001", "step-00000008.0002"]
+    assert [folder.name for folder in select_snapshots(tmp_path, 4)] == ["step-00000002.0001", "step-00000004.0002"]
     shutil.rmtree(copied)
     with pytest.raises(
-        RequestError, match=r"no snapshot at step 9\. Choose one of the nearest snapshots with --step: 4, 8, 12"
+        RequestError, match=r"no snapshot at step 9\. Choose one of the nearest snapshots with --step: 2, 4, 6"
     ):
         write_average(runs[0], RebuildConfig(std=0.07, step=9))
     with pytest.raises(RequestError, match=r"has no snapshots .* Set ema\.snapshot_every"):
@@ -130,7 +130,7 @@ def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tm
         write_average(runs[0], RebuildConfig(std=0.07, output=runs[0]))
     with pytest.raises(RequestError, match="but it must be auto, raw, ema or a folder with"):
         write_pipeline(runs[0], ExportConfig(weights="posthoc"))
-    with pytest.raises(RequestError, match=r"has no checkpoint at step 9\. Available steps: .*8, 12\."):
+    with pytest.raises(RequestError, match=r"has no checkpoint at step 9\. Available steps: .*4, 6\."):
         write_pipeline(runs[0], ExportConfig(step=9))
     with pytest.raises(ValueError, match="two of the widths are equal; remove one of them"):
         EmaConfig(std=[0.05, 0.05])
@@ -144,18 +144,18 @@ def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tm
 
 
 def test_damage_and_overflow_are_found(runs: tuple[Path, Path]) -> None:
-    path = step_folder(runs[1] / "posthoc", 4) / "ema-0.100" / WEIGHTS_NAME
+    path = step_folder(runs[1] / "posthoc", 2) / "ema-0.100" / WEIGHTS_NAME
     sound = path.read_bytes()
     data = bytearray(sound)
     data[-2:] = b"\x00\x7c"  # infinity in float16
     path.write_bytes(bytes(data))
-    with pytest.raises(DamagedFile, match=r"does not match its SHA-256 .* Restore \S+/step-00000004"):
+    with pytest.raises(DamagedFile, match=r"does not match its SHA-256 .* Restore \S+/step-00000002"):
         write_average(runs[1], RebuildConfig(std=0.07))
-    optimizer = step_folder(runs[1], 12) / "optimizer.safetensors"
+    optimizer = step_folder(runs[1], 6) / "optimizer.safetensors"
     intact = optimizer.read_bytes()
     optimizer.write_bytes(intact[:-1])
     with pytest.raises(DamagedFile, match=r"optimizer\.safetensors does not match .*, or export a different step"):
-        write_pipeline(runs[1], ExportConfig(step=12))
+        write_pipeline(runs[1], ExportConfig(step=6))
     optimizer.write_bytes(intact)
     with pytest.raises(WorkError, match=r"has non-finite values in .* overflow float16.*snapshot_dtype float32"):
         combine([path.parent], np.ones(1))

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.kit.roots import encoding_record
 from train.model.backbone import BackboneConfig
+from train.model.config import Sharding
 from train.model.fit import dry_call
 from train.model.memory import StepSettings, run_passes, step_memory
 from train.model.network import build_network
@@ -42,9 +43,8 @@ class LiveStorages(TorchDispatchMode):
 
 
 def record(arguments: list[str]) -> None:
-    """Run two steps, and write the peak in bytes and its estimate to a file. Weights outweigh activations."""
-    sharding: Any
-    sharding, path = arguments
+    """Write the peak in bytes and its estimate, by kind of sharding, to a file. Weights outweigh activations."""
+    (path,) = arguments
     dist.init_process_group("gloo")
     fields = {
         "_class_name": "PixArtTransformer2DModel",
@@ -61,6 +61,14 @@ def record(arguments: list[str]) -> None:
     }
     config = Path(f"{path}.{dist.get_rank()}.json")
     config.write_text(json.dumps(fields))
+    kinds: tuple[Sharding, ...] = ("full", "grad_op")
+    found = {sharding: peak_and_estimate(config, sharding) for sharding in kinds}
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(found))
+
+
+def peak_and_estimate(config: Path, sharding: Sharding) -> tuple[int, int]:
+    """Run two steps, and return the peak in bytes and its estimate."""
     encoding = encoding_record(8, 64)
     backbone, network = BackboneConfig().resolved(encoding.texts), build_network(config, 0)
     settings = StepSettings("float32", 1, 1, 8, 0, sharding=sharding, num_processes=2)
@@ -73,5 +81,4 @@ def record(arguments: list[str]) -> None:
     with LiveStorages() as live:
         run_passes(call, "float32")
         run_passes(call, "float32")
-    if dist.get_rank() == 0:
-        Path(path).write_text(f"{live.peak} {estimate.weights + estimate.gradients + estimate.activations}")
+    return live.peak, estimate.weights + estimate.gradients + estimate.activations

@@ -42,7 +42,10 @@ def train(folder: Path, latents: Path, network: Path, name: str, num_processes: 
     """Train a run with checkpoints after step 2 and at the end, and return its folder."""
     defaults = {"max_steps": STEPS, "checkpoint": {"every": 2, "keep": 9}, "collective_timeout": 120.0}
     fields = train_fields(latents, folder / name, network, **defaults | {"microbatch_size": 2} | changes)
-    ranks.run(folder / f"{name}.log", ["--config", str(write_config(folder, fields))], num_processes)
+    log, arguments = folder / f"{name}.log", [str(folder / "calls"), "--config", str(write_config(folder, fields))]
+    program = "tests.train.model.test_sharding:count_averages"
+    processes = ranks.start(log, arguments, num_processes, program=program)
+    assert ranks.wait(processes) == [0] * num_processes, log.read_text()
     return folder / name
 
 
@@ -116,13 +119,18 @@ def test_groups_of_processes_give_the_curve_and_the_checkpoints_of_ddp(
     network: Path, whole: Path, latents: Path, tmp_path: Path
 ) -> None:
     """Resume an unsharded run in two groups of two processes (HSDP), with two microbatches per step and validation of
-    the average, and resume the result on one process."""
+    the average, and resume the result on one process. Each step averages gradients across groups only once."""
     copy_of_step_2(whole, tmp_path / "groups")
     validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 1, "weights": "ema"}
     layout = {"sharding": "full", "sharding_group": 2, "microbatch_size": 1}
     groups = train(tmp_path, latents, network, "groups", 4, **layout, validation=validation, max_steps=3)
     assert rows(groups, "loss") == pytest.approx(rows(whole, "loss")[2:3], rel=1e-5)
     assert rows(groups, "grad_norm") == pytest.approx(rows(whole, "grad_norm")[2:3], rel=1e-4)
+    averaged = [json.loads(path.read_text())["2"] for path in tmp_path.glob("calls.*")]
+    assert len(averaged) == 4
+    count = sum(tensor.numel() for tensor in load_tensors(step_folder(groups, 3) / FILES[0]).values())
+    # a process averages its half of the weights, which is padded to the size of the other half
+    assert all(count / 2 <= each < 0.6 * count for each in averaged)
     resumed = train(tmp_path, latents, network, "groups", 1)
     assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss")[2:], rel=1e-5)
     same_weights(whole, resumed, STEPS)
@@ -196,21 +204,6 @@ def count_averages(arguments: list[str]) -> None:
     with patch.object(fsdp_collectives, "dist", SimpleNamespace(**vars(dist) | {"all_reduce": counted})):
         command(rest)
     Path(f"{path}.{os.getpid()}").write_text(json.dumps(calls))
-
-
-def test_gradients_cross_groups_once_per_step(latents: Path, tmp_path: Path) -> None:
-    """A step of several microbatches averages each process's shards across groups only once."""
-    fields = train_fields(latents, tmp_path / "run", max_steps=1, microbatch_size=1, sharding="full", sharding_group=2)
-    arguments = [str(tmp_path / "calls"), "--config", str(write_config(tmp_path, fields))]
-    program = "tests.train.model.test_sharding:count_averages"
-    assert ranks.wait(ranks.start(tmp_path / "log", arguments, 4, program=program)) == [0] * 4, (
-        tmp_path / "log"
-    ).read_text()
-    averaged = [json.loads(path.read_text())["2"] for path in tmp_path.glob("calls.*")]
-    assert len(averaged) == 4
-    count = sum(tensor.numel() for tensor in load_tensors(step_folder(tmp_path / "run", 1) / FILES[0]).values())
-    # a process averages its half of the weights, which is padded to the size of the other half
-    assert all(count / 2 <= each < 0.6 * count for each in averaged)
 
 
 def copy_of_step_2(run: Path, target: Path) -> None:

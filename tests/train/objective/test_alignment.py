@@ -20,7 +20,7 @@ from shards.base.errors import RequestError, exit_code_of
 from shards.format.buckets import Bucket
 from shards.format.text import quantise
 from tests import ranks
-from tests.runs import UNET, curve, train_fields, write_config
+from tests.runs import ONE_LEVEL, UNET, curve, train_fields, write_config
 from tests.train.specs import CHANNELS, TOKENS, WIDTH, Answer, make_batch, spec
 from train.__main__ import run as command
 from train.config import TrainConfig
@@ -340,9 +340,10 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
     config = TrainConfig.model_validate(fields_of(root, tmp_path / "run", repa={"layer": layer, "hidden": 24}))
     prepared = prepare(config)
     assert prepared.aligned is not None
+    (tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | (ONE_LEVEL if how == "both" else {})))
     for on in (False, True):
         torch.manual_seed(0)
-        unet = build_network(UNET, seed=3)
+        unet = build_network(tmp_path / "unet.json", seed=3)
         prepared.aligned.head.zero_grad()
         aligned = Aligned(unet, prepared.aligned.head, config.repa, prepared.aligned.features)
         if on and how != "gradient_checkpointing":
