@@ -5,6 +5,7 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -221,6 +222,12 @@ def without_ray() -> Iterator[None]:
     """Let `python -m precompute` encode in this process. Fixtures of wider scope use `ray_replaced` itself."""
     with ray_replaced():
         yield
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `derive` and `download` work in threads of this process, instead of processes that import everything."""
+    monkeypatch.setattr("shards.base.pool.start_pool", lambda most, *_: ThreadPoolExecutor(most))
 
 
 @pytest.fixture(scope="session")

@@ -170,8 +170,10 @@ def test_an_array_job_says_which_of_its_settings_is_missing(tmp_path: Path) -> N
     for name in ("TARS_PER_TASK", "SLURM_ARRAY_TASK_ID"):
         found = run_precompute_script(tmp_path, RUNS_ITS_COMMAND, **{k: v for k, v in array.items() if k != name})
         assert found.returncode == 2 and "set TARS_PER_TASK and submit an array" in found.stderr
-    found = run_precompute_script(tmp_path, RUNS_ITS_COMMAND, **array | {"SHARDS": "7"})
-    assert found.returncode == 2 and "SHARDS must be FIRST-LAST" in found.stderr
+    for wrong in ("7", "all", "00000-00009,00020-00029", "00000-00009 "):
+        found = run_precompute_script(tmp_path, RUNS_ITS_COMMAND, **array | {"SHARDS": wrong})
+        assert found.returncode == 2
+        assert f"SHARDS must be FIRST-LAST, such as 00000-78999, but is '{wrong}'" in found.stderr
 
 
 def test_what_a_schema_does_not_have_is_found() -> None:

@@ -1,16 +1,30 @@
-"""Fixtures shared by the tests of select."""
+"""Fixtures shared by the tests of stage 1."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.precompute.select import laion
+from tests.ranks import SERVER
+from tests.tiny_towers import make_towers
 
 
 @pytest.fixture
 def no_plot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the plot, which takes longer than everything else. Tests that run the command in its own process draw it."""
     monkeypatch.setattr("precompute.select.job.draw_funnel", lambda funnel: b"drawn")
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork worker processes from a server that has imported everything, which spawned ones would import again."""
+    monkeypatch.setattr("shards.base.pool.multiprocessing.get_context", lambda method: SERVER)
+
+
+@pytest.fixture(scope="session")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of small text and vision models. Tests must not modify it."""
+    return make_towers(tmp_path_factory.mktemp("towers"))
 
 
 @pytest.fixture

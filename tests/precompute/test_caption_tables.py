@@ -15,6 +15,7 @@ from shards.__main__ import run as shards
 from shards.base.errors import RequestError, WorkError
 from shards.format.text import unpack
 from shards.root.reading import read_part
+from tests.fixtures import ray_replaced
 from tests.roots import part_of, precompute_arguments, receipts_of_tar
 from tests.tiny import make_samples, make_tar, table_of
 from train.data.loader import Loader
@@ -34,19 +35,36 @@ def captions_option(*sources: object) -> list[str]:
     return ["--captions", json.dumps(sources)]
 
 
-@pytest.fixture
-def tars(tmp_path: Path) -> Path:
-    make_tar(tmp_path / "tars", "00000", SAMPLES)
-    return tmp_path / "tars"
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("captioned") / "tars"
+    make_tar(folder, "00000", SAMPLES)
+    return folder
 
 
-@pytest.mark.usefixtures("without_ray")
-def test_encoding_with_captions_from_a_table_and_weights(models: Path, tars: Path, tmp_path: Path) -> None:
-    table = table_of(tmp_path / "captions.parquet", {"of no sample": "x"} | NEW, row_group_size=2)
+def encoded(models: Path, tars: Path, root: Path, *options: str) -> Path:
+    with ray_replaced():
+        command(precompute_arguments(models, tars, root, *options))
+    return root
+
+
+@pytest.fixture(scope="module")
+def old(models: Path, tars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with the captions of the tars. Tests must not modify it."""
+    return encoded(models, tars, tmp_path_factory.mktemp("old") / "root", "--captions", "txt")
+
+
+@pytest.fixture(scope="module")
+def weighted(models: Path, tars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with captions of weight 3 from a table beside it, and those of the tars. Tests must not modify it."""
+    folder = tmp_path_factory.mktemp("weighted")
+    table = table_of(folder / "captions.parquet", {"of no sample": "x"} | NEW, row_group_size=2)
     source = {"table": str(table), "column": "vlm", "weight": 3}
-    root = tmp_path / "root"
-    command(precompute_arguments(models, tars, root, *captions_option(source, "txt")))
-    found = stored(root)
+    return encoded(models, tars, folder / "root", *captions_option(source, "txt"))
+
+
+def test_encoding_with_captions_from_a_table_and_weights(models: Path, tars: Path, weighted: Path) -> None:
+    found = stored(weighted)
     assert [json.loads(found[key]["caption"]) for key in KEYS] == [
         [NEW.get(key), f"picture {key} of {i} blobs"] for i, key in enumerate(KEYS)
     ]
@@ -55,20 +73,16 @@ def test_encoding_with_captions_from_a_table_and_weights(models: Path, tars: Pat
     assert [len(unpack(found[key])) for key in KEYS] == [4] * 6 + [1] * 2
     first, second, third, last = (row["text_latents.text"] for row in unpack(found[KEYS[0]]))
     assert np.array_equal(first, second) and np.array_equal(first, third) and not np.array_equal(first, last)
-    receipt = receipts_of_tar(root, "00000").parts["64x64"]
-    assert receipt.settings["tables.vlm"] == str(table) and receipt.settings["tables.vlm.found"] == 6
-    shards(["verify", str(root)])
+    settings = receipts_of_tar(weighted, "00000").parts["64x64"].settings
+    assert settings["tables.vlm"] == str(weighted.with_name("captions.parquet"))
+    assert settings["tables.vlm.found"] == 6
+    shards(["verify", str(weighted)])
     with pytest.raises(RequestError, match="are from a table"):
-        command(precompute_arguments(models, tars, root))
+        command(precompute_arguments(models, tars, weighted))
 
 
-@pytest.mark.usefixtures("without_ray")
-def test_roots_with_different_caption_sources_can_be_mixed(models: Path, tars: Path, tmp_path: Path) -> None:
-    source = {"table": str(table_of(tmp_path / "captions.parquet", NEW)), "column": "vlm", "weight": 3}
-    roots = tmp_path / "weighted", tmp_path / "plain"
-    command(precompute_arguments(models, tars, roots[0], *captions_option(source, "txt")))
-    command(precompute_arguments(models, tars, roots[1]))
-    streams = [StreamConfig(root=root, bucket="64x64") for root in roots]
+def test_roots_with_different_caption_sources_can_be_mixed(weighted: Path, old: Path) -> None:
+    streams = [StreamConfig(root=root, bucket="64x64") for root in (weighted, old)]
     config = DataConfig(streams=streams, num_workers=0, num_canonical_nodes=1)
     loader = Loader(config, open_data(config, 4), 4, 0, 0, torch.arange(4))
     batches = [batch for batch, _ in zip(loader, range(4), strict=False)]
@@ -78,12 +92,13 @@ def test_roots_with_different_caption_sources_can_be_mixed(models: Path, tars: P
 
 @pytest.mark.usefixtures("without_ray")
 @pytest.mark.parametrize("fallback", [None, "txt"])
-def test_new_captions_for_existing_latents(models: Path, tars: Path, tmp_path: Path, fallback: str | None) -> None:
+def test_new_captions_for_existing_latents(
+    models: Path, tars: Path, tmp_path: Path, old: Path, fallback: str | None
+) -> None:
     """The derived root equals one that is encoded with the new captions, and all samples are accounted for."""
     table = table_of(tmp_path / "captions.parquet", NEW)
     source = {"table": str(table), "column": "vlm"} | ({"fallback": fallback} if fallback else {})
-    old, derived, direct = (tmp_path / name for name in ("old", "derived", "direct"))
-    command(precompute_arguments(models, tars, old, "--captions", "txt"))
+    derived, direct = tmp_path / "derived", tmp_path / "direct"
     for _ in range(2):  # the second time, nothing is left to do
         command(precompute_arguments(models, tars, derived, "--source", str(old), *captions_option(source)))
     command(precompute_arguments(models, tars, direct, *captions_option(source)))
@@ -102,10 +117,9 @@ def test_new_captions_for_existing_latents(models: Path, tars: Path, tmp_path: P
 
 
 @pytest.mark.usefixtures("without_ray")
-def test_old_captions_can_stay_beside_new_ones(models: Path, tars: Path, tmp_path: Path) -> None:
+def test_old_captions_can_stay_beside_new_ones(models: Path, tars: Path, tmp_path: Path, old: Path) -> None:
     table = table_of(tmp_path / "captions.parquet", NEW)
-    old, derived = tmp_path / "old", tmp_path / "derived"
-    command(precompute_arguments(models, tars, old, "--captions", "txt"))
+    derived = tmp_path / "derived"
     source = {"table": str(table), "column": "vlm"}
     options = captions_option(source, {"field": "txt", "weight": 2})
     command(precompute_arguments(models, tars, derived, "--source", str(old), *options))
@@ -126,11 +140,14 @@ def test_a_table_that_cannot_be_used_is_refused_before_anything_is_written(
     (tmp_path / "text.parquet").write_text("key,vlm\n")
     numbers = tmp_path / "numbers.parquet"
     pq.write_table(pa.table({"key": ["a"], "vlm": [0.5]}), numbers)
+    twice = tmp_path / "twice.parquet"
+    pq.write_table(pa.table({"key": ["a", "b", "a"], "vlm": ["x", "y", "z"]}), twice)
     for source, said in (
         ({"table": str(tmp_path / "absent.parquet"), "column": "vlm"}, r"absent\.parquet does not exist"),
         ({"table": str(tmp_path / "text.parquet"), "column": "vlm"}, "is not a readable parquet file"),
         ({"table": str(good), "column": "blip"}, "has no column blip; its columns are key, vlm"),
         ({"table": str(numbers), "column": "vlm"}, "has values of type double, not text"),
+        ({"table": str(twice), "column": "vlm"}, r"key 'a' twice, in rows 0 and 2 \(counted from 0\)"),
         ({"table": str(good)}, "set `table` and `column` together"),
         ({"field": "txt", "fallback": "txt"}, "`fallback` requires `table`"),
         ({"table": str(good), "column": "vlm", "weight": 0}, "greater than or equal to 1"),
@@ -172,31 +189,19 @@ def test_a_table_with_other_keys_is_reported(
 
 @pytest.mark.usefixtures("without_ray")
 def test_derived_parts_count_their_own_tables(
-    models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Path, tars: Path, tmp_path: Path, old: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A table without any of the keys is reported, and a later one is not blamed for it."""
     wrong = table_of(tmp_path / "wrong.parquet", {"of no sample": "x"})
     right = table_of(tmp_path / "right.parquet", NEW)
     source = {"column": "vlm", "fallback": "txt"}
-    roots = [tmp_path / name for name in ("old", "first", "second")]
-    command(precompute_arguments(models, tars, roots[0], "--captions", "txt"))
-    first = ("--source", str(roots[0]), *captions_option(source | {"table": str(wrong)}, "txt"))
-    command(precompute_arguments(models, tars, roots[1], *first))
+    roots = [tmp_path / name for name in ("first", "second")]
+    first = ("--source", str(old), *captions_option(source | {"table": str(wrong)}, "txt"))
+    command(precompute_arguments(models, tars, roots[0], *first))
     assert f"warning: {wrong} has no vlm for any of the 8 samples" in capsys.readouterr().err
-    second = ("--source", str(roots[1]), *captions_option(source | {"table": str(right)}))
-    command(precompute_arguments(models, tars, roots[2], *second))
+    second = ("--source", str(roots[0]), *captions_option(source | {"table": str(right)}))
+    command(precompute_arguments(models, tars, roots[1], *second))
     assert "warning" not in capsys.readouterr().err
-    settings = receipts_of_tar(roots[2], "00000").parts["64x64"].settings
+    settings = receipts_of_tar(roots[1], "00000").parts["64x64"].settings
     tables = {name: value for name, value in settings.items() if "tables." in name}
     assert tables == {"derived.tables.vlm": str(right), "derived.tables.vlm.found": len(NEW)}
-
-
-def test_a_table_with_a_key_twice_is_refused_before_anything_is_written(
-    models: Path, tars: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "twice.parquet"
-    pq.write_table(pa.table({"key": ["a", "b", "a"], "vlm": ["x", "y", "z"]}), path)
-    with pytest.raises(RequestError, match=r"has the key 'a' twice, in rows 0 and 2"):
-        option = captions_option({"table": str(path), "column": "vlm"})
-        command(precompute_arguments(models, tars, tmp_path / "root", *option))
-    assert not (tmp_path / "root").exists()

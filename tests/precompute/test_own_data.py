@@ -32,13 +32,13 @@ def encoded(root: Path) -> dict[str, dict[str, object]]:
 def test_an_image_has_the_same_latents_whichever_way_it_came_in(
     without_ray: None, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    roots = {}
-    for kind, make in KINDS.items():
-        make(tmp_path / kind, SAMPLES)
+    roots, kinds = {}, ("tar", "files", "jsonl", "parquet", "mds")  # the other tables are read like jsonl
+    for kind in kinds:
+        KINDS[kind](tmp_path / kind, SAMPLES)
         command(precompute_arguments(models, tmp_path / kind, tmp_path / f"{kind}-root"))
         roots[kind] = encoded(tmp_path / f"{kind}-root")
     assert len(roots["tar"]) == 15
     for kind, root in roots.items():
         assert root == roots["tar"], kind
     announced = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Input: ")]
-    assert len(announced) == len(KINDS) and "parquet files with images (1 unit, 10 samples)" in "".join(announced)
+    assert len(announced) == len(kinds) and "parquet files with images (1 unit, 10 samples)" in "".join(announced)

@@ -22,16 +22,12 @@ from shards.format.encoding import EncodingRecord
 from shards.root.committed import load_receipts
 from shards.root.reading import read_part, text_latents
 from shards.tools.verify import verify_root
+from tests.fixtures import ray_replaced
 from tests.roots import part_of, precompute_arguments
-from tests.tiny_towers import make_towers, texts
+from tests.tiny_towers import texts
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("without_ray")]
 WIDTH = 6
-
-
-@pytest.fixture(scope="module")
-def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_towers(tmp_path_factory.mktemp("towers"))
 
 
 def run(
@@ -44,6 +40,14 @@ def run(
     precompute([*precompute_arguments(models, tars, root), *words, "--captions", captions, *more])
     assert list(verify_root(LocalStore(root))) == []
     return EncodingRecord.load(LocalStore(root))
+
+
+@pytest.fixture(scope="module")
+def whole(models: Path, tars: Path, towers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with the full-width states of three towers. Tests must not modify it."""
+    with ray_replaced():
+        run(models, tars, root := tmp_path_factory.mktemp("roots") / "whole", towers=towers)
+    return root
 
 
 def states_of(root: Path) -> dict[str, list[dict[str, np.ndarray]]]:
@@ -69,61 +73,58 @@ def check_projected(whole: Path, root: Path) -> None:
                 np.testing.assert_array_equal(states, other[name])
 
 
-def test_each_tower_has_its_own_projection(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
-    whole = run(models, tars, tmp_path / "whole", towers=towers)
-    clip = whole.texts["clip"]
+def test_each_tower_has_its_own_projection(
+    models: Path, tars: Path, tmp_path: Path, towers: Path, whole: Path, in_threads: None
+) -> None:
+    clip = EncodingRecord.load(LocalStore(whole)).texts["clip"]
     widths = ("--texts.clip.width", str(clip.width), "--texts.t5.width", "5")  # clip keeps its full width
     encoding = run(models, tars, tmp_path / "root", "--text.width", str(WIDTH), *widths, towers=towers)
     assert encoding.texts["clip"] == clip
     assert [encoding.texts[name].width for name in ("text", "t5")] == [WIDTH, 5]
-    check_projected(tmp_path / "whole", tmp_path / "root")
+    check_projected(whole, tmp_path / "root")
     with pytest.raises(
         RequestError, match=rf"latents \(dimensions: t5 5, text {WIDTH}\), but `text\.width` is not set"
     ):
         run(models, tars, tmp_path / "root", towers=towers)
     # the derived root has different calibration captions, but is projected in the same way
-    shards(["derive", str(tmp_path / "whole"), str(tmp_path / "derived"), "--text.width", "6", "--processes", "1"])
-    check_projected(tmp_path / "whole", tmp_path / "derived")
+    shards(["derive", str(whole), str(tmp_path / "derived"), "--text.width", "6"])
+    check_projected(whole, tmp_path / "derived")
 
 
-def test_towers_are_projected_jointly(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
-    run(models, tars, tmp_path / "whole", towers=towers)
+def test_towers_are_projected_jointly(models: Path, tars: Path, tmp_path: Path, towers: Path, whole: Path) -> None:
     joint = '[["text", "clip"], ["t5"]]'
     encoding = run(models, tars, tmp_path / "root", "--text.width", "6", "--text.joint", joint, towers=towers)
     made = {name: tower.projection for name, tower in encoding.texts.items()}
     assert all(p is not None and p.joint == (("text", "clip"), ("t5",)) for p in made.values())
-    check_projected(tmp_path / "whole", tmp_path / "root")
-    like = ("--text.projection", str(tmp_path / "root"))
+    check_projected(whole, tmp_path / "root")
+    like = ("--text.projection", str(tmp_path / "root"), "--shards", "00000")
     assert run(models, tars, tmp_path / "like", *like, towers=towers) == encoding
     with pytest.raises(RequestError, match=r"with `text\.joint: \[\['text', 'clip'\], \['t5'\]\]`, but"):
         run(models, tars, tmp_path / "o", *like, "--text.joint", '[["text"], ["clip"], ["t5"]]', towers=towers)
 
 
 def test_a_new_tower_encodes_stored_captions_and_is_projected(
-    models: Path, tars: Path, tmp_path: Path, towers: Path
+    models: Path, tars: Path, tmp_path: Path, towers: Path, whole: Path, latents: Path
 ) -> None:
     """The root's own states are projected as they are stored."""
-    run(models, tars, tmp_path / "old")
-    run(models, tars, tmp_path / "whole", towers=towers)
-    options = ("--text.width", "6", "--source", str(tmp_path / "old"))
+    options = ("--text.width", "6", "--source", str(latents))
     encoding = run(models, tars, tmp_path / "root", *options, towers=towers)
     assert [encoding.texts[name].width for name in ("clip", "t5", "text")] == [6, 6, 6]
-    check_projected(tmp_path / "whole", tmp_path / "root")
-    again = run(models, tars, tmp_path / "again", *options, towers=towers)
+    check_projected(whole, tmp_path / "root")
+    again = run(models, tars, tmp_path / "again", *options, "--shards", "00000", towers=towers)
     assert again == encoding
 
 
-def test_a_projection_is_computed_from_new_captions(models: Path, tars: Path, tmp_path: Path) -> None:
-    run(models, tars, tmp_path / "old")
-    keys = list(states_of(tmp_path / "old"))
+def test_a_projection_is_computed_from_new_captions(models: Path, tars: Path, tmp_path: Path, latents: Path) -> None:
+    keys = list(states_of(latents))
     table = tmp_path / "captions.parquet"
     pq.write_table(pa.table({"key": keys, "vlm": [f"a new text about {key}" for key in keys]}), table)
     captions = json.dumps([{"table": str(table), "column": "vlm"}])
-    options = ("--source", str(tmp_path / "old"))
+    options = ("--source", str(latents))
     run(models, tars, tmp_path / "whole", *options, captions=captions)
     encoding = run(models, tars, tmp_path / "root", "--text.width", "6", *options, captions=captions)
     made = encoding.texts["text"].projection
-    stored = sum(receipt.samples for receipt in load_receipts(LocalStore(tmp_path / "old")))
+    stored = sum(receipt.samples for receipt in load_receipts(LocalStore(latents)))
     assert made is not None and made.calibration_captions == stored + -(-stored // 10)  # those of all buckets
     check_projected(tmp_path / "whole", tmp_path / "root")
 
@@ -142,7 +143,8 @@ def test_a_root_created_by_a_concurrent_job_is_extended(
     models: Path, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    run(models, tars, first, "--text.width", "6")
+    options = ("--text.width", "6", "--shards", "00000")
+    run(models, tars, first, *options)
     learn = projection.compute_projections
 
     def slow(*args: Any) -> Any:
@@ -151,7 +153,7 @@ def test_a_root_created_by_a_concurrent_job_is_extended(
         return {name: made.model_copy(update={"calibration_sha256": "different"}) for name, made in found.items()}
 
     monkeypatch.setattr("precompute.job.projection.compute_projections", slow)
-    assert run(models, tars, second, "--text.width", "6") == EncodingRecord.load(LocalStore(first))
+    assert run(models, tars, second, *options) == EncodingRecord.load(LocalStore(first))
 
 
 def test_a_root_with_full_width_states_created_by_a_concurrent_job_is_refused(

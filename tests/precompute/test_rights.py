@@ -32,7 +32,7 @@ def tars_with(folder: Path, fields: dict[int, dict[str, Any]]) -> Path:
 
 
 def test_licences_reach_receipts_statistics_card_and_derived_roots(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_threads: None
 ) -> None:
     licenses = {0: "CC0", 1: "CC0", 2: "CC BY 4.0", 3: "all | rights"}
     tars = tars_with(tmp_path / "tars", {number: {"license": name} for number, name in licenses.items()})

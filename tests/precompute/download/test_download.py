@@ -240,8 +240,9 @@ def test_a_full_disk_is_reported(server: BadServer, tmp_path: Path, monkeypatch:
 
 
 def test_the_command_fetches_what_is_missing(
-    server: BadServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: BadServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_threads: None
 ) -> None:
+    """tests/precompute/test_select_download.py downloads in a process of its own."""
     urls = [f"{server.address}/jpeg/command-{i}" for i in range(5)]
     laion.write(tmp_path / "in.parquet", laion.rows(5, URL=urls))
     options = ["--config", "configs/download.yaml"]
@@ -266,7 +267,7 @@ def test_the_command_fetches_what_is_missing(
     }
 
 
-def test_the_error_names_only_the_first_failed_tars(tmp_path: Path) -> None:
+def test_the_error_names_only_the_first_failed_tars(tmp_path: Path, in_threads: None) -> None:
     laion.write(tmp_path / "in.parquet", laion.rows(7, URL=[f"http://127.0.0.1:1/{i}" for i in range(7)]))
     options = ["--input", str(tmp_path / "in.parquet"), "--output", str(tmp_path / "out"), "--rows_per_shard", "1"]
     with pytest.raises(WorkError, match=r"^7 of 7 tars .* 00004: only 0 .*; and 2 more, see .*report\.json") as caught:

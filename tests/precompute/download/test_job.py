@@ -16,6 +16,8 @@ from precompute.download.rows import PlannedTar
 from shards.base.errors import RequestError, WorkError
 from shards.base.pool import start_pool
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def config(folder: Path, **fields: Any) -> DownloadConfig:
     return DownloadConfig.model_validate({"input": folder, "output": folder} | fields)

@@ -33,9 +33,9 @@ def fetch(url: str, **limits: Any) -> bytes:
         return response.read()
 
 
-@pytest.mark.parametrize("path", ["jpeg/1", "redirect", "hops/3", "slow/1"])
-def test_pictures_come(server: BadServer, path: str) -> None:
-    assert fetch(f"{server.address}/{path}").startswith(JPEG)
+def test_as_many_redirects_as_allowed_are_followed(server: BadServer) -> None:
+    """test_download.py has other kinds of success, too."""
+    assert fetch(f"{server.address}/hops/3").startswith(JPEG)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from precompute.encode.networks import DeviceSettings, Network, Offload
 from precompute.encode.towers import DeviceClock, TextTowers
 from precompute.encode.worker import load_towers
 from tests.fixtures import encode_all, folder_of
-from tests.tiny_towers import config_of, make_towers, texts
+from tests.tiny_towers import config_of, texts
 
 
 @dataclass
@@ -63,11 +63,6 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     yield held
 
 
-@pytest.fixture(scope="module")
-def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_towers(tmp_path_factory.mktemp("towers"))
-
-
 def encoded(config: PrecomputeConfig, models: Path) -> dict[str, bytes]:
     """Return all stored files by name; a part's folder is named by its content."""
     encode_all(config, models)
@@ -77,10 +72,10 @@ def encoded(config: PrecomputeConfig, models: Path) -> dict[str, bytes]:
 
 
 def config(models: Path, tars: Path, root: Path, towers: Path, how: str, **changes: object) -> PrecomputeConfig:
-    """Return a config with both buckets, several captions, and towers with three batch sizes."""
+    """Return a config with two buckets, several captions, and towers with three batch sizes."""
     workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 2, "batch_size": 8, "towers": how}
     fields = {
-        "buckets": ["64x64", "128x128"],
+        "buckets": ["64x64", "80x80"],
         "captions": ["txt", "json:url"],
         "precision": "bfloat16",
         "texts": texts(towers, models, batch_size=3),

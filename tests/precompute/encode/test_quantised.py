@@ -1,5 +1,6 @@
 """Text towers with quantised weights: accuracy, records in the root, and refusals."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from shards.format.towers import Quantised
 from shards.open import open_store
 from shards.tools.verify import verify_root
 from tests.fixtures import encode_all, folder_of
-from tests.tiny_towers import config_of, make_towers, texts
+from tests.tiny_towers import config_of, texts
 
 CPU = torch.device("cpu")
 BOTH: tuple[Quantised, ...] = ("int8", "float8")
@@ -29,9 +30,9 @@ LARGEST_ERROR: dict[Quantised, float] = {"int8": 0.02, "float8": 0.1}
 
 
 @pytest.fixture(scope="module")
-def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def towers(towers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save small towers, with a T5 whose sizes are multiples of 16."""
-    folder = make_towers(tmp_path_factory.mktemp("towers"))
+    folder = shutil.copytree(towers, tmp_path_factory.mktemp("quantised") / "towers")
     torch.manual_seed(2)
     sizes = {"d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 64}
     changed = T5Config.from_pretrained(folder / "t5").to_dict() | sizes
@@ -136,15 +137,15 @@ def test_layers_that_float8_products_do_not_support_are_kept() -> None:
     assert [type(layer) is nn.Linear for layer in model] == [True, True, False]
 
 
-def t5(num_layers: int = 4) -> T5EncoderModel:
+def t5() -> T5EncoderModel:
     """Return a random T5 with layers wide enough for errors to average out as in large ones."""
     torch.manual_seed(3)
-    fields = {"vocab_size": 64, "d_model": 128, "d_kv": 16, "d_ff": 256, "num_layers": num_layers, "num_heads": 8}
+    fields = {"vocab_size": 64, "d_model": 128, "d_kv": 16, "d_ff": 256, "num_layers": 4, "num_heads": 8}
     return T5EncoderModel(T5Config(**fields, feed_forward_proj="gated-gelu")).eval()
 
 
-def states_of(model: nn.Module, precision: Precision, compiled: bool = False) -> Tensor:
-    return states_through(Network(model, encode, DeviceSettings(CPU, precision, compiled)))
+def states_of(model: nn.Module, precision: Precision) -> Tensor:
+    return states_through(Network(model, encode, DeviceSettings(CPU, precision)))
 
 
 def encode(t5: nn.Module, ids: Tensor) -> tuple[Tensor]:
@@ -176,8 +177,14 @@ def test_the_error_of_quantised_weights(to: Quantised) -> None:
 
 
 def test_float8_products_compile() -> None:
-    exact = states_of(t5(1), "float32")
-    found, compiled = (states_of(quantise(t5(1), "float8"), "bfloat16", how) for how in (False, True))
+    def outputs(quantised: bool, precision: Precision, compiled: bool = False) -> Tensor:
+        torch.manual_seed(3)
+        layers = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        model = quantise(layers, "float8") if quantised else layers
+        network = Network(model, lambda each, rows: (each(rows),), DeviceSettings(CPU, precision, compiled))
+        return network.start((torch.linspace(-2, 2, 32 * 64).reshape(32, 64).sin(),), 32)()[0].float()
+
+    exact, found, compiled = outputs(False, "float32"), outputs(True, "bfloat16"), outputs(True, "bfloat16", True)
     assert not found.equal(compiled)  # kernels are fused, so it was compiled
     assert (compiled - exact).norm() / exact.norm() < LARGEST_ERROR["float8"]
 
@@ -216,16 +223,18 @@ def test_a_model_that_reads_a_weight_is_refused(
         record(models, tars, towers, "int8")
 
 
-@pytest.mark.parametrize("to", BOTH)
-def test_a_root_of_a_quantised_tower(models: Path, tars: Path, tmp_path: Path, towers: Path, to: Quantised) -> None:
+def test_roots_of_quantised_towers(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
     """The bytes are the same with towers one by one, and differ from those of a tower that is not quantised."""
-    stored = []
-    for weights, how in ((to, "together"), (to, "one_by_one"), ("as_stored", "together")):
+
+    def stored(weights: str, how: str) -> list[bytes]:
         workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 2, "batch_size": 8, "towers": how}
         asked = config(models, tars, tmp_path / f"{weights}-{how}", towers, weights, workers=workers)
         encode_all(asked, models)
         assert list(verify_root(open_store(asked.output))) == []
         parts = sorted(path for path in folder_of(asked).glob("*x*/*/*.mds"))
         assert parts
-        stored.append([path.read_bytes() for path in parts])
-    assert stored[0] == stored[1] != stored[2]
+        return [path.read_bytes() for path in parts]
+
+    as_stored = stored("as_stored", "together")
+    for to in BOTH:
+        assert stored(to, "together") == stored(to, "one_by_one") != as_stored

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.config import describe_encoding
-from precompute.encode.encoders import TextEncoder
 from shards.__main__ import run
 from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
@@ -119,22 +118,6 @@ def test_captions_are_counted_per_bucket_in_receipts_and_once_in_stats(
     assert receipt.parts["128x128"].captions["stored"] == 11  # captions of the same samples
     printed = capsys.readouterr().out
     assert "captions: 20 stored; changed: invalid utf8 2, control characters 1, too long 1, truncated 1\n" in printed
-
-
-def test_captions_are_encoded_once_and_in_full_batches(
-    models: Path, captioned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[list[str]] = []
-    encode = TextEncoder.start_batch
-
-    def spy(self: TextEncoder, texts: list[str], batch_size: int) -> object:
-        calls.append(texts)
-        return encode(self, texts, batch_size)
-
-    monkeypatch.setattr(TextEncoder, "start_batch", spy)
-    encoded(models, captioned, tmp_path / "root")
-    assert calls.pop(0) == [""] and sum(map(len, calls)) == 20
-    assert all(len(texts) <= 8 for texts in calls)  # workers.batch_size, to which each batch is padded
 
 
 def test_a_bucket_added_later_has_the_same_captions(

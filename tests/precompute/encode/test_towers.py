@@ -45,10 +45,14 @@ from transformers import (
 )
 
 from precompute.config import describe_encoding
-from precompute.encode.networks import Network
+from precompute.describe import FeatureTowerConfig, TextConfig, TextTowerConfig, describe_features, describe_text
+from precompute.encode.encoders import FeatureEncoder
+from precompute.encode.networks import DeviceSettings, Network
+from precompute.encode.towers import Towers
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
+from shards.format.towers import FeatureTower, TextTower
 from shards.open import open_store
 from shards.root.committed import load_receipts
 from shards.root.reading import captions, read_part, text_latents
@@ -57,7 +61,7 @@ from shards.tools.verify import verify_root
 from tests.fixtures import encode_all, folder_of
 from tests.fixtures import make_towers as towers_of
 from tests.runs import UNET, train_fields
-from tests.tiny_towers import BUCKET, PATCH, T5_LENGTH, T5_WIDTH, character_tokenizer, config_of, make_towers, texts
+from tests.tiny_towers import BUCKET, PATCH, T5_LENGTH, T5_WIDTH, character_tokenizer, config_of, texts
 from train.__main__ import run as train
 from train.config import TrainConfig
 from train.data.draws import global_slots
@@ -69,11 +73,6 @@ from train.objective.config import ObjectiveConfig
 from train.prepare import prepare
 from train.run.fingerprint import check_resume, make_fingerprint
 from train.run.reporting.json_lines import read_json_lines
-
-
-@pytest.fixture(scope="module")
-def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_towers(tmp_path_factory.mktemp("towers"))
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +155,20 @@ DINO2 = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "m
 DINO2 |= {"image_size": 56, "patch_size": PATCH}
 
 
+@pytest.fixture(scope="module")
+def seeing(models: Path, tars: Path, towers: Path, tmp_path_factory: pytest.TempPathFactory) -> Towers:
+    """Towers whose feature tower, `eyes`, takes batches of three images. Tests replace its network."""
+    features = {"eyes": {"model": str(towers / "dino"), "batch_size": 3}}
+    return towers_of(config_of(models, tars, tmp_path_factory.mktemp("seeing") / "root", towers, features=features))
+
+
+def vision_tower(model: PreTrainedModel, folder: Path, class_name: str | None) -> FeatureTower:
+    """Save the model, and describe it as the feature tower `eyes`."""
+    model.save_pretrained(folder)
+    asked = FeatureTowerConfig(model=str(folder), class_name=class_name)
+    return describe_features("eyes", asked, [Bucket.parse(BUCKET)])
+
+
 @pytest.mark.parametrize(
     ("made", "class_name", "others", "means"),
     [
@@ -174,25 +187,22 @@ def test_features_equal_the_vision_models_outputs(
     class_name: str | None,
     others: int,
     means: tuple[tuple[float, ...], tuple[float, ...]],
-    models: Path,
-    tars: Path,
     tmp_path: Path,
-    towers: Path,
+    seeing: Towers,
 ) -> None:
     """64 × 48 px become a grid of 4 × 3. Batches are of three images, and two of them overlap."""
     torch.manual_seed(3)
     whole = made().eval()
-    whole.save_pretrained(tmp_path / "vision")
     if means != IMAGENET:
         given = {"image_mean": means[0], "image_std": means[1]}
-        (tmp_path / "vision" / "preprocessor_config.json").write_text(json.dumps(given))
-    asked = {"eyes": {"model": str(tmp_path / "vision"), "batch_size": 3, "class_name": class_name}}
-    loaded = towers_of(config_of(models, tars, tmp_path / "root", towers, features=asked))
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    tower = vision_tower(whole, tmp_path, class_name)
+    eyes, sizes = FeatureEncoder(tmp_path, tower, DeviceSettings(torch.device("cpu"), "float32")), list[int]()
+    seeing.features["eyes"] = eyes
     pictures = list(np.random.default_rng(0).integers(0, 256, (8, 48, 64, 3), np.uint8))
-    eyes, sizes = loaded.features["eyes"], list[int]()
     start = eyes.start_batch
     eyes.start_batch = lambda pixels, count: sizes.append(len(pixels)) or start(pixels, count)  # type: ignore
-    found = [latents.features["eyes"] for latents in loaded.start_pictures(Bucket(64, 48), pictures)()]
+    found = [latents.features["eyes"] for latents in seeing.start_pictures(Bucket(64, 48), pictures)()]
     assert sizes == [3, 3, 3]
     model, patch = getattr(whole, "vision_model", whole), eyes.tower.patch
     mean, std = (torch.tensor(of)[:, None, None] for of in means)
@@ -221,16 +231,11 @@ def test_vision_models_without_one_token_per_patch_are_refused(
     made: Callable[[], PreTrainedModel],
     class_name: str | None,
     words: str,
-    models: Path,
-    tars: Path,
     tmp_path: Path,
-    towers: Path,
 ) -> None:
     """Before anything is loaded, and with the name of a suitable one."""
-    made().save_pretrained(tmp_path / "vision")
-    of = {"eyes": {"model": str(tmp_path / "vision"), "class_name": class_name}}
     with pytest.raises(RequestError, match=f"features.eyes: .*{words}.*such as Dinov2Model"):
-        describe_encoding(config_of(models, tars, tmp_path / "root", towers, features=of))
+        vision_tower(made(), tmp_path, class_name)
 
 
 def test_a_vision_model_whose_forward_reads_values_is_accepted(
@@ -354,26 +359,25 @@ def test_an_overflow_in_any_result_of_a_tower_is_encoded_again(
     close(found[1].latents.pooled, pooled)
 
 
-def test_a_tokenizer_that_does_not_fit_the_text_encoder_is_refused(
-    models: Path, tars: Path, tmp_path: Path, towers: Path
-) -> None:
-    """It is refused before a worker loads it: on a GPU, a token id beyond the embedding kills the process."""
-    folder = tmp_path / "tokenizer"
+def describe_t5(towers: Path, **changes: Any) -> TextTower:
+    asked = texts(towers, towers, **changes)["t5"]  # the second folder is for CLIP's tokenizer
+    return describe_text("t5", TextTowerConfig.model_validate(asked), TextConfig())
 
-    def describe(tokenizer: PreTrainedTokenizerFast) -> None:
-        tokenizer.save_pretrained(folder)
-        asked = texts(towers, models, tokenizer=str(folder))
-        describe_encoding(config_of(models, tars, tmp_path, towers, texts=asked))
+
+def test_a_tokenizer_that_does_not_fit_the_text_encoder_is_refused(tmp_path: Path, towers: Path) -> None:
+    """It is refused before a worker loads it: on a GPU, a token id beyond the embedding kills the process."""
 
     def refused(tokenizer: PreTrainedTokenizerFast) -> str:
+        tokenizer.save_pretrained(tmp_path)
         with pytest.raises(RequestError) as raised:
-            describe(tokenizer)
+            describe_t5(towers, tokenizer=str(tmp_path))
         return str(raised.value)
 
     further = character_tokenizer("t5")
     further.add_tokens([f"<picture {number}>" for number in range(30)])
     assert len(further) > 64
-    describe(further)
+    further.save_pretrained(tmp_path)
+    describe_t5(towers, tokenizer=str(tmp_path))
     unpadded = character_tokenizer("t5")
     unpadded.pad_token = None
     assert "defines no pad_token, which is needed to pad captions" in refused(unpadded)
@@ -384,53 +388,60 @@ def test_a_tokenizer_that_does_not_fit_the_text_encoder_is_refused(
     vocabulary = {f"{number}": number for number in range(65)}
     large = Tokenizer(WordLevel(vocabulary, "0"))
     assert "has 65 tokens, but" in refused(PreTrainedTokenizerFast(tokenizer_object=large, pad_token="1"))
-    (folder / "tokenizer.json").write_text("{}")
-    asked = texts(towers, models, tokenizer=str(folder))
-    with pytest.raises(RequestError, match=r"texts\.t5\.tokenizer: transformers cannot load .*tokenizer: "):
-        describe_encoding(config_of(models, tars, tmp_path, towers, texts=asked))
-
-
-def of_t5(**changes: Any) -> Callable[[Path, Path], dict[str, Any]]:
-    return lambda towers, models: {"texts": texts(towers, models, **changes)}
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RequestError, match=rf"texts\.t5\.tokenizer: transformers cannot load .*{tmp_path}: "):
+        describe_t5(towers, tokenizer=str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         (
-            of_t5(masked=False, trim=True),
+            {"masked": False, "trim": True},
             r"texts\.t5\.trim: without `masked`, every token's state in T5EncoderModel depends on the padding",
         ),
-        (of_t5(pooled=True), r"texts\.t5\.pooled: T5EncoderModel has no pooled output"),
-        (of_t5(max_tokens=None), r"texts\.t5\.max_tokens: T5EncoderModel accepts captions of any length"),
-        (of_t5(class_name="NoSuchModel"), r"transformers \S+ has no class 'NoSuchModel', which the model in"),
+        ({"pooled": True}, r"texts\.t5\.pooled: T5EncoderModel has no pooled output"),
+        ({"max_tokens": None}, r"texts\.t5\.max_tokens: T5EncoderModel accepts captions of any length"),
+        ({"class_name": "NoSuchModel"}, r"transformers \S+ has no class 'NoSuchModel', which the model in"),
         (
-            of_t5(class_name="T5ForConditionalGeneration"),
+            {"class_name": "T5ForConditionalGeneration"},
             r"texts\.t5: .* not return hidden states when its only input is a caption",
         ),
         (
-            of_t5(layer=99),
+            {"layer": 99},
             r"texts\.t5\.layer: T5EncoderModel .* no hidden state at index 99\. Use an index from -3 to 2",
         ),
-        (of_t5(keep=[[5, 3]]), r"texts\.t5\.keep: .* must select at least one of the 24 tokens"),
-        (of_t5(keep=[[4, 9], [0, 5]]), r"in increasing order"),
-        (of_t5(model="no/such/place", tokenizer="none"), r"no/such"),
-        (of_t5(states=False), "would store nothing"),
-        (of_t5(template="x"), "must contain {} as the placeholder for the caption"),
-        (lambda *_: {"texts": {}}, "at least 1 item"),
-        (lambda *_: {"texts": {"a.b": {"model": "m", "tokenizer": "t"}}}, "'a.b' is not a valid tower name"),
+        ({"keep": [[5, 3]]}, r"texts\.t5\.keep: .* must select at least one of the 24 tokens"),
+        ({"keep": [[4, 9], [0, 5]]}, r"in increasing order"),
+        ({"model": "no/such/place", "tokenizer": "none"}, r"no/such"),
+        ({"states": False}, "would store nothing"),
+        ({"template": "x"}, "must contain {} as the placeholder for the caption"),
+    ],
+)
+def test_text_towers_that_cannot_be_stored_are_refused_by_name(
+    towers: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((RequestError, ValidationError), match=words):
+        describe_t5(towers, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"texts": {}}, "at least 1 item"),
+        ({"texts": {"a.b": {"model": "m", "tokenizer": "t"}}}, "'a.b' is not a valid tower name"),
         (
-            lambda *_: {"buckets": ["72x64"]},
+            {"buckets": ["72x64"]},
             r"features.dino: a side of bucket 72x64, resized by a factor of 0\.875, is not a multiple of the patch "
             r"size, 14\. Use multiples of 16 for",
         ),
     ],
 )
-def test_outputs_that_cannot_be_stored_are_refused_by_name(
-    models: Path, tars: Path, tmp_path: Path, towers: Path, changes: Callable[..., dict[str, Any]], words: str
+def test_configs_that_cannot_be_stored_are_refused(
+    models: Path, tars: Path, tmp_path: Path, towers: Path, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises((RequestError, ValidationError), match=words):
-        describe_encoding(config_of(models, tars, tmp_path, towers, **changes(towers, models)))
+        describe_encoding(config_of(models, tars, tmp_path, towers, **changes))
 
 
 def test_the_trainer_reads_every_tower_into_its_batches(root: Path, tmp_path: Path) -> None:

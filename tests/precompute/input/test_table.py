@@ -11,7 +11,7 @@ import pytest
 from precompute.input.captions import read_captions
 from precompute.input.table import TableConfig, load_table, with_tables
 from precompute.input.unit import RawSample
-from shards.base.errors import RequestError, UnfitNode
+from shards.base.errors import UnfitNode
 from tests.tiny import table_of
 
 
@@ -67,10 +67,3 @@ def test_texts_that_are_not_utf8_are_cleaned_like_others(tmp_path: Path) -> None
     (sample,) = with_tables([RawSample("a")], [TableConfig(str(path), "key", ("vlm",), (), "")])
     (caption,) = read_captions(sample, ["table:vlm"], 100)
     assert caption is not None and caption.text == "caf\ufffd" and caption.changes == {"invalid_utf8"}
-
-
-def test_a_key_twice_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "twice.parquet"
-    pq.write_table(pa.table({"key": ["a", "b", "a"], "vlm": ["x", "y", "z"]}), path)
-    with pytest.raises(RequestError, match=r"has the key 'a' twice, in rows 0 and 2 \(counted from 0\)"):
-        load_table(TableConfig(str(path), "key", ("vlm",), (), ""))

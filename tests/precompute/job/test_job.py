@@ -4,8 +4,6 @@ import gzip
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -297,16 +295,3 @@ def test_all_derived_parts_count_for_the_warning_about_a_table(parts: list[tuple
     }
     table: Any = SimpleNamespace(columns=("vlm",), place="table", key="key")
     assert (table_warning(receipts, [table]) is not None) == warns
-
-
-def test_a_range_that_the_array_script_does_not_understand_is_refused() -> None:
-    script = Path(__file__).parents[3] / "deploy" / "slurm" / "precompute.sbatch"
-    for wrong in ("00000-00009,00020-00029", "all", "00000-00009 "):
-        variables = os.environ | {
-            "SHARDS": wrong,
-            "TARS_PER_TASK": "1",
-            "SLURM_ARRAY_TASK_ID": "0",
-            "PYTHON": sys.executable,
-        }
-        done = subprocess.run(["bash", str(script)], env=variables, capture_output=True, text=True)
-        assert done.returncode == 2 and f"such as 00000-78999, but is '{wrong}'" in done.stderr

@@ -99,17 +99,6 @@ def test_partitions_split_the_range_of_hashes_evenly(partitions: int) -> None:
         assert partition_of(np.array([2**64 // partitions], np.uint64), partitions).tolist() == [1]
 
 
-def test_every_hash_is_in_one_partition_and_rows_count_on(tmp_path: Path) -> None:
-    hashes = np.random.default_rng(0).integers(0, 2**64, (1000, 2), np.uint64)
-    folder = written(tmp_path / "a", [hashes[:300], hashes[300:300], hashes[300:]], 16)
-    parts = [read_partition(folder, partition) for partition in range(16)]
-    entries = np.concatenate(parts)
-    order = np.argsort(entries["row"])
-    assert entries["row"][order].tolist() == list(range(1000))
-    assert np.array_equal(np.stack([entries["high"], entries["low"]], 1)[order], hashes)
-    assert all((np.diff(part["row"]) > 0).all() for part in parts)
-
-
 def test_hashes_are_of_the_bytes_of_the_url() -> None:
     # XXH3-128 of "" is a published value
     assert [f"{half:016x}" for half in hash_urls(pa.array([""]))[0]] == ["99aa06d3014798d8", "6001c324468d497f"]

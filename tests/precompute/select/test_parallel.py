@@ -8,6 +8,8 @@ import pytest
 from precompute.select.job import workers
 from shards.base.errors import WorkError
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def halve(number: int) -> int:
     """Return half of an even number."""
