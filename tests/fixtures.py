@@ -1,5 +1,6 @@
 """Shared fixtures and helpers: small models, tars, and a latents root made from them once per session."""
 
+import logging
 import os
 import pickle
 import sys
@@ -37,6 +38,7 @@ from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root, record_rules
 from tests.graphs import Graphs, capture_graphs
+from tests.plots import plot_empty
 from tests.tiny import make_models, make_samples, make_tar
 
 # no test fails because a machine is slow
@@ -50,6 +52,13 @@ def _botocore_reads_each_file_once() -> Iterator[None]:
     read = cache(JSONFileLoader().load_file)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JSONFileLoader, "load_file", lambda loader, path: read(path))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plots_are_not_rendered() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.run.reporting.log.plot_run", plot_empty)
         yield
 
 
@@ -241,6 +250,7 @@ def latents(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path) 
 @pytest.fixture
 def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Address of an empty bucket on an S3 server that runs during the test. Child processes can reach it, too."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line per request takes a third of the server's time
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))

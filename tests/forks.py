@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 
 from shards.base.errors import is_storage_error
+from tests.rooms import PACKAGES
 
 OK, STORAGE_ERROR, OTHER_ERROR = 0, 10, 11
 
@@ -29,3 +30,11 @@ def fork(work: Callable[[], object], about: str = "a fork") -> int:
 def wait_for(child: int) -> int:
     """Wait for a process, and return its exit code."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def import_again(*blocked: str) -> None:
+    """Remove the product's modules, so that the next import executes them again, and make imports of others fail."""
+    for name in list(sys.modules):
+        if name.split(".")[0] in (*PACKAGES, "tests"):
+            del sys.modules[name]
+    sys.modules.update(dict.fromkeys(blocked))  # type: ignore[arg-type]

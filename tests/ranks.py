@@ -31,6 +31,7 @@ from unittest.mock import patch
 
 from shards.base.errors import exit_code_of
 from shards.base.parent import die_with
+from tests.plots import plot_empty
 
 SERVER = get_context("forkserver")
 COMMANDS = (
@@ -73,6 +74,7 @@ def fork_server() -> None:
             select.select([listener], [], [])  # import the rest only if a test asks for a process
             for name in IMPORTED:
                 import_module(name)
+            import_module("train.run.reporting.log").plot_run = plot_empty  # type: ignore[attr-defined]
             gc.freeze()
             forkserver.main(listener, alive, [])
         finally:

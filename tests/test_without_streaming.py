@@ -7,8 +7,8 @@ from pathlib import Path
 import yaml
 
 from tests.fixtures import precompute_config
-from tests.forks import OK, fork, wait_for
-from tests.rooms import PACKAGES, modules
+from tests.forks import OK, fork, import_again, wait_for
+from tests.rooms import modules
 
 
 def test_neither_the_modules_nor_stage_1_import_it(models: Path, tars: Path, tmp_path: Path) -> None:
@@ -21,11 +21,7 @@ def test_neither_the_modules_nor_stage_1_import_it(models: Path, tars: Path, tmp
     stage_1.write_text(yaml.safe_dump(config.model_dump(mode="json")))
 
     def import_and_run() -> None:
-        for name in list(sys.modules):
-            if name.split(".")[0] in (*PACKAGES, "tests"):
-                del sys.modules[name]
-        blocked: dict[str, None] = {"streaming": None, "ray": None}  # importing them fails
-        sys.modules.update(blocked)  # type: ignore[arg-type]
+        import_again("streaming", "ray")
         import_module("bench.gpu_check.__main__")
         sys.modules["ray"] = ray
         for name in ours:

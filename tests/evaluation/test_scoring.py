@@ -37,10 +37,16 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def drawn(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sample set of 60 images of 64 px, two per prompt."""
-    place = tmp_path_factory.mktemp("drawn")
+def unscored(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sample set of 60 images of 64 px, two per prompt, without features. Tests must not modify it."""
+    place = tmp_path_factory.mktemp("unscored")
     return draw_here(pipeline, place, sampling(part_size=25, batch_size=20, steps=[1]), MANY)
+
+
+@pytest.fixture(scope="module")
+def drawn(unscored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample set, to which tests may add features and metrics."""
+    return Path(shutil.copytree(unscored, tmp_path_factory.mktemp("drawn") / "set"))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +145,7 @@ def test_limits_are_part_of_a_reference(drawn: Path, references: Path, tmp_path:
 
 
 def test_non_finite_features_are_refused(
-    pipeline: Path, references: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unscored: Path, references: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single non-finite row could give a recall of 0 without any error."""
     toy = load_extractor("toy", None, "cpu")
@@ -150,7 +156,7 @@ def test_non_finite_features_are_refused(
         return features
 
     monkeypatch.setattr("evaluation.features.job.cached_extractor", lambda *_: with_infinity)
-    place = draw_here(pipeline, tmp_path / "drawn", sampling(part_size=30, batch_size=30, steps=[1]), MANY)
+    place = Path(shutil.copytree(unscored, tmp_path / "set"))
     made = reference(tmp_path / "reference", references / "tars")
     with pytest.raises(
         WorkError, match=r"toy returned non-finite features for the part .*, so the weights of toy are damaged"
@@ -231,13 +237,13 @@ def test_invalid_references_are_refused(drawn: Path, references: Path, tmp_path:
             score(read_set(drawn), ["toy_kid"], TOY, config, WORKERS)
 
 
-def test_a_damaged_picture_is_named(pipeline: Path, tmp_path: Path) -> None:
-    place = draw_here(pipeline, tmp_path, sampling())
+def test_a_damaged_picture_is_named(unscored: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(unscored, tmp_path / "set"))
     found = read_set(place)
-    (picture,) = (place / "pictures").glob("00001.*/0000005.png")
+    (picture,) = (place / "pictures").glob("00001.*/0000030.png")
     picture.write_bytes(b"flipped")
     with pytest.raises(
-        DamagedInput, match=r"0000005\.png is damaged.*the folder's receipt in .*, then run the same command"
+        DamagedInput, match=r"0000030\.png is damaged.*the folder's receipt in .*, then run the same command"
     ):
         extract(sample_units(found), "toy", TOY, place, WORKERS)
 

@@ -3,24 +3,33 @@
 import re
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
+import PIL.ImageFile
 import pytest
 import yaml
+from diffusers import AutoencoderKL
+from transformers import CLIPTextModel, CLIPTokenizer
 
 from shards.base.errors import RequestError, WorkError, exit_code_of
 from shards.base.store import LocalStore
 from shards.root.index import write_indexes
 from tests import ranks
+from tests.forks import OK, fork, import_again, wait_for
 from tests.roots import part_of
 from tests.runs import PYTHON, compare, curve, environment, run_module, train_fields, write_config
 from train.__main__ import run as command
+from train.config import TrainConfig
 from train.data.batch import Batch
 from train.data.draws import Draws
 from train.objective.loss import DiffusionLoss, NoisyBatch
+from train.prepare import precision_of_run
 from train.run.checkpoints.checkpoint import (
     list_checkpoints,
     newest_checkpoint,
@@ -50,8 +59,7 @@ def reference(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in one process without loader workers, with microbatches of 4. An epoch is 24 of the 30 samples, so the
     run takes more than two epochs."""
     folder = tmp_path_factory.mktemp("reference")
-    result = run(folder, train_fields(latents, folder / "run", max_steps=STEPS))
-    assert result.returncode == 0, result.stderr
+    command(["--config", str(write_config(folder, train_fields(latents, folder / "run", max_steps=STEPS)))])
     losses, keys = curve(folder / "run")
     assert len(losses) == STEPS and all(len(set(batch)) == 8 for batch in keys)
     assert len({key for batch in keys[:3] for key in batch}) == 24  # an epoch repeats no sample
@@ -70,7 +78,7 @@ def test_check_checks_a_launch_of_several_processes_in_one(
 
 
 def test_a_killed_run_resumes_from_the_checkpoint_before_a_damaged_one(
-    reference: Path, latents: Path, tmp_path: Path
+    reference: Path, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run is killed after step 5 and its second checkpoint, whose weights are then damaged."""
     fields = train_fields(latents, tmp_path / "run", max_steps=STEPS)
@@ -87,10 +95,10 @@ def test_a_killed_run_resumes_from_the_checkpoint_before_a_damaged_one(
     data[len(data) // 2] ^= 4
     weights.write_bytes(data)
 
-    result = run_module("train", "--config", str(config))
-    assert result.returncode == 0, result.stderr
-    assert f"checkpoint {newest.name} is damaged and will be skipped" in result.stdout
-    assert f"resuming {tmp_path}/run after step" in result.stdout
+    command(["--config", str(config)])
+    printed = capsys.readouterr().out
+    assert f"checkpoint {newest.name} is damaged and will be skipped" in printed
+    assert f"resuming {tmp_path}/run after step" in printed
     assert curve(tmp_path / "run") == curve(reference)
     last = newest_checkpoint(tmp_path / "run")
     assert last is not None and last.state.step == STEPS
@@ -106,62 +114,61 @@ def test_a_run_on_three_processes_resumes_bit_exactly(latents: Path, tmp_path: P
     """A gradient is the sum of three. The first step of a launch must add them in the same order as all other steps."""
     fields = train_fields(latents, tmp_path / "whole", max_steps=3, global_batch_size=12)
     ranks.run(tmp_path / "whole.log", ["--config", str(write_config(tmp_path, fields))], 3)
-    for max_steps in (1, 3):
-        stopped = write_config(tmp_path, fields | {"run_dir": str(tmp_path / "run"), "max_steps": max_steps})
-        ranks.run(tmp_path / "run.log", ["--config", str(stopped)], 3)
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(step_folder(tmp_path / "run", 3))
+    resumed = write_config(tmp_path, fields | {"run_dir": str(tmp_path / "run")})
+    assert "after step 2" in ranks.run(tmp_path / "run.log", ["--config", str(resumed)], 3)
     compare(tmp_path / "run", tmp_path / "whole")
+
+
+def train_without_stage_1(arguments: list[str]) -> None:
+    """Train with modules that are imported again. Fail if training needs anything of stage 1.
+
+    Args:
+        arguments: the config, and the folders that must not be read.
+    """
+    config, *folders = arguments
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("only stage 1 may do this")
+
+    def watch(event: str, details: tuple[Any, ...]) -> None:
+        if event == "open" and str(details[0]).startswith(tuple(folders)):
+            raise AssertionError(f"training must not read {details[0]}")
+
+    for kind in (AutoencoderKL, CLIPTextModel, CLIPTokenizer):
+        kind.__init__ = kind.from_pretrained = refuse
+    PIL.Image.open = PIL.ImageFile.ImageFile.load = refuse  # type: ignore[method-assign,assignment]
+    sys.addaudithook(watch)
+    import_again("precompute", "ray", "img2dataset", "streaming")
+    import_module("train.__main__").run(["--config", config])
 
 
 def test_training_needs_nothing_of_stage_1_but_its_latents(
     reference: Path, latents: Path, models: Path, tars: Path, tmp_path: Path
 ) -> None:
-    """A fresh interpreter trains a second phase. It raises an error if it decodes an image, builds a VAE, a text
-    encoder or a tokenizer, or opens a tar or a model, and it imports neither streaming nor a module of stage 1."""
+    """A process trains a second phase. It raises an error if it decodes an image, builds a VAE, a text encoder or a
+    tokenizer, opens a tar or a model, or imports streaming or a module of stage 1."""
     root = shutil.copytree(latents, tmp_path / "root")
     fields = train_fields(root, tmp_path / "phase2", max_steps=1, init_from=str(reference), init_weights="raw")
-    program = f"""
-import sys
-import PIL.Image, PIL.ImageFile, diffusers, transformers
-
-def refuse(*args, **kwargs):
-    raise AssertionError("only stage 1 may do this")
-
-def watch(event, arguments):
-    if event == "open" and str(arguments[0]).startswith(({str(models)!r}, {str(tars)!r})):
-        raise AssertionError(f"training must not read {{arguments[0]}}")
-
-PIL.Image.open = PIL.ImageFile.ImageFile.load = refuse
-for kind in (diffusers.AutoencoderKL, transformers.CLIPTextModel, transformers.CLIPTokenizer):
-    kind.__init__ = kind.from_pretrained = refuse
-sys.addaudithook(watch)
-from train.__main__ import run
-run(["--config", {str(write_config(tmp_path, fields))!r}])
-assert not {{"precompute", "ray", "img2dataset", "streaming"}} & set(sys.modules)
-"""
-    result = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, env=environment(), timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert f"from run after step {STEPS} ({reference}/checkpoints/step-{STEPS:08d}/unet)" in result.stdout
+    arguments = [str(write_config(tmp_path, fields)), str(models), str(tars)]
+    code, output, errors = ranks.run_command(f"{__name__}:{train_without_stage_1.__name__}", arguments)
+    assert code == 0, errors
+    assert f"from run after step {STEPS} ({reference}/checkpoints/step-{STEPS:08d}/unet)" in output
     assert verify_checkpoint(step_folder(tmp_path / "phase2", 1)).state.step == 1
 
 
-@pytest.mark.parametrize(
-    "imports",  # all in one process, in this order
-    [
-        {
-            "shards.root.index": ["precompute", "train", "torch", "diffusers", "ray", "accelerate"],
-            "shards.__main__": ["precompute", "torch", "ray"],
-            "train.__main__": ["precompute", "ray", "img2dataset", "torch"],
-            "plan.__main__": ["torch"],
-            "evaluation.study.__main__": ["torch", "ray", "scipy.stats"],
-            "evaluation.report.commands": ["torch", "ray", "scipy.stats"],
-            "precompute.select.__main__": ["torch", "ray"],
-            "precompute.download.__main__": ["torch", "ray", "img2dataset"],
-            "precompute.__main__": ["diffusers", "img2dataset"],
-        },
-        {"train.run.reporting.evaluations": ["PIL"]},
-    ],
-)
-def test_light_commands_do_not_import_heavy_modules(imports: dict[str, list[str]]) -> None:
+def test_light_commands_do_not_import_heavy_modules() -> None:
+    imports = {  # all in one process, in this order
+        "shards.root.index": ["precompute", "train", "torch", "diffusers", "ray", "accelerate"],
+        "shards.__main__": ["precompute", "torch", "ray"],
+        "train.__main__": ["precompute", "ray", "img2dataset", "torch"],
+        "plan.__main__": ["torch"],
+        "evaluation.study.__main__": ["torch", "ray", "scipy.stats"],
+        "evaluation.report.commands": ["torch", "ray", "scipy.stats"],
+        "precompute.select.__main__": ["torch", "ray"],
+        "precompute.download.__main__": ["torch", "ray", "img2dataset"],
+    }
     program = f"""
 import importlib, sys
 for name, forbidden in {imports}.items():
@@ -170,6 +177,22 @@ for name, forbidden in {imports}.items():
 """
     result = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, env=environment(), timeout=300)
     assert result.stdout.splitlines() == [f"{name} []" for name in imports], result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("precompute.__main__", ["diffusers", "img2dataset"]),
+        # PIL, and packages that import it
+        ("train.run.reporting.evaluations", ["PIL", "matplotlib", "torchvision", "diffusers", "transformers"]),
+    ],
+)
+def test_modules_that_need_torch_import_no_other_heavy_package(module: str, forbidden: list[str]) -> None:
+    def import_alone() -> None:
+        import_again(*forbidden)
+        import_module(module)
+
+    assert wait_for(fork(import_alone)) == OK
 
 
 @pytest.mark.parametrize(("microbatch_size", "seed", "num_lines", "is_warned"), [(8, 0, 0, True), (16, 1, 1, False)])
@@ -399,5 +422,5 @@ def test_a_resumed_run_keeps_the_precision_that_auto_selected(latents: Path, tmp
     resumed = run(tmp_path, fields | {"max_steps": 3})
     assert resumed.returncode == 0 and "precision: auto selects " not in resumed.stderr
     assert yaml.safe_load(config.read_text())["precision"] == other
-    given = run(tmp_path, fields | {"max_steps": 4, "precision": "float32"})
-    assert given.returncode == 0 and yaml.safe_load(config.read_text())["precision"] == "float32"
+    given = TrainConfig.model_validate(fields | {"precision": "float32"})
+    assert precision_of_run(given, "cpu") == "float32"

@@ -1,19 +1,18 @@
-"""Compare features with golden values and with the original libraries, and refuse unusable weights."""
+"""Compare features with golden values and with the original libraries, and refuse unusable weights.
+
+The libraries are imported by the tests that need them, because each of pytest's processes imports this file.
+"""
 
 import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import open_clip
 import pytest
 import torch
-from open_clip.push_to_hf_hub import save_for_hf
-from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
-from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from transformers import CLIPConfig, Dinov2Config, Dinov2Model
 
 from evaluation.features.extractors import (
@@ -27,12 +26,17 @@ from evaluation.features.open_clip import read_preprocessing, weights_file
 from evaluation.metrics.table import ExtractorName
 from shards.base.errors import RequestError
 
+if TYPE_CHECKING:
+    from open_clip import CLIP
+
 GOLDEN = [5.3117069853e-08, 6.9220661203e-08, 3.7036953504e-09]
 
 
 @pytest.fixture(scope="module")
 def inception(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A weights file in torch-fidelity's format, with seeded random weights."""
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
     path: Path = tmp_path_factory.mktemp("inception") / "weights.pth"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch_fidelity.feature_extractor_inceptionv3.load_state_dict_from_url", lambda *_, **__: {})
@@ -73,8 +77,11 @@ def test_unusable_weights_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def open_clip_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, open_clip.CLIP]:
+def open_clip_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, "CLIP"]:
     """A small random model, and its folder in the layout that open_clip's `push_to_hf_hub` writes."""
+    import open_clip
+    from open_clip.push_to_hf_hub import save_for_hf
+
     folder = tmp_path_factory.mktemp("open_clip")
     vision = {"image_size": 32, "layers": 2, "width": 32, "patch_size": 8, "head_width": 16}
     text = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
@@ -99,7 +106,9 @@ def describe_clip(weights: Path) -> dict[str, str]:
     return describe_extractor("clip", ExtractorsConfig(clip=ExtractorConfig(weights=weights)))
 
 
-def test_features_match_those_of_open_clip(open_clip_folder: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
+def test_features_match_those_of_open_clip(open_clip_folder: tuple[Path, "CLIP"], tmp_path: Path) -> None:
+    import open_clip
+
     folder, model = open_clip_folder
     pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
     pictures = [Image.fromarray(each) for each in pixels]
@@ -118,7 +127,9 @@ def test_features_match_those_of_open_clip(open_clip_folder: tuple[Path, open_cl
     assert found["resize"] == "bicubic antialias, center" and found["sha256"] != describe_clip(pickled)["sha256"]
 
 
-def test_resize_mode_squash_matches_open_clip(open_clip_folder: tuple[Path, open_clip.CLIP], tmp_path: Path) -> None:
+def test_resize_mode_squash_matches_open_clip(open_clip_folder: tuple[Path, "CLIP"], tmp_path: Path) -> None:
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
     changes: dict[str, Any] = {"resize_mode": "squash", "mean": [0.5] * 3, "std": [0.25] * 3}
     folder = with_preprocess(open_clip_folder[0], tmp_path / "squash", **changes)
     pixels = np.random.default_rng(0).integers(0, 256, (2, 48, 64, 3), dtype=np.uint8)
@@ -131,7 +142,7 @@ def test_resize_mode_squash_matches_open_clip(open_clip_folder: tuple[Path, open
 
 
 def test_a_folder_with_both_formats_is_read_as_transformers(
-    open_clip_folder: tuple[Path, open_clip.CLIP], tmp_path: Path
+    open_clip_folder: tuple[Path, "CLIP"], tmp_path: Path
 ) -> None:
     both = with_preprocess(open_clip_folder[0], tmp_path / "both")
     CLIPConfig(projection_dim=8).save_pretrained(both)
@@ -144,9 +155,7 @@ def test_a_folder_with_both_formats_is_read_as_transformers(
         describe_clip(both)
 
 
-def test_unsupported_open_clip_folders_are_refused(
-    open_clip_folder: tuple[Path, open_clip.CLIP], tmp_path: Path
-) -> None:
+def test_unsupported_open_clip_folders_are_refused(open_clip_folder: tuple[Path, "CLIP"], tmp_path: Path) -> None:
     bilinear = with_preprocess(open_clip_folder[0], tmp_path / "bilinear", interpolation="bilinear")
     with pytest.raises(RequestError, match="asks for bilinear interpolation, resize mode shortest and image size 32"):
         describe_clip(bilinear)

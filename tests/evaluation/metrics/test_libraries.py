@@ -1,13 +1,12 @@
-"""Compare metrics with torchmetrics and torch-fidelity, on random features in float64."""
+"""Compare metrics with torchmetrics and torch-fidelity, on random features in float64.
+
+The libraries are imported by the tests that need them, because each of pytest's processes imports this file.
+"""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
-from torch_fidelity.metric_prc import calculate_precision_recall_full
-from torchmetrics.image.fid import FrechetInceptionDistance
-from torchmetrics.image.kid import KernelInceptionDistance
 
 from evaluation.metrics.frechet import Moments, frechet_distance
 from evaluation.metrics.kernels import kid
@@ -41,6 +40,9 @@ def updated(metric: nn.Module, x: np.ndarray, y: np.ndarray) -> nn.Module:
 
 
 def test_frechet_matches_torchmetrics_and_torch_fidelity(feature_pair: tuple[np.ndarray, np.ndarray]) -> None:
+    from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+    from torchmetrics.image.fid import FrechetInceptionDistance
+
     x, y = feature_pair
     found = frechet_distance(Moments.of(x), Moments.of(y))
     expected = updated(
@@ -53,6 +55,8 @@ def test_frechet_matches_torchmetrics_and_torch_fidelity(feature_pair: tuple[np.
 
 
 def test_kid_matches_torchmetrics_with_all_samples_in_one_subset(feature_pair: tuple[np.ndarray, np.ndarray]) -> None:
+    from torchmetrics.image.kid import KernelInceptionDistance
+
     x, y = feature_pair[0][:250], feature_pair[1]
     expected = updated(
         KernelInceptionDistance(feature=Flat(), subsets=1, subset_size=250).set_dtype(torch.float64), x, y
@@ -62,6 +66,8 @@ def test_kid_matches_torchmetrics_with_all_samples_in_one_subset(feature_pair: t
 
 
 def test_precision_and_recall_match_torch_fidelity(feature_pair: tuple[np.ndarray, np.ndarray]) -> None:
+    from torch_fidelity.metric_prc import calculate_precision_recall_full
+
     x, y = feature_pair
     expected = calculate_precision_recall_full(torch.from_numpy(x), torch.from_numpy(y), 3, 10000)
     assert precision(x, np.arange(300), y).value == pytest.approx(float(expected[0]))

@@ -233,8 +233,8 @@ def test_large_designs_have_full_power() -> None:
     assert [row.difference for row in rows] == pytest.approx([1.0] * 9)
 
 
-@pytest.mark.parametrize("votes", [1, 2, 5])
-@pytest.mark.parametrize("margin", [0.001, 0.1, 0.49])
+@pytest.mark.parametrize("votes", [1, 5])
+@pytest.mark.parametrize("margin", [0.001, 0.49])
 def test_power_of_designs_with_more_raters_than_votes_and_of_extreme_votes(votes: int, margin: float) -> None:
     """Numbers are finite and possible, and raters without votes change nothing."""
     designs: list[dict[str, Any]] = [{}, {"prompt_sd": 10, "rater_sd": 10, "ties": 0.999999}, {"rater_sd": 0}]

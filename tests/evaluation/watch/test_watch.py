@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from evaluation.__main__ import run as command
 from evaluation.report import runs
-from evaluation.report.runs import Evaluation, evaluations, lines
+from evaluation.report.runs import Evaluation, evaluations, lines, step_place
 from evaluation.sampling.model import Model, drop_export, hash_pipeline, open_pipeline
 from evaluation.watch import follow
 from evaluation.watch.tracker import images
@@ -170,10 +170,10 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read(
         return train_here(command)
 
     monkeypatch.setattr("evaluation.sampling.model.subprocess.run", prune)
-    assert watch(run_dir, words) == 0
+    assert watch(run_dir, words, "--every", "4") == 0
     output = capsys.readouterr().out
     assert "The checkpoint at step 4 in" in output and "was removed while it was being read" in output
-    assert [row["step"] for row in written(run_dir)] == [2, 2, 6, 6]
+    assert [row["step"] for row in written(run_dir)] == [6, 6]
 
 
 @pytest.mark.parametrize(
@@ -224,14 +224,17 @@ def test_incomplete_checkpoints_are_skipped_and_damaged_ones_reported(
     assert [row["step"] for row in written(run_dir)] == [2, 2, 4, 4]
 
 
-def test_the_command_overrides_the_schedule_of_the_run(run_dir: Path, words: list[str]) -> None:
+def test_the_command_overrides_the_schedule_of_the_run(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated: list[Path] = []
+    monkeypatch.setattr(DRAW_AND_SCORE, lambda config, names, step, place: evaluated.append(place))
     edit_config(run_dir, evaluate={"every": 4})
     assert watch(run_dir, words) == 0
-    assert [row["step"] for row in written(run_dir)] == [4, 4, 6, 6]  # multiples of 4, and the last step
     elsewhere = run_dir.with_name("elsewhere")
     assert watch(run_dir, words, "--every", "2", "--until", "3", "--output", str(elsewhere)) == 0
-    assert [row["step"] for row in written(elsewhere)] == [2, 2]
-    assert [row["step"] for row in written(run_dir)] == [4, 4, 6, 6]
+    in_run = [step_place(run_dir, step, "auto") for step in (4, 6)]  # multiples of 4, and the last step
+    assert evaluated == [*in_run, step_place(elsewhere, 2, "auto")]
 
 
 def test_watching_ends_with_the_run_if_until_is_a_later_step(
@@ -404,10 +407,13 @@ def test_a_run_in_an_object_store(trained: Path, words: list[str], s3: str, tmp_
 
 
 def test_wandb_gets_evaluations_in_the_trainings_own_run(
-    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    alone: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Training has ended, so the watcher runs `tell` after the last step. A second watcher repeats a step."""
     use_offline_wandb(monkeypatch)
+    run_dir = Path(shutil.copytree(alone, tmp_path / "run"))
+    for path in run_dir.glob("evaluations/*/evaluated-*.json"):
+        path.unlink()  # so the images and the metrics exist, and every step is logged again
     edit_config(run_dir, log={"tracker": "wandb"})
     with monkeypatch.context() as patch:
         patch.setattr("evaluation.commands.log_remaining_results", lambda run, name: None)
@@ -441,6 +447,7 @@ def test_results_of_an_unfinished_run_are_left_to_the_trainer(
     expected = "has completed 6 of its 100 steps. The launch that resumes the run will log the evaluations"
     assert expected in capsys.readouterr().out
     assert len(list((run_dir / "tracker" / "evaluations").glob("*.zip"))) == 1
+    monkeypatch.setattr(DRAW_AND_SCORE, lambda *_: None)
     assert watch(run_dir, words, "--until", "2", "--every", "2", "--output", str(run_dir.parent / "apart")) == 0
     assert "Evaluations are not logged to wandb, because --output is outside the run" in capsys.readouterr().out
 

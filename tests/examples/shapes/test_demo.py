@@ -11,6 +11,7 @@ from evaluation.config import EvaluateConfig
 from examples.shapes.demo import CONFIGS, Demo
 from examples.shapes.progress import Progress, Step, describe, seconds_left
 from precompute.config import PrecomputeConfig
+from precompute.download.__main__ import run as download
 from shards.base.config import Config, load_config
 from train.config import TrainConfig
 
@@ -90,7 +91,10 @@ def test_a_failed_step_shows_its_error_and_is_run_again(tmp_path: Path, capsys: 
         Demo(tmp_path / "demo", 100, seed=1)
 
 
-def test_images_are_stored_in_the_order_of_their_rows_so_that_a_demo_can_be_repeated(tmp_path: Path) -> None:
+def test_images_are_stored_in_the_order_of_their_rows_so_that_a_demo_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Demo, "call", lambda demo, module, *words: download(list(words)))
     demo = Demo(tmp_path / "demo", 100)
     demo.draw()
     demo.download()

@@ -141,7 +141,7 @@ def test_in_the_background_or_not_the_run_is_the_same_and_says_its_phase(
     for name, asynchronous in (("at_once", False), ("behind", True)):
         kept = {"every": 2, "keep": 9, "asynchronous": asynchronous, "tag": "phase1"}
         fields = train_fields(latents, tmp_path / name, checkpoint=kept)
-        ranks.run(tmp_path / "log", ["--config", str(write_config(tmp_path, fields))])
+        command(["--config", str(write_config(tmp_path, fields))])
     assert curve(tmp_path / "at_once") == curve(tmp_path / "behind")
     files = [
         [verify_checkpoint(f).content["files"] for f in list_checkpoints(tmp_path / n)] for n in ("at_once", "behind")
@@ -274,12 +274,15 @@ def test_a_warning_says_that_saving_takes_longer_than_the_grace_period(monkeypat
     assert warn_if_slow_to_stop(Pace(10.0, 0.0), config) is not None
 
 
-def test_a_launch_warns_at_its_start_if_the_previous_one_saved_too_slowly(latents: Path, tmp_path: Path) -> None:
+def test_a_launch_warns_at_its_start_if_the_previous_one_saved_too_slowly(
+    latents: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     fields = train_fields(latents, tmp_path / "run", max_steps=2)
-    assert "warning" not in ranks.run(tmp_path / "log", ["--config", str(write_config(tmp_path, fields))])
+    command(["--config", str(write_config(tmp_path, fields))])
+    assert "warning" not in "".join(capfd.readouterr())
     fields |= {"max_steps": 4, "checkpoint": {"every": 2, "grace": 1.0}}
-    said = ranks.run(tmp_path / "log-2", ["--config", str(write_config(tmp_path, fields))])
-    assert said.count("but the run is killed after 1 s") == 1
+    command(["--config", str(write_config(tmp_path, fields))])
+    assert "".join(capfd.readouterr()).count("but the run is killed after 1 s") == 1
 
 
 def test_the_young_stay_too() -> None:

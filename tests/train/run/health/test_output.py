@@ -11,6 +11,7 @@ import pytest
 
 from tests import ranks
 from tests.runs import PYTHON, environment, train_fields, write_config
+from train.__main__ import run as command
 
 PROGRAM = """
 import os, signal, subprocess, sys
@@ -81,7 +82,7 @@ def test_each_rank_of_a_run_has_a_log(latents: Path, tmp_path: Path) -> None:
     assert '"step": 2' in output and '"step": 2' in (logs / "rank-00000.log").read_text()
     assert '"step": 2' not in (logs / "rank-00001.log").read_text()
     config = write_config(tmp_path, fields | {"max_steps": 4, "log": {**fields["log"], "keep_output": 0}})
-    ranks.run(tmp_path / "log", ["--config", str(config)])
+    command(["--config", str(config)])
     assert os.listdir(logs.parent) == ["0001"]
 
 

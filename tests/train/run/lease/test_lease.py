@@ -16,6 +16,7 @@ from shards.base.errors import WorkError
 from shards.base.store import LocalStore
 from tests import ranks
 from tests.runs import acquire, curve, train_fields, wait_until, write_config
+from train.__main__ import run as train
 from train.run.checkpoints.checkpoint import list_checkpoints, verify_checkpoint
 from train.run.lease.backend import Backend, Seen
 from train.run.lease.folder import FolderBackend, remove
@@ -197,7 +198,7 @@ def test_a_killed_process_of_this_machine_is_known_to_have_ended(tmp_path: Path)
 def test_a_suspended_trainer_leaves_its_successors_run_unchanged(latents: Path, tmp_path: Path) -> None:
     """The successor resumes from its checkpoint. Curve and checkpoints are those of an undisturbed run."""
     fields = train_fields(latents, tmp_path / "whole", max_steps=20, takeover_after=1.5, log={"tracker": "none"})
-    ranks.run(tmp_path / "whole.log", ["--config", str(write_config(tmp_path, fields))])
+    train(["--config", str(write_config(tmp_path, fields))])
     command = ["--config", str(write_config(tmp_path, fields | {"run_dir": str(tmp_path / "run")}))]
     (sleeper,) = ranks.start(tmp_path / "sleeper.log", command)
     wait_until(lambda: len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) >= 5)

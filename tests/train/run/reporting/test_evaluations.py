@@ -168,7 +168,8 @@ def test_tell_logs_evaluations_of_a_run_at_a_url(
     """
     use_offline_wandb(monkeypatch)
     address = f"{s3}/finished"
-    command(["--config", str(write_config(tmp_path, train_fields(latents, address, log=log_settings("wandb"))))])
+    fields = train_fields(latents, address, log=log_settings("wandb"), checkpoint={"every": 6})
+    command(["--config", str(write_config(tmp_path, fields))])
     store, lines = open_store(address), open_store(address).read("metrics.jsonl")
     checkpoints = store.listing("checkpoints")
     wait_for_next_second()

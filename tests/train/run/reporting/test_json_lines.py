@@ -30,15 +30,3 @@ def test_non_finite_numbers_become_null(tmp_path: Path) -> None:
     )
     assert path.read_text() == '{"step": 1, "val_loss": null, "by": {"a": null, "b": 1.0}, "none": null}\n'
     assert read_json_lines(path)[0]["by"] == {"a": None, "b": 1.0}
-
-
-def test_a_resumed_log_drops_the_lines_after_its_step(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    log = JsonLines(path, 0, tmp_path)
-    for step in range(1, 6):
-        log.write(step=step, loss=1.0 / step)
-    log.file.write('{"step": 6, "lo')  # killed while writing
-    log.file.close()
-    log = JsonLines(path, 3, tmp_path)
-    log.write(step=4, loss=0.25)
-    assert [row["step"] for row in read_json_lines(path)] == [1, 2, 3, 4]

@@ -1,11 +1,26 @@
-"""Smoothing of the plotted loss, and the error for a run without metrics."""
+"""The plot of a run, the smoothing of its loss, and the error for a run without metrics."""
 
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from shards.base.errors import RequestError
+from tests.runs import train_fields, write_config
+from train.__main__ import run as command
 from train.run.reporting.plot import plot_run, smooth
+
+
+def test_a_run_ends_with_a_plot(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In other tests, it is empty (tests/plots.py)."""
+    monkeypatch.setattr("train.run.reporting.log.plot_run", plot_run)
+    validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 2}
+    fields = train_fields(latents, tmp_path / "run", max_steps=2, validation=validation)
+    command(["--config", str(write_config(tmp_path, fields))])
+    with Image.open(tmp_path / "run" / "loss.png") as picture:
+        assert picture.format == "PNG" and picture.size == (960, 1080)
+        colors = {color for _, color in picture.convert("RGB").getcolors(10**6) or []}
+    assert {(0x08, 0x51, 0x9C), (0xB4, 0x53, 0x09), (0x1B, 0x9E, 0x77)} <= colors  # loss, validation and a quarter
 
 
 def test_smoothing_is_unbiased_from_the_first_value() -> None:
