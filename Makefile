@@ -193,7 +193,7 @@ test-container: setup
 
 ## make test-families             | compare every model family with its pipeline and online encoding, on 1, 2 and 4 processes
 test-families: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or not slow" tests/families $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or not slow" tests/families tests/test_docs.py $(ARGS)
 
 # not into .venv, because diffusers would import an installed torchao in every process
 TORCHAO = torchao==0.18.0

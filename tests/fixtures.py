@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.recipe import Decode
 from precompute.encode.tar import encode_tar
 from precompute.encode.towers import Towers
-from precompute.encode.worker import _kept_networks, load_networks
+from precompute.encode.worker import Networks, _kept_networks, load_networks
 from precompute.input.find import find_input
 from precompute.job.projection import resolve_projections
 from precompute.pixels.decode import decode as decode_picture
@@ -45,14 +45,9 @@ from tests.tiny import make_models, make_samples, make_tar
 hypothesis.settings.register_profile("any speed", deadline=None)
 hypothesis.settings.load_profile("any speed")
 
-
-@pytest.fixture(scope="session", autouse=True)
-def _botocore_reads_each_file_once() -> Iterator[None]:
-    """Share what botocore reads between the clients of S3, each of which would parse megabytes of JSON."""
-    read = cache(JSONFileLoader().load_file)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JSONFileLoader, "load_file", lambda loader, path: read(path))
-        yield
+# share what botocore reads between the clients of S3, each of which would parse megabytes of JSON
+read_json = cache(JSONFileLoader().load_file)
+JSONFileLoader.load_file = lambda loader, path: read_json(path)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -91,9 +86,10 @@ def as_in_a_fresh_process() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_traces_of_training() -> Iterator[None]:
+def _no_traces_of_other_tests() -> Iterator[None]:
     yield
     as_in_a_fresh_process()
+    _kept.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -172,10 +168,16 @@ def folder_of(config: PrecomputeConfig) -> Path:
     return config.output
 
 
+@lru_cache(maxsize=4)
+def _kept(encoding_json: bytes) -> Networks:
+    """Load the networks of an encoding, and keep them for the test's next roots, as workers do."""
+    return load_networks(EncodingRecord.parse(encoding_json, "the encoding record"), "cpu", False, False)
+
+
 def make_towers(config: PrecomputeConfig, encoding: EncodingRecord | None = None) -> Towers:
     """Build the towers of a config on the CPU."""
     encoding, one_by_one = encoding or describe_encoding(config), config.workers.one_by_one
-    networks = load_networks(encoding, "cpu", compiled=False, one_by_one=one_by_one)
+    networks = load_networks(encoding, "cpu", False, True) if one_by_one else _kept(encoding.sealed())
     return Towers(*networks, config.workers.batch_size, make_recipe(config, encoding).batch_sizes, one_by_one)
 
 

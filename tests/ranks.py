@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from botocore.session import get_session
+
 from shards.base.errors import exit_code_of
 from shards.base.parent import die_with
 from tests.plots import plot_empty
@@ -48,6 +50,7 @@ IMPORTED_LATER = (
     "torch._dynamo",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
+    "s3fs",
     "tests.evaluation.watch.watching",
 )
 """Modules that the commands import only when they need them, which is in almost every test."""
@@ -75,6 +78,7 @@ def fork_server() -> None:
             for name in IMPORTED:
                 import_module(name)
             import_module("train.run.reporting.log").plot_run = plot_empty  # type: ignore[attr-defined]
+            let_botocore_parse()
             gc.freeze()
             forkserver.main(listener, alive, [])
         finally:
@@ -83,6 +87,11 @@ def fork_server() -> None:
     resource_tracker.ensure_running()
     with patch.object(util, "spawnv_passfds", fork):
         forkserver.ensure_running()
+
+
+def let_botocore_parse() -> None:
+    """Make a client of S3, so that forks of this process share the files that it reads (tests/fixtures.py)."""
+    get_session().create_client("s3", "us-east-1", aws_access_key_id="none", aws_secret_access_key="none")
 
 
 def environment(**variables: str) -> dict[str, str]:

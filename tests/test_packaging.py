@@ -52,14 +52,6 @@ def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "cannot be written: " in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (([], PYPROJECT["project"]["scripts"]), (["init"], ["example: latentmill init runs/one"])):
-        with pytest.raises(SystemExit):
-            init.run([*words, "--help"])
-        printed = capsys.readouterr().out
-        assert all(name in printed for name in said)
-
-
 def files_below(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -1,6 +1,6 @@
 """Packages import in one direction, and no package contains an import cycle."""
 
-import ast
+import re
 
 import pytest
 
@@ -51,6 +51,6 @@ def test_no_test_imports_another() -> None:
     """Shared helpers have their own files with descriptive names."""
     wrong = []
     for path in (ROOT / "tests").rglob("*.py"):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-        wrong += [f"{path}: {node.module}" for node in nodes if (node.module or "").rpartition(".")[2][:5] == "test_"]
+        imported = re.findall(r"^ *from (?:\S*\.)?test_\w+ import", path.read_text(), re.MULTILINE)
+        wrong += [f"{path}: {line}" for line in imported]
     assert not wrong

@@ -83,8 +83,8 @@ def flipped(data: bytes, place: int) -> bytes:
 def hostile() -> dict[str, tuple[bytes, str]]:
     """Return name → file and outcome, for buckets of 64 and 128 and the default limits."""
     sound = picture(np.random.default_rng(1), 96, 96)
-    text = zlib.compress(b"A" * (80 << 20), 9)
-    icc = b"icc\0\0" + zlib.compress(bytes(80 << 20), 9)
+    text = zlib.compress(b"A" * (80 << 20), 1)
+    icc = b"icc\0\0" + zlib.compress(bytes(80 << 20), 1)
     info = PngImagePlugin.PngInfo()
     info.add_text("Comment", "x" * 300_000)
     grey = Image.new("L", (96, 96), 128)
@@ -108,9 +108,9 @@ def hostile() -> dict[str, tuple[bytes, str]]:
         # bombs
         "PNG of 400 megapixels": (png(20_000, 20_000, b""), too_many),
         "PNG of 2^31 by 2^31": (png(2**31 - 1, 2**31 - 1, b""), too_many),
-        "PNG of 1 bit, 99 megapixels": (png(9_900, 10_000, zlib.compress(bytes(1239 * 10_000), 9), depth=1), ACCEPTED),
+        "PNG of 1 bit, 99 megapixels": (png(9_900, 10_000, zlib.compress(bytes(1239 * 10_000), 1), depth=1), ACCEPTED),
         "PNG with 10 MB behind its pixels": (png(96, 96, grey_rows(96, 96) + bytes(10 << 20)), ACCEPTED),
-        "PNG whose pixels unpack to 256 MB": (png(96, 96, zlib.compress(bytes(1 << 28), 9)), ACCEPTED),
+        "PNG whose pixels unpack to 256 MB": (png(96, 96, zlib.compress(bytes(1 << 28), 1)), ACCEPTED),
         "PNG with a zTXt bomb": (png(96, 96, grey_rows(96, 96), chunk(b"zTXt", b"k\0\0" + text)), not_an_image),
         "PNG with an iCCP bomb": (png(96, 96, grey_rows(96, 96), chunk(b"iCCP", icc)), not_an_image),
         "PNG with 300 kB of text": (saved(grey, "PNG", pnginfo=info), ACCEPTED),

@@ -125,7 +125,9 @@ class Encoding:
     def __init__(self, world: World):
         self.world = world
         torch.set_num_threads(1)
-        self.towers = make_towers(world.config(Path("no root")))
+        config = world.config(Path("no root"))
+        self.record = describe_encoding(config)
+        self.towers = make_towers(config, self.record)
 
     def run(self, root: Path, steps: Steps) -> int:
         """Run stage 1 into `root`; return its exit code, negative for a signal."""
@@ -147,11 +149,11 @@ class Encoding:
         """Encode in this process; `other` produces slightly different latents, like a different kind of GPU."""
         if other:
             setattr(PartWriter, "write", write_other)  # noqa: B010
-        encoding, store = describe_encoding(config), open_store(config.output)
-        create_root(store, encoding)
+        store = open_store(config.output)
+        create_root(store, self.record)
         record_rules(store, config.to_fill.rules)
         for tar in find_input(config.input).units(store):
-            encode_tar(tar, make_recipe(config, encoding), store, self.towers)
+            encode_tar(tar, make_recipe(config, self.record), store, self.towers)
         sweep_attempts(store)
         write_indexes(store)
 

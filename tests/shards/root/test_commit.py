@@ -158,7 +158,8 @@ def test_an_incomplete_upload_is_not_committed(latents: Path, monkeypatch: pytes
         store_part(store, latents / receipt.folder, receipt.folder, receipt.files)
 
 
-def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path, root: Path | str) -> None:
+def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
     make_tar(tmp_path / "one", "00000", make_samples(0, 6, [(200, 150)]))
     make_tar(tmp_path / "two", "00000", make_samples(9, 6, [(200, 150)]))
     encode_all(precompute_config(models, tmp_path / "one", root, buckets=["64x64"]), models)
@@ -188,9 +189,9 @@ def test_what_killed_attempts_left_is_swept_and_one_at_work_is_not(tmp_path: Pat
     assert not list((tmp_path / ".attempts").iterdir())
 
 
-def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, root: Path | str) -> None:
+def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, tmp_path: Path) -> None:
     """If a writer loses a sample, the receipt cannot be built."""
-    config = precompute_config(models, tars, root)
+    config = precompute_config(models, tars, tmp_path / "root")
     with pytest.MonkeyPatch.context() as patch:
         write = PartWriter.write
 
@@ -201,7 +202,7 @@ def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, ro
         patch.setattr(PartWriter, "write", lose_one)
         with pytest.raises(ValueError, match=r"is off by -\d+; the tar has 23 samples"):
             encode_all(config, models)
-    assert load_receipts(open_store(root)) == []
+    assert load_receipts(open_store(config.output)) == []
 
 
 def test_a_tar_whose_name_is_a_generation_is_refused(models: Path, tmp_path: Path) -> None:

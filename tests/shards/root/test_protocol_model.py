@@ -45,6 +45,17 @@ def content_folder(content: str) -> Path:
     return Path(scratch().name) / content
 
 
+@cache
+def records(content: str) -> dict[str, FileRecord]:
+    """Return the records of the files with that content."""
+    return commit.record_files(content_folder(content), {})
+
+
+def part_name(content: str) -> str:
+    """Return the name of a part with that content."""
+    return f"{TAR}.{commit.content_hash(records(content))}"
+
+
 class Product(InterleavingMachine):
     """The product's own code on an object store: at most three attempts at one part, of two contents, at a time; one
     recall, one cleaner; runs that are pinned."""
@@ -53,14 +64,12 @@ class Product(InterleavingMachine):
 
     def attempt(self, content: str, token: str) -> Program:
         """Run an attempt; return the token of the receipt that it considers active."""
-        source = content_folder(content)
-        files = commit.record_files(source, {})
-        receipt = make_receipt(token, f"{TAR}.{commit.content_hash(files)}", files)
+        receipt = make_receipt(token, part_name(content), records(content))
 
         def work(store: Store) -> str:
             _, found = commit.current_generation(store, BUCKET, TAR)
             if found is None:
-                commit.store_part(store, source, receipt.folder, files)
+                commit.store_part(store, content_folder(content), receipt.folder, receipt.files)
                 found = commit.create_receipt(store, receipt)
             return found.token
 
@@ -77,10 +86,8 @@ class Product(InterleavingMachine):
 
     def right(self, folder: str) -> dict[str, bytes]:
         """Return the content that a part of that name must have."""
-        for content in "ab":
-            if folder == f"{BUCKET}/{TAR}.{commit.content_hash(commit.record_files(content_folder(content), {}))}":
-                return {name: f"{content}:{name}".encode() for name in FILES}
-        raise AssertionError(f"{folder} is named by no content")
+        assert folder in self.contents, f"{folder} is named by no content"
+        return {name: f"{self.contents[folder]}:{name}".encode() for name in FILES}
 
     def token_of(self, data: bytes) -> str:
         """Return the token of the attempt that wrote a receipt."""
@@ -96,6 +103,8 @@ class Product(InterleavingMachine):
         self.receipts: dict[str, bytes] = {}
         self.pinned: set[str] = set()
         self.number = 0
+        self.contents = {f"{BUCKET}/{part_name(content)}": content for content in "ba"}
+        """Folder of a part → its content. If a fault gives both contents one folder, that of `a`."""
 
     def actions(self) -> list[Callable[[], None]]:
         actions = [self.pin]
