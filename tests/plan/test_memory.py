@@ -28,6 +28,7 @@ def training_config(folder: Path, **changes: Any) -> str:
     return str(path)
 
 
+@pytest.mark.heavy
 def test_a_row_for_each_way_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run([*PLAN, "--gpus", "16", "--memory", training_config(tmp_path, sharding="full", sharding_group=8)])
     shown = capsys.readouterr().out

@@ -42,6 +42,8 @@ from train.model.norms import use_low_precision_norms
 from train.model.optimizer import freeze_except
 from train.model.recompute import recompute_blocks, recomputed_shares
 
+pytestmark = pytest.mark.heavy
+
 HW = (32, 32)
 SETTINGS = StepSettings("float32", microbatch_size=4, images=8, optimizer_bytes=8, num_averages=0)
 
@@ -111,7 +113,7 @@ def test_the_recorder_counts_live_bytes() -> None:
         ("unet", 8, 0.5, "float32", False),
         ("unet", 2, False, "bfloat16", False),
         ("unet", 2, True, "bfloat16", False),
-        pytest.param("small", 8, 0.5, "float32", True, marks=pytest.mark.heavy),
+        ("small", 8, 0.5, "float32", True),
         pytest.param("unet", 8, 0.5, "float32", True, marks=pytest.mark.slow),
     ],
 )
@@ -217,7 +219,6 @@ def test_settings_that_save_memory(small: Any, backbone: BackboneConfig, encodin
     assert memory(small, backbone, encoding, precision="bfloat16", microbatch_size=2).activations < plain
 
 
-@pytest.mark.heavy
 def test_largest_microbatch(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
     """A step with the size that fits does fit, and one image more does not."""
 
