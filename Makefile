@@ -139,7 +139,7 @@ BY_FILE = --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 QUICK = tests/shards tests/plan tests/precompute/select tests/precompute/input tests/precompute/pixels tests/cluster \
   tests/train/data tests/train/model tests/train/objective tests/train/run/lease tests/train/test_config.py \
   tests/evaluation/metrics tests/test_rooms.py
-## make quick                     | run ruff, mypy and the quick tests (about 100 s on two cores)
+## make quick                     | run ruff, mypy and the quick tests (about 90 s on two cores)
 quick: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "not (slow or faults or heavy)" $(QUICK) $(ARGS)
 
