@@ -131,7 +131,7 @@ def rates(family: str, work: Work, traces: list[Traced]) -> list[list[str]]:
 def predicted(plan: Plan, work: Work, phase: Phase, measured: Measured, share: float, num_gpus: int) -> str:
     """Predict the rate of a phase from that of one GPU, which reaches `share` of its peak."""
     peak, flops = plan.gpu.peak_tflops * 1e12, work.train[phase.bucket]
-    rate = Rate(share * peak / flops, 1, "", measured.images, measured.microbatch_size, assumed=True)
+    rate = Rate(share * peak / flops, 1, "", measured.images, measured.microbatch_size)
     found = phase_row(Inputs(plan, work, Rates({("train", phase.bucket): [rate]}, [])), phase, num_gpus, online=False)
     per_gpu = found.images_per_second / num_gpus
     limit = "" if found.bottleneck == "compute" else f", {found.bottleneck}"

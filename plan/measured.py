@@ -20,7 +20,7 @@ class Measurement(Config):
     """Throughput of one stage on a given number of GPUs."""
 
     stage: Literal["train", "encode", "text", "decode", "decode_on_gpu"]
-    """Stage to which the rate applies. `train`: training steps; `encode`: encoding images, from tar bytes to moments;
+    """Stage to which the rate applies. `train`: training steps; `encode`: encoding images, from pixels to moments;
     `text`: encoding captions; `decode`: decoding image files into the pixels of every bucket, on one CPU core;
     `decode_on_gpu`: decoding JPEG files on the GPU."""
     bucket: BucketName | None = None
@@ -72,9 +72,8 @@ class Rate:
     global_batch_size: int | None = None
     microbatch_size: int | None = None
     assumed: bool = False
-    """Whether the rate was neither measured nor published."""
-    whole_step: bool = True
-    """Whether a training rate includes the optimizer and the traffic between GPUs."""
+    """Whether the rate follows from an assumed utilisation. In training, such a rate covers only the forward and
+    backward pass, whereas a measured or published rate includes the optimizer and the traffic between GPUs."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,9 @@ def _read(path: str) -> BenchFile:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "file"
+        reason = f"`{place}`: {first['msg'].removeprefix('Value error, ')}"
+        if first["type"] == "extra_forbidden":
+            reason = f"unknown key `{place}`"
         raise RequestError(
-            f"{path} is not a valid benchmark file: `{place}`: {first['msg'].removeprefix('Value error, ')}. "
-            f"docs/how-to/plan.md has an example."
+            f"{path} is not a valid benchmark file: {reason}. docs/how-to/plan.md has an example."
         ) from None

@@ -95,7 +95,7 @@ class Inputs:
         utilisation = gpu.train_utilisation if stage == "train" else gpu.encode_utilisation
         source = f"{utilisation:.3g} of {gpu.peak_tflops:.0f} TFLOP/s ÷ {flops / GIGA:.1f} GFLOP"
         speed = gpu.peak_tflops * 1e12 * utilisation / flops
-        return self.rates.of(stage, bucket) or [Rate(speed, gpu.gpus_per_node, source, assumed=True, whole_step=False)]
+        return self.rates.of(stage, bucket) or [Rate(speed, gpu.gpus_per_node, source, assumed=True)]
 
     def checkpoint_bytes(self, phase: Phase) -> int:
         """Return the size of one checkpoint of `phase` in bytes."""
@@ -223,16 +223,13 @@ def _predict(inputs: Inputs, phase: Phase, rate: Rate, gpus: int, online: bool, 
 def _seconds_per_image(inputs: Inputs, phase: Phase, rate: Rate) -> float:
     """Return the time of the forward and backward pass for one image on one GPU.
 
-    A measured rate is that of a whole step, from which the optimizer and the traffic between GPUs are
-    subtracted. An assumed utilisation applies to the forward and backward pass alone.
+    A measured rate is that of a whole step, from which the optimizer and the traffic between GPUs are subtracted. An
+    assumed utilisation applies to the forward and backward pass alone.
     """
-    if not rate.whole_step:
-        return 1 / rate.images_per_second_per_gpu
-    step = inputs.step(phase, rate)
     if rate.assumed:
-        step = replace(step, sharding="none")
+        return 1 / rate.images_per_second_per_gpu
     try:
-        return calibrate(rate.images_per_second_per_gpu, step, rate.gpus, inputs.machine)
+        return calibrate(rate.images_per_second_per_gpu, inputs.step(phase, rate), rate.gpus, inputs.machine)
     except ValueError as error:
         raise RequestError(
             f"{phase.bucket}: {error}. Either the bandwidths in `links` and `gpu` or the benchmark ({rate.source}) "

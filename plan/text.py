@@ -1,5 +1,5 @@
 """Text form of a report. `*` marks values that depend on an assumed number; `~` marks predictions from a different GPU
-count."""
+count or batch size."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -252,14 +252,18 @@ def render_comparison(reports: list[Report]) -> str:
     lines = [
         [
             str(rows[0].gpus),
-            *(cell(row) + star[on] for on, cell in BY_GPUS.values() for row, star in zip(rows, stars, strict=True)),
+            *(
+                f"{cell(row)}*" if star[on] else _marked(row, cell(row))
+                for on, cell in BY_GPUS.values()
+                for row, star in zip(rows, stars, strict=True)
+            ),
             *(f"{row.cost / rows[0].cost:.2f}" if rows[0].cost else "-" for row in rows[1:]),
         ]
         for rows in shared
     ]
     return "\n\n".join(
         [
-            "Side by side (* depends on an assumed number)",
+            "Side by side (* depends on an assumed number, ~ predicted from another GPU count or batch size)",
             format_table([["  differs in", *names], *(different or [["  nothing", *("" for _ in names)]])]),
             format_table([["  total", *names], *totals]),
             "Days and GPU-hours including precompute, GPU cost, and cost relative to A\n"

@@ -64,7 +64,7 @@ def check(arguments: list[str]) -> None:
     """Run the parts and write their findings.
 
     Raises:
-        RequestError: there is no GPU, a part is unknown, or a file of predicted rates is missing or invalid.
+        RequestError: there is no GPU, a part is unknown, or a file to compare with is missing or invalid.
         WorkError: a check failed, or a part did not finish.
     """
     options = parse(arguments)
@@ -82,7 +82,7 @@ def check(arguments: list[str]) -> None:
             f"Unknown part: {', '.join(unknown)}. Choose from {', '.join(PARTS)}, or {' or '.join(HALVES)}, which run "
             f"half of them each."
         )
-    read_rates(options.predicted, gpu_kind(device_name(torch.device(options.device))))  # fails before anything runs
+    read_rates(options.compare, gpu_kind(device_name(torch.device(options.device))))  # fails before anything runs
     halves = {half: [name for lane in lanes for name in lane] for half, lanes in HALVES.items()}
     names = list(dict.fromkeys(name for word in options.parts or halves for name in halves.get(word, [word])))
     default_minutes = MINUTES * sum(not set(half).isdisjoint(names) for half in halves.values())
@@ -92,7 +92,7 @@ def check(arguments: list[str]) -> None:
     with closing(run_parts(run, names)) as running:
         for name, found in running:
             parts[name] = found
-            text = write(run, parts, options.predicted)
+            text = write(run, parts, options.compare)
     print(text)
     wrong = [name for name in parts if parts[name]["outcome"] != "done" or not right(parts[name])]
     if wrong:
@@ -115,16 +115,17 @@ def kept(output: Path, names: list[str]) -> dict[str, dict[str, Any]]:
         parts: dict[str, dict[str, Any]] = BenchFile.model_validate_json(path.read_bytes()).details
     except ValidationError as error:
         raise RequestError(
-            f"{path} is damaged, so no parts can be added to it. Give a different --output, or run all parts."
+            f"{path} is damaged or from a different version of the check, so no parts can be added to it. Give a "
+            f"different --output, or run all parts."
         ) from error
     return {name: part for name, part in parts.items() if name not in names}
 
 
-def write(run: CheckRun, parts: dict[str, dict[str, Any]], predicted: list[str]) -> str:
+def write(run: CheckRun, parts: dict[str, dict[str, Any]], others: list[str]) -> str:
     """Write the findings so far to gpu-check.json and gpu-check.md, and return the report."""
     bench = planner_file({name: parts[name] for name in PARTS if name in parts})
     write_bench_file(run.output / "gpu-check.json", bench)
-    text = page(bench, predicted, time.monotonic() - run.begun)
+    text = page(bench, others, time.monotonic() - run.begun)
     write_atomically(run.output / "gpu-check.md", text.encode())
     return text
 
@@ -138,8 +139,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="rehearse with small networks and without a compiler")
     budget = f"time budget of all parts; a slow machine needs more; default: {MINUTES:g} for each half of the check"
     parser.add_argument("--minutes", type=float, help=budget)
-    predicted = "benchmark file with rates to compare with; may be repeated"
-    parser.add_argument("--predicted", action="append", default=[], metavar="FILE", help=predicted)
+    compare = "benchmark file whose rates to list next to the measured ones; may be repeated"
+    parser.add_argument("--compare", action="append", default=[], metavar="FILE", help=compare)
     return parser.parse_args(arguments)
 
 

@@ -14,9 +14,8 @@ from shards.base.durable import write_atomically
 Row = dict[str, str | int | float | bool | None]
 Parts = dict[str, dict[str, Any]]
 """Name of a part → its findings and outcome."""
-COPY_RATE = "copy GB/s, read and written"
 RATE = "{} TFLOP/s"
-"""Names of figures that one part measures and others use: the rate of a copy, and that of a large matrix product."""
+"""Name of the figure with the rate of a large matrix product, by data type."""
 
 
 class Findings:

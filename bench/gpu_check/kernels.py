@@ -13,11 +13,11 @@ CLASSES = (
     ("reduction", r"norm|softmax|reduce|^(sum|mean)$"),
     ("pointwise", r"elementwise|^(add|mul|div|silu|gelu|sub|pow|cat|neg|exp|where|fill)_?(_backward)?$"),
 )
-"""Class, and a pattern for names of its kernels or operators (aten, Inductor). The first match counts. Norms and
-softmax are reductions, and a type conversion is a copy if it is a separate kernel."""
+"""Class, and a pattern for names of its kernels or aten operators. The first match counts. Norms and softmax are
+reductions, and a type conversion is a copy if it is a separate kernel."""
 
 
 def kind_of(name: str) -> str:
     """Return the class of a kernel or operator by its name, or `other`."""
-    bare = name.lower().removeprefix("aten::").removeprefix("aten.").removesuffix(".default")
+    bare = name.lower().removeprefix("aten::").removeprefix("aten.")
     return next((kind for kind, pattern in CLASSES if re.search(pattern, bare)), "other")

@@ -1,4 +1,4 @@
-"""The Markdown report: failed checks, rates next to predicted ones, and where the time goes."""
+"""The Markdown report: failed checks, rates next to those of other files, and where the time goes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,21 +9,21 @@ from plan.config import GPU_KINDS
 from plan.measured import BenchFile, Measurement, Rate, read_rates
 
 
-def page(bench: BenchFile, predicted: list[str], seconds: float) -> str:
+def page(bench: BenchFile, others: list[str], seconds: float) -> str:
     """Write the report of a check.
 
     Args:
-        predicted: benchmark files, such as another machine's, whose rates are listed next to the measured ones.
+        others: benchmark files, such as an earlier check's, whose rates are listed next to the measured ones.
 
     Raises:
-        RequestError: a file in `predicted` is missing or is not a benchmark file.
+        RequestError: a file in `others` is missing or is not a benchmark file.
     """
     parts = bench.details
     sections = [
         f"# GPU check: {bench.device}\n\n`{bench.command}`, {bench.date}, {seconds:.0f} s.",
         verdict(parts),
         *filter(None, (make(parts) for make in (unfinished, wrong))),
-        rates(bench, predicted),
+        rates(bench, others),
         *filter(None, (make(parts) for make in (step, memory))),
         *tables(parts),
     ]
@@ -63,31 +63,31 @@ def gpu_kind(device: str) -> str:
     return next((kind for kind in GPU_KINDS if kind.lower() in device.lower()), device)
 
 
-def rates(bench: BenchFile, predicted: list[str]) -> str:
-    """Tabulate each stage's best rate on this GPU next to the predicted one."""
-    models = read_rates(predicted, gpu_kind(bench.device))
-    rows = [rate_row(item, models.of(item.stage, item.bucket)) for item in bench.measurements]
+def rates(bench: BenchFile, others: list[str]) -> str:
+    """Tabulate each stage's best rate on this GPU next to that of other benchmark files."""
+    found = read_rates(others, gpu_kind(bench.device))
+    rows = [rate_row(item, found.of(item.stage, item.bucket)) for item in bench.measurements]
     text = "## Rates\n\n" + table(
-        ("stage", "bucket", "microbatch", "per second", "predicted", "share of it", "source"), rows
+        ("stage", "bucket", "microbatch", "per second", "compared with", "ratio", "source"), rows
     )
-    aside = f"\n\nSkipped, measured on a different GPU kind: {', '.join(models.skipped_files)}." * bool(
-        models.skipped_files
+    aside = f"\n\nSkipped, measured on a different GPU kind: {', '.join(found.skipped_files)}." * bool(
+        found.skipped_files
     )
     return text + aside
 
 
-def rate_row(item: Measurement, models: list[Rate]) -> list[object]:
-    """Format a rate next to its prediction.
+def rate_row(item: Measurement, others: list[Rate]) -> list[object]:
+    """Format a rate next to the same rate from other files.
 
     Args:
-        models: predictions of the rate, sorted by number of GPUs.
+        others: rates from other files, sorted by number of GPUs. The first one is shown.
     """
     found = item.images_per_second_per_gpu
     start = [item.stage, item.bucket or "", item.microbatch_size or "", f"{found:,.1f}"]
-    if not models:
+    if not others:
         return [*start, "", "", ""]
-    per_gpu = models[0].images_per_second_per_gpu
-    return [*start, f"{per_gpu:,.1f}", f"{found / per_gpu:.0%}", models[0].source]
+    per_gpu = others[0].images_per_second_per_gpu
+    return [*start, f"{per_gpu:,.1f}", f"{found / per_gpu:.0%}", others[0].source]
 
 
 def step(parts: Parts) -> str | None:

@@ -16,7 +16,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.gpu_check.findings import COPY_RATE, RATE, Findings
+from bench.gpu_check.findings import RATE, Findings
 from bench.gpu_check.kernels import kind_of
 from bench.gpu_check.setup import Setup
 from bench.kit.common import device_name, matmul_tflops, synchronize, timed
@@ -50,7 +50,7 @@ def machine(setup: Setup, found: Findings) -> None:
             target.copy_(source)
         synchronize(device)
         seconds = time.perf_counter() - start
-    found.figure(COPY_RATE, 10 * len(source) / seconds / 1e9)
+    found.figure("copy GB/s, read and written", 10 * len(source) / seconds / 1e9)
 
 
 def installed(name: str) -> str | None:

@@ -171,12 +171,14 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def bench_file(module: str, device: str, measurements: Iterable[Measurement], **fields: Any) -> BenchFile:
-    """Make a benchmark file for `make plan` from what `module` measured today on one device. `fields` are further
-    fields of the file."""
-    today = str(date.today())
-    fields["measurements"] = list(measurements)
-    return BenchFile(device=device, gpus=1, date=today, command=command(module), **fields)
+def bench_file(
+    module: str, device: str, measurements: Iterable[Measurement], details: dict[str, Any] | None = None
+) -> BenchFile:
+    """Make a benchmark file for `make plan` from what `module` measured today on one device."""
+    today, found = str(date.today()), list(measurements)
+    return BenchFile(
+        device=device, gpus=1, date=today, command=command(module), measurements=found, details=details or {}
+    )
 
 
 def encoder_rates(rates: Iterable[tuple[str, float]]) -> Iterator[Measurement]:

@@ -46,6 +46,11 @@ def test_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert storage == ["text.storage", "float16", "float8", "float8"]
     latents = next(line.split()[2:] for line in shown.splitlines() if "latents TB" in line)
     assert latents == ["188.3*", "102.6*", "102.6*"]
+    # the H200's rates were measured on one GPU, and its price is assumed
+    (row,) = (line.split() for line in shown.splitlines() if line.startswith("   8"))
+    days, hours, costs = row[1:4], row[4:7], row[7:10]
+    assert [days[2][0], hours[2][0], costs[2][-1]] == ["~", "~", "*"]
+    assert all(cell[-1] == "*" for cells in (days, hours, costs) for cell in cells[:2])
     run(["--compare", "configs/plan.yaml"])
     assert "nothing" in capsys.readouterr().out.split("Side by side")[1]
 

@@ -54,6 +54,13 @@ def test_a_plan_uses_the_rates_of_its_own_kind_of_gpu(
     assert rates.skipped_files == [f"{paths[device]} (measured on {device})" for device in others]
 
 
+def test_an_unknown_key_is_refused(tmp_path: Path) -> None:
+    fields = json.loads(Path("configs/plan/measured-h200.json").read_text()) | {"modelled": True}
+    (tmp_path / "bench.json").write_text(json.dumps(fields))
+    with pytest.raises(RequestError, match=r"bench\.json is not a valid benchmark file: unknown key `modelled`\."):
+        read_rates([str(tmp_path / "bench.json")], "H200")
+
+
 def test_a_measurement_of_a_mistyped_bucket_is_refused(tmp_path: Path) -> None:
     rate = {"stage": "train", "bucket": "512", "images_per_second_per_gpu": 100.0}
     fields = {"device": "NVIDIA H200", "gpus": 8, "date": "2026", "command": "a run", "measurements": [rate]}
