@@ -12,9 +12,11 @@ from contextlib import closing
 from shards.base.pool import run_each
 
 BUSY = """
+import signal
 import time
 from shards.base.pool import start_pool
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a script's background
 pool = start_pool(1)
 pool.submit(abs, 1).result()
 queue = pool.map(time.sleep, [0.5] * 1000)
