@@ -45,7 +45,7 @@ from tests.tiny import make_models, make_samples, make_tar
 hypothesis.settings.register_profile("any speed", deadline=None)
 hypothesis.settings.load_profile("any speed")
 
-# share what botocore reads between the clients of S3, each of which would parse megabytes of JSON
+# let S3 clients share the files that botocore reads; otherwise, each client would parse megabytes of JSON
 read_json = cache(JSONFileLoader().load_file)
 JSONFileLoader.load_file = lambda loader, path: read_json(path)
 
@@ -170,7 +170,7 @@ def folder_of(config: PrecomputeConfig) -> Path:
 
 @lru_cache(maxsize=4)
 def _kept(encoding_json: bytes) -> Networks:
-    """Load the networks of an encoding, and keep them for the test's next roots, as workers do."""
+    """Load the networks of an encoding, and keep them for the rest of the test, as a worker does for its job."""
     return load_networks(EncodingRecord.parse(encoding_json, "the encoding record"), "cpu", False, False)
 
 
@@ -237,7 +237,7 @@ def without_ray() -> Iterator[None]:
 
 @pytest.fixture
 def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `derive` and `download` work in threads of this process, instead of processes that import everything."""
+    """Let `derive` and `download` work in threads, because new processes would import everything again."""
     monkeypatch.setattr("shards.base.pool.start_pool", lambda most, *_: ThreadPoolExecutor(most))
 
 

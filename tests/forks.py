@@ -33,8 +33,14 @@ def wait_for(child: int) -> int:
 
 
 def import_again(*blocked: str) -> None:
-    """Remove the product's modules, so that the next import executes them again, and make imports of others fail."""
+    """Remove the product's modules, so that the next import executes them again, and make all imports from the packages
+    `blocked` fail.
+
+    Other packages stay imported, so this does not detect that one of them imports a blocked package.
+    """
     for name in list(sys.modules):
         if name.split(".")[0] in (*PACKAGES, "tests"):
             del sys.modules[name]
-    sys.modules.update(dict.fromkeys(blocked))  # type: ignore[arg-type]
+    # otherwise `from ray.util import …` would find the submodule without importing the package
+    loaded = [name for name in sys.modules if name.split(".")[0] in blocked]
+    sys.modules.update(dict.fromkeys([*blocked, *loaded]))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Plots of training runs that are not rendered, because rendering takes as long as a short run."""
+"""A replacement for `plot_run` that skips rendering, which takes as long as a short run."""
 
 from pathlib import Path
 from unittest.mock import patch

@@ -90,7 +90,7 @@ def fork_server() -> None:
 
 
 def let_botocore_parse() -> None:
-    """Make a client of S3, so that forks of this process share the files that it reads (tests/fixtures.py)."""
+    """Create an S3 client, so that forks of this process share the files that botocore parses (tests/fixtures.py)."""
     get_session().create_client("s3", "us-east-1", aws_access_key_id="none", aws_secret_access_key="none")
 
 

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 TOPS = {path.name for path in ROOT.iterdir()} - {"runs"}
 FAMILIES = ("sd2", "sd15", "sdxl", "pixart-sigma", "sd3", "flux1", "sana", "prx")
-SHORT_FORM = ("pixart-sigma", "prx")
-"""Families whose costs `make test` checks; `make test-families` checks those of all."""
+COSTS_IN_MAKE_TEST = ("pixart-sigma", "prx")
+"""Families whose costs `make test` checks; `make test-families` checks all costs."""
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
@@ -65,7 +65,7 @@ def test_the_tables_of_families_are_current_except_for_costs(
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in SHORT_FORM else pytest.mark.slow) for name in FAMILIES]
+    "family", [pytest.param(name, marks=[] if name in COSTS_IN_MAKE_TEST else pytest.mark.slow) for name in FAMILIES]
 )
 def test_the_costs_of_families_are_current(family: str, shared_counts: None) -> None:
     families = script("families")

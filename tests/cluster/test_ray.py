@@ -76,6 +76,14 @@ def fleet(function: Function[str, Any], keys: str) -> Fleet[str, Any]:
     return Fleet(CONFIG, function, ((key, key) for key in keys), AT_ONCE)
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended, even if its parent has not yet waited for it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_a_pool_keeps_its_workers_for_the_next_job(session: str) -> None:
     def first(key: str, number: int, report: object) -> tuple[str, int]:
         return key, os.getpid()
@@ -91,7 +99,7 @@ def test_a_pool_keeps_its_workers_for_the_next_job(session: str) -> None:
     pool.drain()
     ((one, pid),), ((two, same),) = results
     assert (one, two, pid) == ("a", "A", same) and not pool.workers
-    wait_until(lambda: not psutil.pid_exists(pid))
+    wait_until(lambda: has_ended(pid))
 
 
 def test_a_worker_runs_several_units_and_loses_them_together(session: str) -> None:

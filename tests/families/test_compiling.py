@@ -61,8 +61,8 @@ def test_every_block_is_compiled_once_per_latent_shape(
     assert not graphs.breaks
 
 
-# tests/train/model/test_recompute.py has networks of the classes of the other families
-@pytest.mark.parametrize("name", ["sdxl", "pixart-sigma", "sd3", "sana", "prx"])
+# tests/train/model/test_recompute.py tests the network classes of the other families
+@pytest.mark.parametrize("name", in_make_test("sdxl", "pixart-sigma", "sd3", "sana", "prx"))
 def test_half_of_the_blocks_can_be_recomputed(name: str, small: Callable[[str], Small]) -> None:
     config = TrainConfig.model_validate(small_run(small(name), "recomputed", global_batch_size=4))
     prepared = prepare(config)

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ from train.prepare import prepare
 from train.run.reporting.json_lines import read_json_lines
 from train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("in_threads")
+
 WIDTH = 7
 FOLDED = {
     "sd2": r"attn2.to_k, attn2.to_v",
@@ -43,11 +44,6 @@ FOLDED = {
     "prx": "txt_in",
 }
 """Layers whose weights change at export."""
-
-
-@pytest.fixture(autouse=True)
-def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shards.base.pool.start_pool", lambda most, *_: ThreadPoolExecutor(most))
 
 
 def towers_of(made: Small) -> dict[str, Any]:

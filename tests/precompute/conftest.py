@@ -17,7 +17,7 @@ def no_plot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork worker processes from a server that has imported everything, which spawned ones would import again."""
+    """Fork worker processes from a server that has imported everything; spawned processes would import it again."""
     monkeypatch.setattr("shards.base.pool.multiprocessing.get_context", lambda method: SERVER)
 
 

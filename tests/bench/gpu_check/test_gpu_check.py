@@ -60,7 +60,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Parts:
     compile_with = torch.compile
     use_no_compiler()
     try:
-        # it counts the FLOPs of full networks
+        # `read_family` counts the FLOPs of full-size networks
         with patch.object(families, "read_family", cache(families.read_family)):
             for name in QUICK:
                 path = folder / f"{name}.json"

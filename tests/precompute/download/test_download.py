@@ -242,7 +242,7 @@ def test_a_full_disk_is_reported(server: BadServer, tmp_path: Path, monkeypatch:
 def test_the_command_fetches_what_is_missing(
     server: BadServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_threads: None
 ) -> None:
-    """tests/precompute/test_select_download.py downloads in a process of its own."""
+    """Download in threads; tests/precompute/test_select_download.py downloads in a worker process."""
     urls = [f"{server.address}/jpeg/command-{i}" for i in range(5)]
     laion.write(tmp_path / "in.parquet", laion.rows(5, URL=urls))
     options = ["--config", "configs/download.yaml"]

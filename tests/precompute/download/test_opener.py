@@ -34,7 +34,7 @@ def fetch(url: str, **limits: Any) -> bytes:
 
 
 def test_as_many_redirects_as_allowed_are_followed(server: BadServer) -> None:
-    """test_download.py has other kinds of success, too."""
+    """test_download.py tests other successful downloads."""
     assert fetch(f"{server.address}/hops/3").startswith(JPEG)
 
 

@@ -106,7 +106,7 @@ def test_counts_rejects_and_tables_add_up(latents: Path) -> None:
 
 
 def test_no_attempt_before_isolate_from_decodes_in_child_processes(models: Path, tmp_path: Path) -> None:
-    """By default, it is 2: tests/precompute/pixels/test_isolation.py."""
+    """tests/precompute/pixels/test_isolation.py tests the default, 2, and that later attempts use child processes."""
     make_tar(tmp_path / "tars", "00000", make_samples(0, 4, SIZES[:1]))
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root", workers={"isolate_from": 3})
     encode_all(config, models, 2, reject_in_child)

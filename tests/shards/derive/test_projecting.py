@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +26,7 @@ from shards.tools.where import describe_sample, find_sample
 from tests.fixtures import clip_tower, encode_all, folder_of, precompute_config
 from tests.roots import part_of, parts, precompute_arguments, tree
 
-pytestmark = pytest.mark.heavy
-
-
-@pytest.fixture(autouse=True)
-def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shards.base.pool.start_pool", lambda most, *_: ThreadPoolExecutor(most))
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("in_threads")]
 
 
 def derive(source: Path, out: Path, *options: str) -> Path:
