@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.families.small import FAMILIES, Small, stir
+from tests.families.small import FAMILIES, Small, in_make_test, stir
 from tests.families.starting import small_run, started
 from tests.graphs import Graphs
 from train.config import TrainConfig
