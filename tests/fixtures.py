@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import fsspec
 import hypothesis
@@ -38,8 +39,9 @@ from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root, record_rules
 from tests.graphs import Graphs, capture_graphs
-from tests.plots import plot_empty
 from tests.tiny import make_models, make_samples, make_tar
+from train.run.reporting import log
+from train.run.reporting.plot import plot_run
 
 # no test fails because a machine is slow
 hypothesis.settings.register_profile("any speed", deadline=None)
@@ -50,11 +52,15 @@ read_json = cache(JSONFileLoader().load_file)
 JSONFileLoader.load_file = lambda loader, path: read_json(path)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _plots_are_not_rendered() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.run.reporting.log.plot_run", plot_empty)
-        yield
+def plot_empty(run_dir: Path) -> Path:
+    """Plot a run, but write an empty file, because rendering takes as long as a short run."""
+    from matplotlib.figure import Figure
+
+    with patch.object(Figure, "savefig", lambda figure, path: path.write_bytes(b"")):
+        return plot_run(run_dir)
+
+
+log.plot_run = plot_empty  # also in the processes that tests.ranks forks
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,9 @@
 A mutant is the product with one expression or statement changed: a comparison or an operator swapped, a condition
 negated, a number increased, a call dropped. Each is tested in a private copy of the tree, first with the tests of its
 package, where those that mirror its module come first, then with those tests of `make quick` whose package may import
-it, then with those that lie beside its package's, and then with those of the training step and the model families. It
-survives if all of them pass. Survivors are printed as diffs; read them, because some change nothing (a cache's size, an
-error's wording).
+it, then with those of several packages together (tests/precompute/test_*.py for precompute), and then with those of the
+training step and the model families. It survives if all of them pass. Survivors are printed as diffs; read them,
+because some change nothing (a cache's size, an error's wording).
 
 Tests run in forks of this process, which has imported the libraries but no module of the product.
 
@@ -193,8 +193,8 @@ def stages_for(module: str, quick: list[str]) -> Iterator[list[str]]:
     changed = module.partition("/")[0]
     reached = [path for path in quick if changed in (top := path.split("/")[1], *MAY_IMPORT.get(top, ()))]
     yield ["-m", QUICK, *reached, f"--ignore={package}"]
-    if whole := sorted((TREE / "tests" / changed).glob("test_*.py")):  # tests of several packages together
-        yield ["-m", GATE, *(str(path.relative_to(TREE)) for path in whole)]
+    if together := sorted((TREE / "tests" / changed).glob("test_*.py")):
+        yield ["-m", GATE, *(str(path.relative_to(TREE)) for path in together)]
     if changed != "evaluation":
         yield ["-m", GATE, "tests/train/test_step.py", "tests/families"]
 

@@ -33,7 +33,6 @@ from botocore.session import get_session
 
 from shards.base.errors import exit_code_of
 from shards.base.parent import die_with
-from tests.plots import plot_empty
 
 SERVER = get_context("forkserver")
 COMMANDS = (
@@ -77,7 +76,6 @@ def fork_server() -> None:
             select.select([listener], [], [])  # import the rest only if a test asks for a process
             for name in IMPORTED:
                 import_module(name)
-            import_module("train.run.reporting.log").plot_run = plot_empty  # type: ignore[attr-defined]
             let_botocore_parse()
             gc.freeze()
             forkserver.main(listener, alive, [])

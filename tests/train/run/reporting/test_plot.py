@@ -12,7 +12,7 @@ from train.run.reporting.plot import plot_run, smooth
 
 
 def test_a_run_ends_with_a_plot(latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In all other tests, the image is empty (tests/plots.py)."""
+    """In all other tests, the image is empty (tests/fixtures.py)."""
     monkeypatch.setattr("train.run.reporting.log.plot_run", plot_run)
     validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 2}
     fields = train_fields(latents, tmp_path / "run", max_steps=2, validation=validation)
