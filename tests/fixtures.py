@@ -189,7 +189,6 @@ def make_towers(config: PrecomputeConfig, encoding: EncodingRecord | None = None
 
 def encode_all(
     config: PrecomputeConfig,
-    models: Path,
     attempt: int = 1,
     decode: Decode = decode_picture,
     report: Callable[[int], None] = lambda samples_in: None,
@@ -251,7 +250,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def latents(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path) -> Path:
     """A latents root of both tars: 30 samples in 64x64, 20 in 128x128. Tests must not modify it."""
     config = precompute_config(models, tars, tmp_path_factory.mktemp("roots") / "latents")
-    encode_all(config, models)
+    encode_all(config)
     return folder_of(config)
 
 

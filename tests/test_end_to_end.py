@@ -85,7 +85,7 @@ def test_a_trimmed_root_trains_and_samples_with_its_mask(models: Path, tars: Pat
     config = precompute_config(
         models, tars, tmp_path / "root", buckets=["64x64"], text={"storage": "float8", "trim": True}
     )
-    encode_all(config, models)
+    encode_all(config)
     fields = train_fields(folder_of(config), tmp_path / "run", UNET, max_steps=2)
     result = run_module("train", "--config", str(write_config(tmp_path, fields)))
     assert result.returncode == 0, result.stderr

@@ -38,7 +38,7 @@ def test_neither_the_modules_nor_stage_1_import_it(models: Path, tars: Path, tmp
             )
         )
         read = load_config(import_module("precompute.config").PrecomputeConfig, stage_1, [], "precompute")
-        encode_all(read, models)
+        encode_all(read)
         assert list(verify_root(open_store(read.output))) == []
 
     assert wait_for(fork(import_and_run)) == OK

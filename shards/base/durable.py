@@ -241,7 +241,7 @@ def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
     if not intact:
         raise DamagedFile(
             f"{where} is damaged: its content does not match the SHA-256 stored in it. Restore it from a "
-            f"backup. `python -m shards verify ROOT` lists all damaged files."
+            f"backup. If it is a latents root's, `python -m shards verify ROOT` lists all damaged files."
         )
     return value
 

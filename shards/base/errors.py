@@ -60,6 +60,15 @@ INTERRUPTED = 128 + signal.SIGINT
 PIPE_CLOSED = 128 + signal.SIGPIPE
 """Exit code if whatever read the output has ended, following the shell convention."""
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
+PATH_ADVICE = {
+    errno.EACCES: "Give this user access",
+    errno.EPERM: "Give this user access",
+    errno.EISDIR: "Replace the folder with the file that belongs there",
+    errno.ENOTDIR: "Replace the file with the folder that belongs there",
+    errno.ELOOP: "Remove the link, which leads back to itself",
+    errno.ENAMETOOLONG: "Choose a shorter path",
+}
+"""What to do about errors that are due to the file system's content rather than a bug in this program."""
 
 
 def is_storage_error(error: BaseException | None) -> bool:
@@ -88,10 +97,10 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python complains about unwritten output at exit
             return PIPE_CLOSED
-        is_denied = isinstance(error, PermissionError) and error.filename
-        if not is_denied and not is_storage_error(error):
+        path_advice = PATH_ADVICE.get(error.errno or 0) if error.filename else None
+        advice = "Fix the storage" if is_storage_error(error) else path_advice
+        if advice is None:
             raise
-        advice = "Give this user access" if is_denied else "Fix the storage"
         say(WorkError(f"{error}. Completed work remains valid. {advice} and run the same command again."))
         return WorkError.exit_code
 

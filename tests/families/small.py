@@ -206,7 +206,7 @@ class Small:
         }
         changes: dict[str, Any] = {"vae": str(self.folder / "vae"), "buckets": ["64x64"], "texts": texts}
         changes["image"] = {"storage": image}
-        encode_all(precompute_config(self.folder, self.tar.parent, self.root, **changes), self.folder)
+        encode_all(precompute_config(self.folder, self.tar.parent, self.root, **changes))
 
     def _tower(self, name: str, shipped: dict[str, Any]) -> dict[str, Any]:
         kind, _ = self.family.towers[name]

@@ -32,7 +32,7 @@ def root_of(models: Path, folder: Path) -> Path:
     root = shutil.copytree(world.reference, folder / "root")
     receipt = load_receipts(open_store(root))[0]
     recall(open_store(root), {receipt.name: receipt.token}, "a test")
-    encode_all(world.config(root), models)
+    encode_all(world.config(root))
     return root
 
 

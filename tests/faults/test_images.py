@@ -49,7 +49,7 @@ def test_a_shard_of_nothing_else(corpus: dict[str, tuple[bytes, str]], models: P
     ]
     make_tar(tmp_path / "tars", "00000", samples)
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root", buckets=["64x64"])
-    encode_all(config, models)
+    encode_all(config)
     receipt = load_tars(open_store(config.output))[0]
     outcomes = Counter(outcome for _, outcome in corpus.values())
     assert receipt.encoded == outcomes.pop(ACCEPTED) and receipt.rejected == outcomes

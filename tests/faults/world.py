@@ -49,7 +49,7 @@ def make_world(folder: Path, models: Path, num_shards: int, num_samples: int, ki
         else:
             KINDS[kind](folder / "tars", samples)
     world = World(models, folder / "tars", folder / "reference")
-    encode_all(world.config(world.reference), models)
+    encode_all(world.config(world.reference))
     return world
 
 

@@ -40,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             samples.append(("000010012", {"jpg": b"no image", "txt": b"none"}))
         make_tar(folder / "tars", f"{shard:05d}", samples)
     config = precompute_config(MODELS, folder / "tars", folder / "root", buckets=["64x64"])
-    encode_all(config, MODELS)
+    encode_all(config)
     np.save(folder / "pictures.npy", pictures)
     return folder_of(config)
 

@@ -78,7 +78,7 @@ def cached(case: Case, models: Path, tars: Path, folder: Path, steps: int) -> tu
     """Run stage 1, then the training step; return the loss and the keys of each step."""
     changes: dict[str, Any] = {"captions": case.fields, "text": {"storage": case.storage, "trim": case.trim}}
     changes["image"] = {"storage": case.image}
-    encode_all(precompute_config(models, tars, folder / "root", buckets=["64x64"], **changes), models)
+    encode_all(precompute_config(models, tars, folder / "root", buckets=["64x64"], **changes))
     fields = train_fields(
         folder / "root",
         folder / "run",

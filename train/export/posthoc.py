@@ -21,7 +21,7 @@ from shards.base.config import Config, load_for_run
 from shards.base.durable import DamagedFile, atomic_folder, sha256_file, write_sealed_json
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import LocalPath
-from train.model.config import Width, average_name
+from train.model.config import WidthInName, average_name
 from train.model.ema import posthoc_coefficients
 from train.model.tensors import write_tensors
 from train.run.checkpoints.checkpoint import (
@@ -39,9 +39,9 @@ RECORD = "average.json"
 class RebuildConfig(Config):
     """Rebuild a weight average of a given width from a run's snapshots, for `train export` or to load in diffusers."""
 
-    std: Width
-    """Width of the average: its standard deviation in time, relative to the number of steps. The best values for EDM2
-    were between 0.04 and 0.15."""
+    std: WidthInName
+    """Width of the average: its standard deviation in time, relative to the number of steps, with at most three
+    decimals. The best values for EDM2 were between 0.04 and 0.15."""
     step: int | None = Field(None, ge=1)
     """Step of the last snapshot to use; null: the newest snapshot."""
     output: LocalPath | None = None

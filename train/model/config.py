@@ -8,7 +8,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PlainValidator, SerializeAsAny, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, ValidationInfo, field_validator
 
 from shards.base.config import Config
 
@@ -17,9 +17,21 @@ if TYPE_CHECKING:
     from accelerate.utils import DistributedDataParallelKwargs
     from torch import nn
 
+
+def _check_decimals(width: float) -> float:
+    if width != round(width, 3):
+        raise ValueError(
+            f"{width!r} has more than three decimals, but the name of an average's folder has three; round it, to at "
+            f"least 0.001"
+        )
+    return width
+
+
 Width = Annotated[float, Field(gt=0, lt=0.28)]
 """Width of an average: its standard deviation in time, divided by the number of completed steps. An average that
 weights all steps equally has a width of 1/√12 = 0.289."""
+WidthInName = Annotated[Width, AfterValidator(_check_decimals)]
+"""Width of an average whose folder is named after it."""
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Sharding = Literal["none", "grad_op", "full"]
 Checkpointing = bool | Annotated[float, Field(gt=0, lt=1)]
@@ -42,7 +54,7 @@ class EmaConfig(Config):
     snapshot_every: int | None = Field(None, ge=1)
     """Steps between snapshots of the averages in `std`, from which `python -m train ema RUN` can later rebuild an
     average of any width; null: no snapshots."""
-    std: list[Width] = Field([0.05, 0.1], min_length=1)
+    std: list[WidthInName] = Field([0.05, 0.1], min_length=1)
     """Widths of the averages in snapshots, defined like `sigma_rel`, with at most three decimals. Each average takes 4
     bytes per parameter, both in memory and in checkpoints."""
     snapshot_dtype: Literal["float16", "float32"] = "float16"
@@ -51,11 +63,6 @@ class EmaConfig(Config):
     @field_validator("std")
     @classmethod
     def _check_widths(cls, std: list[float]) -> list[float]:
-        if inexact := [width for width in std if width != round(width, 3)]:
-            raise ValueError(
-                f"{inexact[0]!r} has more than three decimals, but a snapshot records the width of an average with "
-                f"three; round it, to at least 0.001"
-            )
         if len(set(std)) < len(std):
             raise ValueError("two of the widths are equal; remove one of them")
         return std

@@ -42,7 +42,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def aspect_root(shapes: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root that tests must not modify."""
     config = precompute_config(models, shapes, tmp_path_factory.mktemp("aspect") / "root", aspect=ASPECT)
-    encode_all(config, models)
+    encode_all(config)
     return folder_of(config)
 
 
@@ -78,7 +78,7 @@ def test_accounting_adds_up_and_images_of_other_buckets_are_not_rejects(aspect_r
 
 def test_without_its_square_bucket_an_image_goes_to_the_nearest_one(shapes: Path, models: Path, tmp_path: Path) -> None:
     config = precompute_config(models, shapes, tmp_path / "root", buckets=["128x128"], aspect=ASPECT)
-    encode_all(config, models)
+    encode_all(config)
     receipt = load_tars(open_store(config.output))[0]
     assert receipt.parts["64x64"].samples == 12
     assert receipt.parts["64x64"].refused == {"not_an_image": 1, "other_bucket": 18, "too_small": 6}
@@ -95,8 +95,8 @@ def test_empty_parts_are_valid(aspect_root: Path, capsys: pytest.CaptureFixture[
 
 def test_adding_tables_later_gives_the_same_root(aspect_root: Path, shapes: Path, models: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
-    encode_all(precompute_config(models, shapes, root, buckets=["64x64"]), models)
-    encode_all(precompute_config(models, shapes, root, aspect=ASPECT), models)
+    encode_all(precompute_config(models, shapes, root, buckets=["64x64"]))
+    encode_all(precompute_config(models, shapes, root, aspect=ASPECT))
     expected, found = tree(aspect_root), tree(root)
     assert expected.keys() == found.keys()
     assert {name.split("/")[0] for name in expected if expected[name] != found[name]} == {"commits"}

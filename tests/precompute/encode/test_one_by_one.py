@@ -63,9 +63,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     yield held
 
 
-def encoded(config: PrecomputeConfig, models: Path) -> dict[str, bytes]:
+def encoded(config: PrecomputeConfig) -> dict[str, bytes]:
     """Return all stored files by name; a part's folder is named by its content."""
-    encode_all(config, models)
+    encode_all(config)
     files = [path for bucket in config.buckets for path in (folder_of(config) / bucket).glob("*.*/*")]
     assert len({path.parent.name for path in files}) == 4
     return {str(path.relative_to(folder_of(config))): path.read_bytes() for path in files}
@@ -98,7 +98,7 @@ def test_each_tower_is_moved_once_per_tar(
             memory.is_timed = False
 
     monkeypatch.setattr(DeviceClock, "__call__", timed)
-    encoded(config(models, tars, tmp_path / "root", towers, "one_by_one", features={}), models)
+    encoded(config(models, tars, tmp_path / "root", towers, "one_by_one", features={}))
     order = ["T5EncoderModel", "CLIPTextModelWithProjection"]  # latents of 24 × 12 numbers, and of 16 × 20 + 10
     of_a_tar = ["AutoencoderKL", *order]
     assert [type(model).__name__ for model in memory.moved] == [*order, *of_a_tar, *of_a_tar]
@@ -118,10 +118,10 @@ def test_the_bytes_are_the_same_and_one_tower_is_on_the_device(
         return results
 
     monkeypatch.setattr(Network, "_run", overflow)
-    together = encoded(config(models, tars, tmp_path / "together", towers, "together", precision="float16"), models)
+    together = encoded(config(models, tars, tmp_path / "together", towers, "together", precision="float16"))
     assert not memory.moved
     one_by_one = config(models, tars, tmp_path / "one", towers, "one_by_one", precision="float16")
-    assert encoded(one_by_one, models) == together
+    assert encoded(one_by_one) == together
     both = {model for model in memory.moved if isinstance(model, T5EncoderModel)}
     assert len(both) == 2 and memory.peak == max(memory.sizes[model] for model in memory.moved)
 

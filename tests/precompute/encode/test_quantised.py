@@ -80,7 +80,7 @@ def test_a_node_that_cannot_multiply_in_float8_is_refused(
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", refuse)
     wanted = r"The CPU of node \S+ cannot multiply in float8 with torch \S+ \(scaled_mm is only [^\n]*8\.9\), but the"
     with pytest.raises(UnfitNode, match=wanted):
-        encode_all(config(models, tars, tmp_path, towers, "float8"), models)
+        encode_all(config(models, tars, tmp_path, towers, "float8"))
 
 
 def int8_rows(rows: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def test_roots_of_quantised_towers(models: Path, tars: Path, tmp_path: Path, tow
     def stored(weights: str, how: str) -> list[bytes]:
         workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 2, "batch_size": 8, "towers": how}
         asked = config(models, tars, tmp_path / f"{weights}-{how}", towers, weights, workers=workers)
-        encode_all(asked, models)
+        encode_all(asked)
         assert list(verify_root(open_store(asked.output))) == []
         parts = sorted(path for path in folder_of(asked).glob("*x*/*/*.mds"))
         assert parts

@@ -49,7 +49,6 @@ def captioned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def encoded(models: Path, tars: Path, root: Path, fields: Sequence[str] = FIELDS, **text: object) -> Path:
     encode_all(
         precompute_config(models, tars, root, captions=list(fields), text=text, limits={"max_caption_characters": 40}),
-        models,
     )
     return root
 
@@ -128,7 +127,7 @@ def test_a_bucket_added_later_has_the_same_captions(
         config = precompute_config(
             models, captioned, tmp_path / "later", captions=FIELDS, buckets=[bucket], text=text, limits=limits
         )
-        encode_all(config, models)
+        encode_all(config)
     one, two = load_tars(open_store(roots[True]))[0], load_tars(open_store(tmp_path / "later"))[0]
     for bucket in BUCKETS:
         assert (one.parts[bucket].files, one.parts[bucket].captions) == (

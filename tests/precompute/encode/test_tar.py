@@ -83,7 +83,7 @@ def test_latents_equal_diffusers_and_transformers(latents: Path, tars: Path, mod
 def test_progress_is_reported_after_each_batch(one_tar: Path, models: Path, tmp_path: Path) -> None:
     config = precompute_config(models, one_tar, tmp_path / "root")
     reported = list[int]()
-    encode_all(config, models, report=reported.append)
+    encode_all(config, report=reported.append)
     (receipt,) = load_tars(open_store(tmp_path / "root"))
     before, *after_batches = reported
     assert before == 0 and len(after_batches) == 4 and after_batches == sorted(after_batches)  # two batches per bucket
@@ -109,7 +109,7 @@ def test_no_attempt_before_isolate_from_decodes_in_child_processes(models: Path,
     """tests/precompute/pixels/test_isolation.py tests the default, 2, and that later attempts use child processes."""
     make_tar(tmp_path / "tars", "00000", make_samples(0, 4, SIZES[:1]))
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root", workers={"isolate_from": 3})
-    encode_all(config, models, 2, reject_in_child)
+    encode_all(config, 2, reject_in_child)
     (receipt,) = load_tars(open_store(tmp_path / "root"))
     assert (receipt.encoded, receipt.rejected) == (4, {})
 
@@ -118,7 +118,7 @@ def test_two_runs_give_the_same_bytes_and_the_next_changes_nothing(
     latents: Path, models: Path, tars: Path, tmp_path: Path
 ) -> None:
     config = precompute_config(models, tars, tmp_path / "again")
-    encode_all(config, models)
+    encode_all(config)
     one, two = tree(latents), tree(tmp_path / "again")
     assert one.keys() == two.keys()
     for name in one:
@@ -130,7 +130,7 @@ def test_two_runs_give_the_same_bytes_and_the_next_changes_nothing(
             }
         else:
             assert one[name] == two[name], name
-    encode_all(config, models)
+    encode_all(config)
     assert tree(tmp_path / "again") == two
 
 
@@ -143,7 +143,7 @@ def test_a_bucket_is_not_added_if_the_side_files_count_differently(models: Path,
 
     def encode(bucket: str) -> None:
         config = precompute_config(models, tar.parent, tmp_path / "root", buckets=[bucket])
-        encode_all(config.model_copy(update={"tars": InputConfig(policy="salvage")}), models)
+        encode_all(config.model_copy(update={"tars": InputConfig(policy="salvage")}))
 
     encode("64x64")
     tar.with_suffix(".parquet").unlink()
@@ -157,7 +157,7 @@ def test_each_part_keeps_the_settings_that_made_it(models: Path, one_tar: Path, 
     for bucket, batch_size in (("128x128", 4), ("64x64", 8)):
         workers = {"num_gpus": 0, "num_cpus": 1, "decode_threads": 1, "batch_size": batch_size}
         config = precompute_config(models, one_tar, tmp_path / "root", buckets=[bucket], workers=workers)
-        encode_all(config, models)
+        encode_all(config)
     receipt = load_tars(open_store(tmp_path / "root"))[0]
     made = {bucket: part.settings["batch_size"] for bucket, part in receipt.parts.items()}
     assert made == {"128x128": 4, "64x64": 8}
@@ -169,7 +169,7 @@ def test_a_damaged_tar_commits_nothing(models: Path, tars: Path, tmp_path: Path)
     path.write_bytes(path.read_bytes()[:-20_000])
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root")
     with pytest.raises(WorkError, match=r"00001.tar"):
-        encode_all(config, models)
+        encode_all(config)
     assert [tar.tar for tar in load_tars(open_store(config.output))] == ["00000"]
     root = folder_of(config)
     assert not list(root.glob("[!.]*/00001*")) and not list(root.glob(".attempts/00001.*[!k]"))
@@ -203,7 +203,7 @@ def test_samples_that_stay_non_finite_are_rejected(
 
     monkeypatch.setattr(ImageEncoder, "start_batch", poison)
     config = precompute_config(models, tars, tmp_path / "root")
-    encode_all(config, models)
+    encode_all(config)
     receipt = load_tars(open_store(config.output))[0]
     # two of the ten 128x128 images are first in a batch of 8; 64x64 still has them, so no sample is lost
     assert receipt.parts["128x128"].refused["non_finite"] == 2 and receipt.encoded == 15
@@ -240,6 +240,6 @@ def test_the_device_has_its_next_batch_before_the_last_one_is_written(
         return wait_for_the_next_one_to_begin
 
     monkeypatch.setattr(ImageEncoder, "start_batch", observed)
-    encode_all(precompute_config(models, one_tar, tmp_path / "root"), models)
+    encode_all(precompute_config(models, one_tar, tmp_path / "root"))
     # 15 samples in 64x64 and 10 in 128x128, by eights: four batches, of which three have one after them
     assert waited == [True, True, True, False]

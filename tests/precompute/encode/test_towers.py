@@ -79,7 +79,7 @@ from train.run.reporting.json_lines import read_json_lines
 def root(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path, towers: Path) -> Path:
     """A root with two text towers and a feature tower."""
     config = config_of(models, tars, tmp_path_factory.mktemp("roots") / "root", towers)
-    encode_all(config, models)
+    encode_all(config)
     return folder_of(config)
 
 
@@ -265,7 +265,7 @@ def test_receipts_record_the_seconds_of_each_tower(root: Path) -> None:
 def test_several_captions_and_several_towers(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
     text = {"storage": "float8", "trim": True}
     config = config_of(models, tars, tmp_path / "root", towers, captions=["txt", "json:url"], text=text)
-    encode_all(config, models)
+    encode_all(config)
     encoding = EncodingRecord.load(open_store(config.output))
     for sample in samples_of(folder_of(config))[:3]:
         found = captions(sample, encoding)
@@ -317,7 +317,7 @@ def test_a_template_and_the_tokens_that_are_kept(models: Path, tars: Path, tmp_p
 def test_an_autoencoder_without_a_posterior(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
     vae = str(towers / "dc_ae")
     config = config_of(models, tars, tmp_path / "root", towers, vae=vae, features={})
-    encode_all(config, models)
+    encode_all(config)
     encoding = EncodingRecord.load(open_store(config.output))
     image = encoding.image
     assert (image.class_name, image.posterior, image.channels, image.downsampling) == (

@@ -262,7 +262,7 @@ def config_with(models: Path, folder: Path, root: Path, **tars: object) -> Preco
 def salvaged(models: Path, folder: Path, **changes: object) -> tuple[Path, TarReceipts]:
     """Run stage 1 on the tars in `folder` with `salvage`; return the root and the receipt."""
     config = config_with(models, folder, folder / "root", policy="salvage", **changes)
-    encode_all(config, models)
+    encode_all(config)
     assert list(verify_root(open_store(config.output))) == []
     return folder_of(config), load_tars(open_store(config.output))[0]
 
@@ -285,7 +285,7 @@ def test_a_bit_of_a_picture(models: Path, tmp_path: Path) -> None:
     with pytest.raises(
         DamagedInput, match=r"The image of sample 000000003 does not match the sha256 that its JSON records"
     ):
-        encode_all(config, models)
+        encode_all(config)
     assert load_tars(open_store(config.output)) == []
     _, receipt = salvaged(models, tmp_path, check_sha256=True)
     assert (receipt.encoded, receipt.rejected) == (7, {"lost_in_tar": 1})

@@ -106,8 +106,8 @@ def test_the_rest_of_a_poisoned_shard_survives_byte_for_byte(one_try: None, mode
         precompute_config(models, tmp_path / "tars", tmp_path / name, limits={"decode_seconds": 1}, workers=workers)
         for name in ("one", "two")
     )
-    encode_all(one, models)
-    encode_all(two, models, attempt=2, decode=poisoned)
+    encode_all(one)
+    encode_all(two, attempt=2, decode=poisoned)
     assert list(verify_root(open_store(two.output))) == []
     receipt = load_tars(open_store(two.output))[0]
     assert receipt.rejected == {"decoder_crash": 2, "too_small": 3} and receipt.parts["64x64"].attempts == 2
@@ -128,5 +128,5 @@ def test_a_thread_that_does_not_end_is_not_waited_for(
     make_tar(tmp_path / "tars", "00000", [*make_samples(0, 3, SIZES), ("000009999", {"jpg": b"NAP", "txt": b"x"})])
     config = precompute_config(models, tmp_path / "tars", tmp_path / "root", limits={"decode_seconds": 1})
     with pytest.raises(Stuck, match=r"timed out after 0\.2 s"):
-        encode_all(config, models, decode=poisoned)
+        encode_all(config, decode=poisoned)
     assert not list((folder_of(config) / ".attempts").iterdir())

@@ -66,14 +66,14 @@ def many(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path, tow
     config = config_of(
         models, tars, tmp_path_factory.mktemp("roots") / "many", towers, captions=["txt", "json:blip_caption"]
     )
-    encode_all(config, models)
+    encode_all(config)
     return folder_of(config)
 
 
 def test_it_is_what_stage_1_makes_of_the_tars(latents: Path, models: Path, tars: Path, tmp_path: Path) -> None:
     derived = derive(latents, tmp_path / "derived", *SMALL, in_processes=True)
     asked = {"image": {"storage": "int8"}, "text": {"storage": "float8", "trim": True}, "posterior": "mean"}
-    encode_all(config := precompute_config(models, tars, tmp_path / "direct", **asked), models)
+    encode_all(config := precompute_config(models, tars, tmp_path / "direct", **asked))
     direct = folder_of(config)
     assert EncodingRecord.load(LocalStore(derived)).id == EncodingRecord.load(LocalStore(direct)).id
     # names are derived from the content, so the bytes are the same
@@ -98,7 +98,7 @@ def test_several_captions_and_towers(many: Path, models: Path, tars: Path, tmp_p
     config = config_of(
         models, tars, tmp_path / "direct", towers, captions=captions, texts=asked, features={}, text={"trim": True}
     )
-    encode_all(config, models)
+    encode_all(config)
     assert parts(derived) == parts(folder_of(config))
     check_sound(derived)
 
@@ -167,7 +167,7 @@ def test_a_damaged_part_gets_no_new_receipt(latents: Path, root: Path, tmp_path:
     assert len(parts(derive(root, tmp_path / "derived"))) == 4
 
 
-def test_what_is_not_there_cannot_be_asked_for(latents: Path, tmp_path: Path, models: Path, towers: Path) -> None:
+def test_what_is_not_there_cannot_be_asked_for(latents: Path, tmp_path: Path, towers: Path) -> None:
     small = derive(latents, tmp_path / "small", *SMALL)
     with pytest.raises(RequestError) as refusal:
         derive(small, tmp_path / "out", *WIDER)
@@ -184,7 +184,7 @@ def test_what_is_not_there_cannot_be_asked_for(latents: Path, tmp_path: Path, mo
 def test_trim_is_refused_where_states_depend_on_padding(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
     of_flux = texts(towers, models, masked=False)
     unmasked = config_of(models, tars, tmp_path / "flux", towers, texts=of_flux, features={})
-    encode_all(unmasked, models)
+    encode_all(unmasked)
     with pytest.raises(RequestError, match=r"texts.t5.trim: T5EncoderModel attends to padding"):
         derive(folder_of(unmasked), tmp_path / "out", "--text.trim", "true")
     derive(folder_of(unmasked), tmp_path / "out", "--text.trim", "clip=true")
@@ -214,9 +214,9 @@ def test_a_text_tower_is_added_without_a_picture(
     asked: dict[str, Any] = {"texts": {**one, "t5": texts(towers, models)["t5"]}, "features": {}}
     asked["buckets"] = ["64x64", "128x128"]
     first = config_of(models, tars, tmp_path / "first", towers, **asked | {"texts": {before: asked["texts"][before]}})
-    encode_all(first, models)
+    encode_all(first)
     direct = config_of(models, tars, tmp_path / "direct", towers, **asked)
-    encode_all(direct, models)
+    encode_all(direct)
     monkeypatch.setattr("precompute.encode.worker.ImageEncoder", None)  # the VAE is not even loaded
     config = config_of(models, tars, tmp_path / "derived", towers, **asked)
     workers = config.workers.model_copy(update={"towers": how})
@@ -268,7 +268,7 @@ def test_what_the_source_recalls_is_derived_anew(
     derive(source, derived, *SMALL)
     assert "Recalled 3 parts of" in capsys.readouterr().out
     assert parts(derived).keys() == {name for name in whole if name.startswith("64x64/00001.")}
-    encode_all(config, models)  # re-encoded on a good machine, with different content
+    encode_all(config)  # re-encoded on a good machine, with different content
     for receipt in load_receipts(LocalStore(source)):
         assert receipt.generation == (receipt.folder.split(".")[0] != "64x64/00001")
     derive(source, derived, *SMALL)

@@ -45,7 +45,7 @@ def test_a_derived_root_equals_stage_1s_with_the_same_projection(
 ) -> None:
     derived = derive(latents, tmp_path / "derived", "--text.width", "8", "--text.storage", storage)
     text = {"width": 8, "projection": str(derived), "storage": storage}
-    encode_all(config := precompute_config(models, tars, tmp_path / "direct", text=text), models)
+    encode_all(config := precompute_config(models, tars, tmp_path / "direct", text=text))
     assert record(derived) == record(folder_of(config))
     assert parts(derived) == parts(folder_of(config))
     assert (derived / "uncond.safetensors").read_bytes() == (tmp_path / "direct" / "uncond.safetensors").read_bytes()
@@ -127,7 +127,7 @@ def test_a_damaged_part_is_not_in_the_calibration_and_a_pooled_tower_is_left_as_
     """As for FLUX.1, whose CLIP tower stores no states. Without a name, the width applies to all towers with states."""
     clip = clip_tower(models) | {"states": False, "pooled": True, "storage": "float16"}
     texts = {"text": clip_tower(models), "clip": clip}
-    encode_all(config := precompute_config(models, tars, tmp_path / "source", texts=texts), models)
+    encode_all(config := precompute_config(models, tars, tmp_path / "source", texts=texts))
     source = folder_of(config)
     part = part_of(source, "64x64", "00000")
     (part / "shard.00000.mds").write_bytes(b"damaged")

@@ -92,9 +92,9 @@ def test_a_kill_between_two_steps_leaves_nothing_that_anybody_reads(
     with pytest.MonkeyPatch.context() as patch:
         die_before(patch, number)
         with pytest.raises(Killed):
-            encode_all(config, models)
+            encode_all(config)
     assert len(active_receipts(list_commits(open_store(root)))) == max(0, number - 2) // 2
-    encode_all(config, models)
+    encode_all(config)
     assert list(verify_root(open_store(config.output))) == []
     one = {name: data for name, data in contents(latents).items() if "00001" not in name}
     two = contents(root)
@@ -106,17 +106,17 @@ def test_a_kill_between_two_steps_leaves_nothing_that_anybody_reads(
 def test_a_kill_while_a_bucket_is_added_leaves_the_committed_one_alone(
     latents: Path, models: Path, tars: Path, root: Path | str
 ) -> None:
-    encode_all(precompute_config(models, tars, root, buckets=["128x128"]), models)
+    encode_all(precompute_config(models, tars, root, buckets=["128x128"]))
     before = {name: data for name, data in contents(root).items() if name.startswith(("128x128/0", "commits"))}
     both = precompute_config(models, tars, root)
     for number in (2, 3):  # the tar's record and the part; the second time, the part exists
         with pytest.MonkeyPatch.context() as patch:
             die_before(patch, number - 1)
             with pytest.raises(Killed):
-                encode_all(both, models)
+                encode_all(both)
         now = contents(root)
         assert {name: data for name, data in now.items() if name.startswith(("128x128/0", "commits"))} == before
-    encode_all(both, models)
+    encode_all(both)
     assert list(verify_root(open_store(root))) == []
     for one, two in zip(load_receipts(open_store(latents)), load_receipts(open_store(root)), strict=True):
         assert one.model_dump(exclude=TIMED) == two.model_dump(exclude=TIMED)
@@ -125,12 +125,12 @@ def test_a_kill_while_a_bucket_is_added_leaves_the_committed_one_alone(
 def test_the_later_of_two_attempts_adopts_what_is_there(models: Path, tars: Path, tmp_path: Path) -> None:
     """A second job commits one of two buckets during this attempt; its receipts stay unchanged."""
     root = tmp_path / "root"
-    encode_all(precompute_config(models, tars, root, buckets=["64x64"]), models)
+    encode_all(precompute_config(models, tars, root, buckets=["64x64"]))
     before = tree(root)
     with pytest.MonkeyPatch.context() as patch:
         # like a job that listed commits before the other job's commit
         patch.setattr("precompute.encode.tar.current_generation", lambda store, bucket, tar: (0, None))
-        encode_all(precompute_config(models, tars, root), models)
+        encode_all(precompute_config(models, tars, root))
     now = tree(root)
     assert {name for name, data in before.items() if now[name] != data} == set()
     assert len(load_receipts(open_store(root))) == 4 and list(verify_root(open_store(root))) == []
@@ -162,9 +162,9 @@ def test_another_tar_under_the_same_name_is_refused(models: Path, tmp_path: Path
     root = tmp_path / "root"
     make_tar(tmp_path / "one", "00000", make_samples(0, 6, [(200, 150)]))
     make_tar(tmp_path / "two", "00000", make_samples(9, 6, [(200, 150)]))
-    encode_all(precompute_config(models, tmp_path / "one", root, buckets=["64x64"]), models)
+    encode_all(precompute_config(models, tmp_path / "one", root, buckets=["64x64"]))
     with pytest.raises(WorkError, match=r"is not the tar that shard 00000 was first encoded from"):
-        encode_all(precompute_config(models, tmp_path / "two", root), models)
+        encode_all(precompute_config(models, tmp_path / "two", root))
     assert [list(tar.parts) for tar in load_tars(open_store(root))] == [["64x64"]]
 
 
@@ -201,7 +201,7 @@ def test_books_that_do_not_add_up_are_not_committed(models: Path, tars: Path, tm
 
         patch.setattr(PartWriter, "write", lose_one)
         with pytest.raises(ValueError, match=r"is off by -\d+; the tar has 23 samples"):
-            encode_all(config, models)
+            encode_all(config)
     assert load_receipts(open_store(config.output)) == []
 
 
@@ -210,7 +210,7 @@ def test_a_tar_whose_name_is_a_generation_is_refused(models: Path, tmp_path: Pat
     with pytest.raises(
         RequestError, match=r"The tar name a\.g1 ends in \.gN, a suffix reserved for receipt generations"
     ):
-        encode_all(precompute_config(models, tmp_path / "tars", tmp_path / "root"), models)
+        encode_all(precompute_config(models, tmp_path / "tars", tmp_path / "root"))
 
 
 @pytest.mark.parametrize("overwrites", [True, False])

@@ -88,7 +88,7 @@ def test_a_deduplicated_root_end_to_end(models: Path, tmp_path: Path, monkeypatc
     roots = {name: tmp_path / name for name in ("whole", "shared")}
     for name, root in roots.items():
         text = {"deduplicate": name == "shared"}
-        encode_all(precompute_config(models, tmp_path / "tars", root, buckets=["64x64"], text=text), models)
+        encode_all(precompute_config(models, tmp_path / "tars", root, buckets=["64x64"], text=text))
         assert list(verify_root(LocalStore(root))) == []
     for source, target, value in (("whole", "shared", "true"), ("shared", "whole", "false")):
         derived = tmp_path / f"derived-{target}"

@@ -49,7 +49,7 @@ def test_what_is_recalled_is_made_anew_and_its_part_stays(
     assert load_receipts(open_store(root)) == []
     now = tree(root)
     assert {name: now[name] for name in parts} == parts  # a run that started with them continues to read them
-    encode_all(precompute_config(models, tars, root), models)
+    encode_all(precompute_config(models, tars, root))
     assert [receipt.generation for receipt in load_receipts(open_store(root))] == [1] * 4
     assert (root / "commits" / "64x64" / "00000.g1.json").is_file()
     assert list(verify_root(open_store(root))) == []
@@ -64,7 +64,7 @@ def test_a_single_damaged_part_is_made_anew(
     run(["recall", str(root), "--part", f"{root}/{damaged.folder}/shard.00000.mds"])  # as in the message of `verify`
     assert f"{damaged.folder}\nRecalled 1 part with {damaged.samples} samples" in capsys.readouterr().out
     assert load_receipts(open_store(root)) == others
-    encode_all(precompute_config(models, tars, root), models)
+    encode_all(precompute_config(models, tars, root))
     assert sorted(receipt.generation for receipt in load_receipts(open_store(root))) == [0, 0, 0, 1]
     assert list(verify_root(open_store(root))) == []
 

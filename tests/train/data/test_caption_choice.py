@@ -45,7 +45,7 @@ def several(tmp_path_factory: pytest.TempPathFactory, models: Path) -> dict[str,
     ):
         text = {"storage": storage, "trim": trim}
         changes: dict[str, Any] = {"captions": fields, "text": text, "buckets": ["64x64"]}
-        encode_all(precompute_config(models, folder / "tars", folder / name, **changes), models)
+        encode_all(precompute_config(models, folder / "tars", folder / name, **changes))
         roots[name] = folder / name
     return roots
 

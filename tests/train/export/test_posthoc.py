@@ -137,6 +137,8 @@ def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tm
     for width in (0.0501, 0.0001):  # a snapshot's folder would name it 0.050 or 0.000
         with pytest.raises(ValueError, match=f"{width} has more than three decimals"):
             EmaConfig(std=[width])
+        with pytest.raises(ValueError, match=f"{width} has more than three decimals"):
+            RebuildConfig(std=width)
     fields = train_fields(latents, tmp_path, ema={"start_step": None}, validation={"weights": "ema"})
     message = r"validation\.weights is ema, but the run keeps no moving average; set ema\.start_step"
     with pytest.raises(RequestError, match=message):
