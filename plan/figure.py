@@ -101,7 +101,7 @@ def _legends(throughput: Axes, cost: Axes, reports: list[Report]) -> None:
     phases = [phase for report in reports for row in report.rows for phase in row.phases]
     entries = [
         _legend_entry("perfect scaling", ":", None),
-        _legend_entry("predicted from another GPU count or batch size", "--", None),
+        _legend_entry("predicted", "--", None),
     ]
     if any(phase.basis == "measured" for phase in phases):
         entries.append(_legend_entry("measured", "", "o", filled=True))
