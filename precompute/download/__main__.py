@@ -17,7 +17,7 @@ from precompute.download.job import fetch_missing
 from precompute.download.report import REPORT_NAME, describe, write_report
 from precompute.download.rows import plan_download
 from shards.base.config import load_from_args
-from shards.base.durable import locked
+from shards.base.durable import one_writer
 from shards.base.errors import WorkError, console
 
 MAX_REASONS = 5
@@ -31,7 +31,7 @@ def run(arguments: list[str]) -> None:
 
     start = time.monotonic()
     tars = plan_download(config)
-    with locked(config.output / ".lock"):
+    with one_writer(config.output):
         fetched, failed = fetch_missing(config, tars)
         report = write_report(config.output, tars, failed, fetched, time.monotonic() - start)
     print(describe(report))

@@ -8,10 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 
@@ -30,7 +30,7 @@ from precompute.select.metadata import (
 from precompute.select.opt_out import read_hosts, read_urls
 from precompute.select.passes import FilteredFile, OutputFile, Plan, filter_file, plan_outputs, write_output
 from precompute.select.rules import build_rules
-from shards.base.durable import canonical_json, fsync_tree, locked, sha256_file, write_atomically
+from shards.base.durable import canonical_json, fsync_tree, one_writer, sha256_file, write_atomically
 from shards.base.errors import RequestError, WorkError
 from shards.base.pool import start_pool
 from shards.base.table import counted
@@ -60,7 +60,7 @@ def select(config: SelectConfig) -> dict[str, Any]:
     files = [inspect(*found, rules, dataset) for found in zip(addresses, footers, strict=True)]
     layout = make_layout(files, [footer.schema for footer in footers], dataset)
     request = _digest(config, files)
-    with _locked_output(config.output), workers(config.processes) as run:
+    with one_writer(config.output), workers(config.processes) as run:
         if (finished := _read_finished(config.output, request)) is not None:
             return finished
         folder = _open_run(config.output, request)
@@ -162,16 +162,6 @@ def _global_rules(config: SelectConfig, counts: list[list[int]]) -> dict[str, tu
     if config.urls.drop_duplicates:
         rules["duplicate"] = ("the first row with its URL", repeated)
     return rules
-
-
-def _locked_output(output: Path) -> AbstractContextManager[BinaryIO]:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError(
-            f"The output folder {output} cannot be created: {error}. Choose a writable --output."
-        ) from None
-    return locked(output / ".lock")
 
 
 def _describe_config(config: SelectConfig) -> dict[str, Any]:

@@ -273,6 +273,23 @@ def locked(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
+@contextmanager
+def one_writer(output: Path) -> Iterator[None]:
+    """Create the folder `output`, and wait, with a line on stdout, until no other command writes to it.
+
+    Raises RequestError if the folder cannot be created or its file system does not support locks."""
+    with output_errors(f"The output folder {output} cannot be created", "Choose a writable --output."):
+        output.mkdir(parents=True, exist_ok=True)
+    path = output / ".lock"
+    with path.open("wb") as file:
+        try:
+            flock(file.fileno(), path, wait=False)
+        except BlockingIOError:
+            print(f"Waiting for another command that writes to {output} …", flush=True)
+            flock(file.fileno(), path)
+        yield
+
+
 def flock(descriptor: int, path: Path, wait: bool = True) -> None:
     """Take an exclusive lock on an open file. Error messages refer to the file as `path`. Raises BlockingIOError if
     another process holds it and `wait` is false, and RequestError if the file system does not support file locks."""

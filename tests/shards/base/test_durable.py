@@ -1,7 +1,9 @@
 """Durable files and sealed JSON."""
 
 import json
+import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from shards.base.durable import (
     DamagedFile,
+    one_writer,
     parse_sealed_json,
     read_sealed_json,
     sealed_json,
@@ -38,6 +41,24 @@ def test_equal_json_in_other_bytes_is_damage(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text())))
     with pytest.raises(DamagedFile, match="does not match the SHA-256"):
         read_sealed_json(path)
+
+
+def test_a_second_writer_says_that_it_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order = []
+
+    def second() -> None:
+        with one_writer(tmp_path / "new"):
+            order.append("second")
+
+    with one_writer(tmp_path / "new"):
+        assert not capsys.readouterr().out
+        thread = Thread(target=second)
+        thread.start()
+        while "Waiting for another command that writes to" not in capsys.readouterr().out:
+            time.sleep(0.01)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
