@@ -42,7 +42,7 @@ def train_fields(latents: Path, run_dir: Path | str, network: Path = TRANSFORMER
         "backbone": {"config": str(network)},
         "data": {"streams": [{"root": str(latents), "bucket": "64x64"}], "num_workers": 0, "num_canonical_nodes": 4},
         "schedule": {"warmup_steps": 3},
-        "ema": {"decay": 0.9, "start_step": 2},
+        "ema": {"decay": 0.9, "start_step": min(2, changes.get("max_steps", 6))},
         "checkpoint": {"every": 2, "keep": 2},
         "log": {"every": 1, "samples": True, "tracker": "none"},
         "precision": "float32",

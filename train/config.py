@@ -128,6 +128,11 @@ class TrainConfig(Config):
                 f"validation.every {self.validation.every} is not a multiple of log.every {self.log.every}, so "
                 f"some validation results would have no line in metrics.jsonl; change one of the two settings"
             )
+        if self.ema.start_step is not None and self.ema.start_step > self.max_steps:
+            raise ValueError(
+                f"ema.start_step {self.ema.start_step} is after the run's last step, max_steps {self.max_steps}, so "
+                f"the run would end without a moving average; lower ema.start_step, or set it to null to do without"
+            )
         if self.validation.weights == "ema" and self.ema.start_step is None:
             raise ValueError("validation.weights is ema, but the run keeps no moving average; set ema.start_step")
         if self.evaluate.every is not None and self.evaluate.every % self.checkpoint.every:

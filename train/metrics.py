@@ -13,7 +13,6 @@ from torch import Tensor
 
 from shards.base.device import device_module, is_accelerator
 from shards.base.errors import WorkError
-from shards.base.table import counted
 from train.data.batch import Batch
 from train.model.ema import ema_decay
 from train.objective.sums import LossSums
@@ -21,6 +20,9 @@ from train.run.alarm import AlarmConfig, update_alarm
 from train.run.processes import print_once
 from train.run.state import TrainState
 from train.step import StepResult, TrainStep
+
+SKIP_WINDOW = 10_000
+"""Number of steps among which at most `optimizer.max_skipped_steps` may be skipped."""
 
 
 @dataclass
@@ -69,15 +71,16 @@ class Metrics:
         This is the only method that makes the host wait for the device. All ranks must call it.
 
         Raises:
-            WorkError: more steps were skipped than `optimizer.max_skipped_steps`.
+            WorkError: more of the last `SKIP_WINDOW` steps were skipped than `optimizer.max_skipped_steps`.
         """
         if not self.results:
             return
         results, self.results = self.results, []
         state, accelerator = self.state, self.train_step.accelerator
+        first = state.step - len(results) + 1
         self.grad_norm = float(results[-1].grad_norm)
         sums = LossSums.stack([result.sums for result in results]).reduce(accelerator)
-        for number, step in enumerate(sums.steps(), state.step - len(results) + 1):
+        for number, step in enumerate(sums.steps(), first):
             loss = step.total / self.global_batch_size
             if math.isfinite(loss):
                 state.losses.append(loss)
@@ -90,15 +93,18 @@ class Metrics:
             state.alignments += [mean for mean in means.tolist() if math.isfinite(mean)]
         # float16 overflows are expected while the loss scaler is still lowering its scale
         if accelerator.scaler is None or accelerator.scaler.get_scale() <= 1:
-            state.skipped += int(torch.stack([result.skipped for result in results]).sum())
-        if state.skipped > self.max_skipped_steps:
+            flags = torch.stack([result.skipped for result in results]).tolist()
+            skips = [number for number, is_skipped in enumerate(flags, first) if is_skipped]
+            state.skipped += len(skips)
+            state.recent_skips = [step for step in state.recent_skips + skips if step > state.step - SKIP_WINDOW]
+        if len(state.recent_skips) > self.max_skipped_steps:
             raise WorkError(
-                f"{counted(state.skipped, 'step')} up to step {state.step} had a non-finite loss or "
-                f"gradient, more than optimizer.max_skipped_steps ({self.max_skipped_steps}). Skipped steps did not "
-                f"change the weights. The same command would repeat them, so lower optimizer.lr or choose a different "
-                f"precision (bfloat16, float32). If the steps after the newest checkpoint still fail, its weights may "
-                f"have diverged already: remove it (for a run at a URL, also its copy in $TMPDIR), and the run resumes "
-                f"from the one before."
+                f"{len(state.recent_skips)} of the {min(state.step, SKIP_WINDOW):,} steps up to step {state.step} had "
+                f"a non-finite loss or gradient, more than optimizer.max_skipped_steps ({self.max_skipped_steps}). "
+                f"Skipped steps did not change the weights. The same command would repeat them, so lower optimizer.lr "
+                f"or choose a different precision (bfloat16, float32). If the steps after the newest checkpoint still "
+                f"fail, its weights may have diverged already: remove it (for a run at a URL, also its copy in "
+                f"$TMPDIR), and the run resumes from the one before."
             )
 
     def line_fields(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -311,8 +312,8 @@ def test_non_finite_steps_change_nothing_and_too_many_stop_the_run(
     config = write_config(tmp_path, fields)
     with pytest.raises(
         WorkError,
-        match=r"3 steps up to step 6 had a non-finite loss or gradient, more than optimizer.max_skipped_steps \(2\)"
-        r".* its weights may have diverged already: remove it",
+        match=r"3 of the 6 steps up to step 6 had a non-finite loss or gradient, more than optimizer.max_skipped_steps "
+        r"\(2\).* its weights may have diverged already: remove it",
     ):
         command(["--config", str(config)])
     assert [row["loss"] is None for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")] == [False] * 3 + [
@@ -322,6 +323,28 @@ def test_non_finite_steps_change_nothing_and_too_many_stop_the_run(
     assert third["optimizer.safetensors"] == fifth["optimizer.safetensors"]
     name = "unet/diffusion_pytorch_model.safetensors"
     assert third[name] == fifth[name]
+
+
+def test_skipped_steps_that_are_far_apart_do_not_add_up(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 1 and 5 are skipped, of which only one lies within any four steps, also if the run is interrupted."""
+    add_noise = DiffusionLoss.add_noise
+
+    def blow_up(self: DiffusionLoss, batch: Batch, draws: Draws) -> NoisyBatch:
+        noisy = add_noise(self, batch, draws)
+        return replace(noisy, latents=noisy.latents * float("inf")) if draws.step in (0, 4) else noisy
+
+    monkeypatch.setattr(DiffusionLoss, "add_noise", blow_up)
+    for window, max_steps in ((4, 3), (4, 6), (5, 6)):
+        monkeypatch.setattr("train.metrics.SKIP_WINDOW", window)
+        fields = train_fields(
+            latents, tmp_path / f"run{window}", max_steps=max_steps, optimizer={"max_skipped_steps": 1}
+        )
+        config = write_config(tmp_path, fields)
+        with pytest.raises(WorkError, match="2 of the 5 steps up to step 5") if window == 5 else nullcontext():
+            command(["--config", str(config)])
+    assert read_json_lines(tmp_path / "run4" / "metrics.jsonl")[-1]["skipped_steps"] == 2
 
 
 def test_a_run_without_an_intact_checkpoint_does_not_restart(

@@ -125,18 +125,22 @@ class Cache:
         if self.limit is not None and size > self.limit:
             raise WorkError(f"{name} is {size} bytes, which exceeds data.cache_limit ({self.limit}). Raise the limit.")
         with self._database() as database:
-            rows = database.execute("SELECT name, bytes FROM copies WHERE name != ? ORDER BY used", (name,))
-            copies = rows.fetchall()
-            excess = 0 if self.limit is None else sum(row[1] for row in copies) + size - self.limit
-            for oldest, num_bytes in copies:
-                if excess <= 0:
-                    break
+            excess = 0
+            if self.limit is not None:
+                others = database.execute("SELECT coalesce(sum(bytes), 0) FROM copies WHERE name != ?", (name,))
+                excess = others.fetchone()[0] + size - self.limit
+            evicted = []
+            # the index on `used` yields rows one by one, so that a large cache is not sorted for each download
+            by_age = database.execute("SELECT name, bytes FROM copies WHERE name != ? ORDER BY used", (name,))
+            while excess > 0 and (row := by_age.fetchone()):
+                oldest, num_bytes = row
                 with lock_copy(partial_path(self.path(oldest)), wait=False) as free:
                     if not free:
                         continue
                     self._unlink(oldest)
-                database.execute("DELETE FROM copies WHERE name = ?", (oldest,))
+                evicted.append((oldest,))
                 excess -= num_bytes
+            database.executemany("DELETE FROM copies WHERE name = ?", evicted)
             if excess <= 0:
                 database.execute("INSERT OR REPLACE INTO copies VALUES (?, ?, ?)", (name, size, time.time()))
             return excess <= 0
@@ -159,6 +163,7 @@ class Cache:
                 database.execute("PRAGMA synchronous = OFF")  # after a power failure, only copies can be lost
                 database.execute("BEGIN IMMEDIATE")
                 database.execute("CREATE TABLE IF NOT EXISTS copies (name TEXT PRIMARY KEY, bytes INTEGER, used REAL)")
+                database.execute("CREATE INDEX IF NOT EXISTS by_age ON copies (used)")
                 yield database
                 database.execute("COMMIT")
         except sqlite3.Error as error:

@@ -86,7 +86,8 @@ class OptimizerConfig(Config):
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum global norm of the gradients; larger gradients are scaled down."""
     max_skipped_steps: int = Field(100, ge=0)
-    """Maximum number of steps that may be skipped because of non-finite gradients before a run stops."""
+    """Maximum number of steps, among any 10,000 successive steps, that may be skipped because of non-finite gradients
+    before a run stops."""
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer for these parameters.

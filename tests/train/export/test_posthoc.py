@@ -143,6 +143,9 @@ def test_invalid_requests_are_refused(runs: tuple[Path, Path], latents: Path, tm
     message = r"validation\.weights is ema, but the run keeps no moving average; set ema\.start_step"
     with pytest.raises(RequestError, match=message):
         command(["check", "--config", str(write_config(tmp_path, fields))])
+    fields = train_fields(latents, tmp_path, ema={"start_step": 7})
+    with pytest.raises(RequestError, match=r"ema\.start_step 7 is after the run's last step, max_steps 6, so"):
+        command(["check", "--config", str(write_config(tmp_path, fields))])
 
 
 def test_damage_and_overflow_are_found(runs: tuple[Path, Path]) -> None:

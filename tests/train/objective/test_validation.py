@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bench.kit.roots import make_root
 from shards.base.durable import DamagedFile
+from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.exclusions import add_exclusion, make_exclusion
@@ -86,6 +87,16 @@ def test_excluded_samples_are_not_validated_on(tmp_path: Path) -> None:
     add_exclusion(open_store(root), make_exclusion("key", [before[1], before[5]]))
     after = [key for batch in keys_of(root, 7) for key in batch]
     assert after[:5] == [key for key in before if key not in (before[1], before[5])] and len(after) == 7
+
+
+def test_only_a_resumed_run_is_told_to_change_its_index(tmp_path: Path) -> None:
+    config = ValidationConfig(root=make_root(tmp_path / "root", {"64x64": [5]}), bucket="64x64", samples=4)
+    pin = find_validation(config).pin | {"index_sha256": "0" * 64}
+    with pytest.raises(RequestError, match=r"pinned to this index for validation\. .*--data\.index newest"):
+        find_validation(config, pin)
+    with pytest.raises(RequestError, match="is not a latents root") as refusal:
+        find_validation(config.model_copy(update={"root": tmp_path / "absent"}))
+    assert "pinned to" not in str(refusal.value)
 
 
 def test_each_rank_reads_its_own_batches_alone(tmp_path: Path) -> None:
