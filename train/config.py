@@ -92,7 +92,7 @@ class TrainConfig(Config):
     to write a checkpoint. With several processes, each process waits for storage at most 0.8 times as long."""
     takeover_after: float = Field(60.0, gt=0)
     """Seconds without a heartbeat after which the launch that holds the run is considered dead, so that a new launch
-    may take over."""
+    may take over. Heartbeats are sent every second, or every 5 s if the run is at a URL, so this must be longer."""
     channels_last: bool | None = None
     """Use the channels-last memory format for convolutions; null: only on GPUs, whose bfloat16 kernels need it."""
     attention: list[AttentionKernel] = Field(list(SAFE_KERNELS))

@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -161,7 +162,7 @@ def _publish(config: DownloadConfig, tar: PlannedTar, folder: Path, receipt: dic
     the share of successful rows is below `min_success_share`."""
     stats_path = folder / f"{tar.name}_stats.json"
     stats = json.loads(stats_path.read_text())
-    needed = math.ceil(config.min_success_share * stats["count"])
+    needed = math.ceil(Fraction(str(config.min_success_share)) * stats["count"])  # 7 % of 100 images are 7
     if stats["successes"] < needed:
         errors = {text: count for text, count in stats["status_dict"].items() if text != "success"}
         raise WorkError(

@@ -22,6 +22,11 @@ HEADER_BYTES = 2**16
 """Number of bytes allowed for a response's headers, in addition to `max_bytes` for its body."""
 
 
+def too_large(config: RequestsConfig) -> "RefusedResponse":
+    """Build the error for a response that exceeds `config.max_bytes`."""
+    return RefusedResponse(f"too large: more than the {config.max_bytes} bytes allowed")
+
+
 class RefusedResponse(OSError):
     """Raised when a request is not sent, or a response is not read further, because it violates the limits."""
 
@@ -50,7 +55,8 @@ class _Opener(urllib.request.OpenerDirector):
         response = super().open(fullurl, *args, **kwargs)
         if isinstance(response, _LimitedResponse):
             url = fullurl if isinstance(fullurl, str) else fullurl.full_url
-            response.hashes = response.hashes or self.hashes.get(url, ())
+            # after a redirect, this runs for the address that the row lists last, because the calls are nested
+            response.hashes = self.hashes.get(url, ())
         return response
 
 
@@ -143,6 +149,8 @@ class _LimitedResponse(HTTPResponse):
 
     def read(self, amt: int | None = None) -> bytes:
         data = super().read(amt)
+        if len(data) > self.config.max_bytes:  # the socket's limit includes the headers
+            raise too_large(self.config)
         is_checked = amt is None and self.hashes
         if is_checked and not any(hashlib.new(name, data).hexdigest() == digest for name, digest in self.hashes):
             raise RefusedResponse("hash mismatch")  # the same text for all images, because failures are counted
@@ -170,7 +178,7 @@ class _LimitedReader(io.RawIOBase):
         self._check_deadline()
         self.num_bytes += count or 0
         if self.num_bytes > self.config.max_bytes + HEADER_BYTES:
-            raise RefusedResponse(f"too large: more than the {self.config.max_bytes} bytes allowed")
+            raise too_large(self.config)
         return count
 
     def _check_deadline(self) -> None:

@@ -43,7 +43,7 @@ def check_tar(folder: Path, name: str, num_rows: int, config: DownloadConfig) ->
     if len(hashes) != len(rows):
         raise WorkError("the parquet file lists a key twice")
     path = folder / f"{name}.tar"
-    tar = Tar(path, config.requests.max_bytes)
+    tar = Tar(path, path.stat().st_size)  # an image can be larger than requests.max_bytes once it is re-encoded
     tar.check(LocalStore(folder), name)
     formats: Counter[str] = Counter()
     for sample in tar.samples():

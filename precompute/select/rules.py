@@ -92,8 +92,8 @@ def build_rules(
         for compare, limit, text in limits.rules:
             predicate = _numeric_predicate(partial(_within, compare, limit))
             column = canonical.get(name, name)
-            bound_name = f"{'min' if compare is np.greater_equal else 'max'}_{name}"
-            rules.append(Rule(bound_name, f"{name} {text}", (column,), predicate, f"filters.scores.{name}"))
+            rule = f"scores.{name}.{'min' if compare is np.greater_equal else 'max'}"
+            rules.append(Rule(rule, f"{name} {text}", (column,), predicate, f"filters.scores.{name}"))
     sides = ("WIDTH", "HEIGHT")
     if (side := filters.min_side) is not None:
         predicate = _numeric_predicate(lambda w, h: np.minimum(w, h) >= side)

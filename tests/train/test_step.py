@@ -255,7 +255,7 @@ def test_a_whole_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
     width, tokens = unet.config.cross_attention_dim, 5
     adamw = build_optimizer(dict(unet.named_parameters()), AdamWConfig())
     optimizer = Optimizer(adamw, FakeAccelerator(), AdamWConfig(), ScheduleConfig(), 10)
-    ema, batch = Ema(EmaConfig(start_step=0)), make_share(width, tokens, captions=3)
+    ema, batch = Ema(EmaConfig(start_step=1)), make_share(width, tokens, captions=3)
     ema.begin(unet.named_parameters())
     train_step = make_step(unet, loss_of({}, True, width, tokens), optimizer, averages={"ema": ema})
     train_step.add_noise(batch, 0)  # fills the caches that all steps share

@@ -132,8 +132,10 @@ class DDPM(NoisePath):
             return None
         alpha = self.scheduler.alphas_cumprod[timesteps]
         snr = alpha / (1.0 - alpha)
+        if self.prediction == "epsilon":
+            return (self.min_snr_gamma / snr).clamp(max=1.0)  # 1 even if SNR is so small that it is rounded to 0
         latent_weight = (snr + 1.0 if self.zero_terminal_snr else snr).clamp(max=self.min_snr_gamma)
-        return latent_weight / {"epsilon": snr, "v_prediction": snr + 1.0, "sample": 1.0}[self.prediction]
+        return latent_weight / {"v_prediction": snr + 1.0, "sample": 1.0}[self.prediction]
 
 
 class RectifiedFlow(NoisePath):

@@ -85,6 +85,13 @@ class _Handler(BaseHTTPRequestHandler):
         left = int(self.path.rpartition("/")[2])
         self._answer(b"", 301, Location=f"/hops/{left - 1}" if left > 1 else "/jpeg/after-hops")
 
+    def _chunked(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        body = JPEG + self.path.encode()
+        self.wfile.write(f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n")
+
     def _cut_chunked(self) -> None:
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")

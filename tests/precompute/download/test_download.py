@@ -147,6 +147,15 @@ def test_a_shard_with_too_few_successes_fails(server: BadServer, tmp_path: Path)
     assert members(tmp_path / "out" / "00000.tar") == {}
 
 
+def test_exactly_the_required_share_is_enough(server: BadServer, tmp_path: Path) -> None:
+    """In floating point, 0.28 * 25 is more than 7."""
+    urls = [f"{server.address}/{'jpeg' if i < 7 else 'nowhere'}/{i}" for i in range(25)]
+    laion.write(tmp_path / "in.parquet", laion.rows(25, URL=urls))
+    request = config(tmp_path / "in.parquet", tmp_path / "out", min_success_share=0.28)
+    fetch_tar(request, plan_download(request)[0])
+    assert len(members(tmp_path / "out" / "00000.tar")) == 7 * 3
+
+
 @pytest.mark.parametrize("algorithm", ["md5", "sha256"])
 def test_images_that_are_not_those_of_the_metadata_fail(server: BadServer, tmp_path: Path, algorithm: str) -> None:
     digest = hashlib.new(algorithm, PNG).hexdigest()

@@ -1,5 +1,6 @@
 """The restricted opener against a misbehaving server."""
 
+import hashlib
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -63,13 +64,28 @@ def test_no_redirect_is_followed(server: BadServer) -> None:
     assert kind_of(str(caught.value)) == "redirect_loop" and server.requests["/jpeg/redirected"] == before
 
 
-@pytest.mark.parametrize(("max_bytes", "fits"), [(len(JPEG) + 7, True), (len(JPEG) + 6, False)])
-def test_the_edge_of_the_size(server: BadServer, max_bytes: int, fits: bool) -> None:
-    if fits:
-        assert len(fetch(f"{server.address}/jpeg/1", max_bytes=max_bytes)) == max_bytes
-    else:
-        with pytest.raises(OSError, match="too large"):
-            fetch(f"{server.address}/jpeg/1", max_bytes=max_bytes)
+@pytest.mark.parametrize("path", ["/jpeg/1", "/chunked/1"])
+def test_the_edge_of_the_size(server: BadServer, path: str) -> None:
+    size = len(JPEG + path.encode())
+    assert len(fetch(f"{server.address}{path}", max_bytes=size)) == size
+    with pytest.raises(OSError, match="too large"):
+        fetch(f"{server.address}{path}", max_bytes=size - 1)
+
+
+def test_after_a_redirect_the_hash_of_the_first_address_counts(server: BadServer) -> None:
+    """Several rows may be redirected to the same image, which may have a row of its own."""
+    address, target = f"{server.address}/redirect", f"{server.address}/jpeg/redirected"
+    wrong, right = (("md5", hashlib.md5(data).hexdigest()) for data in (JPEG, JPEG + b"/jpeg/redirected"))
+
+    def read(first: tuple[str, str], last: tuple[str, str]) -> bytes:
+        opener = build_opener(RequestsConfig.model_validate(LIMITS), {address: {first}, target: {last}})
+        with opener.open(urllib.request.Request(address)) as response:
+            data: bytes = response.read()
+        return data
+
+    assert read(right, wrong).startswith(JPEG)
+    with pytest.raises(OSError, match="hash mismatch"):
+        read(wrong, right)
 
 
 @pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://127.0.0.1/x", "data:text/plain,x", "gopher://a/b"])

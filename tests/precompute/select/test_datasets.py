@@ -126,6 +126,19 @@ def test_a_dataset_described_in_the_config(tmp_path: Path) -> None:
     assert found["hps"].to_pylist() == pytest.approx([0.1, 0.2])
 
 
+def test_a_score_may_have_the_name_of_another_filter(tmp_path: Path) -> None:
+    """Both filters set a minimum for `side`."""
+    columns: dict[str, list[Any]] = {
+        "URL": URLS,
+        "TEXT": TEXTS,
+        "WIDTH": [640] * NUMBER,
+        "HEIGHT": [480] * NUMBER,
+        "side": [float(i) for i in range(NUMBER)],
+    }
+    filters = NO_SCORES | {"min_side": 256, "scores": {"side": {"min": 2}}}
+    assert selected(tmp_path, columns, filters=filters)["URL"].to_pylist() == URLS[2:]
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -193,7 +206,7 @@ def test_a_score_without_any_value_drops_the_rows(tmp_path: Path) -> None:
 
 def test_a_bound_can_be_on_any_name_and_switched_off(tmp_path: Path) -> None:
     scores = {"original_width": {"min": 641}, "clip_b32_similarity_score": None}
-    with pytest.raises(WorkError, match=r"The rule `min_original_width` \(original_width ≥ 641\) dropped the most"):
+    with pytest.raises(WorkError, match=r"The rule `scores\.original_width\.min` \(original_width ≥ 641\) dropped the most"):
         selected(tmp_path, DATACOMP, filters=NO_SCORES | {"scores": scores})
 
 

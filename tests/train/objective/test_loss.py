@@ -183,6 +183,13 @@ def test_min_snr_is_that_of_diffusers_training_script(prediction: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
 
 
+def test_min_snr_is_one_where_the_noise_is_so_strong_that_snr_is_rounded_to_zero() -> None:
+    config = ObjectiveConfig(min_snr_gamma=5.0, beta_schedule="linear", beta_end=0.5)
+    weight = noise_path(config, torch.device("cpu")).weight(torch.arange(1000))
+    assert weight is not None
+    assert noise_scheduler(config).alphas_cumprod[-1] == 0 and weight[-1] == 1 and weight.isfinite().all()
+
+
 @pytest.mark.parametrize("prediction", ["v_prediction", "sample"])
 def test_min_snr_trains_every_timestep_of_a_schedule_that_ends_in_pure_noise(prediction: str) -> None:
     """In terms of the latents the weight is min(SNR + 1, γ). min(SNR, γ) would be 0 at the step where sampling
