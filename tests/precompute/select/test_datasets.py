@@ -206,7 +206,8 @@ def test_a_score_without_any_value_drops_the_rows(tmp_path: Path) -> None:
 
 def test_a_bound_can_be_on_any_name_and_switched_off(tmp_path: Path) -> None:
     scores = {"original_width": {"min": 641}, "clip_b32_similarity_score": None}
-    with pytest.raises(WorkError, match=r"The rule `scores\.original_width\.min` \(original_width ≥ 641\) dropped the most"):
+    message = r"The rule `scores\.original_width\.min` \(original_width ≥ 641\) dropped the most"
+    with pytest.raises(WorkError, match=message):
         selected(tmp_path, DATACOMP, filters=NO_SCORES | {"scores": scores})
 
 
