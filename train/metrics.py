@@ -39,8 +39,6 @@ class Metrics:
     steps_per_epoch: int
     peak_tflops: float | None
     """Peak throughput of one device in TFLOP/s, from which MFU is computed; None: unknown, so MFU is null."""
-    grad_norm: float = field(default=math.nan, init=False)
-    """Gradient norm of the last step."""
     results: list[StepResult] = field(default_factory=list, init=False)
     """Results of the steps since the last `collect`."""
 
@@ -78,7 +76,7 @@ class Metrics:
         results, self.results = self.results, []
         state, accelerator = self.state, self.train_step.accelerator
         first = state.step - len(results) + 1
-        self.grad_norm = float(results[-1].grad_norm)
+        state.grad_norms += filter(math.isfinite, torch.stack([result.grad_norm for result in results]).tolist())
         sums = LossSums.stack([result.sums for result in results]).reduce(accelerator)
         for number, step in enumerate(sums.steps(), first):
             loss = step.total / self.global_batch_size
@@ -121,7 +119,7 @@ class Metrics:
             "alarm_step": state.alarm.steps[-1] if state.alarm.steps else None,
             **self._alignment_fields(),
             "skipped_steps": state.skipped,
-            "grad_norm": self.grad_norm,
+            "grad_norm": max(state.grad_norms, default=math.nan),
             "lr": self.train_step.optimizer.lr,
             **self._speed_fields(),
             "epoch": round(state.step / self.steps_per_epoch, 4),

@@ -21,6 +21,8 @@ class TrainState:
     """Sums of the sample losses behind `losses`, by quarter of the time axis."""
     alignments: list[float] = field(default_factory=list)
     """Mean alignment losses (REPA) of the same steps, without non-finite values; empty if no layer is aligned."""
+    grad_norms: list[float] = field(default_factory=list)
+    """Gradient norms of the same steps before clipping, without non-finite values."""
     skipped: int = 0
     """Number of steps that were skipped because their gradient was not finite."""
     recent_skips: list[int] = field(default_factory=list)
@@ -32,6 +34,7 @@ class TrainState:
     def begin_line(self) -> None:
         """Reset the values that each line of metrics.jsonl summarizes."""
         self.losses.clear()
+        self.grad_norms.clear()
         self.alignments.clear()
         self.alarm.highest = None
         self.sums = LossSums.zeros(dtype=torch.float64)

@@ -22,7 +22,7 @@ PREFIX = "latentmill_train_"
 # name → help text; metrics whose names end with _total are counters, and all others are gauges
 LINE_METRICS = {
     "loss": "Mean loss between the last two lines of metrics.jsonl",
-    "grad_norm": "Gradient norm of the last logged step, before clipping",
+    "grad_norm": "Largest gradient norm between the last two lines of metrics.jsonl, before clipping",
     "images_per_second": "Images per second over all processes, between the last two lines of metrics.jsonl",
     "data_wait": "Fraction of time that the main process waited for its loader, between the last two lines",
     "skipped_steps_total": "Steps with a non-finite loss or gradient",
