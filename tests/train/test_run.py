@@ -328,13 +328,12 @@ def test_non_finite_steps_change_nothing_and_too_many_stop_the_run(
 def test_a_line_has_the_largest_gradient_norm_since_the_line_before(latents: Path, tmp_path: Path) -> None:
     """Even if a checkpoint is saved in between."""
     norms = {}
-    for every in (1, 3):
+    for every in (1, 6):
         fields = train_fields(latents, tmp_path / f"run{every}", log={"every": every}, checkpoint={"every": 2})
         command(["--config", str(write_config(tmp_path, fields))])
         lines = read_json_lines(Path(fields["run_dir"]) / "metrics.jsonl")
         norms[every] = {line["step"]: line["grad_norm"] for line in lines}
-    assert norms[3] == {step: max(norms[1][step - back] for back in range(3)) for step in (3, 6)}
-    assert norms[3][3] != norms[1][3] or norms[3][6] != norms[1][6]
+    assert norms[6] == {6: max(norms[1].values())} != {6: norms[1][6]}
 
 
 def test_skipped_steps_that_are_far_apart_do_not_add_up(
