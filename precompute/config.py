@@ -144,7 +144,7 @@ def describe_encoding(config: PrecomputeConfig, tables: tuple[TableConfig, ...] 
         features={name: describe_features(name, tower, config.to_fill.all) for name, tower in config.features.items()},
         captions=tuple(map(source_name, sources)),
         caption_weights=tuple(weights) if len(set(weights)) > 1 else (),
-        tables={column: table.sha256 for table in tables for column in table.columns},
+        tables={column: table.identity for table in tables for column in table.columns},
         max_characters=config.limits.max_caption_characters,
         compute_dtype=config.precision,
         scores=tuple(source.name for source in config.scores),

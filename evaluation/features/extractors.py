@@ -143,7 +143,7 @@ def load_text_features(weights: Path, device: str) -> Callable[[list[str]], Tens
 
     if open_clip.weights_file(weights):
         return open_clip.load_text_features(weights, device)
-    model = CLIPModel.from_pretrained(weights, use_safetensors=True).eval().to(device)
+    model = CLIPModel.from_pretrained(weights, use_safetensors=True, dtype=torch.float32).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(weights)
     length = model.config.text_config.max_position_embeddings
 
@@ -184,11 +184,11 @@ def _load_encoder(kind: ExtractorName, weights: Path, device: str) -> tuple[Call
 
     model: Any
     if kind == "dinov2":
-        model = Dinov2Model.from_pretrained(weights, use_safetensors=True).eval().to(device)
+        model = Dinov2Model.from_pretrained(weights, use_safetensors=True, dtype=torch.float32).eval().to(device)
         return lambda pictures: model(pixel_values=pictures).pooler_output, DINOV2_PREPROCESSING
     if open_clip.weights_file(weights):
         return open_clip.load_model(weights, device).encode_image, open_clip.read_preprocessing(weights)
-    model = CLIPModel.from_pretrained(weights, use_safetensors=True).eval().to(device)
+    model = CLIPModel.from_pretrained(weights, use_safetensors=True, dtype=torch.float32).eval().to(device)
     preprocessing = Preprocessing(model.config.vision_config.image_size, True, CLIP_MEAN, CLIP_STD)
     return lambda pictures: model.visual_projection(model.vision_model(pictures).pooler_output), preprocessing
 

@@ -95,8 +95,8 @@ class TextEncoder(Network):
         encoder = getattr(transformers.AutoConfig.from_pretrained(folder), "encoder", None)
         # of a model with a decoder; transformers before version 5 does not choose the encoder's config itself
         own = {} if encoder is None else {"config": encoder}
-        # uses torch's fused attention where available
-        model = load(folder, use_safetensors=True, **own).to(torch.float32)
+        # float32 whatever config.json says, because encoding.json ignores its data type
+        model = load(folder, use_safetensors=True, dtype=torch.float32, **own)
         if tower.quantised == "float8":
             check_float8(settings.device)
         if tower.quantised:
@@ -168,8 +168,9 @@ class FeatureEncoder(PictureNetwork):
     """A transformers vision model, which turns pixels into the last hidden states of its patches."""
 
     def __init__(self, folder: Path, tower: FeatureTower, settings: DeviceSettings):
-        model = model_class(tower.class_name).from_pretrained(folder, use_safetensors=True)
-        super().__init__(model.to(torch.float32), self.encode, settings)
+        load = model_class(tower.class_name).from_pretrained
+        model = load(folder, use_safetensors=True, dtype=torch.float32)
+        super().__init__(model, self.encode, settings)
         self.tower = tower
         self.options = vision_options(model)
 

@@ -27,7 +27,6 @@ from precompute.input.unit import RawSample
 from precompute.pixels.blur import boxes_of
 from precompute.pixels.isolation import CLOCK_PER_PROCESSOR_SECOND, Isolated
 from shards.base.errors import DamagedInput
-from shards.format.buckets import Bucket
 
 LOST = "lost_in_tar"
 MAX_DETAIL, MAX_URL = 1000, 4096
@@ -38,14 +37,16 @@ Decoding = Callable[[Iterable[RawSample]], Iterator[DecodedSample | Rejected]]
 
 
 @contextmanager
-def decoding(recipe: Recipe, fresh: list[Bucket], isolate: bool) -> Iterator[Decoding]:
-    """Provide a function that decodes samples for the `fresh` buckets, and yields the results in order. Images are
-    decoded in threads or, with `isolate`, in child processes.
+def decoding(recipe: Recipe, isolate: bool) -> Iterator[Decoding]:
+    """Provide a function that decodes samples, and yields the results in order. Images are decoded in threads or, with
+    `isolate`, in child processes.
+
+    Images are decoded for all buckets of the job, even those that are committed already, because the size at which a
+    JPEG is decoded depends on its buckets.
 
     Raises Stuck if decoding an image in a thread does not end; the process should then exit.
     """
     longest = None if isolate else CLOCK_PER_PROCESSOR_SECOND * recipe.limits.decode_seconds
-    wanted = [bucket for bucket in recipe.buckets.covering if bucket in fresh]
     worker = recipe.worker
     ahead = max(worker.batch_size, 4 * worker.decode_threads)
     in_a_row = min(MAX_DECODED_IN_A_ROW, ahead // (4 * worker.decode_threads))
@@ -53,11 +54,11 @@ def decoding(recipe: Recipe, fresh: list[Bucket], isolate: bool) -> Iterator[Dec
         Isolated(recipe.decode, recipe.limits) if isolate else nullcontext(recipe.decode) as decode,
         threads(worker.decode_threads, longest) as pool,
     ):
-        decode_one = partial(decode_sample, buckets=wanted, recipe=recipe, decode=decode)
+        decode_one = partial(decode_sample, recipe=recipe, decode=decode)
         yield lambda samples: map_in_order(pool, decode_one, samples, ahead, longest, in_a_row)
 
 
-def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode: Decode) -> DecodedSample | Rejected:
+def decode_sample(raw: RawSample, recipe: Recipe, decode: Decode) -> DecodedSample | Rejected:
     """Clean the captions of a sample and decode its image, or reject the sample. Raises DamagedInput if the image
     differs from the one that was downloaded, unless the policy is `salvage`."""
     url = valid_text(str(raw.metadata.get("url") or "")[:MAX_URL])
@@ -79,7 +80,7 @@ def decode_sample(raw: RawSample, buckets: list[Bucket], recipe: Recipe, decode:
                 f"damaged. Download the tar again. If img2dataset re-encoded the images, set tars.check_sha256 to "
                 f"false."
             )
-        arguments = (raw.image, buckets, recipe.pixels, recipe.limits, recipe.buckets.tables)
+        arguments = (raw.image, recipe.buckets.covering, recipe.pixels, recipe.limits, recipe.buckets.tables)
         boxes = boxes_of(raw.metadata, recipe.pixels.blur_boxes)
         picture = decode(*arguments, boxes) if boxes else decode(*arguments)
     except Reject as reject:

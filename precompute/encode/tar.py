@@ -70,7 +70,7 @@ def encode_tar(
                 with stopwatch("fetch"):
                     source = stack.enter_context(unit.open(recipe.limits.max_bytes, recipe.tars.policy))
                 isolate = attempt >= recipe.worker.isolate_from
-                decoded = stack.enter_context(decoding(recipe, fresh, isolate))
+                decoded = stack.enter_context(decoding(recipe, isolate))
                 # raw samples => pixels => latents => parts
                 samples = with_tables(source.samples(), recipe.tables, found)
                 accepted = parts.accept(stopwatch.waiting("decode", decoded(samples)))

@@ -57,10 +57,11 @@ class FolderUnit(Unit):
             }
             wanted = [name for files in sizes.values() if max(files.values()) <= max_bytes for name in files]
             found = self.store.read_many(wanted)
+            lengths = {name: len(data) for name, data in found.items()}
             for name, files in sizes.items():
                 sample = RawSample(escaped(name))
                 large = next((file for file, size in files.items() if size > max_bytes), None)
-                wrong = next((file for file, size in files.items() if len(found.get(file, b"")) != size), None)
+                wrong = next((file for file, size in files.items() if lengths.get(file) != size), None)
                 if large is not None:
                     sample.oversized = f"the file {escaped(large)} has {files[large]} bytes, more than {max_bytes}"
                 elif wrong is not None:

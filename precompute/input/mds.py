@@ -25,7 +25,7 @@ from shards.base.errors import RequestError
 INDEX = "index.json"
 FILES = {"jpeg", "png", "bytes"}
 """Encodings of columns whose bytes are an image file."""
-PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
+PNG_MODES = {"1", "L", "LA", "I;16", "P", "RGB", "RGBA"}
 PIXELS = {"pil"}
 """Encodings of columns with decoded pixels, which are losslessly converted to PNG or TIFF."""
 PLAIN = {

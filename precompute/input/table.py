@@ -101,6 +101,11 @@ class TableConfig:
     """SHA-256 of the file, as the driver saw it."""
 
     @property
+    def identity(self) -> str:
+        """What encoding.json records: the SHA-256 of the file, and the name of the key column unless it is `key`."""
+        return self.sha256 if self.key == "key" else f"{self.sha256} by {self.key}"
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """All columns except the key, captions first."""
         return self.texts + self.numbers

@@ -33,7 +33,7 @@ def boxes_of(metadata: Mapping[str, object], field: str | None) -> list[Box]:
         return []
     value = metadata.get(field)
     if isinstance(value, str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
     if value is None:
         raise Reject("bad_boxes", f"the sample has no {field}; for an image without boxes, it is an empty list")

@@ -14,7 +14,16 @@ from pydantic import Field
 from precompute.input.reject import Reject
 from precompute.pixels.blur import Box, blur, turned_boxes
 from precompute.pixels.color import to_srgb
-from precompute.pixels.opening import FORMATS, MAX_PIXELS, MAX_SIDE, Format, open_image, rejecting, turns_of
+from precompute.pixels.opening import (
+    FORMATS,
+    MAX_PIXELS,
+    MAX_SIDE,
+    Format,
+    box_turns_of,
+    open_image,
+    rejecting,
+    turns_of,
+)
 from precompute.pixels.resample import Filter, place, resample
 from shards.base.config import Config
 from shards.format.buckets import AspectTable, Bucket, choose_buckets
@@ -111,6 +120,7 @@ def decode(
     if not any(choose_buckets(*size, buckets, aspects) for size in (image.size, image.size[::-1])):
         raise Reject("too_small", f"{image.width}x{image.height}")
     flip_x, flip_y, turned = turns_of(image)
+    turns = (False, False, False), box_turns_of(image)
     width, height = image.size[::-1] if turned else image.size
     chosen = choose_buckets(width, height, buckets, aspects)
     if not chosen:
@@ -124,7 +134,6 @@ def decode(
             raise Reject(
                 "undecodable", f"the header says {size[0]}x{size[1]}, but the image is {image.width}x{image.height}"
             )
-        turns = (False, False, False), (flip_x, flip_y, turned)
         rgb = blur(to_srgb(image), [box for turn in dict.fromkeys(turns) for box in turned_boxes(boxes, *turn)])
         pixels = {}
         # crop and resize the image as stored, then rotate only the smaller result

@@ -74,7 +74,22 @@ def turns_of(image: ImageFile) -> tuple[bool, bool, bool]:
     Raises:
         Reject: `undecodable`.
     """
+    # Pillow rotates TIFFs itself, and the size that it reports is already the rotated one
+    return TURNS[1] if image.format == "TIFF" else _recorded_turns(image)
+
+
+def box_turns_of(image: ImageFile) -> tuple[bool, bool, bool]:
+    """Return the arguments with which `turned_boxes` converts boxes that refer to an image in the other orientation,
+    upright or as stored, than the one in which Pillow decodes it. It must not have been decoded yet.
+
+    Raises:
+        Reject: `undecodable`.
+    """
+    flip_x, flip_y, turned = _recorded_turns(image)
+    # to make a box upright, it is flipped before it is transposed, so the flips are of the other sides
+    return (flip_y, flip_x, True) if turned and image.format == "TIFF" else (flip_x, flip_y, turned)
+
+
+def _recorded_turns(image: ImageFile) -> tuple[bool, bool, bool]:
     with rejecting("undecodable"):
-        # Pillow rotates TIFFs itself, and the size that it reports is already the rotated one
-        orientation = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION_TAG, 1)
-        return TURNS.get(orientation, TURNS[1])
+        return TURNS.get(image.getexif().get(ORIENTATION_TAG, 1), TURNS[1])

@@ -46,8 +46,8 @@ class EncodingRecord(Config):
     """How often training draws each source, relative to the others; empty: equally often. Written to encoding.json
     only if it is not empty."""
     tables: dict[str, str] = Field(default_factory=dict)
-    """Column of a table with captions or scores → SHA-256 of the file. Written to encoding.json only if there are
-    any."""
+    """Column of a table with captions or scores → SHA-256 of the file, followed by ` by KEY` if its key column is not
+    `key`. Written to encoding.json only if there are any."""
     max_characters: int
     """Maximum length of captions in characters. Longer captions were cut before tokenization."""
     compute_dtype: Literal["float32", "float16", "bfloat16"]

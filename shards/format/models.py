@@ -24,7 +24,7 @@ FILES = ("config.json", *WEIGHT_FILES, *TOKENIZER_FILES)
 INDEX_FILES = tuple(f"{file}.index.json" for file in WEIGHT_FILES)
 """Index files of sharded weights."""
 OTHER_VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "added_tokens.json")
-"""Vocabulary files of tokenizers without a vocab.json, such as T5's and Gemma's."""
+"""Other files from which tokenizers are loaded; tokenizer.json takes precedence over vocab.json."""
 DOWNLOAD_PATTERNS = (
     *FILES,
     *INDEX_FILES,
@@ -236,7 +236,7 @@ def hash_weights(name: str, folder: Path) -> Weights:
             f"{folder} has no {' or '.join(WEIGHT_FILES)}, and other formats are not supported. If the download is "
             f"incomplete, run the command again on a machine that can reach the hub."
         )
-    if "tokenizer_config.json" in files and "vocab.json" not in files:
+    if "tokenizer_config.json" in files:
         files += [file for file in OTHER_VOCABULARIES if (folder / file).is_file()]
     digest = hashlib.sha256()
     for file in (*files, *shards):

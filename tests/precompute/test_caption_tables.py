@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from precompute.__main__ import run as command
+from precompute.config import describe_encoding
 from shards.__main__ import run as shards
 from shards.base.errors import RequestError, WorkError
 from shards.format.text import unpack
 from shards.root.reading import read_part
-from tests.fixtures import ray_replaced
+from tests.fixtures import precompute_config, ray_replaced
 from tests.roots import part_of, precompute_arguments, receipts_of_tar
 from tests.tiny import make_samples, make_tar, table_of
 from train.data.loader import Loader
@@ -131,6 +132,17 @@ def test_old_captions_can_stay_beside_new_ones(models: Path, tars: Path, tmp_pat
     with pytest.raises(RequestError, match="json:absent is not stored in the source, which has txt"):
         again = precompute_arguments(models, tars, tmp_path / "other", "--source", str(old))
         command([*again, *captions_option(source, "absent")])
+
+
+def test_the_encoding_depends_on_the_tables_key_column(models: Path, tars: Path, tmp_path: Path) -> None:
+    table = tmp_path / "captions.parquet"
+    pq.write_table(pa.table({"key": ["a", "b"], "other": ["b", "a"], "vlm": ["x", "y"]}), table)
+    records = []
+    for key in ("key", "other"):
+        source = {"table": str(table), "key": key, "column": "vlm"}
+        records.append(describe_encoding(precompute_config(models, tars, tmp_path / "root", captions=[source])))
+    assert records[0].id != records[1].id
+    assert records[1].tables["vlm"] == f"{records[0].tables['vlm']} by other"
 
 
 def test_a_table_that_cannot_be_used_is_refused_before_anything_is_written(

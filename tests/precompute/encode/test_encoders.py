@@ -1,6 +1,8 @@
 """Encoders: independence from the rest of the batch, order of work on the device, and kernels."""
 
 import functools
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -84,6 +86,16 @@ def test_a_template_beyond_the_last_position_is_refused() -> None:
 def states(encoded: TowerCaption) -> Tensor:
     assert encoded.latents.states is not None
     return encoded.latents.states
+
+
+def test_weights_are_not_rounded_to_the_data_type_of_their_config(tmp_path: Path, captions: list[str]) -> None:
+    """encoding.json ignores this data type."""
+    shutil.copytree(MODELS, tmp_path / "models")
+    config = tmp_path / "models" / "text_encoder" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float16"}))
+    found = text_encoder("float32", tmp_path / "models")(captions, BATCH)
+    expected = text_encoder("float32")(captions, BATCH)
+    assert all(states(one).equal(states(two)) for one, two in zip(found, expected, strict=True))
 
 
 def share_of_deviation(found: Tensor, expected: Tensor) -> float:

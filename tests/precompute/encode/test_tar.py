@@ -31,9 +31,10 @@ from shards.base.errors import WorkError
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
+from shards.root.commit import recall
 from tests.faults.decoders import reject_in_child
 from tests.fixtures import SIZES, encode_all, folder_of, precompute_config
-from tests.roots import load_tars, part_of, rejects, rows, tree
+from tests.roots import load_tars, part_of, receipts_of_tar, rejects, rows, tree
 from tests.tiny import make_samples, make_tar
 
 
@@ -134,6 +135,19 @@ def test_two_runs_give_the_same_bytes_and_the_next_changes_nothing(
     assert tree(tmp_path / "again") == two
 
 
+def test_a_part_that_is_encoded_again_has_the_same_bytes(models: Path, tmp_path: Path) -> None:
+    """The size at which a JPEG is decoded also depends on its other buckets, whose parts are still there."""
+    root = tmp_path / "root"
+    tar = make_tar(tmp_path / "tars", "00000", make_samples(0, 2, [(500, 400)]), stats=False)
+    config = precompute_config(models, tar.parent, root, buckets=["64x64", "128x128"])
+    encode_all(config)
+    before = {bucket: part_of(root, bucket, "00000").name for bucket in ("64x64", "128x128")}
+    receipt = receipts_of_tar(root, "00000").parts["64x64"]
+    recall(open_store(root), {receipt.name: receipt.token}, "a test")
+    encode_all(config)
+    assert {bucket: part_of(root, bucket, "00000").name for bucket in before} == before
+
+
 def test_a_bucket_is_not_added_if_the_side_files_count_differently(models: Path, tmp_path: Path) -> None:
     """The receipt's accounting, which covers the whole tar, would not add up."""
     samples = make_samples(0, 3, [(160, 160)])
@@ -214,7 +228,7 @@ def test_samples_that_stay_non_finite_are_rejected(
 def test_a_member_whose_name_is_arbitrary_bytes_can_be_rejected(models: Path, tars: Path, tmp_path: Path) -> None:
     raw = RawSample("00000", oversized=f"{os.fsdecode(bytes([0xFF]))}.jpg: 70000000 bytes")
     config = precompute_config(models, tars, tmp_path)
-    found = decode_sample(raw, [], make_recipe(config, describe_encoding(config)), decode)
+    found = decode_sample(raw, make_recipe(config, describe_encoding(config)), decode)
     assert isinstance(found, Rejected)
     assert (found.reject.reason, str(found.reject)) == ("too_many_bytes", "\ufffd.jpg: 70000000 bytes")
     pa.array([str(found.reject)])

@@ -197,6 +197,8 @@ def test_features_equal_the_vision_models_outputs(
         given = {"image_mean": means[0], "image_std": means[1]}
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
     tower = vision_tower(whole, tmp_path, class_name)
+    config = tmp_path / "config.json"  # of which encoding.json ignores the data type
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}))
     eyes, sizes = FeatureEncoder(tmp_path, tower, DeviceSettings(torch.device("cpu"), "float32")), list[int]()
     seeing.features["eyes"] = eyes
     pictures = list(np.random.default_rng(0).integers(0, 256, (8, 48, 64, 3), np.uint8))

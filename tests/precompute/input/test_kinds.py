@@ -408,9 +408,14 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
     assert large.image is also.caption is None and small.image == b"y"
 
 
-@pytest.mark.parametrize("change", [lambda file: file.write_text("longer"), lambda file: file.unlink()])
-def test_a_caption_that_changes_after_the_listing_is_damage(change: Callable[[Path], None], tmp_path: Path) -> None:
-    folder = folder_with(tmp_path / "input", {"a.jpg": "x", "a.txt": "cat", "b.jpg": "y", "b.txt": "dog"})
+@pytest.mark.parametrize(
+    ("caption", "change"),
+    [("cat", lambda file: file.write_text("longer")), ("cat", lambda file: file.unlink()), ("", Path.unlink)],
+)
+def test_a_caption_that_changes_after_the_listing_is_damage(
+    caption: str, change: Callable[[Path], None], tmp_path: Path
+) -> None:
+    folder = folder_with(tmp_path / "input", {"a.jpg": "x", "a.txt": caption, "b.jpg": "y", "b.txt": "dog"})
     (unit,) = find_input(str(folder)).units()
     change(folder / "a.txt")
     with pytest.raises(DamagedInput, match=r"a\.txt (has changed since it was listed|no longer exists)"):

@@ -40,12 +40,13 @@ def test_no_boxes_no_change() -> None:
     assert blur(image, []) is image
 
 
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])  # Pillow itself rotates TIFFs
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_rotated_image_is_blurred_as_stored_and_upright(orientation: int) -> None:
+def test_a_rotated_image_is_blurred_as_stored_and_upright(orientation: int, format: str) -> None:
     bucket = Bucket(64, 64)
     file, exif = io.BytesIO(), Image.Exif()
     exif[0x0112] = orientation
-    noise(64, 64).save(file, "PNG", exif=exif)
+    noise(64, 64).save(file, format, exif=exif)
     arguments = (file.getvalue(), [bucket], PixelsConfig(), LimitsConfig())
     sharp, found = decode(*arguments).pixels[bucket], decode(*arguments, (), [BOX]).pixels[bucket]
     upright = (slice(22, 36), slice(18, 30))
@@ -65,7 +66,18 @@ def test_boxes(value: object) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["none", None, {}, 3, [[0, 0, 1]], [[9, 9, 50, 50]], [[0.5, 0, 0.1, 1]], [["0", 0, 1, 1]], [[float("nan")] * 4]],
+    [
+        "none",
+        "[" * 5000,
+        None,
+        {},
+        3,
+        [[0, 0, 1]],
+        [[9, 9, 50, 50]],
+        [[0.5, 0, 0.1, 1]],
+        [["0", 0, 1, 1]],
+        [[float("nan")] * 4],
+    ],
 )
 def test_anything_else_is_rejected(value: object) -> None:
     with pytest.raises(Reject) as caught:

@@ -140,11 +140,9 @@ def test_only_what_changes_the_output_is_hashed(tmp_path: Path, fields: dict[str
 
 @pytest.mark.parametrize(
     ("files", "is_hashed"),
-    [(["tokenizer_config.json"], True), (["tokenizer_config.json", "vocab.json"], False), ([], False)],
+    [(["tokenizer_config.json"], True), (["tokenizer_config.json", "vocab.json"], True), ([], False)],
 )
-def test_another_vocabulary_is_hashed_only_if_a_tokenizer_needs_it(
-    tmp_path: Path, files: list[str], is_hashed: bool
-) -> None:
+def test_the_vocabulary_that_a_tokenizer_prefers_is_hashed(tmp_path: Path, files: list[str], is_hashed: bool) -> None:
     hashes = set()
     for text in ("a", "b"):
         (tmp_path / "tokenizer.json").write_text(text)
