@@ -55,7 +55,7 @@ class _Opener(urllib.request.OpenerDirector):
         response = super().open(fullurl, *args, **kwargs)
         if isinstance(response, _LimitedResponse):
             url = fullurl if isinstance(fullurl, str) else fullurl.full_url
-            # after a redirect, this runs for the address that the row lists last, because the calls are nested
+            # a redirect's call is nested in that of the row's own address, whose hashes are therefore set last
             response.hashes = self.hashes.get(url, ())
         return response
 
