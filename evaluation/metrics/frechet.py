@@ -82,7 +82,7 @@ def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments)
     Raises:
         RequestError: there are too few samples for a nonsingular covariance.
     """
-    check_enough(features)
+    check_enough(features, clusters)
     sums = GroupSums(features, groups_of(clusters))
     jack = jackknife(lambda left_out: frechet_distance(sums.without(left_out), reference))
     return jack.interval(f"mean over draws of {len(features)} samples, against this reference")
@@ -102,25 +102,33 @@ def frechet_infinity(features: np.ndarray, clusters: np.ndarray, reference: np.n
     Raises:
         RequestError: either side has too few samples for a nonsingular covariance.
     """
-    check_enough(features)
-    check_enough(reference, "the reference")
+    check_enough(features, clusters)
+    reference_clusters = np.arange(len(reference))
+    check_enough(reference, reference_clusters, "the reference")
     sums = GroupSums(features, groups_of(clusters))
-    reference_sums = GroupSums(reference, groups_of(np.arange(len(reference))))
+    reference_sums = GroupSums(reference, groups_of(reference_clusters))
     jack = jackknife(lambda left_out: frechet_distance(sums.without(left_out), reference_sums.without(left_out)))
     return jack.interval("distance between the model's distribution and the reference's", unbiased=True)
 
 
-def check_enough(features: np.ndarray, source: str = "the sample set") -> None:
-    """Check that the covariance of (N, D) features stays nonsingular when the jackknife leaves out groups.
+def check_enough(features: np.ndarray, clusters: np.ndarray, source: str = "the sample set") -> None:
+    """Check that the covariance of (N, D) features stays nonsingular when the jackknife leaves out the largest groups.
+
+    Args:
+        features: (N, D) features.
+        clusters: (N,) ids of the features' clusters, such as prompt ids.
 
     Raises:
         RequestError: there are too few samples.
     """
     count, dimensions = features.shape
-    needed = -(-(dimensions + 1) * GROUPS // (GROUPS - MAX_LEFT_OUT))
-    if count < needed:
+    needed = dimensions + 1
+    left = int(np.sort(np.bincount(groups_of(clusters)))[:-MAX_LEFT_OUT].sum())
+    if left < needed:
         raise RequestError(
-            f"A Fréchet distance over {dimensions}-dimensional features needs at least {needed} images, but {source} "
-            f"has only {count}. With fewer images, the covariance is singular, and the distance depends more on the "
-            f"number of images than on the model. Use more images, or choose kid or cmmd, which have no such minimum."
+            f"A Fréchet distance over {dimensions}-dimensional features needs at least {needed} images outside the "
+            f"{MAX_LEFT_OUT} largest of {GROUPS} groups, which are left out to compute its interval, but {source} has "
+            f"only {left} of its {count} images there. With fewer images, the covariance is singular, and the distance "
+            f"depends more on the number of images than on the model. Use about {-(-count * needed // max(left, 1))} "
+            f"images or more, or choose kid or cmmd, which have no such minimum."
         )

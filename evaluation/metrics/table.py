@@ -82,7 +82,7 @@ def _fid(inputs: MetricInputs) -> Estimate:
     moments, dimensions = inputs.moments, inputs.features.shape[1]
     if moments is None:
         reference = _reference(inputs)
-        check_enough(reference, "the reference")
+        check_enough(reference, np.arange(len(reference)), "the reference")
         moments = Moments.of(reference)
     if len(moments.mean) != dimensions:
         raise RequestError(

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,42 @@ def sampler_of(scheduler: Any, name: SamplerName) -> Any:
     """Return the pipeline's own scheduler for `own`; otherwise build the named scheduler with the same noise schedule.
 
     Raises:
-        RequestError: the model was trained with flow matching, which the named samplers do not support.
+        RequestError: the named sampler does not support the noise schedule or the prediction type of the pipeline's own
+            scheduler.
     """
     if name == "own":
         return scheduler
+    own_name, remedy = type(scheduler).__name__, "Set sampling.sampler to `own`, the pipeline's own scheduler."
     if scheduler.config.get("prediction_type", FLOW) == FLOW:
         raise RequestError(
-            f"The model was trained with flow matching, which the sampler {name} does not support. Set "
-            f"sampling.sampler to `own`, the pipeline's own scheduler."
+            f"The model was trained with flow matching, which the sampler {name} does not support. {remedy}"
         )
-    return getattr(diffusers, SCHEDULERS[name]).from_config(scheduler.config)
+    # otherwise DDIM and DDPM would clip predictions to [-1, 1], which is the range of pixels, but not of latents
+    clips = scheduler.config.get("clip_sample", False)
+    build = partial(getattr(diffusers, SCHEDULERS[name]).from_config, scheduler.config, clip_sample=clips)
+    try:
+        sampler = build()
+        _try_step(build())
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise RequestError(
+            f"The sampler {name} cannot draw images with the settings of the pipeline's {own_name}: {error}. {remedy}"
+        ) from error
+    own_noise, noise = getattr(scheduler, "alphas_cumprod", None), sampler.alphas_cumprod
+    # some schedulers replace the last step's 0 by a small number
+    if own_noise is None or own_noise.shape != noise.shape or not torch.allclose(own_noise, noise, 1e-6, 1e-7):
+        raise RequestError(
+            f"The sampler {name} cannot use the noise schedule of the pipeline's {own_name}, so its images would be "
+            f"wrong. {remedy}"
+        )
+    return sampler
+
+
+def _try_step(sampler: Any) -> None:
+    """Take one sampling step. This changes the sampler's state, but not the global random state."""
+    sampler.set_timesteps(2)
+    zeros, timestep = torch.zeros(1, 4, 8, 8), sampler.timesteps[0]
+    with torch.random.fork_rng(devices=[]):
+        sampler.step(zeros, timestep, sampler.scale_model_input(zeros, timestep))
 
 
 def describe_scheduler(scheduler: Any) -> str:

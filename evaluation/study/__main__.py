@@ -92,27 +92,27 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
     study = read_study(config.output)
     num_raters = study.protocol.config.raters
     with open_votes(study) as votes:
-        invited = votes.invited()
         if options.again is not None:
-            if options.again - 1 not in invited:
+            if options.again - 1 not in votes.invited():
                 raise RequestError(
                     f"Rater {options.again} has not been invited yet, so there is no link to replace. To invite more "
                     f"raters, run `python -m {PROG} invite NUMBER`."
                 )
-            chosen = [options.again - 1]
+            tokens = {options.again - 1: votes.invite(options.again - 1)}
         else:
-            waiting = sorted(set(range(num_raters)) - invited)
-            if not options.count or not 0 < options.count <= len(waiting):
-                advice = f"Pass a number of raters, as in `python -m {PROG} invite {len(waiting)}`. " if waiting else ""
+            tokens = votes.invite_more(options.count or 0, num_raters)
+            if not tokens:
+                num_invited = len(votes.invited())
+                left = num_raters - num_invited
+                advice = f"Pass a number of raters, as in `python -m {PROG} invite {left}`. " if left else ""
                 raise RequestError(
-                    f"The protocol has {num_raters} raters, and the number invited so far is {len(invited)}. {advice}"
+                    f"The protocol has {num_raters} raters, and the number invited so far is {num_invited}. {advice}"
                     f"To replace a lost link, use --again with the rater's number."
                 )
-            chosen = waiting[: options.count]
         serving = config.serve
         origin = serving.origin or f"http://{serving.host}:{serving.port}"
-        for rater in chosen:
-            print(f"{rater + 1}\t{origin}/#{votes.invite(rater)}")
+        for rater, token in tokens.items():
+            print(f"{rater + 1}\t{origin}/#{token}")
 
 
 def serve(config: StudyConfig, options: argparse.Namespace) -> None:

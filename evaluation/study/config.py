@@ -1,13 +1,29 @@
 """Config for `python -m evaluation.study`."""
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, HttpUrl, ValidationError
 
 from evaluation.study.protocol import ProtocolConfig
 from evaluation.study.statistics.power import PowerConfig
 from shards.base.config import Config
 from shards.base.store import LocalPath, Place
+
+
+def normalize_origin(origin: str) -> str:
+    """Write an origin as browsers send it: in lower case, in Punycode, and without the scheme's default port.
+
+    Raises:
+        ValueError: the host or the port is invalid.
+    """
+    try:
+        return str(HttpUrl(origin)).removesuffix("/")
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"]) from None
+
+
+Origin = Annotated[str, Field(pattern=r"^https?://[^/?#@]+$"), AfterValidator(normalize_origin)]
 
 
 class ServeConfig(Config):
@@ -17,7 +33,7 @@ class ServeConfig(Config):
     """Address to listen on; 0.0.0.0 listens on all of the machine's addresses."""
     port: int = Field(8770, ge=0, le=65535)
     """Port to listen on."""
-    origin: str | None = Field(None, pattern=r"^https?://[^/]+$")
+    origin: Origin | None = None
     """Public origin of the page, such as https://study.example.org. null: the origin is taken from each request."""
     proxies: int = Field(0, ge=0)
     """Number of reverse proxies in front of the server, each of which appends to X-Forwarded-For."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from evaluation.parts import read_part
 from evaluation.sampling.sets import SampleSet, file_name, list_samples, read_set
@@ -110,8 +110,8 @@ def add_picture(data: bytes, source: object, folder: Path, secret: bytes, pixela
     """
     try:
         with Image.open(io.BytesIO(data), formats=["PNG", "WEBP", "JPEG"]) as picture:
-            pixels = picture.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # Pillow has no common exception
+            pixels = ImageOps.exif_transpose(picture).convert("RGB")
+    except Exception:  # Pillow's parsers, such as that of EXIF, raise a dozen types of exceptions
         raise RequestError(f"{source} cannot be decoded as PNG, WebP or JPEG. Replace the file.") from None
     if pixelated:
         width, height = (max(1, side // PIXEL_SIZE) for side in pixels.size)

@@ -228,7 +228,8 @@ class Server:
 
     def _address(self, request: web.Request) -> str:
         """Return the client's IP address. Only the last `proxies` entries of X-Forwarded-For are trusted."""
-        hops = [hop.strip() for hop in request.headers.get("X-Forwarded-For", "").split(",")]
+        # a proxy may add a line of its own instead of appending to the client's
+        hops = [hop.strip() for hop in ",".join(request.headers.getall("X-Forwarded-For", [])).split(",")]
         trusted = hops[-self.config.proxies :] if self.config.proxies else []
         return trusted[0] if len(trusted) == self.config.proxies and trusted else request.remote or ""
 

@@ -62,10 +62,27 @@ class Votes:
 
     def invite(self, rater: int) -> str:
         """Create an invitation token for a rater (counting from 0), and invalidate the rater's earlier tokens."""
-        token = secrets.token_urlsafe(TOKEN_BYTES)
         with self._transaction():
-            values = (rater, _sha256(token), _now())
-            self._db.execute("INSERT INTO invitations (rater, token_sha256, at) VALUES (?, ?, ?)", values)
+            return self._add_invitation(rater)
+
+    def invite_more(self, count: int, num_raters: int) -> dict[int, str]:
+        """Create invitation tokens for the first `count` raters below `num_raters` who have not been invited.
+
+        One transaction chooses the raters and stores their invitations, so concurrent calls invite different raters.
+
+        Returns:
+            Rater → token. It is empty, and nobody is invited, if fewer than `count` raters are left.
+        """
+        with self._transaction():
+            waiting = sorted(set(range(num_raters)) - self.invited())
+            chosen = waiting[:count] if 0 < count <= len(waiting) else []
+            return {rater: self._add_invitation(rater) for rater in chosen}
+
+    def _add_invitation(self, rater: int) -> str:
+        """Store an invitation within the current transaction, and return its token."""
+        token = secrets.token_urlsafe(TOKEN_BYTES)
+        values = (rater, _sha256(token), _now())
+        self._db.execute("INSERT INTO invitations (rater, token_sha256, at) VALUES (?, ?, ?)", values)
         return token
 
     def invited(self) -> set[int]:

@@ -48,8 +48,8 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("words")
     make_tar(folder / "tars", "00000", make_samples(0, 60, [(80, 64)]))
     prompts = folder / "prompts.txt"
-    prompts.write_text("".join(f"picture {i}\n" for i in range(30)))
-    found = ["--prompts.file", str(prompts), "--sampling.size", "32x32", "--sampling.images_per_prompt", "2"]
+    prompts.write_text("".join(f"picture {i}\n" for i in range(60)))
+    found = ["--prompts.file", str(prompts), "--sampling.size", "32x32"]
     found += ["--sampling.steps", "1", "--sampling.batch_size", "30", "--sampling.part_size", "30"]
     found += ["--workers.num_gpus", "0", "--workers.num_cpus", "1", "--extractors.toy", "true"]
     found += ["--reference.place", str(folder / "reference"), "--reference.pictures", str(folder / "tars")]

@@ -28,7 +28,7 @@ from tests.tiny import make_samples, make_tar
 
 TOY = ExtractorsConfig(toy=True, batch_size=16)
 WORKERS = FleetConfig(num_gpus=0, num_cpus=1)
-MANY = [Prompt(f"p{i}", f"picture {i}") for i in range(30)]
+MANY = [Prompt(f"p{i}", f"picture {i}") for i in range(31)]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def unscored(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sample set of 60 images of 64 px, two per prompt, without features. Tests must not modify it."""
+    """A sample set of 62 images of 64 px, two per prompt, without features. Tests must not modify it."""
     place = tmp_path_factory.mktemp("unscored")
     return draw_here(pipeline, place, sampling(part_size=25, batch_size=20, steps=[1]), MANY)
 
@@ -75,16 +75,16 @@ def test_metrics_have_interval_n_and_id_and_features_are_extracted_once(
     made = reference(tmp_path / "reference", references / "tars")
     rows = score(read_set(drawn), choose_metrics(None, TOY, made), TOY, made, WORKERS)
     assert [row["metric"] for row in rows] == ["toy_fid", "toy_kid"]
-    assert all(row["low"] <= row["value"] <= row["high"] and row["n"] == 60 for row in rows)
+    assert all(row["low"] <= row["value"] <= row["high"] and row["n"] == 62 for row in rows)
     assert all(row["reference_n"] == 70 and len(row["id"]) == 16 for row in rows)
     assert read_sealed_json(drawn / "metrics.json") == {"metrics": json.loads(json.dumps(rows))}
     assert "toy_fid" in format_metrics(rows) and "against this reference" in format_metrics(rows)
-    check_measurable(["toy_fid"], 30, "64x64", made)
+    check_measurable(["toy_fid"], 31, "64x64", made)
     with pytest.raises(RequestError, match="absent does not exist"):
-        check_measurable(["toy_fid"], 30, "64x64", reference(tmp_path / "reference", tmp_path / "absent"))
+        check_measurable(["toy_fid"], 31, "64x64", reference(tmp_path / "reference", tmp_path / "absent"))
 
     pixels = [np.asarray(Image.open(path)) for path in sorted((drawn / "pictures").rglob("*.png"))]
-    cells = np.stack(pixels).reshape(60, 4, 16, 4, 16, 3).mean((2, 4)).transpose(0, 3, 1, 2).reshape(60, 48) / 255
+    cells = np.stack(pixels).reshape(62, 4, 16, 4, 16, 3).mean((2, 4)).transpose(0, 3, 1, 2).reshape(62, 48) / 255
     found = extract(sample_units(read_set(drawn)), "toy", TOY, drawn, WORKERS).values
     np.testing.assert_allclose(found, cells, atol=1e-5)
     features, _ = reference_features(reference(tmp_path / "reference", None), "toy", TOY, WORKERS)
@@ -104,7 +104,7 @@ def test_published_moments_are_a_reference_for_frechet_distances(drawn: Path, re
     given = ReferenceConfig(moments=path)
     (found,) = score(read_set(drawn), choose_metrics(["toy_fid"], TOY, given), TOY, given, WORKERS)
     assert (found["value"], found["low"], found["high"]) == (row["value"], row["low"], row["high"])
-    assert found["id"] != row["id"] and found["reference_n"] is None and "N 60" in format_metrics([found])
+    assert found["id"] != row["id"] and found["reference_n"] is None and "N 62" in format_metrics([found])
     with pytest.raises(RequestError, match=r"toy_kid cannot be computed from reference\.moments"):
         choose_metrics(None, TOY, given)
     with pytest.raises(ValueError, match="set only one of `moments` and `pictures`"):

@@ -1,6 +1,6 @@
 """Check metrics against closed forms, scipy, plain loops, and properties that they must have."""
 
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -109,17 +109,43 @@ def test_the_distance_between_equal_distributions_is_not_negative(shift: float) 
 def test_too_few_samples_are_refused() -> None:
     x, reference = features(0, count=25, dimensions=22), features(1, count=200, dimensions=22)
     with pytest.raises(
-        RequestError, match="22-dimensional features needs at least 28 images, but the sample set has only 25"
+        RequestError,
+        match=r"22-dimensional features needs at least 23 images outside the 2 largest of 12 groups, .* but the sample "
+        r"set has only 20 of its 25 images there\. .* Use about 29 images or more",
     ):
         frechet_at_n(x, np.arange(25), Moments.of(reference))
     few = MetricInputs(reference, np.arange(200), x, None)
     for name in ("fid", "fid_infinity"):
-        with pytest.raises(RequestError, match="needs at least 28 images, but the reference has only 25"):
+        with pytest.raises(RequestError, match="the reference has only 20 of its 25 images there"):
             METRICS[name].compute(few)
-    with pytest.raises(RequestError, match="the sample set has only 25"):
+    with pytest.raises(RequestError, match="the sample set has only 20 of its 25 images there"):
         frechet_infinity(x, np.arange(25), reference)
-    check_enough(reference[:28])  # exactly the minimum
+    check_enough(reference[:29], np.arange(29))  # exactly the minimum
+    with pytest.raises(RequestError, match="the reference has only 22 of its 28 images there"):
+        check_enough(reference[:28], np.arange(28), "the reference")
     METRICS["kid"].compute(MetricInputs(reference, np.arange(200), reference[:MIN_CLUSTERS], None))
+
+
+def test_the_minimum_number_of_samples_accounts_for_uneven_groups() -> None:
+    """Of 25 prompts with 5 images each, one group has three prompts, and the others have two."""
+    x, clusters = features(0, count=125, dimensions=100), np.repeat(np.arange(25), 5)
+    with pytest.raises(RequestError, match="the sample set has only 100 of its 125 images there"):
+        frechet_at_n(x, clusters, Moments.of(x))
+    check_enough(x[:, :99], clusters)
+
+
+@settings(max_examples=50)
+@given(st.integers(24, 60), st.integers(1, 5), st.integers(1, 80))
+def test_enough_samples_leave_a_nonsingular_covariance(prompts: int, per_prompt: int, dimensions: int) -> None:
+    clusters = np.repeat(np.arange(prompts), per_prompt)
+    x = np.random.default_rng(0).normal(size=(len(clusters), dimensions))
+    groups = groups_of(clusters)
+    fewest = min((~np.isin(groups, pair)).sum() for pair in combinations(range(GROUPS), 2))
+    if fewest > dimensions:
+        check_enough(x, clusters)
+    else:
+        with pytest.raises(RequestError, match=f"has only {fewest} of its {len(x)} images there"):
+            check_enough(x, clusters)
 
 
 # --- properties of all metrics ---

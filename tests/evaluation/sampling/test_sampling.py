@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler, PixArtSigmaPipeline, StableDiffusionPipeline
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    EDMEulerScheduler,
+    EulerDiscreteScheduler,
+    PixArtSigmaPipeline,
+    PNDMScheduler,
+    StableDiffusionPipeline,
+    UniPCMultistepScheduler,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -172,6 +182,50 @@ def test_settings_that_the_model_does_not_support_are_refused(pipeline: Path) ->
     config = sampling(guidance_input=3.5)
     with pytest.raises(RequestError, match=r"guidance_input is 3\.5, but the network in .* takes no"):
         describe_drawing(pipeline, PROMPTS, config, config.grid[0])
+
+
+@pytest.mark.parametrize(
+    "scheduler_class",
+    [DPMSolverMultistepScheduler, EulerDiscreteScheduler, PNDMScheduler, UniPCMultistepScheduler],
+)
+@pytest.mark.parametrize("name", ["ddim", "ddpm"])
+def test_a_named_sampler_clips_latents_only_if_the_pipeline_does(scheduler_class: Any, name: SamplerName) -> None:
+    """These classes have no such setting, but it is true by default in DDIM and DDPM."""
+    assert sampler_of(scheduler_class(), name).config.clip_sample is False
+    for clips in (False, True):
+        assert sampler_of(DDIMScheduler(clip_sample=clips), name).config.clip_sample is clips
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "name", "message"),
+    [
+        (
+            DDIMScheduler(
+                prediction_type="v_prediction",
+                beta_schedule="scaled_linear",
+                beta_start=0.00085,
+                beta_end=0.012,
+                rescale_betas_zero_snr=True,
+            ),
+            "heun",
+            "The sampler heun cannot use the noise schedule of the pipeline's DDIMScheduler",
+        ),
+        (EDMEulerScheduler(), "ddim", "The sampler ddim cannot use the noise schedule of the pipeline's EDMEuler"),
+        (EDMEulerScheduler(), "euler", "The sampler euler cannot use the noise schedule of the pipeline's EDMEuler"),
+        (DDIMScheduler(prediction_type="sample"), "euler_ancestral", "prediction_type not implemented yet: sample"),
+        (DDPMScheduler(beta_schedule="sigmoid"), "dpm_solver", "sigmoid is not implemented"),
+    ],
+)
+def test_a_sampler_that_would_sample_wrongly_is_refused(scheduler: Any, name: SamplerName, message: str) -> None:
+    with pytest.raises(RequestError, match=rf"{message}.* Set sampling\.sampler to `own`"):
+        sampler_of(scheduler, name)
+
+
+def test_building_a_sampler_does_not_change_the_random_state() -> None:
+    before = torch.random.get_rng_state()
+    for name in ("ddpm", "euler_ancestral"):
+        sampler_of(DDIMScheduler(), name)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_an_empty_and_a_missing_negative_prompt_are_different_settings(pipeline: Path) -> None:

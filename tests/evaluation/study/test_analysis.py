@@ -2,7 +2,11 @@
 
 import json
 import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -15,7 +19,7 @@ from evaluation.study.results import format_results, write_results
 from evaluation.study.results import page as render
 from evaluation.study.schedule import Showing, make_schedule
 from evaluation.study.statistics.preference import preference
-from evaluation.study.votes import Vote, open_votes
+from evaluation.study.votes import Vote, Votes, open_votes
 from shards.base.durable import read_sealed_json
 from shards.base.errors import RequestError, exit_code_of
 from tests.evaluation.study.studies import make_set, make_study, random_score, votes_of
@@ -252,3 +256,29 @@ def test_power_does_not_need_a_study(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code_of(lambda: run(["vote"])) == 2
     assert "has no command `vote`. Choose one of: power, prepare" in capsys.readouterr().err
+
+
+def test_concurrent_invitations_go_to_different_raters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = make_study(tmp_path, raters=12)
+    together = Barrier(4, timeout=60)
+
+    @contextmanager
+    def open_together(study: Study) -> Iterator[Votes]:
+        with open_votes(study) as votes:
+            together.wait()
+            yield votes
+
+    monkeypatch.setattr("evaluation.study.__main__.open_votes", open_together)
+
+    def invite() -> None:
+        run(["invite", "3", "--output", str(study.folder)])
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(invite) for _ in range(4)]:
+            future.result()
+    links = re.findall(r"(\d+)\thttp://[^#]+#([\w-]+)", capsys.readouterr().out)
+    assert sorted(int(rater) for rater, _ in links) == list(range(1, 13))
+    with open_votes(study) as votes:
+        assert all(votes.rater_of(token) == int(rater) - 1 for rater, token in links)

@@ -194,6 +194,27 @@ def test_gold_items_from_a_file(tmp_path: Path) -> None:
             make_study(tmp_path / "other", gold={"file": str(table)})
 
 
+def test_gold_images_are_stored_upright(tmp_path: Path) -> None:
+    """Cameras store rotated pixels and an EXIF orientation."""
+    upright = Image.new("RGB", (48, 64), (200, 0, 0))
+    upright.paste((0, 0, 200), (0, 0, 48, 32))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the stored image must be rotated by 90° clockwise
+    upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "good.png", exif=exif)
+    Image.new("RGB", (48, 64)).save(tmp_path / "bad.png")
+    table = tmp_path / "gold.csv"
+    table.write_text("prompt,better,worse\na blue and red picture,good.png,bad.png\n")
+    study = make_study(tmp_path, gold={"file": str(table)})
+    (gold,) = study.protocol.gold
+    with Image.open(study.folder / "pictures" / gold.pictures[0]) as stored:
+        assert np.array_equal(np.asarray(stored), np.asarray(upright)) and not stored.getexif()
+    exif[0x011A] = (72, 1)  # the horizontal resolution, whose type becomes text
+    damaged = exif.tobytes().replace(b"\x01\x1a\x00\x05", b"\x01\x1a\x00\x02")
+    upright.save(tmp_path / "good.png", exif=damaged)
+    with pytest.raises(RequestError, match=r"good\.png cannot be decoded as PNG, WebP or JPEG"):
+        make_study(tmp_path / "other", gold={"file": str(table)})
+
+
 def test_a_study_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     sets = [make_set(tmp_path / f"set-{model}", model) for model in range(2)]
     (tmp_path / "file").touch()

@@ -18,6 +18,8 @@ from evaluation.study.protocol import Study
 from evaluation.study.schedule import make_schedule
 from evaluation.study.server import HEADER, HEADERS, MAX_KEYS, RateLimit, Server
 from evaluation.study.votes import Votes, open_votes
+from shards.base.config import load_config
+from shards.base.errors import RequestError
 from tests.evaluation.study.studies import make_study
 
 ANSWERS = {"quality": "first", "alignment": "tie"}
@@ -453,3 +455,37 @@ async def test_behind_a_proxy_the_address_is_taken_from_the_proxys_header(stage:
 
     assert [await guess(f"9.9.9.{n}, 1.1.1.1") for n in range(61)].count(429) == 1
     assert await guess("1.1.1.1, 2.2.2.2") == 403
+    for number in range(2):  # a proxy may add a header of its own instead of appending to the client's
+        headers = [("Origin", stage.origin), ("X-Forwarded-For", f"9.9.9.{number}"), ("X-Forwarded-For", "1.1.1.1")]
+        async with browser.client.post("/enter", json={"token": "guess"}, headers=headers) as reply:
+            assert reply.status == 429
+
+
+@pytest.mark.parametrize(
+    ("written", "sent"),
+    [
+        ("https://Study.Example.ORG", "https://study.example.org"),
+        ("https://study.example.org:443", "https://study.example.org"),
+        ("http://study.example.org:80", "http://study.example.org"),
+        ("http://study.example.org:8080", "http://study.example.org:8080"),
+        ("https://study.example.org:80", "https://study.example.org:80"),
+        ("https://bücher.example", "https://xn--bcher-kva.example"),
+        ("http://[::1]:8770", "http://[::1]:8770"),
+    ],
+)
+def test_an_origin_is_normalised_to_what_browsers_send(written: str, sent: str) -> None:
+    assert ServeConfig(origin=written).origin == sent
+
+
+@pytest.mark.parametrize(
+    ("origin", "message"),
+    [
+        ("https://study.example.org:99999", "invalid port number"),
+        ("https://study.example.org/", "should match pattern"),
+        ("https://study.example.org?x", "should match pattern"),
+        ("study.example.org", "should match pattern"),
+    ],
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin: str, message: str) -> None:
+    with pytest.raises(RequestError, match=rf"`origin` = '{re.escape(origin)}': .*{message}[^\n]*$"):
+        load_config(ServeConfig, None, ["--origin", origin], "test")
