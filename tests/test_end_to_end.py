@@ -73,7 +73,8 @@ def run_card(export: Path, folder: Path) -> None:
 
 
 def test_export_refuses_another_vae(latents: Path, tmp_path: Path) -> None:
-    train(["--config", str(write_config(tmp_path, train_fields(latents, tmp_path / "run", UNET, max_steps=1)))])
+    fields = train_fields(latents, tmp_path / "run", UNET, max_steps=1, ema={"start_step": None})
+    train(["--config", str(write_config(tmp_path, fields))])
     other = make_models(tmp_path / "other", seed=1)
     with pytest.raises(RequestError, match="is not the vae that encoded the latents"):
         train(["export", str(tmp_path / "run"), "--vae", str(other / "vae")])

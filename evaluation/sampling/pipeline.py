@@ -19,7 +19,7 @@ from evaluation.sampling.settings import Drawing, SamplerName
 from shards.base.device import Precision
 from shards.base.errors import RequestError, WorkError
 from shards.format.buckets import Bucket
-from shards.format.models import TRAINED_GUIDANCE
+from shards.format.models import DISABLED_OPTIONS, TRAINED_ARGUMENTS, TRAINED_GUIDANCE
 
 SCHEDULERS: dict[SamplerName, str] = {
     "ddim": "DDIMScheduler",
@@ -34,10 +34,6 @@ SCHEDULERS: dict[SamplerName, str] = {
 FLOW = "flow_prediction"
 PACKED = 4
 """Number of latent pixels (2 × 2) that some pipelines pack into one token."""
-DISABLED_OPTIONS = ("use_resolution_binning", "clean_caption")
-"""Options that are true by default in some pipelines, and are always disabled here. `use_resolution_binning` draws at
-the nearest of the pipeline's preset sizes and rescales the result. `clean_caption` rewrites prompts, but stage 1 does
-not rewrite captions in this way."""
 ZEROS = "force_zeros_for_empty_prompt"
 
 
@@ -129,7 +125,8 @@ def draw(pipeline: Any, samples: Sequence[PlannedImage], drawing: Drawing) -> Te
     if is_packed:
         latents = pipeline._pack_latents(latents, len(keys), *shape)
     accepted = inspect.signature(pipeline.__call__).parameters
-    options = {name: False for name in DISABLED_OPTIONS if name in accepted}
+    options: dict[str, Any] = {name: False for name in DISABLED_OPTIONS if name in accepted}
+    options |= network.config.get(TRAINED_ARGUMENTS, {})
     pictures: Tensor = pipeline(
         [sample.prompt.text for sample in samples],
         height=bucket.height,

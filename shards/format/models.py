@@ -43,6 +43,13 @@ PIPELINE_INDEX = "model_index.json"
 """File that names the class and components of a diffusers pipeline."""
 TRAINED_GUIDANCE = "_trained_guidance"
 """Field of an exported network's config.json that holds the constant value of its guidance input in training."""
+TRAINED_ARGUMENTS = "_trained_arguments"
+"""Field of an exported network's config.json that holds the arguments of the pipeline's call with which it encodes
+prompts as in training, where its defaults do not."""
+DISABLED_OPTIONS = ("use_resolution_binning", "clean_caption")
+"""Arguments of a pipeline's call that are true by default in some pipelines, and contradict training.
+`use_resolution_binning` draws at the nearest of the pipeline's preset sizes and rescales the result. `clean_caption`
+rewrites prompts, but stage 1 does not rewrite captions in this way."""
 PROBE_SIDE = 256
 """Side in pixels of the image that is used to determine an autoencoder's latent shape."""
 

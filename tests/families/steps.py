@@ -15,7 +15,7 @@ from evaluation.sampling.job import describe_drawing
 from evaluation.sampling.pipeline import PlannedImage, draw, load_pipeline
 from evaluation.sampling.prompts import Prompt
 from evaluation.sampling.settings import SamplingConfig
-from tests.families.calls import OWN, arguments
+from tests.families.calls import arguments
 from tests.families.small import Small, stir
 from tests.tiny import read_tar
 from train.config import TrainConfig
@@ -27,8 +27,6 @@ from train.prepare import prepare
 from train.trainer import Trainer
 
 STEPS = 3
-LIMITS = ("max_sequence_length", "tokenizer_max_length", "complex_human_instruction", "skip_text_cleaning")
-"""Arguments that fit the small text towers; evaluation leaves them at the pipelines' defaults."""
 CPU = torch.device("cpu")
 
 
@@ -120,8 +118,6 @@ def exported_case(made: Small, config: TrainConfig, trainer: Trainer, folder: Pa
     """
     name = made.family.name
     pipeline = load_pipeline(folder, "cpu", "float32")
-    encode, limits = pipeline.encode_prompt, {key: value for key, value in OWN[name].items() if key in LIMITS}
-    pipeline.encode_prompt = lambda *args, **kwargs: encode(*args, **kwargs | limits)
     recorder, network = Recorder(), getattr(pipeline, "unet", None) or pipeline.transformer
     recorder.attach(pipeline.scheduler)
     recorder.watch(network)

@@ -9,7 +9,7 @@ import diffusers
 import pytest
 
 from evaluation.sampling.pipeline import has_guidance_input
-from tests.families.small import Small, in_make_test, stir
+from tests.families.small import TOKENS, Small, in_make_test, stir
 from tests.families.starting import small_run, started
 from tests.families.steps import check_steps, exported_case
 from train.config import TrainConfig
@@ -49,6 +49,9 @@ def test_the_networks_inputs_are_those_of_training(name: str, small: Callable[[s
     assert (f"guidance_scale={TRAINED:g}," in code) == has_guidance_input(folder)
     assert "height=64, width=64" in code
     assert ("true_cfg_scale=" in code) == has_guidance_input(folder)
+    assert (f"max_sequence_length={TOKENS}," in code) == (name in ("flux1", "sd3", "pixart-sigma", "sana"))
+    assert ("use_resolution_binning=False," in code) == (name in ("pixart-sigma", "sana", "prx"))
+    assert ("clean_caption=False," in code) == (name in ("pixart-sigma", "sana"))
 
 
 def test_an_exported_unet_draws_the_size_that_was_trained(small: Callable[[str], Small]) -> None:

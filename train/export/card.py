@@ -3,23 +3,22 @@
 The template is card.md.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import diffusers
-
 from shards.base.durable import DamagedFile, read_sealed_json, sha256_file
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
+from shards.format.models import DISABLED_OPTIONS
 from shards.format.towers import TextTower
 from train.config import TrainConfig
 from train.data.selection import FilterConfig
-from train.export.components import default_size, trained_sizes
+from train.export.components import call_parameters, default_size, trained_sizes
 from train.export.evidence import describe_evaluations, describe_samples, evaluations, gpu_hours
 from train.export.posthoc import RECORD
+from train.export.prompts import prompt_arguments
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
 from train.model.network import class_name
@@ -113,7 +112,7 @@ def model_card(
         pipeline_class="DiffusionPipeline" if trimmed else pipeline,
         arguments=", ".join(["folder", *([trust] if trimmed else ["safety_checker=None"] if stock else [])]),
         folder=str(target),
-        guidance=_guidance_arguments(config),
+        call_arguments=_call_arguments(config, texts),
         size=sizes[0],
         sizes=", ".join(sorted(str(size) for size in sizes)),
         default=_describe_default(default_size(fingerprint, class_name(fingerprint["unet"]))),
@@ -150,17 +149,19 @@ def _describe_cost(run_dir: Path, step: int, global_batch_size: int) -> str:
     )
 
 
-def _guidance_arguments(config: TrainConfig) -> str:
-    """Return extra arguments for the card's code if the pipeline's defaults do not match the guidance used in training.
+def _call_arguments(config: TrainConfig, texts: list[TextTower]) -> str:
+    """Return extra arguments for the card's code where the pipeline's defaults do not match training.
 
     Pipelines whose `guidance_scale` is an input of the network need the value that was used in training. They apply
     classifier-free guidance only if they are given a negative prompt and `true_cfg_scale`.
     """
-    accepted = inspect.signature(getattr(diffusers, config.backbone.pipeline.class_name).__call__).parameters
+    accepted = call_parameters(config.backbone.pipeline)
     scales = [item.scale for item in config.backbone.inputs.values() if isinstance(item, Guidance)]
     lines = [f"guidance_scale={scale:g},  # an input of the network, constant in training" for scale in scales]
     if "true_cfg_scale" in accepted and config.objective.caption_dropout > 0:
         lines += ['negative_prompt="",', f"true_cfg_scale={GUIDANCE:g},"]
+    lines += [f"{name}=False," for name in DISABLED_OPTIONS if name in accepted]
+    lines += [f"{name}={value!r}," for name, value in prompt_arguments(config.backbone.pipeline, texts).items()]
     return "".join(f"    {line}\n" for line in lines)
 
 

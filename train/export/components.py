@@ -21,10 +21,10 @@ from train.data.spec import keep_towers
 from train.model.backbone import PipelineConfig
 from train.model.network import UNET
 
-CLIP_LAYERS = {"StableDiffusionXLPipeline": -2, "StableDiffusion3Pipeline": -2}
-"""Layer of CLIP's hidden states that a pipeline uses, for pipelines that do not use the last."""
 CLIP_TOKENS = 77
 """CLIP's maximum number of tokens."""
+LENGTH = "max_sequence_length"
+"""Argument of a pipeline's call with the number of tokens per prompt for text encoders other than CLIP."""
 ZEROS = "force_zeros_for_empty_prompt"
 """Constructor argument of pipelines that can replace a missing negative prompt with zeros."""
 OWN_PIPELINE = (
@@ -103,18 +103,27 @@ def check_length(tokenizer: Path, tokens: int) -> None:
         )
 
 
-def clip_lengths(recorded: Mapping[str, Weights], texts: Sequence[TextTower]) -> dict[str, int]:
-    """Return a dict from the pipeline's tokenizers of CLIP to the number of tokens with which captions were encoded.
+def tokenizer_lengths(
+    pipeline: PipelineConfig, recorded: Mapping[str, Weights], texts: Sequence[TextTower]
+) -> dict[str, int]:
+    """Return a dict from tokenizers whose `model_max_length` limits prompts to the number of tokens with which captions
+    were encoded.
 
-    Pipelines pad prompts for CLIP to the tokenizer's `model_max_length`.
+    These are CLIP's tokenizers, and all tokenizers of pipelines without the argument LENGTH.
 
     Args:
         recorded: the pipeline's components, from `recorded_components`.
         texts: the text towers, in the pipeline's order.
     """
     tokenizers = [name for name in recorded if name.startswith("tokenizer")]
+    has_length = LENGTH in call_parameters(pipeline)
     towers = zip(tokenizers, texts, strict=True)
-    return {name: text.max_tokens for name, text in towers if text.class_name.startswith("CLIPText")}
+    return {name: text.max_tokens for name, text in towers if is_clip(text) or not has_length}
+
+
+def is_clip(text: TextTower) -> bool:
+    """Return whether a text tower is CLIP's."""
+    return text.class_name.startswith("CLIPText")
 
 
 def pipeline_class(pipeline: PipelineConfig) -> Any:
@@ -137,6 +146,16 @@ def pipeline_class(pipeline: PipelineConfig) -> Any:
 def constructor(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of the pipeline's constructor. Raises RequestError if diffusers has no such pipeline."""
     return inspect.signature(pipeline_class(pipeline).__init__).parameters
+
+
+def call_parameters(pipeline: PipelineConfig) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the pipeline's call. Raises RequestError if diffusers has no such pipeline."""
+    return inspect.signature(pipeline_class(pipeline).__call__).parameters
+
+
+def call_source(pipeline: PipelineConfig) -> str:
+    """Return the source code of the pipeline's call, which contains the sampling loop."""
+    return inspect.getsource(pipeline_class(pipeline).__call__)
 
 
 def check_unconditional(config: TrainConfig) -> None:
@@ -170,8 +189,7 @@ def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
     replace a missing encoder's output with zeros.
 
     Raises:
-        RequestError: backbone.inputs and backbone.pipeline.towers name different towers, or the pipeline uses different
-            padding or a different layer.
+        RequestError: backbone.inputs and backbone.pipeline.towers name different towers.
     """
     pipeline = config.backbone.pipeline
     backbone = config.backbone.resolved(keep_towers(encoding, config.data.towers).texts)
@@ -190,33 +208,23 @@ def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
             f"{' and '.join(missing)} to backbone.pipeline.towers, or remove "
             f"{'it' if len(missing) == 1 else 'them'} from backbone.inputs."
         )
-    _check_states(pipeline, {name: encoding.texts[name] for name in backbone.states.names})
 
 
-def _check_states(pipeline: PipelineConfig, towers: Mapping[str, TextTower]) -> None:
-    """Check that the pipeline gives the network the same tokens and layer of each tower's hidden states as training.
+def check_normalisation(pipeline: PipelineConfig, image: ImageTower) -> None:
+    """Check that the pipeline undoes the normalisation of latents before it decodes them.
 
     Raises:
-        RequestError: the pipeline hides padding and the stored captions do not, or the reverse, or it uses a different
-            layer.
+        RequestError: latents are shifted, or scaled per channel, and the pipeline's call ignores the VAE's config field
+            for that.
     """
-    masks = "prompt_attention_mask" in inspect.signature(pipeline_class(pipeline).__call__).parameters
-    for name, tower in towers.items():
-        if tower.hides_padding != masks:
-            remedy = "`masked` set to true" if masks else "`masked` and `trim` set to false"
-            raise RequestError(
-                f"{pipeline.class_name} {'hides padding from' if masks else 'shows padding to'} the network, but "
-                f"captions for {name} were encoded {'without' if masks else 'with'} `masked` or `trim`, so "
-                f"the pipeline's inputs would differ from those in training. Encode the captions with {remedy}. If the "
-                f"network is trained: {OWN_PIPELINE}"
-            )
-        layer = CLIP_LAYERS.get(pipeline.class_name, tower.layer)
-        if tower.class_name.startswith("CLIPText") and tower.layer != layer:
-            raise RequestError(
-                f"{pipeline.class_name} uses layer {layer} of {name}, but captions were encoded with layer "
-                f"{tower.layer}, so the pipeline's inputs would differ from those in training. Set texts.{name}.layer "
-                f"to {layer} and encode them again. If the network is trained: {OWN_PIPELINE}"
-            )
+    per_channel = len(set(image.scale)) > 1 or len(set(image.shift)) > 1
+    fields = ["latents_mean", "latents_std"] if per_channel else ["shift_factor"] if any(image.shift) else []
+    if ignored := [field for field in fields if field not in call_source(pipeline)]:
+        raise RequestError(
+            f"{pipeline.class_name} ignores {' and '.join(ignored)} in the VAE's config, but training normalises "
+            f"latents with shift {image.shift} and scale {image.scale}, so every exported image would be decoded from "
+            f"wrong latents. {OWN_PIPELINE}"
+        )
 
 
 def trained_sizes(fingerprint: Mapping[str, Any]) -> list[Bucket]:

@@ -27,8 +27,16 @@ from shards.base.errors import RequestError, WorkError
 from shards.base.store import LocalPath, Place
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.models import TRAINED_GUIDANCE, hash_weights, model_folder
-from shards.format.towers import Weights
+from shards.format.models import (
+    TRAINED_ARGUMENTS,
+    TRAINED_GUIDANCE,
+    hash_weights,
+    model_folder,
+    probe_autoencoder,
+    read_model_config,
+)
+from shards.format.normalisation import normalisation
+from shards.format.towers import ImageTower, TextTower, Weights
 from shards.open import open_store
 from train.config import TrainConfig
 from train.data.spec import keep_towers
@@ -36,19 +44,21 @@ from train.export.card import ExportedWeights, exported_weights, model_card
 from train.export.components import (
     check_length,
     check_network,
+    check_normalisation,
     check_same_encoders,
     check_unconditional,
-    clip_lengths,
     default_size,
     network_name,
     pipeline_texts,
     recorded_components,
     set_length,
+    tokenizer_lengths,
     trained_sizes,
     write_index,
 )
 from train.export.evidence import copy_samples, describe_funnels, evaluations
 from train.export.fold import fold_text
+from train.export.prompts import check_prompts, prompt_arguments
 from train.export.scheduler import check_steps, scheduler_of
 from train.export.single_file import check_class, is_single_file, modelspec, write_single_file
 from train.model.backbone import PipelineConfig
@@ -181,8 +191,9 @@ def _write_pipeline(
     recorded = recorded_components(pipeline, encoding.image, texts)
     is_stock = pipeline.class_name == PipelineConfig().class_name
     if not is_stock:
-        check_same_encoders(encoding, config)
+        _check_texts(config, encoding)
     check_unconditional(config)
+    check_normalisation(pipeline, encoding.image)
     given = {"vae": options.vae, "text_encoder": options.text_encoder, "tokenizer": options.tokenizer} | options.models
     if unknown := sorted(set(options.models) - set(recorded)):
         raise RequestError(
@@ -190,7 +201,8 @@ def _write_pipeline(
             f"{', '.join(recorded)}. Choose from these."
         )
     components = {name: _matching_model(name, given.get(name), recorded) for name, recorded in recorded.items()}
-    lengths = clip_lengths(recorded, texts)
+    _check_vae(components["vae"], encoding.image)
+    lengths = tokenizer_lengths(pipeline, recorded, texts)
     if options.format == "single-file":
         for name, tokens in lengths.items():
             check_length(components[name], tokens)
@@ -206,7 +218,7 @@ def _write_pipeline(
         read = keep_towers(encoding, config.data.towers).texts
         trained = checkpoint.content["fingerprint"].get("text_projection")
         projection = fold_text(private / network_name(pipeline), config.backbone.resolved(read), read, trained)
-        _complete_config(private / network_name(pipeline) / "config.json", config, checkpoint, encoding)
+        _complete_config(private / network_name(pipeline) / "config.json", config, checkpoint, encoding, texts)
         scheduler = scheduler_of(pipeline, config.objective, latent_hw)
         scheduler.save_pretrained(private / "scheduler")
         trimmed = is_stock and texts[0].trim
@@ -230,16 +242,25 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
 
     Raises:
         RequestError: the class does not exist, it takes other networks, its text encoders differ from the towers that
-            the network reads, its scheduler cannot be built, or it cannot sample with this scheduler.
+            the network reads, it encodes prompts or normalises latents differently from training, its scheduler cannot
+            be built, or it cannot sample with this scheduler.
     """
     pipeline = config.backbone.pipeline
     # the default pipeline is checked only at export, because a network can be trained without any pipeline
     if pipeline.class_name != PipelineConfig().class_name:
         check_network(pipeline, class_of(read_unet_config(config.network), config.network).__name__)
         recorded_components(pipeline, encoding.image, pipeline_texts(encoding, config))
-        check_same_encoders(encoding, config)
+        _check_texts(config, encoding)
         check_unconditional(config)
+        check_normalisation(pipeline, encoding.image)
     check_steps(pipeline, scheduler_of(pipeline, config.objective))
+
+
+def _check_texts(config: TrainConfig, encoding: EncodingRecord) -> None:
+    """Check that a named pipeline has the text encoders of training, and uses them in the same way."""
+    check_same_encoders(encoding, config)
+    texts = keep_towers(encoding, config.data.towers).texts
+    check_prompts(config.backbone.resolved(texts), texts, config.objective.caption_dropout)
 
 
 def _check_target(target: Path, options: ExportConfig) -> None:
@@ -286,7 +307,9 @@ def _load_checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
     return checkpoint
 
 
-def _complete_config(path: Path, config: TrainConfig, checkpoint: Checkpoint, encoding: EncodingRecord) -> None:
+def _complete_config(
+    path: Path, config: TrainConfig, checkpoint: Checkpoint, encoding: EncodingRecord, texts: list[TextTower]
+) -> None:
     """Add to the exported network's config.json the training settings that a sampler needs.
 
     diffusers ignores fields whose names begin with an underscore, but keeps them in the file.
@@ -297,6 +320,9 @@ def _complete_config(path: Path, config: TrainConfig, checkpoint: Checkpoint, en
     for item in config.backbone.inputs.values():
         if isinstance(item, Guidance):
             fields[TRAINED_GUIDANCE] = item.scale
+    fields.pop(TRAINED_ARGUMENTS, None)  # those of another export, if backbone.config is its config.json
+    if arguments := prompt_arguments(config.backbone.pipeline, texts):
+        fields[TRAINED_ARGUMENTS] = arguments
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
@@ -336,3 +362,20 @@ def _matching_model(name: str, given: str | None, recorded: Weights) -> Path:
             f"hash {found.sha256[:12]}… instead of {recorded.sha256[:12]}…. Pass the right model with {option}."
         )
     return folder
+
+
+def _check_vae(folder: Path, image: ImageTower) -> None:
+    """Check that the VAE's config normalises latents as in training. Its content hash does not cover this.
+
+    Raises:
+        RequestError: the scale or the shift differs.
+    """
+    vae = probe_autoencoder(image.class_name, read_model_config(folder)).vae
+    found = normalisation(vae.config, image.channels, f"{folder}/config.json")
+    if found != {"scale": image.scale, "shift": image.shift}:
+        raise RequestError(
+            f"{folder}/config.json normalises latents with scale {found['scale']} and shift {found['shift']}, but the "
+            f"network was trained with scale {image.scale} and shift {image.shift} (encoding.json), so the pipeline "
+            f"would decode its latents wrongly. Pass a copy of the VAE with the normalisation of training with --vae "
+            f"FOLDER."
+        )

@@ -8,7 +8,7 @@ import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 
 from shards.base.errors import RequestError
-from train.export.components import pipeline_class
+from train.export.components import call_source
 from train.model.backbone import PipelineConfig
 from train.objective.config import ObjectiveConfig
 from train.objective.paths import noise_scheduler
@@ -52,7 +52,7 @@ def scheduler_of(pipeline: PipelineConfig, objective: ObjectiveConfig, latent_hw
             from a network trained with this objective.
     """
     default, is_flow = sampler(objective, latent_hw), objective.prediction == "flow_matching"
-    computes_shift = "calculate_shift(" in _source(pipeline)
+    computes_shift = "calculate_shift(" in call_source(pipeline)
     fits = "FlowMatchEulerDiscreteScheduler" if is_flow and computes_shift else type(default).__name__
     name = pipeline.scheduler or fits
     try:
@@ -100,18 +100,13 @@ def _supports(scheduler: Any, objective: ObjectiveConfig) -> bool:
     return noise is not None and noise.shape == trained.shape and torch.allclose(noise, trained, rtol=1e-6, atol=1e-7)
 
 
-def _source(pipeline: PipelineConfig) -> str:
-    """Return the source code of the pipeline's sampling loop."""
-    return inspect.getsource(pipeline_class(pipeline).__call__)
-
-
 def check_steps(pipeline: PipelineConfig, scheduler: Any) -> None:
     """Check that the pipeline can use this scheduler, by making the same calls. This can change the scheduler's config.
 
     Raises:
         RequestError: the pipeline cannot use this scheduler.
     """
-    source = _source(pipeline)
+    source = call_source(pipeline)
     is_optional = "use_dynamic_shifting" in source  # such a pipeline passes a shift only to schedulers that need it
     is_scaled = False
     passes_mu = "calculate_shift(" in source and (scheduler.config.get("use_dynamic_shifting") or not is_optional)

@@ -34,8 +34,15 @@ HASH = "modelspec.hash_sha256"
 NO_HASH = "0x" + "0" * 64
 MADE_BY = {"format": "pt", "latentmill": "single-file"}
 """Metadata of every file that this module writes."""
-SCHEDULE = {"num_train_timesteps": 1000, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+SCHEDULE: dict[str, Any] = {
+    "num_train_timesteps": 1000,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+}
 """Stable Diffusion's noise schedule, which user interfaces assume for every U-Net."""
+FLOW_SCHEDULE: dict[str, Any] = {"num_train_timesteps": 1000}
+"""Settings of flow matching that user interfaces assume for every transformer."""
 PREDICTION_TYPES = {"epsilon": "epsilon", "v_prediction": "v"}
 """Predictions for which user interfaces can sample from a U-Net, and their names in modelspec."""
 
@@ -543,19 +550,21 @@ def check_class(pipeline_class: str | list[str], objective: ObjectiveConfig) -> 
     """Check that user interfaces can sample from a pipeline of this class in a single file.
 
     Raises:
-        RequestError: the class has no single-file layout, or its U-Net was trained with an objective that user
+        RequestError: the class has no single-file layout, or its network was trained with an objective that user
             interfaces do not assume.
     """
+    network, predictions, schedule = "U-Net", [*PREDICTION_TYPES], SCHEDULE
     if "unet" not in layout_of(pipeline_class).components:
+        network, predictions, schedule = "transformer", ["flow_matching"], FLOW_SCHEDULE
+    settings = {name: getattr(objective, name) for name in schedule}
+    if objective.prediction in predictions and settings == schedule:
         return
-    settings = {name: getattr(objective, name) for name in SCHEDULE}
-    if objective.prediction in PREDICTION_TYPES and settings == SCHEDULE:
-        return
-    trained = {"prediction": objective.prediction} | (settings if objective.prediction != "flow_matching" else {})
+    if objective.prediction == "flow_matching":
+        settings = {name: settings[name] for name in FLOW_SCHEDULE}  # the rest is unused
     raise RequestError(
-        f"The U-Net was trained with {_listed(trained)}, which a single file cannot record. ComfyUI and AUTOMATIC1111 "
-        f"assume prediction epsilon or v_prediction with {_listed(SCHEDULE)}, so they would generate wrong images. "
-        f"Export it as a folder for diffusers instead."
+        f"The {network} was trained with {_listed({'prediction': objective.prediction} | settings)}, which a single "
+        f"file cannot record. ComfyUI and AUTOMATIC1111 assume prediction {' or '.join(predictions)} with "
+        f"{_listed(schedule)}, so they would generate wrong images. Export it as a folder for diffusers instead."
     )
 
 

@@ -18,6 +18,7 @@ from train.__main__ import run as command
 from train.config import TrainConfig
 from train.export.components import check_length, pipeline_texts, set_length
 from train.export.pipeline import check_pipeline
+from train.export.prompts import prompt_arguments
 from train.export.scheduler import sampler, scheduler_of
 from train.model.backbone import PipelineConfig
 from train.objective.config import ObjectiveConfig
@@ -27,6 +28,7 @@ CONFIGS = Path("configs")
 FAMILIES = sorted(path.parent.name for path in CONFIGS.glob("*/phase1.yaml"))
 FLOW = ObjectiveConfig(prediction="flow_matching", shift={"factor": 3.0})
 LOG_LINEAR = ObjectiveConfig(prediction="flow_matching", shift={"kind": "log_linear"})
+NO_INSTRUCTION: dict[str, Any] = {"complex_human_instruction": []}
 ZERO_SNR = ObjectiveConfig(prediction="v_prediction", zero_terminal_snr=True)
 
 
@@ -38,20 +40,29 @@ def shipped(family: str, phase: int = 1, **pipeline: Any) -> TrainConfig:
 
 
 def encoded(family: str, **changes: Any) -> EncodingRecord:
-    """Return the record of a root that was encoded by a family's stage 1, with fields of its text towers overridden."""
+    """Return the record of a root that was encoded by a family's stage 1, with fields of its text towers overridden.
+    Those of CLIP always have 77 tokens."""
     stage1 = load_config(PrecomputeConfig, CONFIGS / family / "precompute.yaml", [], "precompute")
     record = encoding_record(77, 8)
     texts = {}
     for name, tower in stage1.texts.items():
+        is_clip = "clip" in name or name == "text"
+        max_tokens = 77 if is_clip else changes.get("max_tokens", tower.max_tokens or 0)
+        max_tokens += 200 * tower.beyond_template
         fields: dict[str, Any] = {
-            "class_name": "CLIPTextModel" if "clip" in name or name == "text" else "T5EncoderModel",
+            "class_name": "CLIPTextModel" if is_clip else "T5EncoderModel",
+            "template": tower.template,
+            "lower": tower.lower,
+            "empty": tower.empty,
+            "keep": tower.keep,
             "layer": tower.layer,
             "masked": tower.masked,
             "states": tower.states,
             "pooled": 8 * tower.pooled,
             "trim": bool(tower.trim),
         }
-        texts[name] = record.texts["text"].model_copy(update=fields | changes)
+        found = record.texts["text"].model_copy(update=fields | changes | {"max_tokens": max_tokens})
+        texts[name] = found.model_copy(update={"length": len(found.kept)})
     return record.model_copy(update={"texts": texts})
 
 
@@ -66,8 +77,18 @@ def test_the_shipped_families_can_be_exported(family: str, phase: int) -> None:
     ("family", "changes", "said"),
     [
         ("sdxl", {"trim": True}, "shows padding to the network, but captions for clip_l were encoded with `masked`"),
-        ("sdxl", {"layer": "last"}, "uses layer -2 of clip_l, but captions were encoded with layer last"),
-        ("sd3", {"masked": True}, "Encode the captions with `masked` and `trim` set to false"),
+        ("sdxl", {"layer": "last"}, "uses layer -2, but captions for clip_l were encoded with layer last"),
+        ("flux1", {"layer": -2}, "uses layer last, but captions for t5 were encoded with layer -2"),
+        ("flux1", {"template": "a photo of {}"}, "adds no text to the prompt, but captions for t5 were encoded with"),
+        ("sana", {"template": "{} in oil"}, "only before the prompt, but captions for gemma were .* '{} in oil', so"),
+        ("flux1", {"lower": True}, "does not convert prompts to lower case, but captions for t5 were encoded with `lo"),
+        ("prx", {"lower": False}, "converts prompts to lower case, but captions for t5gemma were encoded without"),
+        ("flux1", {"keep": ((0, 64),)}, r"uses all tokens, but captions for t5 were encoded with keep \[\[0, 64\]\]"),
+        ("sana", {"keep": ((0, 64),)}, "uses the first token and the last ones, but captions for gemma were encoded"),
+        ("flux1", {"max_tokens": 600}, "accepts at most 512 tokens, but captions for t5 were encoded with 600 tokens"),
+        ("flux1", {"empty": "nothing"}, "the empty prompt as its .*, but dropped captions for t5 .* 'nothing', so"),
+        ("sana", {"empty": None}, "dropped captions for gemma were encoded as .Given a user prompt, generate an 'Enh"),
+        ("sd3", {"masked": True}, "Set `masked` and `trim` of texts.clip_[lg] to false, and encode"),
         (
             "pixart-sigma",
             {"masked": False, "trim": False},
@@ -80,6 +101,55 @@ def test_captions_that_the_pipeline_encodes_differently_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=said):
         check_pipeline(shipped(family), encoded(family, **changes))
+
+
+def test_texts_that_have_no_effect_are_not_refused() -> None:
+    """Unused prompts for dropped captions, and the case of captions for CLIP, whose tokenizer ignores it."""
+    config = shipped("flux1")
+    objective = config.objective.model_copy(update={"caption_dropout": 0.0})
+    check_pipeline(config.model_copy(update={"objective": objective}), encoded("flux1", empty="nothing"))
+    check_pipeline(shipped("sdxl"), encoded("sdxl", empty="nothing"))  # its unconditional input is zeros
+    check_pipeline(shipped("sdxl"), encoded("sdxl", lower=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("flux1", {"max_tokens": 128}, {"max_sequence_length": 128}),
+        ("sana", {"template": "draw\n{}"}, {"complex_human_instruction": ["draw\n"]}),
+        ("sana", {"template": "{}", "keep": ((None, None),)}, {"max_sequence_length": 498} | NO_INSTRUCTION),
+        *((family, {}, {}) for family in FAMILIES),
+    ],
+)
+def test_the_pipelines_call_encodes_prompts_like_captions(
+    family: str, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config, encoding = shipped(family), encoded(family, **changes)
+    check_pipeline(config, encoding)
+    assert prompt_arguments(config.backbone.pipeline, encoding.texts.values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "image", "said"),
+    [
+        ("pixart-sigma", {"shift": (0.1,) * 4}, "PixArtSigmaPipeline ignores shift_factor in the VAE's config"),
+        ("sdxl", {"shift": (0.1,) * 4}, "StableDiffusionXLPipeline ignores shift_factor"),
+        ("sana", {"shift": (0.1,) * 4}, "SanaPipeline ignores shift_factor"),
+        ("flux1", {"scale": (1.0, 2.0, 1.0, 1.0)}, "FluxPipeline ignores latents_mean and latents_std"),
+        ("sdxl", {"scale": (1.0, 2.0, 1.0, 1.0), "shift": (0.1, 0.0, 0.0, 0.0)}, None),
+        *((family, {"shift": (0.1,) * 4}, None) for family in ("sd3", "flux1", "prx")),
+    ],
+)
+def test_a_pipeline_must_undo_the_normalisation_of_latents(
+    family: str, image: dict[str, Any], said: str | None
+) -> None:
+    encoding = encoded(family)
+    encoding = encoding.model_copy(update={"image": encoding.image.model_copy(update=image)})
+    if said is None:
+        check_pipeline(shipped(family), encoding)
+        return
+    with pytest.raises(RequestError, match=said):
+        check_pipeline(shipped(family), encoding)
 
 
 @pytest.mark.parametrize(

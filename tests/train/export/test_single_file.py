@@ -33,6 +33,8 @@ from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, CLIPTextM
 
 from examples.shapes.models import MODELS
 from shards.base.errors import RequestError, WorkError
+from shards.base.store import LocalStore
+from shards.format.encoding import EncodingRecord
 from tests.runs import UNET, train_fields, write_config
 from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
@@ -259,6 +261,19 @@ def test_the_command_exports_a_run(run: Path, tmp_path: Path, capsys: pytest.Cap
         command(["export", str(run), "--output", str(path / "below" / "a" / "file")])
 
 
+def test_a_vae_with_a_different_normalisation_is_refused(run: Path, latents: Path, tmp_path: Path) -> None:
+    """Its content hash does not cover scale and shift, because training applies those of encoding.json."""
+    source = Path(EncodingRecord.load(LocalStore(latents)).image.weights.name)
+    folder = shutil.copytree(source, tmp_path / "vae")
+    command(["export", str(run), "--vae", str(folder)])
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"scaling_factor": 0.9}))
+    with pytest.raises(
+        RequestError, match=r"normalises latents with scale \(0\.9, .* was trained with scale \(0\.5, .* --vae"
+    ):
+        command(["export", str(run), "--vae", str(folder)])
+
+
 def test_an_export_may_be_a_link_and_a_full_disk_is_reported(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +322,7 @@ def test_bytes_are_reproducible_and_sdxl_is_marked(version_2: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "objective", "said"),
     [
-        ("StableDiffusionPipeline", {"prediction": "flow_matching"}, "trained with prediction flow_matching, which"),
+        ("StableDiffusionPipeline", {"prediction": "flow_matching"}, "flow_matching, num_train_timesteps 1000, which"),
         (
             "StableDiffusionPipeline",
             {"prediction": "sample"},
@@ -316,6 +331,9 @@ def test_bytes_are_reproducible_and_sdxl_is_marked(version_2: Path, tmp_path: Pa
         ("StableDiffusionXLPipeline", {"beta_end": 0.02}, r"beta_start 0\.00085, beta_end 0\.02, which a single file"),
         ("StableDiffusionXLPipeline", {"beta_schedule": "linear"}, "beta_schedule linear"),
         ("StableDiffusionPipeline", {"num_train_timesteps": 500}, "num_train_timesteps 500"),
+        ("StableDiffusion3Pipeline", {}, "The transformer was trained with prediction epsilon, num_train_timesteps 1"),
+        ("StableDiffusion3Pipeline", {"prediction": "v_prediction"}, "1111 assume prediction flow_matching with num_t"),
+        ("FluxPipeline", {"prediction": "flow_matching", "num_train_timesteps": 500}, "num_train_timesteps 500, which"),
     ],
 )
 def test_objectives_that_a_single_file_does_not_contain_are_refused(
@@ -323,7 +341,7 @@ def test_objectives_that_a_single_file_does_not_contain_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=said):
         check_class(name, ObjectiveConfig.model_validate(objective))
-    check_class(name, ObjectiveConfig(prediction="v_prediction", zero_terminal_snr=True))
+    check_class("StableDiffusionPipeline", ObjectiveConfig(prediction="v_prediction", zero_terminal_snr=True))
     check_class("FluxPipeline", ObjectiveConfig(prediction="flow_matching"))
 
 
