@@ -12,10 +12,13 @@ from plan.measured import Rates
 from plan.report import Inputs, phase_row
 from shards.base.config import load_config
 from shards.format.encoding import EncodingRecord
+from shards.format.towers import TextTower
 
 CONFIGS = Path("configs")
 FAMILIES = sorted(path.parent.name for path in CONFIGS.glob("*/plan.yaml"))
 GPUS_OF_A_NODE = 8
+AS_ENCODED = ("layer", "lower", "template", "empty", "keep")
+"""Fields of stage 1's text towers that do not change the size of samples, but that the family's pipeline expects."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ def read_family(name: str) -> Family:
     image = image.model_copy(update={"storage": plan.image.storage, "posterior": posterior})
     # not as a PrecomputeConfig, whose module imports Ray, which the GPU check does without
     encoders = yaml.safe_load((CONFIGS / name / "precompute.yaml").read_text()).get("texts", {})
-    texts = {
-        tower: stored.model_copy(update={"layer": encoders.get(tower, {}).get("layer", "last")})
-        for tower, stored in zip(work.texts, inputs.texts, strict=True)
-    }
+    texts = {}
+    for tower, stored in zip(work.texts, inputs.texts, strict=True):
+        recorded = {name: value for name, value in encoders.get(tower, {}).items() if name in AS_ENCODED}
+        texts[tower] = TextTower.model_validate(stored.model_dump() | recorded)
     encoding = encoding_record(1, 1).model_copy(update={"image": image, "texts": texts})
     rate = phase_row(inputs, phase, GPUS_OF_A_NODE, online=False).images_per_second
     return Family(name, encoding, phase.bucket, round(plan.text.tokens), rate)
