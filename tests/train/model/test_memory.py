@@ -88,6 +88,17 @@ def memory(unet: Any, backbone: BackboneConfig, encoding: EncodingRecord, **chan
     return step_memory(unet, backbone, encoding, HW, replace(SETTINGS, **changes))
 
 
+def test_a_batch_takes_five_float32_tensors_of_latents_and_the_stored_text(
+    unet: Any, backbone: BackboneConfig, encoding: EncodingRecord
+) -> None:
+    """Latents, noise, the posterior's noise, noisy latents and the target."""
+    (text,) = encoding.texts.values()
+    found = memory(unet, backbone, encoding)
+    images = SETTINGS.images
+    assert text.storage == "float16" and not text.pooled
+    assert found.batch == images * (5 * 4 * encoding.image.channels * HW[0] * HW[1] + 2 * text.length * text.width)
+
+
 def test_the_recorder_counts_live_bytes() -> None:
     kilobyte, held = 1024, torch.zeros(1024)
     with Recorder() as live:
