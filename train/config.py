@@ -131,7 +131,8 @@ class TrainConfig(Config):
         if self.ema.start_step is not None and self.ema.start_step > self.max_steps:
             raise ValueError(
                 f"ema.start_step {self.ema.start_step} is after the run's last step, max_steps {self.max_steps}, so "
-                f"the run would end without a moving average; lower ema.start_step, or set it to null to do without"
+                f"the run would end without a moving average; lower ema.start_step, or set it to null to train without "
+                f"one"
             )
         if self.validation.weights == "ema" and self.ema.start_step is None:
             raise ValueError("validation.weights is ema, but the run keeps no moving average; set ema.start_step")

@@ -102,7 +102,8 @@ class TableConfig:
 
     @property
     def identity(self) -> str:
-        """What encoding.json records: the SHA-256 of the file, and the name of the key column unless it is `key`."""
+        """Identifier of the table in encoding.json: the file's SHA-256, followed by ` by KEY` unless the key column is
+        named `key`."""
         return self.sha256 if self.key == "key" else f"{self.sha256} by {self.key}"
 
     @property

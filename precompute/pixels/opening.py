@@ -79,14 +79,14 @@ def turns_of(image: ImageFile) -> tuple[bool, bool, bool]:
 
 
 def box_turns_of(image: ImageFile) -> tuple[bool, bool, bool]:
-    """Return the arguments with which `turned_boxes` converts boxes that refer to an image in the other orientation,
-    upright or as stored, than the one in which Pillow decodes it. It must not have been decoded yet.
+    """Return the arguments for `turned_boxes` that convert boxes between the upright image and the image as stored,
+    into the orientation in which Pillow decodes it. Call this before the image is decoded.
 
     Raises:
         Reject: `undecodable`.
     """
     flip_x, flip_y, turned = _recorded_turns(image)
-    # to make a box upright, it is flipped before it is transposed, so the flips are of the other sides
+    # Pillow decodes TIFFs upright; boxes are then flipped before they are transposed, which swaps the flips
     return (flip_y, flip_x, True) if turned and image.format == "TIFF" else (flip_x, flip_y, turned)
 
 

@@ -241,7 +241,7 @@ def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
     if not intact:
         raise DamagedFile(
             f"{where} is damaged: its content does not match the SHA-256 stored in it. Restore it from a "
-            f"backup. If it is a latents root's, `python -m shards verify ROOT` lists all damaged files."
+            f"backup. If it belongs to a latents root, `python -m shards verify ROOT` lists all damaged files."
         )
     return value
 
@@ -264,29 +264,38 @@ def parse_json_lines(data: bytes, where: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[BinaryIO]:
+def locked(path: Path, waiting: str = "") -> Iterator[BinaryIO]:
     """Create or truncate the file `path`, and yield it, open for writing and exclusively locked. The kernel releases
-    the lock if this process dies. Raises RequestError if the file system does not support locks."""
+    the lock if this process dies.
+
+    Args:
+        waiting: line to print if another process holds the lock; empty: nothing is printed.
+
+    Raises:
+        RequestError: the file system does not support locks.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
-        flock(file.fileno(), path)
+        try:
+            flock(file.fileno(), path, wait=False)
+        except BlockingIOError:
+            if waiting:
+                print(waiting, flush=True)
+            flock(file.fileno(), path)
         yield file
 
 
 @contextmanager
 def one_writer(output: Path) -> Iterator[None]:
-    """Create the folder `output`, and wait, with a line on stdout, until no other command writes to it.
+    """Create the folder `output`, and keep other commands from writing to it inside the block. If another command
+    writes to it, print a line and wait.
 
-    Raises RequestError if the folder cannot be created or its file system does not support locks."""
+    Raises:
+        RequestError: the folder cannot be created, or its file system does not support locks.
+    """
     with output_errors(f"The output folder {output} cannot be created", "Choose a writable --output."):
         output.mkdir(parents=True, exist_ok=True)
-    path = output / ".lock"
-    with path.open("wb") as file:
-        try:
-            flock(file.fileno(), path, wait=False)
-        except BlockingIOError:
-            print(f"Waiting for another command that writes to {output} …", flush=True)
-            flock(file.fileno(), path)
+    with locked(output / ".lock", f"Waiting for another command that writes to {output} …"):
         yield
 
 

@@ -68,7 +68,7 @@ PATH_ADVICE = {
     errno.ELOOP: "Remove the link, which leads back to itself",
     errno.ENAMETOOLONG: "Choose a shorter path",
 }
-"""What to do about errors that are due to the file system's content rather than a bug in this program."""
+"""Error number → advice, for errors caused by the files on disk rather than by a bug in this program."""
 
 
 def is_storage_error(error: BaseException | None) -> bool:

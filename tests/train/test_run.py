@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -295,17 +296,22 @@ def test_a_file_with_a_flipped_bit_is_named_and_stops_the_run(latents: Path, tmp
     assert f"{path} is damaged: its xxh3_64 does not match its index" in result.stderr.replace("\n", " ")
 
 
-def test_non_finite_steps_change_nothing_and_too_many_stop_the_run(
-    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Latents are infinite from the fourth step on, so weights and optimizer state must stay those of step 3."""
+def make_infinite(steps: Collection[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the latents of these steps (counted from 1) infinite."""
     add_noise = DiffusionLoss.add_noise
 
     def blow_up(self: DiffusionLoss, batch: Batch, draws: Draws) -> NoisyBatch:
         noisy = add_noise(self, batch, draws)
-        return replace(noisy, latents=noisy.latents * float("inf")) if draws.step >= 3 else noisy
+        return replace(noisy, latents=noisy.latents * float("inf")) if draws.step + 1 in steps else noisy
 
     monkeypatch.setattr(DiffusionLoss, "add_noise", blow_up)
+
+
+def test_non_finite_steps_change_nothing_and_too_many_stop_the_run(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latents are infinite from the fourth step on, so weights and optimizer state must stay those of step 3."""
+    make_infinite(range(4, 7), monkeypatch)
     fields = train_fields(
         latents, tmp_path / "run", checkpoint={"every": 1, "keep": 9}, optimizer={"max_skipped_steps": 2}
     )
@@ -339,14 +345,8 @@ def test_a_line_has_the_largest_gradient_norm_since_the_line_before(latents: Pat
 def test_skipped_steps_that_are_far_apart_do_not_add_up(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps 1 and 5 are skipped, of which only one lies within any four steps, also if the run is interrupted."""
-    add_noise = DiffusionLoss.add_noise
-
-    def blow_up(self: DiffusionLoss, batch: Batch, draws: Draws) -> NoisyBatch:
-        noisy = add_noise(self, batch, draws)
-        return replace(noisy, latents=noisy.latents * float("inf")) if draws.step in (0, 4) else noisy
-
-    monkeypatch.setattr(DiffusionLoss, "add_noise", blow_up)
+    """Steps 1 and 5 are skipped. Any four successive steps contain at most one of them, also if the run resumes."""
+    make_infinite((1, 5), monkeypatch)
     for window, max_steps in ((4, 3), (4, 6), (5, 6)):
         monkeypatch.setattr("train.metrics.SKIP_WINDOW", window)
         fields = train_fields(

@@ -50,7 +50,8 @@ def check_prompts(backbone: BackboneConfig, texts: Mapping[str, TextTower], capt
         differences = list(_text_differences(pipeline, texts[name]))
         if name in backbone.states.names:
             differences += _state_differences(pipeline, texts[name])
-        for does, was_encoded, field, value in differences:
+        if differences:
+            does, was_encoded, field, value = differences[0]
             raise RequestError(
                 f"{pipeline.class_name} {does}, but captions for {name} were encoded {was_encoded}, so the pipeline's "
                 f"inputs would differ from those in training. Set {field} of texts.{name} to {value}, and encode the "

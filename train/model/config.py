@@ -50,7 +50,7 @@ class EmaConfig(Config):
     """Width of the average if `kind` is `power`: its standard deviation in time, as a fraction of the completed
     steps."""
     start_step: int | None = Field(None, ge=1)
-    """Step at whose end the average starts; it takes no memory before then. null: no average."""
+    """Step after which the average starts; it takes no memory before then. null: no average."""
     snapshot_every: int | None = Field(None, ge=1)
     """Steps between snapshots of the averages in `std`, from which `python -m train ema RUN` can later rebuild an
     average of any width; null: no snapshots."""

@@ -26,7 +26,7 @@ class TrainState:
     skipped: int = 0
     """Number of steps that were skipped because their gradient was not finite."""
     recent_skips: list[int] = field(default_factory=list)
-    """Those of the skipped steps that count towards `optimizer.max_skipped_steps`."""
+    """Numbers of the steps that were skipped recently enough to count towards `optimizer.max_skipped_steps`."""
     scaler: dict[str, Any] = field(default_factory=dict)
     """State of the loss scaler, if the run trains in float16."""
     alarm: AlarmState = field(default_factory=AlarmState)

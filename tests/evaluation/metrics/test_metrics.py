@@ -127,7 +127,7 @@ def test_too_few_samples_are_refused() -> None:
 
 
 def test_the_minimum_number_of_samples_accounts_for_uneven_groups() -> None:
-    """Of 25 prompts with 5 images each, one group has three prompts, and the others have two."""
+    """25 prompts with 5 images each are divided into one group of three prompts and eleven groups of two."""
     x, clusters = features(0, count=125, dimensions=100), np.repeat(np.arange(25), 5)
     with pytest.raises(RequestError, match="the sample set has only 100 of its 125 images there"):
         frechet_at_n(x, clusters, Moments.of(x))
