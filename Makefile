@@ -203,7 +203,7 @@ test-float8: setup
 	PYTHONPATH=.torchao OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m float8 tests/train/model tests/bench/gpu_check $(ARGS)
 
 PYTHONS ?= 3.11 3.12 3.13
-## make test-install [PYTHONS="3.11 3.12 3.13"] | test the wheel with every extra, in fresh environments
+## make test-install [PYTHONS="3.11 3.12 3.13"] | test the wheel with its extras, in fresh environments
 test-install: setup
 	$(BIN)/python -m tests.install --pythons $(PYTHONS) $(ARGS)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 BENCHMARKS = ("pixels", "worker", "encode", "index.epoch_plan", "index.publishing", "loader", "train_step")
 INTRODUCTION = """# Benchmarks
 
-Comparisons were timed in turn in one run, on the machine that each section names. On other machines the ratios carry
-over better than the rates.
+The two sides of each comparison were timed alternately in one run, on the machine that each section names. On other
+machines the ratios carry over better than the rates.
 """
 
 

@@ -1,6 +1,8 @@
 """failures.jsonl: one line per failed attempt, next to the job's output."""
 
+import errno
 import json
+import os
 import re
 import sys
 import uuid
@@ -8,6 +10,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import urlsplit
 
 from cluster.fleet import Failed
 from shards.base.errors import Outage
@@ -20,15 +23,18 @@ class FailureLog:
     """Context manager for the log of a job's failed attempts, which is stored next to the root at `place`.
 
     For a folder, the log is the file `FOLDER.failures.jsonl`, to which later jobs append. Object stores cannot append,
-    so for a URL, each object `URL.failures/TIME.jsonl` holds some of the lines. Lines that cannot be written yet, for
+    so for a URL, each object `URL.failures/TIME.jsonl` holds some of the lines (`URL/.failures/TIME.jsonl` if the URL
+    is a whole bucket). Lines that cannot be written yet, for
     example during an outage, are kept in memory, and printed to stderr if they still cannot be written when the job
     ends.
     """
 
     def __init__(self, place: Path | str):
         self.file = Path(f"{place}.failures.jsonl") if isinstance(place, Path) else None
-        self.store = None if self.file else open_store(f"{place}.failures")
-        self.where = str(self.file or f"{place}.failures")
+        is_bucket = self.file is None and not urlsplit(str(place)).path.strip("/")
+        url = f"{str(place).rstrip('/')}/.failures" if is_bucket else f"{place}.failures"
+        self.store = None if self.file else open_store(url)
+        self.where = str(self.file or url)
         self.unwritten: list[str] = []
 
     def __enter__(self) -> "FailureLog":
@@ -65,8 +71,7 @@ class FailureLog:
         text = "".join(self.unwritten)
         try:
             if text and self.file:
-                with self.file.open("a") as file:
-                    file.write(text)
+                _append(self.file, text.encode())
             elif text and self.store:
                 name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}.jsonl"
                 self.store.create(name, text.encode())
@@ -74,6 +79,15 @@ class FailureLog:
             return error
         self.unwritten.clear()
         return None
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append `data` to a file, or nothing if it does not fit on the disk."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        if file.write(data) < len(data):
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def summarize(failed: Sequence[tuple[str, str]], most: int = 5) -> str:

@@ -112,7 +112,7 @@ class Unit(Generic[Work]):
 def backoff(failures: int, seconds: float) -> float:
     """Return the delay after `failures` failed attempts: `seconds` at first, then doubled each time, up to five
     minutes."""
-    return min(seconds * 2 ** (failures - 1), MAX_BACKOFF_SECONDS)
+    return min(seconds * 2 ** min(failures - 1, 60), MAX_BACKOFF_SECONDS)  # 2.0**1024 would overflow
 
 
 class UnitQueue(Generic[Work]):

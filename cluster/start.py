@@ -13,6 +13,7 @@ from shards.base.device import (
     PrecisionOption,
     available_cores,
     choose_device,
+    is_accelerator,
     resolve_precision,
     worker_device,
 )
@@ -81,7 +82,8 @@ def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> 
     An explicit precision is returned unchanged. A warning is printed if the workers run on a CPU that emulates it.
 
     Raises:
-        RequestError, WorkError: see `start_ray`; WorkError also if no node in the cluster could run the task.
+        RequestError, WorkError: see `start_ray`; RequestError also if torch on the worker cannot use its GPU, and
+            WorkError if no node in the cluster could run the task.
     """
     if not config.num_gpus and not os.environ.get("RAY_ADDRESS"):
         return resolve_precision(requested, "cpu")
@@ -98,6 +100,15 @@ def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> 
             f"start a worker that needs {describe(config.needs)} within {seconds:g} s (workers.wait_for_resources and "
             f"{WORKER_START_SECONDS:g} s). Add such a node, or set the precision explicitly: `--precision bfloat16`."
         ) from error
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RequestError):
+            raise error.cause from None  # without Ray's traceback
+        raise
+    except ray.exceptions.RayError as error:
+        raise WorkError(
+            f"The precision {requested} must be resolved on a worker, but that worker failed: {first_line(error)} Run "
+            f"the same command again, or set the precision explicitly: `--precision bfloat16`."
+        ) from error
     for line in lines:
         print(line, file=sys.stderr, flush=True)
     return precision
@@ -105,6 +116,8 @@ def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> 
 
 def _resolve(requested: PrecisionOption, device: str) -> tuple[Precision, list[str]]:
     forget_ranks()
+    if is_accelerator(device):
+        choose_device()  # raises an error if torch cannot use the GPU; `auto` would be float32 otherwise
     lines: list[str] = []
     return resolve_precision(requested, device, lines.append), lines
 

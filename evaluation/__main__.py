@@ -5,7 +5,7 @@ examples:
   python -m evaluation report runs/phase1 runs/phase2
 
 commands, each with its own --help:
-  python -m evaluation sample      draw images for a list of prompts
+  python -m evaluation sample      sample images for a list of prompts
   python -m evaluation score       draw images, and compute metrics against a reference
   python -m evaluation watch       sample and score each checkpoint of a run while training continues
   python -m evaluation report      write one HTML page about one or more runs

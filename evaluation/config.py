@@ -20,7 +20,7 @@ class EvaluateConfig(Config):
 
     model: str = Field(min_length=1)
     """Model to sample: a run folder or its URL, the folder of an exported diffusers pipeline, or the name of a pipeline
-    on the hub."""
+    on the Hub."""
     step: int | None = Field(None, ge=0)
     """Step of the run's checkpoint. null: the newest checkpoint."""
     weights: Weights = "auto"

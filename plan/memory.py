@@ -28,7 +28,7 @@ CAPACITIES = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8}
 
 
 def memory_report(plan: Plan, paths: list[Path]) -> str:
-    """Tabulate the memory of each training config with the plan's encoders, at full width, and number of GPUs.
+    """Tabulate each training config's memory, given the plan's encoders (at full text width) and number of GPUs.
 
     Raises:
         RequestError: a config is missing or invalid, or its network does not fit the plan's encoders.
@@ -98,7 +98,7 @@ def read_network(config: TrainConfig, data: DataSpec) -> tuple[Any, BackboneConf
 
 def variants(settings: StepSettings) -> list[StepSettings]:
     """Return the settings as configured, then with half of the activations recomputed and with those of all blocks, as
-    far as that recomputes more than configured.
+    long as that recomputes more than configured.
 
     The last is estimated without compilation, which is faster and gives a slightly higher estimate.
     """

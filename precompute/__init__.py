@@ -1,1 +1,1 @@
-"""Stage 1: LAION metadata → selected rows → tars → a latents root."""
+"""Stage 1: captioned images → a latents root; also selects and downloads images from tables of URLs."""

@@ -1,4 +1,4 @@
-"""Stage 1: encode webdataset tars of captioned images into a latents root.
+"""Stage 1: encode captioned images (tars, folders, parquet files or MDS datasets) into a latents root.
 
 examples:
   python -m precompute --config configs/precompute.yaml --shards 00000-00099
@@ -24,13 +24,14 @@ from precompute.input.numbering import Found
 from precompute.input.table import CaptionSource, describe_tables
 from precompute.job.ledger import Ledger
 from shards.base.config import load_from_args
-from shards.base.errors import RequestError, console
-from shards.base.scratch import sweep_attempts, sweep_scratch
+from shards.base.errors import RequestError, WorkError, console
+from shards.base.scratch import sweep
+from shards.base.store import Store
 from shards.derive.job import missing, prepare
 from shards.format.encoding import FILE_NAME, TABLE_PREFIX, EncodingRecord
 from shards.open import open_store
 from shards.root.index import write_streaming
-from shards.root.manifest import newest_manifest
+from shards.root.manifest import Manifest, newest_manifest
 from shards.root.publish import PeriodicPublisher
 from shards.root.shared import check_root, check_rules, check_writable, create_root, record_rules
 
@@ -85,13 +86,21 @@ def run(arguments: list[str]) -> None:
             recipe = make_recipe(config, encoding, conversion, tables)
             ledger = run_job(waiting, recipe, config.output, config.workers) if waiting else Ledger(0)
         finally:
-            sweep_attempts(store)
-            sweep_scratch(config.workers.scratch)
+            sweep(store, config.workers.scratch)
         # listing a large root takes minutes, too long for a job that was asked to stop
-        manifest = newest_manifest(store) if ledger.left else publishing.finish()
+        manifest = _indexed(store) if ledger.left else publishing.finish()
     if manifest is not None and not ledger.left:
         write_streaming(store, manifest)
     conclude(ledger, len(wanted), str(config.output), manifest)
+
+
+def _indexed(store: Store) -> Manifest | None:
+    """Return the newest manifest, or None if there is none, or if it cannot be read."""
+    try:
+        return newest_manifest(store)
+    except (WorkError, RequestError, OSError) as error:  # a job may be stopped during an outage of its root
+        print(f"warning: the root's index cannot be read: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def resolved(config: PrecomputeConfig, found: Found | None) -> PrecomputeConfig:

@@ -73,7 +73,7 @@ class PrecomputeConfig(Config):
     it, or columns of its row (`caption`, `captions[0]`). With several, all captions are stored, and training
     draws one of them each time it uses the sample. An entry can also be an object with a weight, or with a column of a
     table, as in `{table: captions.parquet, key: key, column: vlm_long, fallback: txt, weight: 3}`. By default, stage 1
-    looks for the captions in the first samples, and asks if there are several."""
+    looks for the captions in the first samples, and stops with a list if several fields qualify."""
     scores: Annotated[list[ScoreSource], AfterValidator(check_score_sources), Field(min_length=1)] = Field(
         list(LAION_SCORES), validate_default=True
     )

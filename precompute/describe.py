@@ -74,7 +74,7 @@ class TextConfig(Config):
     """Storage of text latents. `storage`, `trim` and `width` are defaults for all text towers."""
 
     storage: TextStorage = "float8"
-    """`float16` is exact; `float8` halves the size, with a relative error of 2.6 %."""
+    """`float16` is exact; `float8` halves the size, with a relative error of 2.7 %."""
     trim: bool = False
     """Store only real tokens, without padding. Training then passes a cross-attention mask to the backbone."""
     width: int | None = Field(None, ge=1)

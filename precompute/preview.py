@@ -48,7 +48,7 @@ MEASURED = 1000
 EXAMPLES = 3
 """Number of examples of each reject reason."""
 TARS_WITH_REJECTS = 64
-"""Number of shards in which examples are searched."""
+"""Number of units in which examples are searched."""
 SMALL = 128
 """Side in pixels up to which images are enlarged without smoothing."""
 DECODE_TOGETHER = 4
@@ -138,7 +138,7 @@ def decode_pictures(samples: list[dict[str, Any]], encoding: EncodingRecord, vae
 
 
 def reject_examples(store: Store, reasons: Iterable[str]) -> dict[str, list[dict[str, str]]]:
-    """Return up to EXAMPLES rejected samples for each reason, from the first shards that have rejects: their keys and
+    """Return up to EXAMPLES rejected samples for each reason, from the first units that have rejects: their keys and
     details."""
     found: dict[str, dict[str, dict[str, str]]] = {reason: {} for reason in reasons}
     with_rejects = (tar for tar in iter_committed_tars(store) if tar.rejected)

@@ -113,7 +113,7 @@ def add_options(name: str, add: Callable[..., object], command: argparse.Argumen
 def add_push_options(add: Callable[..., object]) -> None:
     """Add the options of commands that upload something to the hub."""
     add("repo", help="repository on the Hugging Face Hub: org/name")
-    add("--license", help="identifier of the licence on the hub, such as cc-by-4.0; required")
+    add("--license", help="identifier of the licence on the Hub, such as cc-by-4.0; required")
     add("--public", action="store_true", help="make a new repository visible to everyone; default: private")
 
 

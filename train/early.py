@@ -91,12 +91,11 @@ def describe_if_finished(config: TrainConfig, config_file: Path | None) -> str |
     files = open_store(config.run_dir).read_many(["config.yaml"])
     if not files or not _is_unchanged(config, files["config.yaml"]):
         return None
-    newest = _newest_at_url(config.run_dir) if isinstance(config.run_dir, str) else _newest_in_folder(config.run_dir)
-    if newest is None:
+    place, last = config.run_dir, config.max_steps
+    newest = _newest_at_url(place) if isinstance(place, str) else _newest_in_folder(place, last)
+    if newest is None or newest[0] < last:
         return None
     step, launch = newest
-    if step < config.max_steps:
-        return None
     return f"{nothing_to_do(config)}\n{describe_finished(config, step, launch, config_file)}"
 
 
@@ -162,9 +161,10 @@ def _is_unchanged(config: TrainConfig, data: bytes) -> bool:
     )
 
 
-def _newest_in_folder(run_dir: Path) -> tuple[int, None] | None:
-    """Return the step of the newest checkpoint in a run folder; None: there is no checkpoint, or it is damaged."""
-    folders = list_checkpoints(run_dir)
+def _newest_in_folder(run_dir: Path, last: int) -> tuple[int, None] | None:
+    """Return the step of the newest checkpoint in a run folder. None: there is no checkpoint from step `last` on, or it
+    is damaged."""
+    folders = [folder for folder in list_checkpoints(run_dir) if step_of(folder) >= last]
     try:
         return (step_of(verify_checkpoint(folders[-1]).folder), None) if folders else None
     except DamagedFile:  # training then looks for an intact earlier checkpoint, and reports the damaged one

@@ -91,11 +91,14 @@ class Shutdown:
     def stop_processes(self, seconds: float) -> None:
         """Send SIGTERM to all child processes and wait for them. Kill any that are still running after `seconds`."""
         pids = list(child_processes())
-        if pids:
-            hint = " Press Ctrl-C again to kill it without saving." if self.interrupts else ""
-            print(f"{self.name}: waiting up to {seconds:g} s for the run to save.{hint}", file=sys.stderr, flush=True)
         for pid in pids:
             send(pid, signal.SIGTERM)
+        if pids:
+            hint = " Press Ctrl-C again to kill it without saving." if self.interrupts else ""
+            with suppress(OSError):  # the terminal may be closed
+                print(
+                    f"{self.name}: waiting up to {seconds:g} s for the run to save.{hint}", file=sys.stderr, flush=True
+                )
         deadline = time.monotonic() + seconds
         while None in (codes := [exit_code_of_process(pid) for pid in pids]):
             if time.monotonic() > deadline and not self.timed_out:
@@ -143,6 +146,13 @@ class Shutdown:
                 f"The launcher received {self.name}, but the run did not exit within {os.environ[SHUTDOWN_TIMEOUT]} s "
                 f"and was killed. The steps since the newest checkpoint are lost. Run the same command again to resume "
                 f"from that checkpoint. To give the run more time to save, raise {SHUTDOWN_TIMEOUT} (LEAVE with make)."
+            )
+        killed = [code for code in self.exit_codes if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT)]
+        if killed:
+            raise Preempted(
+                f"The launcher received {self.name}, but {signal.Signals(-killed[0]).name} killed a process of the "
+                f"run. The steps since the newest checkpoint are lost. Run the same command again to resume from that "
+                f"checkpoint."
             )
         nothing_saved = (
             f"The launcher received {self.name} before the first step, so this launch saved nothing. Run the "

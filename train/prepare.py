@@ -4,6 +4,7 @@ Nothing in this module changes the run, neither in its folder nor at its URL.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,7 @@ from train.run.checkpoints.checkpoint import (
     WEIGHTS_NAME,
     Checkpoint,
     checkpoint_identities,
+    list_checkpoints,
     load_head,
     load_weights,
     newest_checkpoint,
@@ -58,7 +60,7 @@ from train.run.checkpoints.checkpoint import (
 from train.run.fingerprint import check_resume, check_same_everywhere, make_fingerprint
 from train.run.lease.backend import Seen
 from train.run.lease.lease import wait_until_free
-from train.run.preflight import World, check_launch, check_run_dir, check_tracker
+from train.run.preflight import World, check_launch, check_run_dir, check_shared, check_tracker
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,9 @@ def prepare(
 
     # checkpoints and indexes may change at any time, so the main process looks them up once for all processes
     seen, checkpoint, start, found, held_out = on_main_process(accelerator, lambda: find_all(config, world, downloads))
-    checkpoint = on_each_node(accelerator, config.run_dir, checkpoint, downloads)
+    checkpoint = on_each_node(accelerator, "run_dir", config.run_dir, checkpoint, downloads)
     if config.init_from is not None and config.repa.layer is not None:  # each process loads the projection head
-        start = on_each_node(accelerator, config.init_from, start, downloads)
+        start = on_each_node(accelerator, "init_from", config.init_from, start, downloads)
 
     # data and network
     spec = open_data(config.data, config.global_batch_size, found)
@@ -324,14 +326,21 @@ def make_aligned(
 
 
 def on_each_node(
-    accelerator: Accelerator | None, place: Place, checkpoint: Checkpoint | None, downloads: ExitStack
+    accelerator: Accelerator | None, setting: str, place: Place, checkpoint: Checkpoint | None, downloads: ExitStack
 ) -> Checkpoint | None:
     """Return the checkpoint that the main process found, downloaded to a folder on this node if `place` is a URL.
 
+    Args:
+        setting: name of the config field `place`.
+
     Raises:
+        RequestError: `place` is a folder that a node does not share.
         WorkError: the checkpoint was damaged, replaced or deleted after the main process found it.
     """
-    if accelerator is None or checkpoint is None or isinstance(place, Path):
+    if accelerator is None or checkpoint is None:
+        return checkpoint
+    if isinstance(place, Path):
+        check_shared(accelerator, setting, checkpoint.folder)
         return checkpoint
     folder = checkpoint.folder
     if accelerator.is_local_main_process and not accelerator.is_main_process:
@@ -344,14 +353,15 @@ def on_each_node(
 def precision_of_run(config: TrainConfig, device: str) -> Precision:
     """Return the precision in which to train.
 
-    `auto` means the earlier precision of a resumed run, or the best precision for `device` for a new run. This prints
-    the choice made for `auto`, or a warning if the CPU has to emulate the given precision.
+    `auto` means the earlier precision of a resumed run, or the best precision for `device` for a run without a
+    checkpoint. This prints the choice made for `auto`, or a warning if the CPU has to emulate the given precision.
 
     Raises:
         RequestError: the precision is `auto`, and the resumed run's config.yaml is damaged.
     """
     precision = config.precision
-    if precision == "auto" and (files := open_store(config.run_dir).read_many(["config.yaml"])):
+    files = open_store(config.run_dir).read_many(["config.yaml"]) if precision == "auto" else {}
+    if files and has_checkpoint(config.run_dir):
         try:
             precision = yaml.safe_load(files["config.yaml"])["precision"]
         except (yaml.YAMLError, KeyError, TypeError) as error:
@@ -359,7 +369,13 @@ def precision_of_run(config: TrainConfig, device: str) -> Precision:
                 f"{config.run_dir}/config.yaml is damaged, so the run's earlier precision is unknown. Set "
                 f"`precision` to it; the run then rewrites the file."
             ) from error
+        print(f"precision: auto keeps {precision}, in which this run was trained so far", file=sys.stderr, flush=True)
     return resolve_precision(precision, device)
+
+
+def has_checkpoint(run: Place) -> bool:
+    """Return whether a run has a checkpoint, intact or not."""
+    return bool(list_checkpoints(run) if isinstance(run, Path) else local_copy.stored_checkpoints(open_store(run)))
 
 
 def find_all(

@@ -203,6 +203,13 @@ def print_start(config: TrainConfig, prepared: Prepared, accelerator: Accelerato
                 f"draws the same timesteps and noise as the same step of that run and, if the data is the same, also "
                 f"the same samples. Set a different `seed`.",
             )
+    warmup, last = config.schedule.warmup_steps, config.max_steps
+    if warmup >= last:
+        print_once(
+            accelerator,
+            f"warning: the learning rate rises during the whole run, because schedule.warmup_steps, {warmup}, is not "
+            f"less than max_steps, {last}. A tenth of the steps is common: `--schedule.warmup_steps {last // 10}`.",
+        )
     slow = warn_if_slow_to_stop(lease.pace, config.checkpoint)
     if slow is not None:
         print_once(accelerator, slow)
@@ -236,6 +243,7 @@ def begin_folder(
     if remote is not None and accelerator.is_main_process:
         remote.upload_logs()
         remote.drop_logs(lambda names: outdated(names, lease.number, config.log.keep_output))
+        remote.drop_later(step)
     if accelerator.is_main_process:
         drop_later(lease.run_dir / SNAPSHOTS, step, lease.folder)
 

@@ -23,6 +23,7 @@ from train.run.checkpoints.remote import PATIENCE, RemoteRun
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.health.output import tee_output
 from train.run.lease.lease import Lease
+from train.run.preflight import check_shared
 from train.run.processes import die_with_launcher, explain_lost_processes, join_processes, print_once
 from train.setup import build_trainer
 
@@ -117,7 +118,7 @@ def acquire(config: TrainConfig, prepared: Prepared) -> Lease:
 
 
 def install(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, lease: Lease) -> Prepared:
-    """Set up each node's local folder if the run is at a URL.
+    """Set up each node's local folder if the run is at a URL. Otherwise check that the nodes share its folder.
 
     Returns:
         `prepared`, updated with the new folder of the checkpoint.
@@ -126,6 +127,7 @@ def install(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, l
         LeaseLost: another launch has taken over.
     """
     if isinstance(config.run_dir, Path):
+        check_shared(accelerator, "run_dir", lease.folder)
         return prepared
     if accelerator.is_local_main_process:
         local_copy.install(prepared.checkpoint, lease, open_store(config.run_dir), config.work)

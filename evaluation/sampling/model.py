@@ -46,7 +46,7 @@ class Model:
     """A pipeline, identified by its content."""
 
     name: str
-    """Name given by the user: a run, a folder, or a name on the hub."""
+    """Name given by the user: a run, a folder, or a name on the Hub."""
     step: int | None
     """Step of the run's checkpoint. None for other pipelines."""
     weights: Weights
@@ -210,7 +210,7 @@ def open_pipeline(model: Model, output: Store) -> Iterator[Path]:
 
 
 def pipeline_folder(name: str) -> Path:
-    """Return the folder of a pipeline, given its path or its name on the hub."""
+    """Return the folder of a pipeline, given its path or its name on the Hub."""
     folder = model_folder(name, HUB_FILES)
     if not (folder / INDEX).is_file():
         raise RequestError(

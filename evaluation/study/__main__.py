@@ -2,7 +2,7 @@
 
 examples:
   python -m evaluation.study power --protocol.margin 0.05
-  python -m evaluation.study prepare --sets runs/a/samples/g8-s50-own,runs/b/samples/g8-s50-own --output runs/study
+  python -m evaluation.study prepare --sets runs/samples/a/g8-s50-own,runs/samples/b/g8-s50-own --output runs/study
   python -m evaluation.study invite 15 --output runs/study
   python -m evaluation.study serve --output runs/study
   python -m evaluation.study analyse --output runs/study
@@ -64,7 +64,7 @@ def prepare(config: StudyConfig, options: argparse.Namespace) -> None:
     """Write the images and the protocol into the study's folder.
 
     examples:
-      python -m evaluation.study prepare --sets runs/a/samples/g8-s50-own,runs/b/samples/g8-s50-own --output runs/study
+      python -m evaluation.study prepare --sets runs/samples/a/g8-s50-own,runs/samples/b/g8-s50-own --output runs/study
       python -m evaluation.study prepare --config configs/study.yaml --sets a,b --protocol.raters 20
     """
     from evaluation.study.prepare import prepare as write  # imports diffusers, which the other commands do not need

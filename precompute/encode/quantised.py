@@ -19,7 +19,7 @@ SMALLEST = 1e-12
 
 
 def quantise(model: Model, to: Quantised) -> Model:
-    """Replace the linear layers of a network by layers with quantised weights, in place. With float8, layers whose
+    """Replace the linear layers of a network with layers with quantised weights, in place. With float8, layers whose
     numbers of inputs and outputs are not both multiples of 16 stay as they are."""
     linears = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
     for name, layer in linears.items():

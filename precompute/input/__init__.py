@@ -1,1 +1,1 @@
-"""Reading samples from webdataset tars, and detecting damage to them."""
+"""Inputs of stage 1 (folders, parquet files, tars, MDS): detecting their kind, reading samples, detecting damage."""

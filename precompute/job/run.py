@@ -80,7 +80,7 @@ def first_warning(receipts: TarReceipts, recipe: Recipe, store: Store, checks_sc
 
 
 def caption_warning(store: Store, receipts: TarReceipts, fields: Sequence[str]) -> str | None:
-    """Return a warning if most samples of a tar were rejected for want of a caption, or if its samples have so few
+    """Return a warning if most samples of a tar were rejected for lack of a caption, or if its samples have so few
     captions that none of them may have one of `fields`. Return None otherwise."""
     without = receipts.rejected.get("no_caption", 0)
     if receipts.encoded == 0 and without > receipts.samples_in / 2:

@@ -60,11 +60,11 @@ def fsync_file(path: str | Path, forget: bool = False) -> None:
 
 
 def raise_unless_missing(error: OSError) -> None:
-    """Raise an error of reading a folder or file, unless it no longer exists.
+    """Re-raise a read error, unless the folder or file no longer exists.
 
     Raises:
         RequestError: it is a link whose target does not exist, perhaps because a disk is not mounted.
-        OSError: `error`, if it means anything else than that the folder or file was removed.
+        OSError: `error`, unless the folder or file was removed.
     """
     if error.errno == errno.ESTALE:  # may also mean that another machine has just removed the folder
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -149,7 +149,7 @@ def write_output(path: Path, data: bytes) -> None:
 
 @contextmanager
 def output_errors(problem: str, advice: str) -> Iterator[None]:
-    """Turn an error of writing to a place that the user chose into a RequestError of `problem`, the cause and `advice`,
+    """Convert a write error at a path that the user chose into a RequestError with `problem`, the cause and `advice`,
     unless the disk is full or broken."""
     try:
         yield

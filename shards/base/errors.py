@@ -123,6 +123,9 @@ def report_interrupt() -> None:
 
 
 def say(error: Exception) -> None:
-    """Print a user-facing error to stderr, with each of its lines wrapped."""
+    """Print a user-facing error to stderr, with each of its lines wrapped, unless stderr is closed."""
     wrap = functools.partial(textwrap.fill, width=110, break_long_words=False, break_on_hyphens=False)
-    print("\n".join(map(wrap, f"error: {error}".splitlines())), file=sys.stderr, flush=True)
+    try:
+        print("\n".join(map(wrap, f"error: {error}".splitlines())), file=sys.stderr, flush=True)
+    except OSError:  # the exit code still tells how the command ended, unless Python fails to write at exit as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

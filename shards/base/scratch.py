@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
@@ -57,6 +58,16 @@ def sweep_attempts(store: Store) -> None:
     for tar in {folder.name.removesuffix(NEW).rpartition(".")[0] for folder in attempts.glob("*.*")}:
         with locked(_sweep_lock(attempts, tar)):
             _sweep(attempts.glob(f"{glob.escape(tar)}.*"))
+
+
+def sweep(store: Store, scratch: Path | None) -> None:
+    """At the end of a job, remove what dead processes left on this machine: the folders of attempts, and private
+    folders below `scratch`. If they cannot be removed, print a warning, because the job's own result matters more."""
+    try:
+        sweep_attempts(store)
+        sweep_scratch(scratch)
+    except (RequestError, OSError) as error:
+        print(f"warning: temporary folders of killed processes remain: {error}", file=sys.stderr, flush=True)
 
 
 def use_scratch(scratch: Path | None) -> Path:

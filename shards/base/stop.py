@@ -6,21 +6,27 @@ from typing import NoReturn, Self
 
 from shards.base.errors import Preempted, say
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class SignalFlag:
     """Flag that is set once this process receives one of the given signals. Leaving its `with` block restores the
-    previous handlers."""
+    previous handlers. A flag inside the `with` block of another one is set from the start if the other one is."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
-        self.received = False
-        self.before = {number: signal.signal(number, self._receive) for number in numbers}
+        self.received = self.is_open = False
+        handled = [number for number in numbers if not is_ignored(number)]
+        self.before = {number: signal.signal(number, self._receive) for number in handled}
+        flags = (getattr(handler, "__self__", None) for handler in self.before.values())
+        if any(isinstance(flag, SignalFlag) and flag.is_open and flag.received for flag in flags):
+            self.received = True
 
     def __enter__(self) -> Self:
+        self.is_open = True
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.is_open = False
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -31,14 +37,15 @@ class SignalFlag:
 
 
 class StopSignal(SignalFlag):
-    """Flag for stop requests: SIGTERM and SIGUSR1, which schedulers send, and SIGINT, which Ctrl-C sends."""
+    """Flag for stop requests: SIGTERM and SIGUSR1, which schedulers send, SIGINT, which Ctrl-C sends, and SIGHUP, which
+    a closed terminal sends."""
 
     def __init__(self) -> None:
         super().__init__(*STOP_SIGNALS)
 
 
 def exit_on_stop_signal(message: str) -> None:
-    """Make SIGTERM, SIGUSR1 and SIGINT end the process immediately, with `message` and the exit code of `Preempted`.
+    """Make the stop signals end the process immediately, with `message` and the exit code of `Preempted`.
 
     The handler raises SystemExit, because code interrupted in a store or cluster call would mistake `Preempted` for an
     error of that call.
@@ -49,4 +56,10 @@ def exit_on_stop_signal(message: str) -> None:
         sys.exit(Preempted.exit_code)
 
     for number in STOP_SIGNALS:
-        signal.signal(number, exit_now)
+        if not is_ignored(number):
+            signal.signal(number, exit_now)
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """Return whether the signal is SIGHUP in a process that `nohup` started, which continues without its terminal."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

@@ -11,7 +11,7 @@ import torch
 from shards.base.errors import Preempted, RequestError, WorkError
 from shards.base.pool import run_each
 from shards.base.progress import Progress
-from shards.base.scratch import sweep_attempts, sweep_scratch, use_scratch
+from shards.base.scratch import sweep, use_scratch
 from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.base.table import counted
@@ -59,8 +59,7 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
                 "short."
             ) from error
         finally:
-            sweep_attempts(target)
-            sweep_scratch(None)
+            sweep(target, None)
         manifest = publishing.finish()
     write_streaming(target, manifest)
     if failed:

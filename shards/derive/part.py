@@ -214,7 +214,7 @@ def present(texts: Texts) -> list[str]:
 def _rescored(
     samples: list[tuple[dict[str, Any], dict[str, Any]]], how: Derivation
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Replace the scores of samples, and of their rows, by those of the target."""
+    """Replace the scores of samples, and of their rows, with those of the target."""
     if how.rescore is None:
         return samples
     stored, names = how.conversion.source.scores, how.conversion.target.scores

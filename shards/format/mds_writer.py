@@ -97,7 +97,7 @@ class PartMDSWriter:
 
     def _without_repeats(self, sample: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Set the sample's `text_sample`, and replace its text columns with empty arrays if a buffered sample has the
-        same text. Also return whether it has."""
+        same text. Also return whether such a sample was found."""
         if self.first_with_text is None:
             return sample, False
         text = {name: np.ascontiguousarray(value) for name, value in sample.items() if kind_of(name)}

@@ -189,7 +189,7 @@ def _fetch(name: str, files: Sequence[str]) -> Path:
         ) from error
     if not (snapshot / folder).is_dir():
         raise RequestError(
-            f"{repo} on the hub has no folder {folder} with safetensors weights, or its download to {snapshot} is "
+            f"{repo} on the Hub has no folder {folder} with safetensors weights, or its download to {snapshot} is "
             f"incomplete. Check the folder name at {constants.ENDPOINT}/{repo}, and run the command again."
         )
     return snapshot / folder

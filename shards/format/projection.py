@@ -35,7 +35,7 @@ own is the group `((NAME,),)`."""
 CALIBRATION_CAPTIONS = 4096
 """Number of captions after which no more are added to the calibration captions. Smaller inputs have fewer."""
 MIN_UNITS = 8
-"""Minimum number of units, or of parts of a root, that calibration captions are from, if there are so many."""
+"""Minimum number of units, or of parts of a root, that calibration captions are taken from, if there are that many."""
 EMPTY_FRACTION = 0.1
 """Number of copies of the empty caption that are added, as a fraction of the calibration captions. Caption dropout in
 training is about as frequent, and guidance relies on the empty caption."""

@@ -83,7 +83,7 @@ class Attempt:
 def commit(store: Store, attempt: Attempt) -> dict[str, Receipt]:
     """Move or upload an attempt's parts into the root, and create their receipts. Return a dict from bucket to active
     receipt, which comes from a different attempt if that attempt committed the part first. Raises WorkError if the root
-    already has parts of this shard from a different tar, or with a different sample count."""
+    already has parts of a tar of this name with different content or another sample count."""
     record_tar(store, attempt.tar, attempt.source, attempt.samples_in)
     shared = {name: record_file(store, name) for name in (UNCOND_NAME, FILE_NAME)}
     committed = {}

@@ -142,7 +142,7 @@ def write_uncond(store: Store, empty: dict[str, TextLatents]) -> None:
 
 
 def load_uncond(store: Store) -> dict[str, TextLatents]:
-    """Load the empty caption's float16 text latents, keyed by text tower. Raises RequestError if no shard has ever been
+    """Load the empty caption's float16 text latents, keyed by text tower. Raises RequestError if no unit has ever been
     encoded into this root, and DamagedFile if the file does not match the SHA-256 that the receipts record."""
     from safetensors.torch import load
 

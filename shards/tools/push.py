@@ -27,14 +27,14 @@ def push_folder(
     public: bool,
     last: tuple[str, ...] = (),
 ) -> str:
-    """Upload a folder and its card to a repository on the hub, which is created if it does not exist.
+    """Upload a folder and its card to a repository on the Hub, which is created if it does not exist.
 
     An interrupted upload continues where it stopped when this is called again.
 
     Args:
         repo: `org/name`.
         card: content of README.md, whose line `license:` is filled in.
-        license: identifier of the licence on the hub; None is refused.
+        license: identifier of the licence on the Hub; None is refused.
         public: whether a new repository is visible to everyone.
         last: files to upload after all others, because readers start from them.
 
@@ -48,10 +48,10 @@ def push_folder(
     if not license:
         raise RequestError(
             f"No licence was given. It depends on the images, the captions and the encoders, so there is no default. "
-            f"Pass its identifier on the hub with --license, such as {COMMON_LICENSES}."
+            f"Pass its identifier on the Hub with --license, such as {COMMON_LICENSES}."
         )
     if not REPOSITORY.fullmatch(repo):
-        raise RequestError(f"{repo} is not the name of a repository on the hub. Pass it as org/name.")
+        raise RequestError(f"{repo} is not the name of a repository on the Hub. Pass it as org/name.")
     card, filled_in = CARD_LICENSE.subn(lambda match: f"license: {license}", card, count=1)
     if not filled_in:
         raise RequestError("The card's header has no `license:` line. Generate the card again.")

@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import signal
 import traceback
 from collections import Counter
 from itertools import count
@@ -18,6 +20,7 @@ from shards.base.errors import Outage, UnfitNode, WorkError
 from shards.base.remote import RemoteStore, store_errors
 from shards.format.towers import Weights
 from tests.cluster.played import Clock, Outcome, TimedPool, make_fleet, without_state
+from tests.forks import OK, fork, wait_for
 
 KEYS = [f"{number:05d}" for number in range(60)]
 
@@ -186,6 +189,31 @@ def test_failures_are_written_beside_a_folder(tmp_path: Path) -> None:
     ]
     assert lines[0]["cause"] == "ValueError: a bug" and "raise error" in lines[0]["trace"]
     assert "503 SlowDown" in lines[1]["cause"]
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fill_the_disk() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with FailureLog(tmp_path / "root") as log:
+            log.record(failed("00000", raised(ValueError("a bug"))))
+            size = log.file.stat().st_size if log.file else 0
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, resource.RLIM_INFINITY))
+            log.record(failed("00001", raised(ValueError("a bug"))))
+            assert log.unwritten
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            log.record(failed("00002", raised(ValueError("a bug"))))
+
+    assert wait_for(fork(fill_the_disk)) == OK
+    lines = [json.loads(line)["shard"] for line in (tmp_path / "root.failures.jsonl").read_text().splitlines()]
+    assert lines == ["00000", "00001", "00002"]
+
+
+def test_failures_of_a_root_that_is_a_bucket_are_written_into_it(s3: str) -> None:
+    with FailureLog(s3) as log:
+        log.record(failed("00000", raised(ValueError("a bug"))))
+        assert log.where == f"{s3}/.failures"
+    (name,) = RemoteStore(s3).files()
+    assert name.startswith(".failures/") and json.loads(RemoteStore(s3).read(name))["shard"] == "00000"
 
 
 def test_failures_are_kept_while_their_store_is_unavailable(

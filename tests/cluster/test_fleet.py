@@ -8,6 +8,7 @@ import pytest
 from cluster.fleet import Done, Failed, News, UnderWay
 from cluster.pool import Failure
 from shards.base.errors import Outage
+from shards.base.stop import StopSignal
 from tests.cluster.played import Clock, Outcome, PlayedPool, TimedPool, error, make_fleet, without_state
 
 
@@ -53,6 +54,17 @@ def test_a_unit_goes_back_to_its_node_when_the_others_are_gone(monkeypatch: pyte
     pool = PlayedPool(play)
     done = [event for event in make_fleet(monkeypatch, pool, "p", max_in_flight=1) if isinstance(event, Done)]
     assert [event.key for event in done] == ["p"] and pool.begun == [("p", 1, "a"), ("p", 2, "a")]
+
+
+def test_a_stop_signal_before_the_fleet_runs_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watcher runs several fleets, and receives the signal between two of them."""
+    pool = PlayedPool(lambda key, number, node: "ok")
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received and without_state(make_fleet(monkeypatch, pool, "pq")) == []
+    with StopSignal() as later:
+        assert not later.received
+    assert pool.begun == []
 
 
 def test_no_more_are_in_flight_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,17 @@
 """A GPU that torch cannot use is an error with a remedy, rather than a silent run on the CPU."""
 
+import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from cluster.actor import WorkerActor
 from cluster.nodes import ResourcesConfig
-from cluster.start import start_ray
+from cluster.start import precision_on_worker, start_ray
 from shards.base.device import choose_device
 from shards.base.errors import RequestError
 from tests.runs import train_fields
@@ -34,6 +37,34 @@ def test_a_job_on_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
     with pytest.raises(RequestError, match=MESSAGE):
         start_ray(ResourcesConfig(num_gpus=1))
+
+
+@pytest.mark.usefixtures("unusable")
+def test_auto_is_not_resolved_on_such_a_node_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be float32, which a root keeps for good."""
+
+    class Task:
+        def __init__(self, function: Callable[..., object]):
+            self.function = function
+
+        def remote(self, *given: object) -> RayTaskError | None:
+            try:
+                self.function(*given)
+            except RequestError as error:
+                return RayTaskError("_resolve", traceback.format_exc(), error)
+            return None
+
+    def get(ended: RayTaskError | None, timeout: float) -> object:
+        if ended is not None:
+            raise ended.as_instanceof_cause()
+        return "float32", []
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr("cluster.start.start_ray", lambda config: None)
+    monkeypatch.setattr("ray.remote", lambda **_: Task)
+    monkeypatch.setattr("ray.get", get)
+    with pytest.raises(RequestError, match=f"^{MESSAGE}"):
+        precision_on_worker("auto", ResourcesConfig(num_gpus=1))
 
 
 @pytest.mark.usefixtures("unusable")

@@ -46,7 +46,7 @@ def test_a_unit_waits_for_another_node_but_not_forever(clock: list[float]) -> No
 
 def test_the_backoff_doubles_up_to_five_minutes() -> None:
     assert [backoff(n, 5) for n in range(1, 9)] == [5, 10, 20, 40, 80, 160, 300, 300]
-    assert backoff(3, 0) == 0
+    assert backoff(3, 0) == 0 and backoff(5000, 5.0) == 300  # an outage of several days
 
 
 def take(queue: UnitQueue[Any], limit: int) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
+from moto.server import ThreadedMotoServer as Server
 
 from shards.open import open_store
 from shards.root.committed import list_commits
@@ -30,27 +30,52 @@ def wait_for(true: Callable[[], bool], job: subprocess.Popen[bytes], log: Path) 
         time.sleep(0.02)
 
 
-@pytest.mark.slow
-def test_a_store_goes_away_and_comes_back(models: Path, s3: str, tmp_path: Path) -> None:
+def start_job(models: Path, s3: str, root: Path | str, folder: Path) -> tuple[subprocess.Popen[bytes], Path, Server]:
+    """Start a job with tars in S3. Return it, its log, and its server, which serves the same buckets as `s3` on a port
+    that can be closed."""
     for tar in range(NUM_TARS):
-        make_tar(tmp_path / "tars", f"{tar:05d}", make_samples(tar, 40, SIZES))
-    fsspec.filesystem("s3").put(f"{tmp_path / 'tars'}/", f"{s3}/tars/", recursive=True)
-    root, log = tmp_path / "root", tmp_path / "log"
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)  # serves the same buckets, on a port that can be closed
+        make_tar(folder / "tars", f"{tar:05d}", make_samples(tar, 40, SIZES))
+    fsspec.filesystem("s3").put(f"{folder / 'tars'}/", f"{s3}/tars/", recursive=True)
+    server = Server(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()
-    arguments = precompute_arguments(models, tmp_path / "tars", root, "--input", f"{s3}/tars", *ONCE)
+    arguments = precompute_arguments(models, folder / "tars", folder / "root", "--input", f"{s3}/tars", *ONCE)
     variables = environment(AWS_ENDPOINT_URL=f"http://{host}:{port}", AWS_MAX_ATTEMPTS="1")
+    log = folder / "log"
     with log.open("wb") as file:
-        job = subprocess.Popen(
-            [sys.executable, "-m", "precompute", *arguments], stdout=file, stderr=file, env=variables
-        )
+        command = [sys.executable, "-m", "precompute", *arguments, "--output", str(root)]
+        return subprocess.Popen(command, stdout=file, stderr=file, env=variables), log, server
+
+
+@pytest.mark.slow
+def test_a_job_stopped_while_its_root_is_away_ends_as_stopped(models: Path, s3: str, tmp_path: Path) -> None:
+    """Schedulers requeue a job that ends with code 75."""
+    job, log, server = start_job(models, s3, f"{s3}/root", tmp_path)
+    try:
+        wait_for(lambda: len(list_commits(open_store(f"{s3}/root"))) > 0, job, log)
+        server.stop()
+        wait_for(lambda: " s and will retry in 10 s" in log.read_text(), job, log)
+        job.terminate()
+        job.wait(240)
+    finally:
+        job.kill()
+        server.stop()
+    assert job.returncode == 75, log.read_text()
+    assert "warning: the root's index cannot be read" in log.read_text()
+    assert "Stopped by a signal. Tars remaining: " in log.read_text()
+
+
+@pytest.mark.slow
+def test_a_store_goes_away_and_comes_back(models: Path, s3: str, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    job, log, server = start_job(models, s3, root, tmp_path)
+    host, port = server.get_host_and_port()
     try:
         wait_for(lambda: root.exists() and len(list_commits(open_store(root))) > 0, job, log)
         server.stop()
         wait_for(lambda: " s and will retry in 10 s" in log.read_text(), job, log)
         assert "Check the URL, the credentials and the network" in log.read_text()
-        server = ThreadedMotoServer(ip_address=host, port=port)
+        server = Server(ip_address=host, port=port)
         server.start()
         job.wait(240)
     finally:

@@ -87,6 +87,7 @@ def test_a_finished_run_is_recognised_without_torch(finished: tuple[Path, str]) 
 
 def test_auto_precision_with_a_damaged_config_is_refused(finished: tuple[Path, str], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("precision: [")
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     message = rf"{tmp_path}/config\.yaml is damaged, so the run's earlier precision is unknown\. Set `precision` to it;"
     with pytest.raises(RequestError, match=message):
         train(["--config", str(finished[0]), "--run_dir", str(tmp_path), "--precision", "auto"])

@@ -367,9 +367,10 @@ may."""
         (1, os.killpg, signal.SIGINT),
         (1, os.kill, signal.SIGTERM),
         pytest.param(1, os.kill, signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(1, os.killpg, signal.SIGHUP, marks=pytest.mark.slow),
         pytest.param(2, os.killpg, signal.SIGINT, marks=pytest.mark.slow),
     ],
-    ids=["Ctrl-C", "SIGTERM", "SIGHUP", "Ctrl-C, 2 processes"],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP", "a closed terminal", "Ctrl-C, 2 processes"],
 )
 def test_the_run_saves_before_its_processes_and_the_launcher_exit(
     latents: Path, tmp_path: Path, num_processes: int, send: Send, number: signal.Signals
@@ -388,6 +389,28 @@ def test_the_run_saves_before_its_processes_and_the_launcher_exit(
     assert f"received a stop signal and saved a checkpoint after step {step_of(folder)}" in errors
     assert f"The launcher received {number.name}, and the run saved a checkpoint. Run the same command again" in errors
     verify_checkpoint(folder)
+
+
+def test_processes_are_stopped_although_nothing_can_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, `make train … | tee log` whose `tee` ended first."""
+    child, stderr = subprocess.Popen(["sleep", "60"]), Mock()
+    stderr.write.side_effect = BrokenPipeError
+    monkeypatch.setattr("sys.stderr", stderr)
+    shutdown = launch.Shutdown()
+    monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "60")
+    monkeypatch.setattr(launch, "child_processes", lambda: {child.pid: 0})
+    with pytest.raises(launch.Stopped):
+        shutdown.handle(signal.SIGTERM)
+    assert shutdown.exit_codes == [-signal.SIGTERM] and stderr.write.called
+    child.wait()
+
+
+def test_a_process_that_another_signal_killed_is_named() -> None:
+    """It may have trained before, so the message must not say that there was nothing to save."""
+    shutdown = launch.Shutdown()
+    shutdown.received, shutdown.exit_codes = signal.SIGTERM, [0, -signal.SIGKILL]
+    with pytest.raises(Preempted, match="received SIGTERM, but SIGKILL killed a process of the run"):
+        shutdown.exit_code()
 
 
 @pytest.mark.parametrize(("num_processes", "send"), [(1, os.killpg), (2, os.kill)])

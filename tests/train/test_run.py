@@ -185,18 +185,22 @@ def test_precompute_starts_without_diffusers_and_img2dataset() -> None:
     assert wait_for(fork(import_alone)) == OK
 
 
-@pytest.mark.parametrize(("microbatch_size", "seed", "num_lines", "is_warned"), [(8, 0, 0, True), (16, 1, 1, False)])
-def test_a_large_microbatch_and_the_seed_of_the_run_it_starts_from_are_reported(
+@pytest.mark.parametrize(
+    ("microbatch_size", "seed", "warmup", "num_lines", "is_warned"), [(8, 0, 1, 0, True), (16, 1, 0, 1, False)]
+)
+def test_a_large_microbatch_the_seed_of_the_run_it_starts_from_and_endless_warm_up_are_reported(
     reference: Path,
     latents: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     microbatch_size: int,
     seed: int,
+    warmup: int,
     num_lines: int,
     is_warned: bool,
 ) -> None:
     changes = {"max_steps": 1, "init_from": str(reference), "init_weights": "raw", "seed": seed}
+    changes["schedule"] = {"warmup_steps": warmup}
     fields = train_fields(latents, tmp_path / "run", microbatch_size=microbatch_size, **changes)
     command(["--config", str(write_config(tmp_path, fields))])
     printed = capsys.readouterr().out
@@ -206,6 +210,7 @@ def test_a_large_microbatch_and_the_seed_of_the_run_it_starts_from_are_reported(
     )
     assert printed.splitlines().count(line) == num_lines
     assert ("was trained with the same seed" in printed) == is_warned
+    assert ("the learning rate rises during the whole run" in printed) == is_warned
 
 
 @pytest.mark.parametrize(
@@ -432,8 +437,13 @@ def test_the_collective_timeout_is_set_after_the_first_batch_of_each_loader_work
 
 
 def test_a_resumed_run_keeps_the_precision_that_auto_selected(latents: Path, tmp_path: Path) -> None:
-    """config.yaml is edited as if a machine with a different `auto` precision had started the run."""
+    """config.yaml is edited as if a machine with a different `auto` precision had started the run.
+
+    Before the first checkpoint, that makes no difference.
+    """
     fields = train_fields(latents, tmp_path / "run", precision="auto", max_steps=2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("precision: float16\n")
     started = run(tmp_path, fields, num_processes=2)
     assert started.returncode == 0 and started.stderr.count("precision: auto selects ") == 1  # the main process selects
     config = tmp_path / "run" / "config.yaml"
@@ -443,6 +453,7 @@ def test_a_resumed_run_keeps_the_precision_that_auto_selected(latents: Path, tmp
     config.write_text(config.read_text().replace(f"precision: {chosen}", f"precision: {other}"))
     resumed = run(tmp_path, fields | {"max_steps": 3})
     assert resumed.returncode == 0 and "precision: auto selects " not in resumed.stderr
+    assert resumed.stderr.count(f"precision: auto keeps {other}, in which this run was trained so far") == 1
     assert yaml.safe_load(config.read_text())["precision"] == other
     command(["--config", str(write_config(tmp_path, fields | {"max_steps": 4, "precision": "float32"}))])
     assert yaml.safe_load(config.read_text())["precision"] == "float32"

@@ -27,7 +27,7 @@ def push(arguments: list[str]) -> str:
     parser = argparse.ArgumentParser(prog="train push", description=__doc__, formatter_class=raw)
     parser.add_argument("folder", type=Path, help="pipeline folder that `train export` wrote")
     parser.add_argument("repo", help="repository on the Hugging Face Hub: org/name")
-    parser.add_argument("--license", help="identifier of the licence on the hub, such as cc-by-4.0; required")
+    parser.add_argument("--license", help="identifier of the licence on the Hub, such as cc-by-4.0; required")
     parser.add_argument("--public", action="store_true", help="make a new repository visible to everyone")
     options = parser.parse_args(arguments)
     text = LICENSE.sub(f"**License:** {options.license}", read_card(options.folder))

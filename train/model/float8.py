@@ -79,7 +79,7 @@ def float8_problem(device: torch.device, precision: Precision) -> str | None:
 
 
 def use_float8(network: nn.Module, layers: Collection[str], *, emulated: bool = False) -> None:
-    """Replace linear layers, in place, by layers that multiply in float8, in the forward and the backward pass.
+    """Replace linear layers, in place, with layers that multiply in float8, in the forward and the backward pass.
 
     Inputs, weights and gradients are each scaled by their largest magnitude, with one scale per tensor. Parameters keep
     their names, data types and values. Hooks on these layers are lost.

@@ -275,8 +275,9 @@ FLOAT32: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def without_values(network: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Replace a meta-device network's weights by fake CPU tensors of `dtype` with the same strides, in place, and make
-    it normalize in float32, with float32 weights, as a GPU does. Call this under FakeTensorMode."""
+    """Replace a meta-device network's weights with fake CPU tensors of `dtype` with the same strides, in place.
+
+    Also make it normalize in float32, with float32 weights, as a GPU does. Call this under FakeTensorMode."""
     for module in network.modules():
         module.__class__ = FLOAT32.get(type(module), type(module))
         own = torch.float32 if isinstance(module, InFloat32) else dtype

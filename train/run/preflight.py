@@ -1,6 +1,8 @@
 """Checks before a launch that need no data: the number of processes per node, the tracker and the run folder."""
 
 import os
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,9 @@ it."""
 DEFAULT_SHUTDOWN_SECONDS = "120"
 SUPPORTED_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU")
 """Values of accelerate's `DistributedType` that this trainer supports."""
+
+VISIBLE_SECONDS = 60.0
+"""Time after which a new folder must be visible on all machines. NFS clients may look for new folders this rarely."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,31 @@ def check_launch(accelerator: "Accelerator | None", world: World, problem: str |
         raise RequestError(
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set, so accelerate would scale the gradients. Unset "
             "this variable. In this trainer, microbatch_size controls gradient accumulation."
+        )
+
+
+def check_shared(accelerator: "Accelerator", setting: str, folder: Path) -> None:
+    """Check that every machine sees a folder that exists on the main process's machine.
+
+    Args:
+        setting: the config field that contains the folder.
+
+    Raises:
+        RequestError: a machine does not see it.
+    """
+    from accelerate.utils import gather_object
+
+    lacking = None
+    if accelerator.is_local_main_process:
+        end = time.monotonic() + VISIBLE_SECONDS
+        while not folder.is_dir() and time.monotonic() < end:
+            time.sleep(0.1)
+        lacking = None if folder.is_dir() else socket.gethostname()
+    hosts = sorted({host for host in gather_object([lacking]) if host is not None})
+    if hosts:
+        raise RequestError(
+            f"{folder} in {setting} exists on the run's first machine, but not on {', '.join(hosts)}. All machines "
+            f"must see the same {setting}: put it on a file system that they share, or at an object-store URL."
         )
 
 

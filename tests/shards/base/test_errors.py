@@ -1,6 +1,7 @@
 """Printing of failures on the terminal."""
 
 import errno
+import os
 import signal
 import subprocess
 import sys
@@ -37,6 +38,14 @@ def test_errors_for_people(error: Exception, code: int, said: str, capsys: pytes
         console(command)()
     assert left.value.code == code
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_closed_terminal_does_not_change_the_exit_code() -> None:
+    code = "import sys; from shards.base.errors import *\nsys.exit(exit_code_of(lambda: exec('raise Preempted(1)')))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert subprocess.run([sys.executable, "-c", code], stderr=writing, timeout=60).returncode == 75
+    os.close(writing)
 
 
 def test_a_command_is_given_the_words_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from shards.base.scratch import (
     SWEEPER,
     attempt_folder,
     private_folder,
+    sweep,
     sweep_attempts,
     sweep_scratch,
     use_scratch,
@@ -168,6 +169,15 @@ def test_a_machine_cleans_up_only_after_itself(
             assert attempt.exists() is not goes
         sweep_attempts(store)
         assert attempt.exists() is not goes
+
+
+def test_folders_that_cannot_be_swept_do_not_hide_how_a_job_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".attempts" / "00000.abc").mkdir(parents=True)
+    (tmp_path / ".attempts.locks").write_text("a file where a folder belongs")
+    sweep(LocalStore(tmp_path), tmp_path / "scratch")
+    assert "warning: temporary folders of killed processes remain: " in capsys.readouterr().err
 
 
 def test_a_folder_that_does_not_name_its_owner_is_left_alone(tmp_path: Path) -> None:

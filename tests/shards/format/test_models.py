@@ -1,4 +1,4 @@
-"""Models on the hub and on object stores: downloads, comparison with their record, and errors."""
+"""Models on the Hub and on object stores: downloads, comparison with their record, and errors."""
 
 import json
 import shutil
@@ -75,7 +75,7 @@ def test_models_from_the_hub_are_those_of_the_folder(
         ("busy/repo/vae", "429"),
         ("down/repo/vae", "503"),
         ("well/repo@v9/vae", "Revision Not Found"),
-        ("well/repo/unet", "well/repo on the hub has no folder unet with safetensors weights"),
+        ("well/repo/unet", "well/repo on the Hub has no folder unet with safetensors weights"),
     ],
 )
 def test_what_is_said_of_each_failure(models: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:

@@ -82,7 +82,7 @@ def test_a_pipeline_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("words", "said"),
     [
         (["org/name"], "No licence was given. It depends on the images"),
-        (["name", "--license", "cc0-1.0"], "name is not the name of a repository on the hub"),
+        (["name", "--license", "cc0-1.0"], "name is not the name of a repository on the Hub"),
         (["hidden/name", "--license", "cc0-1.0"], "The hub refuses to write to"),
         (["gated/name", "--license", "cc0-1.0"], "Log in with `hf auth login`"),
     ],

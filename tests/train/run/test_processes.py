@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from shards.base.errors import Preempted, WorkError
+from shards.base.errors import Preempted, RequestError, WorkError
 from tests import ranks
 from tests.runs import curve, launcher, train_fields, write_config
 from train.__main__ import run as command
@@ -26,7 +27,7 @@ from train.run.checkpoints.checkpoint import list_checkpoints
 from train.run.checkpoints.retention import CheckpointConfig
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.lease.owner import Pace
-from train.run.preflight import LAUNCHER
+from train.run.preflight import LAUNCHER, check_shared
 from train.run.processes import (
     CHECK_SECONDS,
     MAX_CHECK_INTERVAL,
@@ -339,3 +340,17 @@ def test_a_rank_that_no_other_rank_joins_fails(rank: str, monkeypatch: pytest.Mo
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with pytest.raises(WorkError, match="Before the first step, a collective failed: another process died, or did"):
         join_processes(1.0, "cpu")
+
+
+def test_a_folder_that_a_machine_does_not_share_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others: list[str | None] = [None]
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda own: [*own, *others])
+    monkeypatch.setattr("train.run.preflight.VISIBLE_SECONDS", 0.0)
+    accelerator = MagicMock(is_local_main_process=True)
+    check_shared(accelerator, "run_dir", tmp_path)
+    others = ["gpu004", None, "gpu003"]
+    with pytest.raises(RequestError, match="in run_dir exists on the run's first machine, but not on gpu003, gpu004"):
+        check_shared(accelerator, "run_dir", tmp_path)
+    others = []
+    with pytest.raises(RequestError, match=f"but not on {re.escape(socket.gethostname())}. All machines"):
+        check_shared(accelerator, "init_from", tmp_path / "absent")

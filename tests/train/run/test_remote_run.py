@@ -131,6 +131,24 @@ def test_a_launch_takes_the_snapshot_that_the_run_lacks(
     assert taken["files"] == lost["files"] != {}
 
 
+def test_snapshots_after_the_resumed_checkpoint_are_removed(
+    s3: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example, training diverged after them, and continues from an earlier checkpoint."""
+    empty_machine(tmp_path, monkeypatch)
+    store, changes = open_store(f"{s3}/again"), {"ema": {"snapshot_every": 1}, "checkpoint": {"every": 2}}
+    train(latents, tmp_path, f"{s3}/again", max_steps=4, **changes)
+    store.remove([f"checkpoints/{name}" for name in store.files("checkpoints") if name.startswith("step-00000004")])
+    empty_machine(tmp_path, monkeypatch)
+    train(latents, tmp_path, f"{s3}/again", max_steps=3, **changes)
+    states = [name for name in store.files("posthoc/checkpoints") if name.endswith("state.json")]
+    assert states == [
+        "step-00000001.0001/state.json",
+        "step-00000002.0001/state.json",
+        "step-00000003.0002/state.json",
+    ]
+
+
 def test_a_launch_after_the_last_step_uploads_its_checkpoint(
     four_steps: str, latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from shards.base.errors import Outage, RequestError, WorkError, say
 from shards.base.store import STAGING_FOLDER, Store
-from train.run.checkpoints.checkpoint import STATE_NAME, step_of
+from train.run.checkpoints.checkpoint import SNAPSHOTS, STATE_NAME, step_of
 from train.run.checkpoints.local_copy import parse_folder, remote_folder, stored_checkpoints
 from train.run.lease.lease import Lease
 
@@ -137,6 +137,21 @@ class RemoteRun:
         self.lease.check()
         for files in names:
             self._remove(files)
+
+    def drop_later(self, step: int) -> None:
+        """Remove the snapshots of averages from after `step`, which the run will write again, perhaps with a different
+        learning rate.
+
+        Raises:
+            LeaseLost: another launch has taken over.
+        """
+        folder = f"{SNAPSHOTS}/checkpoints"
+        names = {file.partition("/")[0] for file in self.store.files(folder)}
+        later = [name for name in names if (parsed := parse_folder(name)) and step_of(Path(parsed[0])) > step]
+        files = [self._list_files(f"{folder}/{name}") for name in sorted(later)]
+        self.lease.check()
+        for each in files:
+            self._remove(each)
 
     def _complete(self, name: str, state: bytes) -> None:
         self.lease.check()

@@ -334,4 +334,9 @@ class CheckpointWriter:
         # for a run at a URL, this machine keeps only the newest checkpoint
         old = superfluous(ages, self.config, alarms) if self.remote is None else sorted(whole.keys() - {step})
         for each in old:
-            remove(whole[each], self.lease.folder)
+            try:
+                remove(whole[each], self.lease.folder)
+            except FileNotFoundError:  # the launch was superseded
+                raise
+            except OSError as error:  # for example, it was restored from a backup by another user
+                print(f"{whole[each]} could not be removed; the next save will try again: {error}", flush=True)

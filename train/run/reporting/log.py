@@ -93,15 +93,25 @@ class Log:
         return step % self.config.every == 0 or step == self.max_steps
 
     def write_metrics(self, step: int, fields: dict[str, Any]) -> None:
-        """Write a line of metrics.jsonl, log it to the tracker, and update the progress bar if that is due."""
+        """Write a line of metrics.jsonl, log it to the tracker, and update the progress bar if that is due.
+
+        If the tracker fails, training continues.
+        """
         self.last_fields = replace_non_finite(fields)
         if self.metrics:
             self.metrics.write(step=step, **fields)
         if self.progress and (self.progress.is_due or step == self.max_steps):
             self._show_progress(self.progress, step)
-        self.accelerator.log(flatten_numbers(self.last_fields), step=step)
-        if self.evaluations:
-            self.evaluations.log_next(self.accelerator.trackers, step)
+        try:
+            self.accelerator.log(flatten_numbers(self.last_fields), step=step)
+            if self.evaluations:
+                self.evaluations.log_next(self.accelerator.trackers, step)
+        except Exception as error:  # each tracker's client has its own exception classes
+            print(
+                f"warning: {self.config.tracker} did not accept what was logged at step {step}, which metrics.jsonl "
+                f"still contains: {type(error).__name__}: {error}",
+                flush=True,
+            )
 
     def _show_progress(self, progress: Progress, step: int) -> None:
         figures = self._figures(step)

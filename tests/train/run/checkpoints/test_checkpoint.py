@@ -1,5 +1,6 @@
 """Checkpoints written in the background: apart from the run, one at a time, and no failure goes unheard."""
 
+import errno
 import resource
 import shutil
 import threading
@@ -26,6 +27,7 @@ from train.run.checkpoints.checkpoint import (
     newest_checkpoint,
     restore,
     step_folder,
+    step_of,
     verify_checkpoint,
 )
 from train.run.checkpoints.retention import CheckpointConfig, superfluous
@@ -102,6 +104,30 @@ def test_the_newest_stay_and_every_so_many_for_good(unet: UNet2DConditionModel, 
         writing.finish()
         kept.append([int(folder.name.removeprefix("step-")) for folder in list_checkpoints(tmp_path)])
     assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 5, 6], [3, 6, 7], [3, 6, 7, 8]]
+
+
+def test_an_old_one_that_cannot_be_removed_is_kept_until_the_next_save(
+    unet: UNet2DConditionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writing, steps, replace = writer(tmp_path, unet, keep=1), iter(range(1, 5)), Path.replace
+
+    def save() -> list[int]:
+        writing.write(snapshot(unet, next(steps)))
+        writing.finish()
+        return [step_of(folder) for folder in list_checkpoints(tmp_path)]
+
+    def forbid(path: Path, target: Path) -> Path:
+        if path.name == "step-00000001":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return replace(path, target)
+
+    assert save() == [1]
+    monkeypatch.setattr(Path, "replace", forbid)
+    assert save() == [1, 2]
+    assert "step-00000001 could not be removed; the next save will try again: " in capsys.readouterr().out
+    assert save() == [1, 3]
+    monkeypatch.setattr(Path, "replace", replace)
+    assert save() == [4]
 
 
 def test_a_file_that_cannot_grow_is_heard_of_at_the_next_step_and_leaves_the_one_before(
@@ -277,7 +303,7 @@ def test_a_warning_says_that_saving_takes_longer_than_the_grace_period(monkeypat
 def test_a_launch_warns_at_its_start_if_the_previous_one_saved_too_slowly(
     latents: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fields = train_fields(latents, tmp_path / "run", max_steps=2)
+    fields = train_fields(latents, tmp_path / "run", max_steps=2, schedule={"warmup_steps": 1})
     command(["--config", str(write_config(tmp_path, fields))])
     assert "warning" not in "".join(capfd.readouterr())
     fields |= {"max_steps": 4, "checkpoint": {"every": 2, "grace": 1.0}}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from shards.base import progress
@@ -74,6 +75,28 @@ def test_tensorboard_gets_every_step_once_and_the_config(
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    global_batch_size: 8" in text and f"    source: {source_version()}" in text
+
+
+def test_a_tracker_that_fails_does_not_stop_training(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = TensorBoardTracker.log
+
+    def fail_at_two(self: TensorBoardTracker, values: dict[str, float], step: int) -> None:
+        if step == 2:
+            raise ConnectionError("no route")
+        log(self, values, step)
+
+    monkeypatch.setattr(TensorBoardTracker, "log", fail_at_two)
+    fields = train_fields(latents, tmp_path / "run", max_steps=3, log={"tracker": "tensorboard"})
+    command(["--config", str(write_config(tmp_path, fields))])
+    assert (
+        "warning: tensorboard did not accept what was logged at step 2, which metrics.jsonl still contains: "
+        "ConnectionError: no route"
+    ) in capsys.readouterr().out
+    assert [row["step"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    events = EventAccumulator(str(tmp_path / "run" / "tracker")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 3]
 
 
 def test_outside_a_git_repository_there_is_no_source_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
