@@ -108,8 +108,8 @@ class Fleet(Generic[Work, Result]):
     """Units of work and the workers that run them, on the cluster that `start_ray` joined or started. Iterating over
     the fleet, which is possible only once, runs the units and yields events.
 
-    Iteration ends when every unit is done or has failed for good. On SIGTERM, SIGUSR1 or SIGINT, the fleet interrupts
-    the running attempts, and iteration ends with the results of those that had already finished.
+    Iteration ends when every unit is done or has failed for good. On a stop signal (`shards.base.stop`), the fleet
+    interrupts the running attempts, and iteration ends with the results of those that had already finished.
 
     Raises:
         WorkError: no node could take a worker for `wait_for_resources` seconds, or `outage_probes` consecutive attempts

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from typing import Any
 
@@ -116,20 +117,26 @@ def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> 
 
 def _resolve(requested: PrecisionOption, device: str) -> tuple[Precision, list[str]]:
     forget_ranks()
-    if is_accelerator(device):
-        choose_device()  # raises an error if torch cannot use the GPU; `auto` would be float32 otherwise
+    if is_accelerator(device):  # if torch could not use the GPU, `auto` would be float32
+        try:
+            choose_device()
+        except RequestError as error:
+            raise RequestError(f"Node {ray.util.get_node_ip_address()}: {error}") from None
     lines: list[str] = []
     return resolve_precision(requested, device, lines.append), lines
 
 
 def _init(**options: Any) -> None:
     """Call `ray.init`. If SIGTERM arrives during the call, print a message, because Ray's own handler exits without
-    one."""
+    one. The processes that Ray starts ignore SIGHUP, so that they outlive a closed terminal until this one ends."""
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit:
         say(Preempted(STOPPED))
         sys.exit(Preempted.exit_code)
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
     exit_on_stop_signal(STOPPED)
 
 

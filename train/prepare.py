@@ -49,6 +49,7 @@ from train.objective.alignment import Aligned, check_whole_block, find_features,
 from train.objective.validation import FoundValidation, Validation, find_validation, open_validation
 from train.run.checkpoints import local_copy
 from train.run.checkpoints.checkpoint import (
+    STATE_NAME,
     WEIGHTS_NAME,
     Checkpoint,
     checkpoint_identities,
@@ -361,7 +362,7 @@ def precision_of_run(config: TrainConfig, device: str) -> Precision:
     """
     precision = config.precision
     files = open_store(config.run_dir).read_many(["config.yaml"]) if precision == "auto" else {}
-    if files and has_checkpoint(config.run_dir):
+    if files and has_checkpoint(config):
         try:
             precision = yaml.safe_load(files["config.yaml"])["precision"]
         except (yaml.YAMLError, KeyError, TypeError) as error:
@@ -373,9 +374,12 @@ def precision_of_run(config: TrainConfig, device: str) -> Precision:
     return resolve_precision(precision, device)
 
 
-def has_checkpoint(run: Place) -> bool:
-    """Return whether a run has a checkpoint, intact or not."""
-    return bool(list_checkpoints(run) if isinstance(run, Path) else local_copy.stored_checkpoints(open_store(run)))
+def has_checkpoint(config: TrainConfig) -> bool:
+    """Return whether the run has a checkpoint on this machine or at its URL, intact or not."""
+    if list_checkpoints(config.work):
+        return True
+    stored = [] if isinstance(config.run_dir, Path) else open_store(config.run_dir).files("checkpoints")
+    return any(name.endswith(f"/{STATE_NAME}") for name in stored)
 
 
 def find_all(

@@ -125,6 +125,7 @@ def install(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, l
 
     Raises:
         LeaseLost: another launch has taken over.
+        RequestError: a node does not see the run's folder.
     """
     if isinstance(config.run_dir, Path):
         check_shared(accelerator, "run_dir", lease.folder)

@@ -40,7 +40,7 @@ VAE, times 8 for the U-Net."""
 def run_job(tars: Sequence[Named], recipe: Recipe, output: Path | str, workers: FleetConfig) -> Ledger:
     """Encode `tars` into the root at `output` until each is committed or has failed. Ray must be running.
 
-    On SIGTERM, SIGUSR1 or SIGINT, interrupt the running attempts and return.
+    On a stop signal, interrupt the running attempts and return.
 
     Raises:
         WorkError: for `workers.wait_for_resources` seconds, no node in the cluster had room for a worker; or
@@ -205,11 +205,11 @@ def conclude(ledger: Ledger, num_tars: int, root: str, manifest: Manifest | None
     """
     sizes = manifest.buckets if manifest is not None else {}
     held = ", ".join(f"{size.samples} samples in {bucket}" for bucket, size in sizes.items()) or "nothing"
+    contents = f" {root} held {held} when it was last indexed." if ledger.left else f" {root} now holds {held}."
     print(
         f"Tars: {ledger.done} encoded ({ledger.samples_in} samples in, {ledger.encoded} accepted, "
         f"{ledger.samples_in - ledger.encoded} rejected), {num_tars - ledger.total} already done, "
-        f"{len(ledger.failed)} failed. {root} {'held' if ledger.left else 'now holds'} {held}"
-        f"{' when it was last indexed' if ledger.left else ''}."
+        f"{len(ledger.failed)} failed.{contents if manifest is not None else ''}"
     )
     if ledger.rejected:
         reasons = ", ".join(f"{reason} {count}" for reason, count in ledger.rejected.most_common())

@@ -94,8 +94,8 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
         report_interrupt()
         return INTERRUPTED
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _reader_is_gone():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python complains about unwritten output at exit
+        if isinstance(error, BrokenPipeError) and _is_closed(1):
+            discard_unread_output()
             return PIPE_CLOSED
         path_advice = PATH_ADVICE.get(error.errno or 0) if error.filename else None
         advice = "Fix the storage" if is_storage_error(error) else path_advice
@@ -105,11 +105,21 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
         return WorkError.exit_code
 
 
-def _reader_is_gone() -> bool:
-    """Return whether stdout is a pipe that nobody reads any more, as in `python -m plan | head -1`."""
+def discard_unread_output() -> None:
+    """Discard further output to stdout and stderr where nothing reads it any more: after the reader of a pipe has
+    ended, as in `python -m plan | head -1`, or in a closed terminal.
+
+    Otherwise each print would fail, and Python would exit with a code of its own because it cannot write the rest.
+    """
+    for file in (1, 2):
+        if _is_closed(file):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file)
+
+
+def _is_closed(file: int) -> bool:
     poll = select.poll()
-    poll.register(1, 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
+    poll.register(file, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 def console(run: Callable[[list[str]], int | None]) -> Callable[[], NoReturn]:
@@ -123,9 +133,9 @@ def report_interrupt() -> None:
 
 
 def say(error: Exception) -> None:
-    """Print a user-facing error to stderr, with each of its lines wrapped, unless stderr is closed."""
+    """Print a user-facing error to stderr, if possible, with each of its lines wrapped."""
     wrap = functools.partial(textwrap.fill, width=110, break_long_words=False, break_on_hyphens=False)
     try:
         print("\n".join(map(wrap, f"error: {error}".splitlines())), file=sys.stderr, flush=True)
-    except OSError:  # the exit code still tells how the command ended, unless Python fails to write at exit as well
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    except OSError:  # the exit code still tells how the command ended
+        discard_unread_output()

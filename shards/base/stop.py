@@ -2,38 +2,47 @@
 
 import signal
 import sys
-from typing import NoReturn, Self
+from typing import ClassVar, NoReturn, Self
 
-from shards.base.errors import Preempted, say
+from shards.base.errors import Preempted, discard_unread_output, say
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class SignalFlag:
     """Flag that is set once this process receives one of the given signals. Leaving its `with` block restores the
-    previous handlers. A flag inside the `with` block of another one is set from the start if the other one is."""
+    previous handlers.
+
+    `with` blocks can be nested: a signal sets all flags for it, and a new flag is set if an outer one has received a
+    signal that it is for.
+    """
+
+    opened: ClassVar[list["SignalFlag"]] = []
+    """Flags whose `with` blocks are open, outermost first."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
-        self.received = self.is_open = False
+        self.received = False
         handled = [number for number in numbers if not is_ignored(number)]
         self.before = {number: signal.signal(number, self._receive) for number in handled}
-        flags = (getattr(handler, "__self__", None) for handler in self.before.values())
-        if any(isinstance(flag, SignalFlag) and flag.is_open and flag.received for flag in flags):
+        if any(flag.received and flag.before.keys() & self.before.keys() for flag in self.opened):
             self.received = True
 
     def __enter__(self) -> Self:
-        self.is_open = True
+        self.opened.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.is_open = False
+        self.opened.remove(self)
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
     def _receive(self, number: int, *_: object) -> None:
-        self.received = True
+        for flag in (self, *self.opened):
+            flag.received |= number in flag.before
         if number == signal.SIGINT:  # a second Ctrl-C ends the process immediately
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if number == signal.SIGHUP:
+            discard_unread_output()
 
 
 class StopSignal(SignalFlag):

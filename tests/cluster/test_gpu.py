@@ -63,7 +63,7 @@ def test_auto_is_not_resolved_on_such_a_node_of_a_cluster(monkeypatch: pytest.Mo
     monkeypatch.setattr("cluster.start.start_ray", lambda config: None)
     monkeypatch.setattr("ray.remote", lambda **_: Task)
     monkeypatch.setattr("ray.get", get)
-    with pytest.raises(RequestError, match=f"^{MESSAGE}"):
+    with pytest.raises(RequestError, match=rf"^Node [\d.]+: {MESSAGE}"):
         precision_on_worker("auto", ResourcesConfig(num_gpus=1))
 
 

@@ -339,4 +339,4 @@ class CheckpointWriter:
             except FileNotFoundError:  # the launch was superseded
                 raise
             except OSError as error:  # for example, it was restored from a backup by another user
-                print(f"{whole[each]} could not be removed; the next save will try again: {error}", flush=True)
+                print(f"{whole[each]} could not be removed completely: {error}", flush=True)

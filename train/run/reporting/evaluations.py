@@ -148,8 +148,9 @@ class EvaluationQueue:
         Call it at most once per step, because wandb merges everything that is logged at a step into one row.
         """
         if self.pending:
-            results = self.pending.popleft()
+            results = self.pending[0]
             log_results(trackers, results, step)
+            self.pending.popleft()
             self.logged.append(results.name)
 
     def _poll(self) -> None:

@@ -108,8 +108,8 @@ class Log:
                 self.evaluations.log_next(self.accelerator.trackers, step)
         except Exception as error:  # each tracker's client has its own exception classes
             print(
-                f"warning: {self.config.tracker} did not accept what was logged at step {step}, which metrics.jsonl "
-                f"still contains: {type(error).__name__}: {error}",
+                f"warning: {self.config.tracker} did not accept what was logged at step {step} (metrics.jsonl has all "
+                f"metrics, and evaluations are logged again): {type(error).__name__}: {error}",
                 flush=True,
             )
 

@@ -124,7 +124,7 @@ def test_an_old_one_that_cannot_be_removed_is_kept_until_the_next_save(
     assert save() == [1]
     monkeypatch.setattr(Path, "replace", forbid)
     assert save() == [1, 2]
-    assert "step-00000001 could not be removed; the next save will try again: " in capsys.readouterr().out
+    assert "step-00000001 could not be removed completely: " in capsys.readouterr().out
     assert save() == [1, 3]
     monkeypatch.setattr(Path, "replace", replace)
     assert save() == [4]
