@@ -8,11 +8,13 @@ import torch
 from streaming import StreamingDataset
 from torch import Tensor
 
+from shards.base.errors import RequestError
 from shards.base.store import parse_place
 from shards.format import image
 from shards.format.encoding import EncodingRecord
 from shards.format.text import pad_tokens, unpack_stored, with_duplicate_text
 from shards.open import open_store
+from shards.root.exclusions import exclusion_ids
 from shards.root.reading import captions, decoded, features, image_latents
 
 
@@ -32,19 +34,34 @@ class LatentDataset(StreamingDataset):
     size, scores        as stored
     """
 
-    def __init__(self, root: Path | str, bucket: str, posterior_mean: bool = False, **options: Any):
+    def __init__(
+        self,
+        root: Path | str,
+        bucket: str,
+        posterior_mean: bool = False,
+        include_excluded: bool = False,
+        **options: Any,
+    ):
         """
         Args:
             root: a latents root, as a local folder or a URL. For a URL, also pass `local`, the folder that streaming
                 downloads to.
             bucket: WIDTHxHEIGHT in pixels.
             posterior_mean: return the posterior's mean instead of a sample from it.
+            include_excluded: accept a root with exclusion lists, and return the samples that they exclude, too.
             options: options of StreamingDataset, such as batch_size and shuffle.
 
         Raises:
-            RequestError: `root` is not a latents root.
+            RequestError: `root` is not a latents root, or it has exclusion lists.
         """
-        self.encoding = EncodingRecord.load(open_store(root))
+        store = open_store(root)
+        self.encoding = EncodingRecord.load(store)
+        if not include_excluded and (ids := exclusion_ids(store)):
+            raise RequestError(
+                f"{store.where()} has exclusion lists ({', '.join(f'exclusions/{id}.txt' for id in ids)}), which only "
+                f"latentmill's trainer applies. Write a root without the excluded samples (`python -m shards derive "
+                f"{store.where()} OUTPUT`) and read that, or pass include_excluded=True to read all samples."
+            )
         self.posterior_mean = posterior_mean
         place = parse_place(root)
         if isinstance(place, Path):

@@ -94,7 +94,10 @@ def _exclusions(store: Store) -> str:
     if not ids:
         return "No samples are excluded from training."
     lists = ", ".join(f"`exclusions/{id}.txt` ({counted(len(load_exclusion(store, id).values), 'line')})" for id in ids)
-    return f"Samples matched by these lists are stored, but excluded from training: {lists}."
+    return (
+        f"Samples matched by these lists are stored, but latentmill's trainer skips them: {lists}. Other readers must "
+        f"skip them themselves."
+    )
 
 
 def size_category(samples: int) -> str:

@@ -37,7 +37,7 @@ def exclude(store: Store, exclusion: Exclusion) -> str:
     added = "Added" if add_exclusion(store, exclusion) else "Already present:"
     lines = [
         f"{added} exclusions/{exclusion.id}.txt ({counted(len(exclusion.values), 'line')}, matched by "
-        f"{exclusion.kind}). Training runs that start from now on skip these samples.",
+        f"{exclusion.kind}). latentmill's training runs skip these samples from now on; other readers do not.",
         *found,
     ]
     if unmatched:

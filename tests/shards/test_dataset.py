@@ -11,12 +11,14 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from streaming import StreamingDataset
 
 from bench.kit.roots import encoding_record
+from shards.base.errors import RequestError
 from shards.dataset import LatentDataset
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, TextTower
 from shards.open import open_store
+from shards.root.exclusions import add_exclusion, make_exclusion
 from shards.root.reading import read_part, text_latents
 from shards.root.writing import Caption, PartWriter, Sample
 
@@ -104,6 +106,16 @@ def test_every_layout_reads_alike(
             expected = sample.features["dino"]
             error = (found["features.dino"] - expected).norm() / expected.norm()
             assert error < {"float16": 1e-3, "float8": 0.04}[storage]
+
+
+def test_a_root_with_exclusion_lists_is_refused(tmp_path: Path) -> None:
+    write_root(tmp_path / "root", record("float16", False, False, "float16", False))
+    add_exclusion(open_store(tmp_path / "root"), make_exclusion("key", ["000000003"]))
+    with pytest.raises(
+        RequestError, match=r"has exclusion lists \(exclusions/key\..*only latentmill's trainer applies"
+    ):
+        LatentDataset(tmp_path / "root", "64x64", batch_size=1)
+    assert len(LatentDataset(tmp_path / "root", "64x64", include_excluded=True, batch_size=1)) == 7
 
 
 def test_a_sample_is_drawn_from_the_posterior_afresh(latents: Path) -> None:
