@@ -118,14 +118,17 @@ def add_push_options(add: Callable[..., object]) -> None:
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Check every byte, shape and count; exit with code 1 if anything is wrong."""
-    num_problems = 0
-    for line in verify_root(options.root):
+    """Check every byte, shape and count; exit with code 1 if anything is wrong, except in recalled parts."""
+    num_problems, notes = 0, list[str]()
+    for line in verify_root(options.root, notes.append):
         num_problems += 1
+        print(line)
+    for line in notes:
         print(line)
     if num_problems:
         raise WorkError(f"{options.root.where()} has {counted(num_problems, 'problem')}, listed above.")
-    print(f"{options.root.where()} is intact: every file, sample and count matches its receipt.")
+    besides = ", apart from the recalled parts listed above" if notes else ""
+    print(f"{options.root.where()} is intact{besides}: every file, sample and count matches its receipt.")
 
 
 def stats(options: argparse.Namespace) -> None:

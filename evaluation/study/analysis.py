@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -151,7 +152,7 @@ def _preference(
 
 
 def _strengths(counted: Sequence[Answer], protocol: Protocol) -> list[dict[str, Any]]:
-    """Compute one row per model for each question that has votes."""
+    """Compute one row per model for each question that has votes. Infinite bounds of a strength become None."""
     rows = []
     for question in protocol.config.questions:
         own = [answer for answer in counted if answer.vote.question == question]
@@ -162,7 +163,8 @@ def _strengths(counted: Sequence[Answer], protocol: Protocol) -> list[dict[str, 
         found = strengths(scores, pairs, prompts, raters, len(protocol.models), protocol.config.seed)
         for number, letter in enumerate(protocol.letters):
             columns = {name: float(values[number]) for name, values in vars(found).items()}
-            rows.append({"question": question, "model": letter, **columns})
+            finite = {name: value if isfinite(value) else None for name, value in columns.items()}  # JSON has no ∞
+            rows.append({"question": question, "model": letter, **finite})
     return rows
 
 

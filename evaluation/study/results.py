@@ -30,7 +30,7 @@ STRENGTHS: Columns = [
     ("preferred to each other model", lambda row: f"{row['share']:.1%}"),
     ("95 % interval", lambda row: f"{row['share_low']:.1%} to {row['share_high']:.1%}"),
     ("strength (log odds)", lambda row: f"{row['value']:+.3f}"),
-    ("95 % interval", lambda row: f"{row['low']:+.3f} to {row['high']:+.3f}"),
+    ("95 % interval", lambda row: "unbounded" if row["low"] is None else f"{row['low']:+.3f} to {row['high']:+.3f}"),
 ]
 RATERS: Columns = [
     ("rater", lambda rater: rater["number"]),

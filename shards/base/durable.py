@@ -89,18 +89,27 @@ def fsync_tree(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield a new folder. If the block succeeds, flush the folder to disk and replace `target` with it."""
+    """Yield a new folder. If the block succeeds, flush the folder to disk and replace `target` with it.
+
+    If `target` is a link, the folder that it names is replaced. `target` is never incomplete. It is absent only between
+    two renames: a process killed there leaves the old folder under a hidden name that ends with `.old`.
+    """
+    target = target.resolve()
     private = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    old = private.with_name(f"{private.name}.old")
     private.mkdir(parents=True)
     try:
         yield private
         fsync_tree(private)
         if target.exists():
-            shutil.rmtree(target)
+            target.replace(old)
         private.replace(target)
         fsync_folder(target.parent)
     finally:
-        shutil.rmtree(private, ignore_errors=True)
+        if old.exists() and not target.exists():  # interrupted between the two renames
+            old.replace(target)
+        for folder in (private, old):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_file(path: Path, data: bytes) -> Path:

@@ -96,7 +96,7 @@ def derive_tar(
     tar: SourceTar, how: Derivation, attempt: int = 1, report: Callable[[int], None] = lambda samples: None
 ) -> TarReceipts:
     """Derive and commit the parts of one tar that the target lacks, and return the target's active receipts afterwards.
-    Raises DamagedFile if a source part does not match its receipt.
+    Raises DamagedFile if source parts do not match their receipts; the tar's other parts are committed before.
 
     Receipts record the attempt number, `attempt`. `report` is called with the number of samples processed so far, and
     may raise an exception to stop the derivation.
@@ -105,7 +105,7 @@ def derive_tar(
     in_force = {receipt.bucket: current_generation(how.target, receipt.bucket, tar.name)[1] for receipt in receipts}
     committed = {bucket: receipt for bucket, receipt in in_force.items() if receipt}
     excluded = [load_exclusion(how.source, id) for id in exclusion_ids(how.source)]
-    done = 0
+    done, damaged = 0, list[str]()
     with attempt_folder(how.target, tar.name) as folder:
         for receipt in receipts:
             if receipt.bucket in committed:
@@ -115,7 +115,11 @@ def derive_tar(
             with ExitStack() as stack:
                 with stopwatch("fetch"):
                     part = stack.enter_context(how.source.local(receipt.folder))
-                    check_part(part, receipt)
+                    try:
+                        check_part(part, receipt)
+                    except DamagedFile as error:
+                        damaged.append(str(error))
+                        continue
                 places = _places(part, receipt)
                 writer = PartWriter(folder / receipt.bucket, how.conversion.target, Bucket.parse(receipt.bucket))
                 for count in convert_part(part, receipt, writer, how, excluded, stopwatch):
@@ -142,6 +146,8 @@ def derive_tar(
                     clock=stopwatch.began,
                 ),
             )
+    if damaged:
+        raise DamagedFile(" ".join(damaged))
     return TarReceipts(tar.name, committed)
 
 

@@ -1,9 +1,11 @@
 """`python -m shards exclude ROOT`: add an exclusion list of keys, URLs or image SHA-256s."""
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from shards.base.errors import RequestError
@@ -27,6 +29,9 @@ def exclude(store: Store, exclusion: Exclusion) -> str:
     EncodingRecord.load(store)
     is_matched = np.zeros(len(exclusion.values), bool)
     found = [_match(store, bucket, id, exclusion, is_matched) for bucket, id in current_ids(store).items()]
+    if exclusion.kind == "url":  # only the most specific line that matches a sample was found
+        hosts = covering_hosts(exclusion.values.filter(pa.array(is_matched)).to_pylist())
+        is_matched |= np.asarray(pc.is_in(exclusion.values, pa.array(hosts, pa.string())))
     unmatched: list[str] = exclusion.values.filter(pa.array(~is_matched)).to_pylist()
     if exclusion.kind == "key" and not is_matched.any():
         raise RequestError(
@@ -46,6 +51,12 @@ def exclude(store: Store, exclusion: Exclusion) -> str:
             f"also applies to parts that are written later."
         )
     return "\n".join(lines)
+
+
+def covering_hosts(lines: Iterable[str]) -> set[str]:
+    """Return the hosts that cover lines of an exclusion list (canonical URLs and hosts), and their parent domains."""
+    names = (line.partition("/")[0].split(".") for line in lines)
+    return {".".join(labels[start:]) for labels in names for start in range(len(labels))}
 
 
 def _match(store: Store, bucket: str, id: str, exclusion: Exclusion, is_matched: NDArray[np.bool_]) -> str:

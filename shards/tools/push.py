@@ -36,7 +36,8 @@ def push_folder(
         card: content of README.md, whose line `license:` is filled in.
         license: identifier of the licence on the Hub; None is refused.
         public: whether a new repository is visible to everyone.
-        last: files to upload after all others, because readers start from them.
+        last: files to upload after all others, because readers start from them. Other files in their folders are not
+            uploaded, because a running job may have added them, and the files that they list may not be on the hub.
 
     Returns:
         Address of the repository.
@@ -61,7 +62,7 @@ def push_folder(
         api.create_repo(**common, private=not public, exist_ok=True)
         # first, because the hub checks it
         api.upload_file(**common, path_or_fileobj=card.encode(), path_in_repo="README.md", commit_message="Card")
-        ignored = [*HIDDEN, "README.md", *last]
+        ignored = [*HIDDEN, "README.md", *{f"{Path(name).parent}/*" for name in last}]
         api.upload_folder(**common, folder_path=folder, ignore_patterns=ignored, commit_message="Upload")
         if last:
             api.upload_folder(

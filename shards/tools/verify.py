@@ -41,8 +41,11 @@ from shards.root.shared import RULES
 from shards.root.writing import license_counts
 
 
-def verify_root(store: Store) -> Iterator[str]:
+def verify_root(store: Store, note: Callable[[str], None] = lambda line: None) -> Iterator[str]:
     """Check a root, and yield one line per problem. An intact root yields none.
+
+    `note` is called with a line for each problem of a recalled part. Such problems are not yielded, because a recalled
+    part is not replaced: if its tar is encoded again with different content, the damaged files stay.
 
     Checks:
     - the checksum of every receipt and sealed record
@@ -73,8 +76,12 @@ def verify_root(store: Store) -> Iterator[str]:
                 continue
             if name != receipt.name:
                 yield f"{store.where(name)} contains the receipt {receipt.name}, so it was renamed or copied"
-            yield from verify_receipt(store, name, receipt, encoding)
-            if name in in_force:
+            problems = verify_receipt(store, name, receipt, encoding)
+            if name not in in_force:
+                for line in problems:
+                    note(f"{line} (recalled; only runs pinned to an older index read it)")
+            else:
+                yield from problems
                 parts[receipt.bucket] = receipt
                 rules.setdefault(receipt.bucket, set()).add(receipt.rule)
         if parts:

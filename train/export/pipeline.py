@@ -118,7 +118,7 @@ def export(arguments: list[str]) -> Path:
 
 
 def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
-    """Write a checkpoint as a pipeline folder or a single file, atomically, and return its path.
+    """Write a checkpoint as a pipeline folder or a single file, which is never incomplete, and return its path.
 
     Raises:
         RequestError: there is no such checkpoint, an encoder is not the model that encoded the latents, or the
@@ -209,7 +209,7 @@ def _write_pipeline(
     sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
     latent_hw = max(sizes, key=math.prod)
     check_steps(pipeline, scheduler_of(pipeline, config.objective, latent_hw))
-    with atomic_folder(target.resolve()) as private:  # a link stays, and the folder that it names is replaced
+    with atomic_folder(target) as private:
         for name, folder in components.items():
             _copy(folder, private / name)
         for name, tokens in lengths.items():

@@ -59,7 +59,7 @@ def rebuild_average(arguments: list[str]) -> Path:
 
 
 def write_average(run_dir: Path, options: RebuildConfig) -> Path:
-    """Write the average as a folder, atomically, and return the folder.
+    """Write the average as a folder, which is never incomplete, and return the folder.
 
     The folder contains config.json, the weights, and a record of the snapshots with their coefficients.
 

@@ -24,6 +24,7 @@ class Strengths:
     value: np.ndarray
     """θ, in log odds."""
     low: np.ndarray
+    """−∞, with `high` +∞ and shares between 0 and 1, if there is only one prompt or one rater."""
     high: np.ndarray
     share: np.ndarray
     """Mean probability of being preferred to each other model."""
@@ -74,7 +75,8 @@ def strengths(
 
     A vote's weight is the number of times its prompt was drawn, times the number of times its rater was drawn. Owen
     ("The pigeonhole bootstrap", Annals of Applied Statistics 1, 2007) shows that such intervals tend to be too wide
-    rather than too narrow.
+    rather than too narrow. With two or three raters, however, they are too narrow, and one rater or one prompt says
+    nothing about how others would have voted, so every share from 0 to 1 is possible.
 
     Args:
         scores: (N,) score of each pair's first model: 1 if it won, 0 if it lost, 0.5 for a tie.
@@ -88,6 +90,10 @@ def strengths(
     rows = np.arange(len(scores))
     votes[rows, pairs[:, 0], pairs[:, 1]] = scores
     votes[rows, pairs[:, 1], pairs[:, 0]] = 1 - scores
+    value = bradley_terry(votes.sum(0))
+    if not (prompt_of.any() and rater_of.any()):  # one prompt or one rater
+        unbounded = np.full(num_models, np.inf)
+        return Strengths(value, -unbounded, unbounded, shares(value), np.zeros(num_models), np.ones(num_models))
     flat = votes.reshape(len(scores), -1)
     rng = np.random.default_rng(seed)
     resampled = []
@@ -95,7 +101,6 @@ def strengths(
         weights = _resampled_counts(rng, prompt_of) * _resampled_counts(rng, rater_of)
         resampled.append(weights @ flat)
     thetas = bradley_terry(np.array(resampled).reshape(-1, num_models, num_models))
-    value = bradley_terry(votes.sum(0))
     ends = [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2]
     low, high = np.quantile(thetas, ends, axis=0)
     share_low, share_high = np.quantile(shares(thetas), ends, axis=0)

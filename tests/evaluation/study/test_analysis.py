@@ -182,6 +182,17 @@ def test_three_models(three: Study) -> None:
 # --- the files ---
 
 
+def test_one_counted_rater_gives_unbounded_strengths(three: Study, tmp_path: Path) -> None:
+    votes = [vote for vote in votes_of(three, random_score(5)) if vote.rater == 0]
+    results = analyse(three, votes, partial=True)
+    write_results(results, tmp_path)
+    stored = read_sealed_json(tmp_path / "results.json")["strengths"]
+    assert {(row["low"], row["high"], row["share_low"], row["share_high"]) for row in stored} == {(None, None, 0, 1)}
+    page = (tmp_path / "results.html").read_text()
+    assert page.count("<td>unbounded</td>") == len(stored) and "(0.0% to 100.0%)" in page
+    assert "A over the others:" in format_results(results) and "[0.0%, 100.0%]" in format_results(results)
+
+
 @pytest.mark.parametrize("name", ["study", "three"])
 def test_files_refer_to_no_other_files(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     its = request.getfixturevalue(name)

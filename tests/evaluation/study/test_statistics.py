@@ -339,6 +339,19 @@ def test_strengths_and_their_intervals() -> None:
     assert (widths[1] < widths[0]).all()
 
 
+@pytest.mark.parametrize("single", [0, 1])
+def test_one_prompt_or_one_rater_gives_unbounded_strengths(single: int) -> None:
+    """As for `preference`, whose interval is then [0, 1]."""
+    pairs = np.tile([(0, 1), (0, 2), (1, 2)], (20, 1))
+    clusters = [np.arange(20).repeat(3), np.zeros(60, int)]
+    prompts, raters = clusters[single], clusters[1 - single]
+    scores = np.random.default_rng(0).integers(0, 2, 60).astype(float)
+    found = strengths(scores, pairs, prompts, raters, 3, seed=0, replicates=20)
+    assert (found.low == -np.inf).all() and (found.high == np.inf).all() and np.isfinite(found.value).all()
+    assert (found.share_low == 0).all() and (found.share_high == 1).all()
+    assert preference(scores, prompts, raters).interval() == pytest.approx((0, 1))
+
+
 @pytest.mark.parametrize("deciding", [0, 1])
 def test_both_prompts_and_raters_are_resampled(deciding: int) -> None:
     """If one of the two determines every vote, the variance of the share is p·(1 − p)/G over its clusters."""

@@ -1,9 +1,11 @@
 """Durable files and sealed JSON."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from shards.base.durable import (
     DamagedFile,
+    atomic_folder,
     one_writer,
     parse_sealed_json,
     read_sealed_json,
@@ -73,3 +76,41 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def write_folder(target: Path, text: str) -> None:
+    with atomic_folder(target) as private:
+        (private / "file").write_text(text)
+
+
+def test_a_folder_is_deleted_only_after_it_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, link = tmp_path / "folder", tmp_path / "link"
+    link.symlink_to(target)
+    rmtree, found = shutil.rmtree, set()
+
+    def look_and_remove(*arguments: Any, **named: Any) -> None:
+        found.add((target / "file").read_text())
+        rmtree(*arguments, **named)
+
+    write_folder(target, "old")
+    monkeypatch.setattr("shards.base.durable.shutil.rmtree", look_and_remove)
+    write_folder(link, "new")
+    assert found == {"new"} and link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [target, link]
+
+
+def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of the two renames fails."""
+    target = tmp_path / "folder"
+    write_folder(target, "old")
+    replace, calls = Path.replace, iter(range(9))
+
+    def fail_once(self: Path, other: Path) -> Path:
+        if next(calls) == 1:
+            raise OSError("no space left on device")
+        return replace(self, other)
+
+    monkeypatch.setattr(Path, "replace", fail_once)
+    with pytest.raises(OSError, match="no space"):
+        write_folder(target, "new")
+    assert (target / "file").read_text() == "old" and list(tmp_path.iterdir()) == [target]

@@ -131,6 +131,12 @@ def test_lines_that_match_nothing_are_named(root: Path, capsys: pytest.CaptureFi
     assert len(exclusion_ids(LocalStore(root))) == 2
 
 
+def test_every_line_that_matches_a_sample_counts(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://example.org/{min(keys(root))}"
+    shards(["exclude", str(root), "--urls", url, "example.org", "*.org", "www.example.org"])
+    assert "No sample matches the line 'www.example.org'." in capsys.readouterr().out
+
+
 def test_with_a_filter_both_hold(root: Path) -> None:
     fields = {"filter": {"aesthetic": {"min": 5.5}}}
     passing = keys(root, **fields)

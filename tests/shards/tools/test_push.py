@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 
 from bench.kit.roots import encoding_record
 from shards.__main__ import run as shards
@@ -52,6 +53,27 @@ def test_a_root_is_pushed_and_trained_from_there(
             train(["--config", str(write_config(tmp_path, fields))])
             curves.append(curve(tmp_path / name))
         assert curves[0] == curves[1] and len(curves[0][0]) == 3
+
+
+def test_a_manifest_published_during_the_upload_is_not_pushed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is running publishes a manifest after the manifests were listed, and before the parts are uploaded."""
+    manifests = root / "index" / "manifests"
+    before = {path.name: path.read_bytes() for path in manifests.iterdir()}
+    upload_file = HfApi.upload_file
+
+    def publish_first(*arguments: Any, **named: Any) -> Any:
+        (manifests / "99999999.json").write_text("{}")
+        return upload_file(*arguments, **named)
+
+    monkeypatch.setattr(HfApi, "upload_file", publish_first)
+    (tmp_path / "hub").mkdir()
+    with fake_hub(tmp_path / "hub") as hub:
+        connect(monkeypatch, hub)
+        shards(["push", str(root), "org/latents", "--license", "cc-by-4.0"])
+    assert (manifests / "99999999.json").exists()
+    assert files_below(tmp_path / "hub" / "index" / "manifests") == before
 
 
 def test_a_pipeline_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from bench.kit.roots import make_root
 from shards.__main__ import run
 from shards.base.durable import read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, exit_code_of
@@ -67,6 +68,28 @@ def test_a_single_damaged_part_is_made_anew(
     encode_all(precompute_config(models, tars, root))
     assert sorted(receipt.generation for receipt in load_receipts(open_store(root))) == [0, 0, 0, 1]
     assert list(verify_root(open_store(root))) == []
+
+
+def test_a_damaged_part_that_is_encoded_differently_is_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The damaged files stay after the recall, but `verify` fails only because of active parts."""
+    root = make_root(tmp_path / "root", {"64x64": [5, 5]})
+    damaged, other = load_receipts(open_store(root))
+    (root / damaged.folder / "shard.00000.mds").write_bytes(b"damaged")
+    run(["recall", str(root), "--part", damaged.folder])
+    make_root(root, {"64x64": [5, 5]}, missing_every=2)
+    new, same = load_receipts(open_store(root))
+    assert new.generation == 1 and new.folder != damaged.folder and same == other
+    capsys.readouterr()
+    run(["verify", str(root)])
+    note, conclusion = capsys.readouterr().out.splitlines()
+    assert note.startswith(f"{root}/{damaged.folder}/shard.00000.mds is 7 bytes long")
+    assert note.endswith("(recalled; only runs pinned to an older index read it)")
+    assert conclusion.startswith(f"{root} is intact, apart from the recalled parts listed above: ")
+    (root / new.folder / "shard.00000.mds").unlink()
+    assert exit_code_of(lambda: run(["verify", str(root)])) == 1
+    assert "has 1 problem, listed above" in words(capsys)
 
 
 def test_by_node_counts_what_each_made(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
