@@ -152,6 +152,7 @@ class Demo:
                 *("--input", str(self.folder / "metadata.parquet"), "--output", str(self.folder / "tars")),
                 *("--requests.allow_private_hosts", "true", "--rows_per_shard", str(ROWS_PER_TAR)),
                 *("--threads", "1"),  # more would store the images in the order of arrival
+                no_proxy="*",  # the server is on this machine
             )
 
     def precompute(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import importlib.util
 import io
 import json
@@ -50,7 +51,16 @@ def _import_img2dataset() -> Any:
     with _hidden("torch", "ray"):
         from img2dataset import downloader, writer
 
-    return downloader.Downloader, writer.WebDatasetSampleWriter
+    class Writer(writer.WebDatasetSampleWriter):
+        """Writer that records the hash of the stored image, because img2dataset hashes the download before it is
+        re-encoded."""
+
+        def write(self, img_str: bytes | None, key: str, caption: str | None, meta: dict[str, Any]) -> None:
+            if img_str is not None:
+                meta["sha256"] = hashlib.sha256(img_str).hexdigest()
+            super().write(img_str, key, caption, meta)
+
+    return downloader.Downloader, Writer
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ them, and reads responses of any length. In the calling process, `install` repla
 import hashlib
 import io
 import ssl
+import string
 import time
 import urllib.parse
 import urllib.request
@@ -52,12 +53,23 @@ class _Opener(urllib.request.OpenerDirector):
         self.hashes = hashes
 
     def open(self, fullurl: Any, *args: Any, **kwargs: Any) -> Any:
-        response = super().open(fullurl, *args, **kwargs)
+        request = urllib.request.Request(fullurl) if isinstance(fullurl, str) else fullurl
+        url = request.full_url
+        request.full_url = to_ascii(url)
+        response = super().open(request, *args, **kwargs)
         if isinstance(response, _LimitedResponse):
-            url = fullurl if isinstance(fullurl, str) else fullurl.full_url
             # a redirect's call is nested in that of the row's own address, whose hashes are therefore set last
             response.hashes = self.hashes.get(url, ())
         return response
+
+
+def to_ascii(url: str) -> str:
+    """Encode a URL's host with IDNA, and percent-encode non-ASCII characters and spaces elsewhere, as browsers do.
+    Escapes that are already in the URL stay as they are."""
+    host = urllib.parse.urlsplit(url).netloc.rpartition("@")[2]
+    if not host.isascii():
+        url = url.replace(host, host.encode("idna").decode(), 1)
+    return urllib.parse.quote(url, safe=string.punctuation)
 
 
 def build_opener(config: RequestsConfig, hashes: Hashes | None = None) -> urllib.request.OpenerDirector:

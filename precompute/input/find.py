@@ -65,14 +65,16 @@ def choose_units(wanted: str, available: list[AnyUnit]) -> list[AnyUnit]:
     `all`. Raises RequestError if the selection is invalid, or names a unit that does not exist."""
     if wanted == "all":
         return available
-    by_name = {tar.name: tar for tar in available}
+    by_name = {unit.name: unit for unit in available}
+    other = next((name for name in by_name if not name.isdecimal()), None)  # such as cc12m-train-0000
+    hint = f" Units whose names are not numbers, such as {other}, can only be selected with all." if other else ""
     names: list[str] = []
     for word in wanted.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word.strip())
         if not match:
             raise RequestError(
                 f"--shards {wanted} is not a selection of units. Use 00042, 00000-00099, a comma-separated list of "
-                f"both, or all."
+                f"both, or all.{hint}"
             )
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
@@ -85,7 +87,7 @@ def choose_units(wanted: str, available: list[AnyUnit]) -> list[AnyUnit]:
         raise RequestError(
             f"{'This unit does' if len(missing) == 1 else 'These units do'} not exist: {listed}. The input contains "
             f"{counted(len(available), 'unit')}: {available[0].name} to "
-            f"{available[-1].name}."
+            f"{available[-1].name}.{hint}"
         )
     return [by_name[name] for name in sorted(set(names))]
 

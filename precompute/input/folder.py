@@ -97,9 +97,10 @@ def find_folder(listing: Listing) -> Found | None:
     members = [Member(name, size) for name, size in listing.files.items() if _suffix(name) in IMAGE_SUFFIXES]
     stems = {_stem(member.name) for member in members}
     tables = _tables(listing, stems)
+    table_names = {table for table, _ in tables.values()}
     beside: dict[str, dict[str, int]] = {}
     for name, size in listing.files.items():
-        if _suffix(name) in CAPTION_SUFFIXES | {"json"} and name not in {table for table, _ in tables.values()}:
+        if _suffix(name) in CAPTION_SUFFIXES | {"json"} and name not in table_names:
             beside.setdefault(_stem(name), {})[name] = size
 
     def make(name: str, members: tuple[Member, ...]) -> FolderUnit:

@@ -4,7 +4,8 @@ An image is a struct {bytes, path}, or the bytes themselves. All other columns b
 """
 
 import io
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +25,11 @@ IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "webp", "image_bytes", "byt
 KEY_NAMES = ("key", "__key__")
 ROWS_AT_ONCE = 32
 BUFFER_BYTES = 4 << 20
+MAX_LISTED = 5
+"""Maximum number of splits that a note lists."""
 CONCURRENT_FOOTERS = 16
+SPLIT_FILE = re.compile(r"(.+)-\d{5}-of-\d{5}\b.*\.parquet")
+"""Name of a file of a dataset's split on the Hub, such as data/train-00000-of-00010.parquet."""
 
 
 class StoreFile(io.RawIOBase):
@@ -169,4 +174,18 @@ def find_parquet(listing: Listing) -> Found | None:
     def file_of(member: Member) -> str:
         return member.name.rpartition("#")[0]
 
-    return Found("parquet files with images", listing, members, make, boundary=file_of) if members else None
+    if not members:
+        return None
+    notes = tuple(_notes(dict.fromkeys(map(file_of, members))))
+    return Found("parquet files with images", listing, members, make, boundary=file_of, notes=notes)
+
+
+def _notes(files: Iterable[str]) -> Iterator[str]:
+    """Yield a note if `files` belong to several splits."""
+    splits = list(dict.fromkeys(match[1] for name in files if (match := SPLIT_FILE.fullmatch(name))))
+    if len(splits) > 1:
+        listed = ", ".join(splits[:MAX_LISTED]) + (" and more" if len(splits) > MAX_LISTED else "")
+        yield (
+            f"the input has {len(splits)} splits ({listed}), which are encoded together into one root. To encode only "
+            f"one of them, set `input` to a folder that has only its files."
+        )

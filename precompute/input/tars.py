@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class TarUnit(Unit):
 
 
 def find_tars(listing: Listing) -> Found | None:
-    """Find the tars directly in a folder. Raises RequestError if two of them have the same name."""
+    """Find the tars directly in a folder, or the single tar. Raises RequestError if two tars have the same name."""
     names: dict[str, str] = {}
     for name in listing.files:
         suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
@@ -100,6 +100,7 @@ def find_tars(listing: Listing) -> Found | None:
             raise RequestError(
                 f"{listing.address} contains the tar {stem} twice, as {names[stem]} and {name}. Keep one."
             )
+    listing = _with_sidecars(listing, names)
     stats = [file for stem in names if (file := f"{stem}_stats.json") in listing.files]
     members = [FoundMember(stem, listing.files[name], 0) for stem, name in names.items()]
     if len(stats) == len(names) <= MAX_COUNTED:
@@ -111,6 +112,15 @@ def find_tars(listing: Listing) -> Found | None:
 
     notes = tuple(_notes(listing, names))
     return Found("webdataset tars", listing, members, make, is_numbered=False, notes=notes) if members else None
+
+
+def _with_sidecars(listing: Listing, names: dict[str, str]) -> Listing:
+    """If the input is a single tar, add img2dataset's files that are next to it, as in the listing of a folder."""
+    if not listing.only:
+        return listing
+    sidecars = [f"{stem}{suffix}" for stem in names for suffix in ("_stats.json", ".parquet")]
+    sizes = {name: size for name in sidecars if (size := listing.store.size(name)) is not None}
+    return replace(listing, files=listing.files | sizes)
 
 
 def _notes(listing: Listing, names: dict[str, str]) -> Iterator[str]:

@@ -46,8 +46,8 @@ class InputConfig(Config):
     """With `reject`, a damaged unit, such as a truncated tar, fails. With `salvage`, its intact samples are used and
     the lost ones are recorded."""
     check_sha256: bool = False
-    """Check each image against the `sha256` in its JSON, if present. Use this for tars with the original image bytes,
-    which `make download` writes by default, but not if img2dataset re-encoded the images."""
+    """Check each image against the `sha256` in its JSON, if present. Use this for tars from `make download`, but not if
+    img2dataset itself re-encoded the images, because it records the hash of the download."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from precompute.select.datasets import COLUMNS, LAION, SPELLINGS, DatasetConfig
-from precompute.select.rules import Rule
-from shards.base.errors import RequestError, WorkError
-from shards.base.remote import store_errors
+from precompute.select.rules import Rule, is_unreadable
+from shards.base.errors import Outage, RequestError, WorkError
+from shards.base.remote import outage, store_errors
 from shards.format.scores import SCORES
 
 CANONICAL = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
@@ -44,10 +45,10 @@ class MetadataFile:
 
 def find_files(metadata: str, output: Path) -> list[str]:
     """Return the sorted addresses of the parquet files at `metadata`, which is a file, a folder or a glob, except those
-    in the folder `output`. Raises RequestError if there are none, or they cannot be listed, and Outage if an object
+    in the folder `output`. Raises RequestError if there are none, or they cannot be listed, and Outage if a remote
     store cannot be reached."""
     try:
-        with store_errors(metadata, OSError, ImportError, ValueError):
+        with _network_errors(metadata, ImportError, ValueError):
             file_system, path = fsspec.core.url_to_fs(metadata)
             if file_system.isfile(path):
                 found = [path]
@@ -65,6 +66,30 @@ def find_files(metadata: str, output: Path) -> list[str]:
             f"There is no parquet file at {metadata}. Pass a file, a folder or a glob with --metadata PATH."
         )
     return [file_system.unstrip_protocol(name) for name in sorted(found)]
+
+
+@contextmanager
+def _network_errors(address: str, *expected: type[Exception]) -> Iterator[None]:
+    """Convert exceptions as `store_errors` does, except OSErrors that do not come from the network: those of local
+    files, those about damaged parquet files, and those about missing or unreadable ones."""
+    is_remote = "://" in address and not address.startswith("file://")
+    with store_errors(address, Outage, OSError, *expected):
+        try:
+            yield
+        except OSError as error:
+            if is_remote and (cause := _network_error(error)):
+                raise outage(address, cause) from error
+            raise
+
+
+def _network_error(error: OSError) -> OSError | None:
+    """Return the network error behind an OSError that was raised while reading a remote file, or None."""
+    if isinstance(error, FileNotFoundError | PermissionError):
+        # fsspec reports a web server that it cannot reach as a missing file
+        cause = error.__cause__
+        return cause if isinstance(cause, OSError) and cause.errno is not None else None
+    is_from_pyarrow = type(error) is OSError and error.errno is None  # the file is damaged
+    return None if is_from_pyarrow else error
 
 
 def inspect(address: str, footer: "Footer", rules: list[Rule], dataset: DatasetConfig) -> MetadataFile:
@@ -146,11 +171,10 @@ class Footer:
 
 
 def read_footer(address: str | Path) -> Footer:
-    """Read the footer of a parquet file. Raises RequestError if the file is empty or not parquet, and Outage if an
-    object store cannot be reached."""
-    expected = (pa.ArrowException, OSError, RequestError)
+    """Read the footer of a parquet file. Raises RequestError if the file is empty or not parquet, and Outage if a
+    remote store cannot be reached."""
     try:
-        with store_errors(str(address), *expected), fsspec.open(str(address), "rb") as file:
+        with _network_errors(str(address), pa.ArrowException, RequestError), fsspec.open(str(address), "rb") as file:
             if not (num_bytes := file.seek(0, 2)):
                 raise RequestError(f"{address} is empty. Download it again, or remove it.")
             metadata = pq.read_metadata(file)
@@ -181,9 +205,11 @@ def find_columns(schema: pa.Schema, location: str, dataset: DatasetConfig = LAIO
             continue
         present = [each for each in spellings if each in schema.names and each not in dataset.columns.values()]
         if len(present) > 1:
+            # only the selection has the setting `dataset`
+            choose = "" if dataset is LAION else f", or choose one with dataset.columns, as in {{{name}: {present[0]}}}"
             raise RequestError(
                 f"{location} has the columns {' and '.join(f'`{spelling}`' for spelling in present)}, which are both "
-                f"names for {name}, so the choice is ambiguous. Keep only one of them."
+                f"names for {name}, so the choice is ambiguous. Keep only one of them{choose}."
             )
         if present:
             found[name] = present[0]
@@ -220,12 +246,12 @@ def read_batches(source: MetadataFile) -> Iterator[pa.RecordBatch]:
     """Yield the file's rows in order, with its known columns under their canonical names. Memory use does not depend on
     the size of the file or of its row groups.
 
-    Raises WorkError if the file is damaged, or has changed since it was inspected, and Outage if an object store cannot
+    Raises WorkError if the file is damaged, or has changed since it was inspected, and Outage if a remote store cannot
     be reached.
     """
     num_rows = 0
     try:
-        with store_errors(source.address, pa.ArrowException, OSError):
+        with _network_errors(source.address, pa.ArrowException):
             if source.address.startswith("file://"):
                 handle = pa.OSFile(source.address.removeprefix("file://"))
             else:
@@ -265,7 +291,8 @@ def _rename(batch: pa.RecordBatch, wanted: dict[str, str]) -> pa.RecordBatch:
 
 def unify(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
     """Convert a batch with canonical column names to a table with the schema of a `Layout`, filling missing columns
-    with nulls. Raises pa.ArrowInvalid if a number is out of range for its column, such as a width of 10¹²."""
+    with nulls, and replacing text that is invalid UTF-8 by null. Raises pa.ArrowInvalid if a number is out of range for
+    its column, such as a width of 10¹²."""
     columns = []
     for field in schema:
         if field.name not in batch.schema.names:
@@ -275,5 +302,8 @@ def unify(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
         if pa.types.is_integer(field.type) and pa.types.is_floating(column.type):
             column = pc.if_else(pc.is_nan(column), None, column)  # pandas writes missing integers as NaN
         # some releases store the 64-bit hash as unsigned, so let it wrap around
-        columns.append(column.cast(field.type, safe=field.name != "hash"))
+        column = column.cast(field.type, safe=field.name != "hash")
+        if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
+            column = pc.if_else(pa.array(is_unreadable(column)), None, column)
+        columns.append(column)
     return pa.table(columns, schema=schema)

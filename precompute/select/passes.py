@@ -23,13 +23,20 @@ from precompute.select.datasets import DatasetConfig
 from precompute.select.duplicates import COMPARABLE_NAME, HashWriter, hash_urls, rows_to_drop
 from precompute.select.metadata import DICTIONARY_COLUMNS, WORK_NAME, Layout, MetadataFile, read_batches, unify
 from precompute.select.rules import Rule, apply, build_rules, tally
-from shards.base.durable import canonical_json, fsync_tree, read_sealed_json, write_atomically, write_sealed_json
+from shards.base.durable import (
+    canonical_json,
+    fsync_file,
+    fsync_tree,
+    read_sealed_json,
+    write_atomically,
+    write_sealed_json,
+)
 from shards.base.errors import WorkError
 from shards.base.urls import comparable_urls
 
 RECEIPT_NAME, ROWS_NAME = "receipt.json", "rows.parquet"
 GROUP_ROWS = 65_536  # rows per row group
-VERSION = 3  # format version of the work folders; raising it invalidates existing folders
+VERSION = 4  # format version of the work folders; raising it invalidates existing folders
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,7 @@ def write_output(
     for group in write_rows(temporary, rows, layout.schema, layout.published, "zstd"):
         counts += tally(group, buckets)
     assert counts["rows"] == output.num_rows, f"{output} has {counts['rows']} rows"
+    fsync_file(temporary)  # otherwise a power cut could leave the counts of a file that is not complete
     temporary.replace(path)
     write_atomically(counts_path, canonical_json(counts))
     return counts

@@ -154,7 +154,7 @@ def _text_predicate(passes: Callable[[pa.Array], np.ndarray]) -> Callable[..., p
     invalid UTF-8."""
 
     def predicate(texts: pa.Array) -> pa.BooleanArray:
-        absent = _is_unreadable(texts)
+        absent = is_unreadable(texts)
         readable = pc.if_else(pa.array(absent), "", texts) if absent.any() else texts
         return pa.array(passes(readable), mask=absent)
 
@@ -166,7 +166,7 @@ def _length(texts: pa.Array, low: int, high: int) -> np.ndarray:
     return (lengths >= low) & (lengths <= high)
 
 
-def _is_unreadable(texts: pa.Array) -> np.ndarray:
+def is_unreadable(texts: pa.Array) -> np.ndarray:
     """Return a mask of the values that are null or invalid UTF-8, which parquet files may contain."""
     absent = np.asarray(texts.is_null())
     try:

@@ -94,8 +94,13 @@ def test_a_failed_step_shows_its_error_and_is_run_again(tmp_path: Path, capsys: 
 def test_images_are_stored_in_the_order_of_their_rows_so_that_a_demo_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_this_process = {"precompute.download": download}
-    monkeypatch.setattr(Demo, "call", lambda demo, module, *words: in_this_process[module](list(words)))
+    def call(demo: Demo, module: str, *words: str, **variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        {"precompute.download": download}[module](list(words))
+
+    monkeypatch.setattr(Demo, "call", call)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a closed port
     demo = Demo(tmp_path / "demo", 100)
     demo.draw()
     demo.download()

@@ -184,6 +184,18 @@ def test_images_that_are_not_those_of_the_metadata_fail(server: BadServer, tmp_p
     assert len(members(tmp_path / "unchecked" / "00000.tar")) == 3 * len(cases)
 
 
+def test_characters_that_urls_must_escape(server: BadServer, tmp_path: Path) -> None:
+    """The hash is found by the URL in the row."""
+    paths = {"jpeg/ü b.jpg?q=й": "jpeg/%C3%BC%20b.jpg?q=%D0%B9", "jpeg/%C3%BC%20b.jpg": "jpeg/%C3%BC%20b.jpg"}
+    digests = [hashlib.sha256(JPEG + f"/{sent}".encode()).hexdigest() for sent in paths.values()]
+    table = laion.rows(3, URL=[f"{server.address}/{path}" for path in (*paths, "jpeg/ä")])
+    table = table.append_column("sha256", pa.array([*digests, "0" * 64]))
+    request = config(laion.write(tmp_path / "in.parquet", table), tmp_path / "out")
+    fetch_tar(request, *plan_download(request))
+    rows = pq.read_table(tmp_path / "out" / "00000.parquet").sort_by("key").to_pylist()
+    assert [row["error_message"] for row in rows] == [None, None, "hash mismatch"]
+
+
 def test_shrinking_pictures(server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = pytest.importorskip("PIL.Image")
     sizes = {}
@@ -205,6 +217,9 @@ def test_shrinking_pictures(server: BadServer, tmp_path: Path, monkeypatch: pyte
     content = members(tmp_path / "out" / "00000.tar")
     found = {name: image.open(io.BytesIO(data)).size for name, data in content.items() if name.endswith("jpg")}
     assert found == {"000000000.jpg": (100, 50), "000000001.jpg": (60, 90)}
+    for key in ("000000000", "000000001"):  # so that stage 1 can check the images
+        recorded = json.loads(content[f"{key}.json"])["sha256"]
+        assert recorded == hashlib.sha256(content[f"{key}.jpg"]).hexdigest()
     report = write_report(tmp_path / "out", [shard], {}, 1, 1.0)
     assert report["failures"] == {"not_an_image": 1} and report["formats"] == {"jpeg": 2}
     # a tar that could not be downloaded again is not complete, whatever is left of the earlier one

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from precompute.download.config import RequestsConfig
-from precompute.download.opener import build_opener, install
+from precompute.download.opener import build_opener, install, to_ascii
 from precompute.download.report import kind_of
 from tests.precompute.download.bad_server import JPEG, BadServer, serve
 
@@ -93,6 +93,21 @@ def test_only_http_is_opened(url: str) -> None:
     with pytest.raises(OSError, match="unknown url type") as caught:
         fetch(url)
     assert kind_of(str(caught.value)) == "not_http"
+
+
+@pytest.mark.parametrize(
+    ("url", "sent"),
+    [
+        (
+            "http://user@bücher.example:80/a b/ü?q=й&r=%20+[1]#é",
+            "http://user@xn--bcher-kva.example:80/a%20b/%C3%BC?q=%D0%B9&r=%20+[1]#%C3%A9",
+        ),
+        ("https://example.com/a%2Fb?#", "https://example.com/a%2Fb?#"),
+        ("http://[::1]/", "http://[::1]/"),
+    ],
+)
+def test_only_what_http_does_not_allow_is_escaped(url: str, sent: str) -> None:
+    assert to_ascii(url) == sent == to_ascii(sent)
 
 
 def test_private_hosts_are_not_even_connected_to(server: BadServer) -> None:

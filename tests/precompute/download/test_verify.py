@@ -135,6 +135,12 @@ def test_damage_is_found(damage: Callable[[Path], None], message: str, config: D
         check(config)
 
 
+def test_json_that_is_too_large_to_be_read_is_not_damage(config: DownloadConfig) -> None:
+    """A tar with one very long caption would otherwise be downloaded again in every run."""
+    write_tar(config.output, json=json.dumps({"key": "0000001", "caption": "й" * 200_000}).encode())
+    assert check(config)
+
+
 def test_other_bytes_are_expected_where_pictures_are_encoded_again(config: DownloadConfig) -> None:
     write_tar(config.output, jpg=b"other")
     images = config.images.model_copy(update={"mode": "keep_ratio_largest"})

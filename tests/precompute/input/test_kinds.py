@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from precompute.input.unit import RawSample, Unit
 from shards.base.errors import DamagedInput, RequestError
 from shards.base.store import LocalStore
 from tests.kinds import KINDS, as_files, as_mds, as_parquet, as_tar
-from tests.tiny import make_samples
+from tests.tiny import make_samples, make_tar
 
 LIMIT = 1 << 20
 SAMPLES = make_samples(0, 10, [(80, 64)])
@@ -282,6 +283,25 @@ def test_one_file_is_an_input_too(tmp_path: Path) -> None:
     as_parquet(tmp_path / "input", SAMPLES)
     found = find_input(str(tmp_path / "input" / "train-00000-of-00001.parquet"))
     assert sum(len(keys) for keys in names_of(found.units())) == len(SAMPLES)
+
+
+def test_a_single_tar_is_verified_by_the_files_next_to_it(tmp_path: Path) -> None:
+    make_tar(tmp_path, "00000", SAMPLES)
+    found = find_input(str(tmp_path / "00000.tar"))
+    assert found.notes == () and found.members[0].samples == len(SAMPLES)
+    for suffix in ("_stats.json", ".parquet"):
+        (tmp_path / f"00000{suffix}").unlink()
+    assert find_input(str(tmp_path / "00000.tar")).notes[0].startswith("1 of 1 tars have no NNNNN_stats.json")
+
+
+def test_several_splits_are_announced(tmp_path: Path) -> None:
+    as_parquet(tmp_path / "data", SAMPLES)
+    file = tmp_path / "data" / "train-00000-of-00001.parquet"
+    shutil.copy(file, tmp_path / "data" / "other.parquet")
+    assert find_input(str(tmp_path)).notes == ()
+    shutil.copy(file, tmp_path / "data" / "test-00000-of-00001-0123abcd.parquet")
+    (note,) = find_input(str(tmp_path)).notes
+    assert note.startswith("the input has 2 splits (data/test, data/train), which are encoded together")
 
 
 def test_messages_about_one_file_name_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import gzip
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,13 @@ def test_choosing(wanted: str, numbers: list[int]) -> None:
 def test_wrong_choices(wanted: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         choose_units(wanted, AVAILABLE)
+
+
+@pytest.mark.parametrize("wanted", ["cc12m-train-0000", "0000"])
+def test_units_without_numbers_are_only_selected_together(wanted: str) -> None:
+    unit = replace(AVAILABLE[0], name="cc12m-train-0000")
+    with pytest.raises(RequestError, match=r"not numbers, such as cc12m-train-0000, can only be selected with all\."):
+        choose_units(wanted, [unit])
 
 
 def test_a_job_continues_where_an_earlier_one_stopped(

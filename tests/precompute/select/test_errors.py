@@ -1,14 +1,17 @@
 """Bad metadata, bad opt-out files, nothing left, no space: errors are clear, and finished work is kept."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 import pytest
 
 from precompute.select import __main__ as command
 from precompute.select.job import select
-from shards.base.errors import RequestError, WorkError, exit_code_of
+from precompute.select.metadata import MetadataFile, read_batches, read_footer
+from shards.base.errors import Outage, RequestError, WorkError, exit_code_of
 from tests.precompute.select import laion
 
 pytestmark = pytest.mark.usefixtures("no_plot")
@@ -40,7 +43,8 @@ BAD_REQUESTS: list[tuple[Callable[[Path], object], str]] = [
     ),
     (
         lambda path: laion.write(path / "a.parquet", laion.rows(2).append_column("url", pa.array(["a", "b"]))),
-        r"has the columns `URL` and `url`, which are both names for URL, .* Keep only one of them",
+        r"has the columns `URL` and `url`, which are both names for URL, .* Keep only one of them, "
+        r"or choose one with dataset.columns, as in {URL: URL}\.",
     ),
 ]
 
@@ -89,6 +93,38 @@ def test_an_impossible_width(tmp_path: Path) -> None:
     laion.write(tmp_path / "in.parquet", table_with("WIDTH", pa.array([640, 10**12], pa.int64())))
     with pytest.raises(WorkError, match=r"in.parquet has an out-of-range value: .*1000000000000"):
         select(laion.config(tmp_path / "in.parquet", tmp_path / "out"))
+
+
+def test_an_unreachable_server_is_an_outage(tmp_path: Path) -> None:
+    address = "http://127.0.0.1:9/in.parquet"  # a closed port
+    for read in (
+        lambda: select(laion.config(address, tmp_path / "out")),
+        lambda: read_footer(address),
+        lambda: list(read_batches(MetadataFile(address, 1, 1, "", {}))),
+    ):
+        with pytest.raises(Outage, match=r"in.parquet cannot be read or written: ClientConnectorError: .*the network"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (TimeoutError("slow"), Outage),
+        (OSError(errno.EIO, "unknown error of the store"), Outage),
+        (FileNotFoundError("gone"), WorkError),
+        (OSError("Couldn't deserialize thrift"), WorkError),  # from pyarrow
+    ],
+)
+def test_damage_is_not_mistaken_for_an_outage(
+    error: OSError, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(fsspec.filesystem("memory"), "open", fail)
+    with pytest.raises(WorkError) as caught:
+        list(read_batches(MetadataFile("memory://in.parquet", 1, 1, "", {})))
+    assert type(caught.value) is expected
 
 
 def test_no_space(

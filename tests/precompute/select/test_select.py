@@ -1,6 +1,7 @@
 """The whole selection: its funnel adds up, its outputs appear atomically, and it resumes after a stop."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from precompute.download.config import DownloadConfig
+from precompute.download.rows import plan_download, read_rows
 from precompute.select import job, passes
 from precompute.select.__main__ import run
 from precompute.select.funnel import describe, draw_funnel
@@ -87,15 +90,22 @@ def test_a_selection_below_its_metadata_does_not_read_itself(tmp_path: Path) -> 
 
 
 class Killed(BaseException):
-    """Stand-in for SIGKILL."""
+    """Stand-in for SIGKILL or a power cut."""
 
 
 def test_stopped_anywhere_it_resumes_with_the_same_result(
     metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A power cut also loses the content of files that were not flushed."""
     options = {"rows_per_file": 200, "partition_rows": 450}
     select(laion.config(metadata, tmp_path / "whole", **options))
     left = 0
+    flushed = set()
+    original_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        original_fsync(descriptor)
 
     def die_in_time(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +119,9 @@ def test_stopped_anywhere_it_resumes_with_the_same_result(
 
     for calls in (1, 2, 3, 4, 5, 6, 7, 8, 12):
         config, left = laion.config(metadata, tmp_path / f"out-{calls}", **options), calls
+        flushed.clear()
         with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
             for module in (passes, job):
                 for name in ("fsync_tree", "write_atomically"):
                     patch.setattr(module, name, die_in_time(getattr(module, name)))
@@ -117,8 +129,21 @@ def test_stopped_anywhere_it_resumes_with_the_same_result(
                 select(config)
             except Killed:
                 assert not (config.output / "funnel.json").exists()
+                for path in config.output.rglob("*"):
+                    if path.is_file() and path.stat().st_ino not in flushed:
+                        path.write_bytes(b"")
         select(config)
         assert snapshot(config.output) == snapshot(tmp_path / "whole"), calls
+
+
+def test_text_that_is_not_utf8_is_stored_as_null(tmp_path: Path) -> None:
+    broken = pa.Array.from_buffers(pa.string(), 2, pa.array([b"cc0", b"\xff\xfe"], pa.binary()).buffers())
+    table = laion.rows(2).append_column("license", broken).append_column("note", broken)
+    laion.write(tmp_path / "in.parquet", table)
+    select(laion.config(tmp_path / "in.parquet", tmp_path / "out", dataset={"keep": ["note"]}))
+    [tar] = plan_download(DownloadConfig(input=tmp_path / "out", output=tmp_path / "tars"))
+    rows = read_rows(tar, None)
+    assert rows["license"].to_pylist() == rows["note"].to_pylist() == ["cc0", None]
 
 
 def test_finished_files_are_not_filtered_again(metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
