@@ -128,15 +128,16 @@ def _resolve(requested: PrecisionOption, device: str) -> tuple[Precision, list[s
 
 def _init(**options: Any) -> None:
     """Call `ray.init`. If SIGTERM arrives during the call, print a message, because Ray's own handler exits without
-    one. The processes that Ray starts ignore SIGHUP, so that they outlive a closed terminal until this one ends."""
-    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    one. The processes that Ray starts inherit a blocked SIGHUP, so that they outlive a closed terminal until this one
+    ends."""
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit:
         say(Preempted(STOPPED))
         sys.exit(Preempted.exit_code)
     finally:
-        signal.signal(signal.SIGHUP, hangup)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     exit_on_stop_signal(STOPPED)
 
 

@@ -60,7 +60,7 @@ class LatentDataset(StreamingDataset):
             raise RequestError(
                 f"{store.where()} has exclusion lists ({', '.join(f'exclusions/{id}.txt' for id in ids)}), which only "
                 f"latentmill's trainer applies. Write a root without the excluded samples (`python -m shards derive "
-                f"{store.where()} OUTPUT`) and read that, or pass include_excluded=True to read all samples."
+                f"{store.where()} OUTPUT`, which also copies the lists), and pass include_excluded=True to read it."
             )
         self.posterior_mean = posterior_mean
         place = parse_place(root)

@@ -148,12 +148,14 @@ class Shutdown:
                 f"from that checkpoint. To give the run more time to save, raise {SHUTDOWN_TIMEOUT} (LEAVE with make)."
             )
         killed = [code for code in self.exit_codes if code < 0 and -code not in STOP_SIGNALS]
+        if killed:
+            raise Preempted(
+                f"The launcher received {self.name}, but {signal.Signals(-killed[0]).name} killed a process of the "
+                f"run, so the steps since the newest checkpoint are lost. Run the same command again to resume from "
+                f"that checkpoint."
+            )
         nothing_saved = (
-            f"The launcher received {self.name}, but {signal.Signals(-killed[0]).name} killed a process of the run, so "
-            f"the steps since the newest checkpoint are lost. Run the same command again to resume from that "
-            f"checkpoint."
-            if killed
-            else f"The launcher received {self.name} before the first step, so this launch saved nothing. Run the "
+            f"The launcher received {self.name} before the first step, so this launch saved nothing. Run the "
             f"same command again to start from the newest checkpoint, if there is one."
         )
         if self.received == signal.SIGINT:

@@ -304,6 +304,8 @@ def unify(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
         # some releases store the 64-bit hash as unsigned, so let it wrap around
         column = column.cast(field.type, safe=field.name != "hash")
         if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
-            column = pc.if_else(pa.array(is_unreadable(column)), None, column)
+            absent = is_unreadable(column)
+            if absent.sum() > column.null_count:
+                column = pc.if_else(pa.array(absent), None, column)
         columns.append(column)
     return pa.table(columns, schema=schema)

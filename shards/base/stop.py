@@ -41,8 +41,7 @@ class SignalFlag:
             flag.received |= number in flag.before
         if number == signal.SIGINT:  # a second Ctrl-C ends the process immediately
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if number == signal.SIGHUP:
-            discard_unread_output()
+        discard_unread_output()  # if the terminal was closed; the signal may have been passed on by a launcher
 
 
 class StopSignal(SignalFlag):

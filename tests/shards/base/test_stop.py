@@ -33,7 +33,9 @@ sys.exit(exit_code_of(command))
 """
 
 
-def test_a_closed_terminal_ends_a_command_as_other_signals_do() -> None:
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_closed_terminal_ends_a_command_as_other_signals_do(is_launched: bool) -> None:
+    """A launched process is in its own session, and gets SIGTERM from its launcher instead of SIGHUP."""
     ours, its = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND],
@@ -41,7 +43,7 @@ def test_a_closed_terminal_ends_a_command_as_other_signals_do() -> None:
         stdout=its,
         stderr=its,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=None if is_launched else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         env=environment(),
     )
     os.close(its)
@@ -49,6 +51,8 @@ def test_a_closed_terminal_ends_a_command_as_other_signals_do() -> None:
     while b"ready" not in read:
         read += os.read(ours, 1000)
     os.close(ours)
+    if is_launched:
+        process.terminate()
     assert process.wait(60) == 75
 
 

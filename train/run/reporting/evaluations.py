@@ -148,9 +148,12 @@ class EvaluationQueue:
         Call it at most once per step, because wandb merges everything that is logged at a step into one row.
         """
         if self.pending:
-            results = self.pending[0]
-            log_results(trackers, results, step)
-            self.pending.popleft()
+            results = self.pending.popleft()
+            try:
+                log_results(trackers, results, step)
+            except Exception:  # tried again after the others
+                self.pending.append(results)
+                raise
             self.logged.append(results.name)
 
     def _poll(self) -> None:

@@ -271,6 +271,31 @@ class RecordingTracker:
 NOT_A_PNG = b"not a png"
 
 
+def test_results_that_a_tracker_does_not_accept_are_logged_after_the_others(tmp_path: Path) -> None:
+    class FailingOnce(RecordingTracker):
+        has_failed = False
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            if not self.has_failed:
+                self.has_failed = True
+                raise ConnectionError("no route")
+            super().log(values, step)
+
+    for step in (1, 2):
+        write_results(open_store(tmp_path), step, a=float(step))
+    tracker = FailingOnce()
+    with EvaluationQueue(tmp_path) as queue:
+        deadline = time.monotonic() + 60
+        while len(queue.pending) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(ConnectionError):
+            queue.log_next([tracker], 10)
+        for step in (11, 12):
+            queue.log_next([tracker], step)
+    assert [values["a"] for values in tracker.numbers] == [2.0, 1.0]
+    assert list_unlogged(open_store(tmp_path)) == []
+
+
 @pytest.mark.parametrize("error", [PermissionError, Outage])
 def test_damaged_results_and_rejected_pictures_hold_back_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception]
