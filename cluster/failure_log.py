@@ -24,9 +24,8 @@ class FailureLog:
 
     For a folder, the log is the file `FOLDER.failures.jsonl`, to which later jobs append. Object stores cannot append,
     so for a URL, each object `URL.failures/TIME.jsonl` holds some of the lines (`URL/.failures/TIME.jsonl` if the URL
-    is a whole bucket). Lines that cannot be written yet, for
-    example during an outage, are kept in memory, and printed to stderr if they still cannot be written when the job
-    ends.
+    is a whole bucket). Lines that cannot be written yet, for example during an outage, are kept in memory, and printed
+    to stderr if they still cannot be written when the job ends.
     """
 
     def __init__(self, place: Path | str):

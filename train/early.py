@@ -162,8 +162,8 @@ def _is_unchanged(config: TrainConfig, data: bytes) -> bool:
 
 
 def _newest_in_folder(run_dir: Path, last: int) -> tuple[int, None] | None:
-    """Return the step of the newest checkpoint in a run folder. None: there is no checkpoint from step `last` on, or it
-    is damaged."""
+    """Return the step of the newest checkpoint in a run folder, or None if it is damaged or from a step before
+    `last`."""
     folders = [folder for folder in list_checkpoints(run_dir) if step_of(folder) >= last]
     try:
         return (step_of(verify_checkpoint(folders[-1]).folder), None) if folders else None

@@ -21,12 +21,12 @@ from typing import Any
 
 from shards.base.config import load_from_args
 from shards.base.errors import INTERRUPTED, Preempted, RequestError, WorkError, exit_code_of, say
+from shards.base.stop import STOP_SIGNALS
 from train.run.preflight import DEFAULT_SHUTDOWN_SECONDS, LAUNCHER, SHUTDOWN_TIMEOUT
 from train.slurm import become_slurm_task
 from train.ssh import FORWARD_FLAG, receive_signals, start_launchers
 
 EXAMPLE = "example: python -m train.launch --multi_gpu --num_processes 8 -m train --config configs/phase1.yaml"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 UNUSED_SIGNAL = "SIGRTMAX"
 """The only signal that torch's launcher is told to handle, so that it does not replace this module's handlers."""
 POLL_SECONDS = 0.05

@@ -47,14 +47,19 @@ def start_job(models: Path, s3: str, root: Path | str, folder: Path) -> tuple[su
         return subprocess.Popen(command, stdout=file, stderr=file, env=variables), log, server
 
 
+def lose_store(job: subprocess.Popen[bytes], log: Path, server: Server, root: Path | str) -> None:
+    """Once the job has committed a tar, close its server, and wait until the job pauses."""
+    wait_for(lambda: len(list_commits(open_store(root))) > 0, job, log)
+    server.stop()
+    wait_for(lambda: " s and will retry in 10 s" in log.read_text(), job, log)
+
+
 @pytest.mark.slow
 def test_a_job_stopped_while_its_root_is_away_ends_as_stopped(models: Path, s3: str, tmp_path: Path) -> None:
     """Schedulers requeue a job that ends with code 75."""
     job, log, server = start_job(models, s3, f"{s3}/root", tmp_path)
     try:
-        wait_for(lambda: len(list_commits(open_store(f"{s3}/root"))) > 0, job, log)
-        server.stop()
-        wait_for(lambda: " s and will retry in 10 s" in log.read_text(), job, log)
+        lose_store(job, log, server, f"{s3}/root")
         job.terminate()
         job.wait(240)
     finally:
@@ -71,9 +76,7 @@ def test_a_store_goes_away_and_comes_back(models: Path, s3: str, tmp_path: Path)
     job, log, server = start_job(models, s3, root, tmp_path)
     host, port = server.get_host_and_port()
     try:
-        wait_for(lambda: root.exists() and len(list_commits(open_store(root))) > 0, job, log)
-        server.stop()
-        wait_for(lambda: " s and will retry in 10 s" in log.read_text(), job, log)
+        lose_store(job, log, server, root)
         assert "Check the URL, the credentials and the network" in log.read_text()
         server = Server(ip_address=host, port=port)
         server.start()

@@ -22,7 +22,8 @@ SUPPORTED_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU")
 """Values of accelerate's `DistributedType` that this trainer supports."""
 
 VISIBLE_SECONDS = 60.0
-"""Time after which a new folder must be visible on all machines. NFS clients may look for new folders this rarely."""
+"""Seconds after which a new folder must be visible on all machines. NFS clients may cache a folder's content this
+long."""
 
 
 @dataclass(frozen=True)

@@ -341,7 +341,7 @@ def test_strengths_and_their_intervals() -> None:
 
 @pytest.mark.parametrize("single", [0, 1])
 def test_one_prompt_or_one_rater_gives_unbounded_strengths(single: int) -> None:
-    """As for `preference`, whose interval is then [0, 1]."""
+    """One rater says nothing about other raters, so the interval of `preference` is [0, 1] as well."""
     pairs = np.tile([(0, 1), (0, 2), (1, 2)], (20, 1))
     clusters = [np.arange(20).repeat(3), np.zeros(60, int)]
     prompts, raters = clusters[single], clusters[1 - single]

@@ -143,7 +143,7 @@ class EvaluationQueue:
         self.thread.join()
 
     def log_next(self, trackers: list[Any], step: int) -> None:
-        """Log the oldest pending results, if there are any.
+        """Log the oldest pending results, if there are any. Results that fail are tried again after the others.
 
         Call it at most once per step, because wandb merges everything that is logged at a step into one row.
         """
@@ -151,7 +151,7 @@ class EvaluationQueue:
             results = self.pending.popleft()
             try:
                 log_results(trackers, results, step)
-            except Exception:  # tried again after the others
+            except Exception:
                 self.pending.append(results)
                 raise
             self.logged.append(results.name)
