@@ -1,6 +1,8 @@
 """Log of a training run: metrics.jsonl, samples.jsonl, the tracker and the progress bar."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,7 @@ class Log:
         if self.progress:
             self.progress.__exit__()
         if isinstance(error, Preempted):  # flush the tracker, because the next launch resumes the same tracker run
-            self.accelerator.end_training()
+            self._end_in_tracker()
 
     def advance(self) -> None:
         """Count one more step on the progress bar, or print a line at intervals."""
@@ -102,16 +104,26 @@ class Log:
             self.metrics.write(step=step, **fields)
         if self.progress and (self.progress.is_due or step == self.max_steps):
             self._show_progress(self.progress, step)
-        try:
+        with self._warning(
+            f"{self.config.tracker} did not accept what was logged at step {step} (metrics.jsonl has all metrics, and "
+            f"evaluations are logged again)"
+        ):
             self.accelerator.log(flatten_numbers(self.last_fields), step=step)
             if self.evaluations:
                 self.evaluations.log_next(self.accelerator.trackers, step)
+
+    def _end_in_tracker(self) -> None:
+        """Let the tracker send its last lines. If it fails, print a warning."""
+        with self._warning(f"{self.config.tracker} may lack the run's last lines (metrics.jsonl has all of them)"):
+            self.accelerator.end_training()
+
+    @contextmanager
+    def _warning(self, text: str) -> Iterator[None]:
+        """Print `text` as a warning, with the error, if the tracker fails."""
+        try:
+            yield
         except Exception as error:  # each tracker's client has its own exception classes
-            print(
-                f"warning: {self.config.tracker} did not accept what was logged at step {step} (metrics.jsonl has all "
-                f"metrics, and evaluations are logged again): {type(error).__name__}: {error}",
-                flush=True,
-            )
+            print(f"warning: {text}: {type(error).__name__}: {error}", flush=True)
 
     def _show_progress(self, progress: Progress, step: int) -> None:
         figures = self._figures(step)
@@ -138,6 +150,6 @@ class Log:
 
     def close(self) -> None:
         """End the run in the tracker and draw loss.png. All processes must call this once training is complete."""
-        self.accelerator.end_training()
+        self._end_in_tracker()
         if self.is_main:
             plot_run(self.run_dir)

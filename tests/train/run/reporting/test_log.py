@@ -99,6 +99,26 @@ def test_a_tracker_that_fails_does_not_stop_training(
     assert [event.step for event in events.Scalars("loss")] == [1, 3]
 
 
+def test_a_tracker_that_cannot_be_closed_does_not_change_how_training_ends(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: TensorBoardTracker) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(TensorBoardTracker, "finish", fail)
+    fields = train_fields(latents, tmp_path / "run", log={"tracker": "tensorboard"})
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patches:
+        preempt_in_step(patches, 3)
+        with pytest.raises(Preempted):
+            command(["--config", str(write_config(tmp_path, fields))])
+    command(["--config", str(write_config(tmp_path, fields))])
+    signal.signal(signal.SIGTERM, before)
+    warning = "warning: tensorboard may lack the run's last lines (metrics.jsonl has all of them): ConnectionError"
+    assert capsys.readouterr().out.count(warning) == 2
+    assert (tmp_path / "run" / "loss.png").is_file()
+
+
 def test_outside_a_git_repository_there_is_no_source_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracker, "__file__", str(tmp_path / "tracker.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
