@@ -79,7 +79,8 @@ def watch(arguments: list[str]) -> None:
 
 def draw_and_score(config: EvaluateConfig, names: list[MetricName], step: int | None, output: Path | str) -> None:
     """Draw the images of every setting from one checkpoint, compute their metrics and print them."""
-    check_measurable(names, len(read_prompts(config.prompts)), config.sampling.size, config.reference)
+    num_prompts, sampling = len(read_prompts(config.prompts)), config.sampling
+    check_measurable(names, num_prompts, sampling.images_per_prompt, sampling.size, config.extractors, config.reference)
     with workers_kept():
         for place in draw(config, step, output):
             rows = score(read_set(place), names, config.extractors, config.reference, config.workers)

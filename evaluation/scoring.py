@@ -7,9 +7,10 @@ from functools import partial
 import numpy as np
 
 from cluster.fleet import FleetConfig
-from evaluation.features.extractors import ExtractorsConfig, describe_extractor
+from evaluation.features.extractors import ExtractorsConfig, count_features, describe_extractor
 from evaluation.features.job import check_reference, extract, read_moments, reference_features
 from evaluation.features.sources import ReferenceConfig, sample_units
+from evaluation.metrics.frechet import check_enough
 from evaluation.metrics.intervals import MIN_CLUSTERS
 from evaluation.metrics.table import METRICS, RECORDS, RESULT, ExtractorName, MetricInputs, MetricName, Row, metric_id
 from evaluation.parts import create_once
@@ -52,12 +53,19 @@ def choose_metrics(
     return names
 
 
-def check_measurable(names: Sequence[MetricName], num_prompts: int, size: str, reference: ReferenceConfig) -> None:
+def check_measurable(
+    names: Sequence[MetricName],
+    num_prompts: int,
+    images_per_prompt: int,
+    size: str,
+    extractors: ExtractorsConfig,
+    reference: ReferenceConfig,
+) -> None:
     """Check, before a sample set is drawn, that its metrics can be computed.
 
     Raises:
-        RequestError: there are too few prompts, or the reference is not set, cannot be read, or differs from the
-            samples in size.
+        RequestError: there are too few prompts or images, or the reference is not set, cannot be read, or differs from
+            the samples in size.
     """
     if num_prompts < MIN_CLUSTERS:
         raise RequestError(
@@ -65,6 +73,8 @@ def check_measurable(names: Sequence[MetricName], num_prompts: int, size: str, r
             f"images per prompt do not help, because images of the same prompt are not independent. Add prompts, "
             f"or use `make sample` to draw the images without computing metrics."
         )
+    for kind in {METRICS[name].extractor for name in names if METRICS[name].is_frechet}:
+        check_enough(np.repeat(np.arange(num_prompts), images_per_prompt), count_features(kind, extractors))
     if all(METRICS[name].compared_with == "nothing" for name in names):
         return
     if reference.moments is not None:
@@ -93,7 +103,8 @@ def score(
         RequestError: the reference cannot be used or differs from the samples in size, or there are too few samples.
         WorkError: features could not be extracted.
     """
-    check_measurable(names, len(samples.prompts), samples.drawing["size"], reference)
+    drawing = samples.drawing
+    check_measurable(names, len(samples.prompts), drawing["images_per_prompt"], drawing["size"], extractors, reference)
     by_extractor: dict[ExtractorName, list[MetricName]] = {}
     for name in names:
         by_extractor.setdefault(METRICS[name].extractor, []).append(name)

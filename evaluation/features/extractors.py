@@ -94,6 +94,21 @@ def describe_extractor(kind: ExtractorName, config: ExtractorsConfig) -> dict[st
     return {"kind": kind, "sha256": sha256, "resize": resize}
 
 
+def count_features(kind: ExtractorName, config: ExtractorsConfig) -> int:
+    """Return the number of components of an extractor's features, without loading its weights."""
+    if kind == "toy":
+        return 3 * TOY_CELLS**2
+    if kind == "inception":
+        return 2048
+    weights: Path = getattr(config, kind).weights
+    if kind == "clip" and open_clip.weights_file(weights):
+        return open_clip.count_features(weights)
+    from transformers import AutoConfig
+
+    network = AutoConfig.from_pretrained(weights)
+    return int(network.projection_dim if kind == "clip" else network.hidden_size)
+
+
 def _check_files(kind: ExtractorName, weights: Path, open_clip_weights: Path | None, option: str) -> None:
     """Check that `weights`, a path that exists, has a format from which the extractor `kind` can be loaded."""
     file = open_clip_weights or (weights if kind == "inception" else weights / WEIGHTS_NAME)

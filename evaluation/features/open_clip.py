@@ -78,6 +78,12 @@ def read_preprocessing(folder: Path) -> Preprocessing:
     return preprocessing
 
 
+def count_features(folder: Path) -> int:
+    """Return the number of components of the model's features. Raises RequestError if the config cannot be read."""
+    with open_clip_errors(folder / CONFIG_NAME):
+        return int(json.loads((folder / CONFIG_NAME).read_text())["model_cfg"]["embed_dim"])
+
+
 def load_model(folder: Path, device: str) -> Any:
     """Load an open_clip model in float32.
 

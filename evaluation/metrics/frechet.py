@@ -82,7 +82,7 @@ def frechet_at_n(features: np.ndarray, clusters: np.ndarray, reference: Moments)
     Raises:
         RequestError: there are too few samples for a nonsingular covariance.
     """
-    check_enough(features, clusters)
+    check_enough(clusters, features.shape[1])
     sums = GroupSums(features, groups_of(clusters))
     jack = jackknife(lambda left_out: frechet_distance(sums.without(left_out), reference))
     return jack.interval(f"mean over draws of {len(features)} samples, against this reference")
@@ -102,27 +102,26 @@ def frechet_infinity(features: np.ndarray, clusters: np.ndarray, reference: np.n
     Raises:
         RequestError: either side has too few samples for a nonsingular covariance.
     """
-    check_enough(features, clusters)
+    check_enough(clusters, features.shape[1])
     reference_clusters = np.arange(len(reference))
-    check_enough(reference, reference_clusters, "the reference")
+    check_enough(reference_clusters, reference.shape[1], "the reference")
     sums = GroupSums(features, groups_of(clusters))
     reference_sums = GroupSums(reference, groups_of(reference_clusters))
     jack = jackknife(lambda left_out: frechet_distance(sums.without(left_out), reference_sums.without(left_out)))
     return jack.interval("distance between the model's distribution and the reference's", unbiased=True)
 
 
-def check_enough(features: np.ndarray, clusters: np.ndarray, source: str = "the sample set") -> None:
-    """Check that the covariance of (N, D) features stays nonsingular when the jackknife leaves out the largest groups.
+def check_enough(clusters: np.ndarray, dimensions: int, source: str = "the sample set") -> None:
+    """Check that the covariance of features stays nonsingular when the jackknife leaves out the largest groups.
 
     Args:
-        features: (N, D) features.
         clusters: (N,) ids of the features' clusters, such as prompt ids.
+        dimensions: number of components of a feature.
 
     Raises:
         RequestError: there are too few samples.
     """
-    count, dimensions = features.shape
-    needed = dimensions + 1
+    count, needed = len(clusters), dimensions + 1
     left = int(np.sort(np.bincount(groups_of(clusters)))[:-MAX_LEFT_OUT].sum())
     if left < needed:
         raise RequestError(

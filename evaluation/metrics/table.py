@@ -66,6 +66,8 @@ class Metric:
     better: Literal["lower", "higher"]
     compared_with: Literal["nothing", "moments", "features"] = "features"
     """Part of the reference that the metric needs."""
+    is_frechet: bool = False
+    """Whether it is a Fréchet distance, which needs more images than a feature has components."""
 
 
 def clip_score(inputs: MetricInputs) -> Estimate:
@@ -82,7 +84,7 @@ def _fid(inputs: MetricInputs) -> Estimate:
     moments, dimensions = inputs.moments, inputs.features.shape[1]
     if moments is None:
         reference = _reference(inputs)
-        check_enough(reference, np.arange(len(reference)), "the reference")
+        check_enough(np.arange(len(reference)), reference.shape[1], "the reference")
         moments = Moments.of(reference)
     if len(moments.mean) != dimensions:
         raise RequestError(
@@ -111,16 +113,16 @@ def _reference(inputs: MetricInputs) -> np.ndarray:
 
 
 METRICS: dict[MetricName, Metric] = {
-    "fid": Metric("inception", _fid, "lower", "moments"),
-    "fid_infinity": Metric("inception", _with_reference(frechet_infinity), "lower"),
+    "fid": Metric("inception", _fid, "lower", "moments", is_frechet=True),
+    "fid_infinity": Metric("inception", _with_reference(frechet_infinity), "lower", is_frechet=True),
     "kid": Metric("inception", _with_reference(kid), "lower"),
     "precision": Metric("inception", _with_reference(precision), "higher"),
     "recall": Metric("inception", _with_reference(recall), "higher"),
-    "clip_fid": Metric("clip", _fid, "lower", "moments"),
+    "clip_fid": Metric("clip", _fid, "lower", "moments", is_frechet=True),
     "cmmd": Metric("clip", _with_reference(cmmd), "lower"),
     "clip_score": Metric("clip", clip_score, "higher", "nothing"),
-    "fd_dinov2": Metric("dinov2", _fid, "lower", "moments"),
-    "toy_fid": Metric("toy", _fid, "lower", "moments"),
+    "fd_dinov2": Metric("dinov2", _fid, "lower", "moments", is_frechet=True),
+    "toy_fid": Metric("toy", _fid, "lower", "moments", is_frechet=True),
     "toy_kid": Metric("toy", _with_reference(kid), "lower"),
 }
 

@@ -79,9 +79,12 @@ def test_metrics_have_interval_n_and_id_and_features_are_extracted_once(
     assert all(row["reference_n"] == 70 and len(row["id"]) == 16 for row in rows)
     assert read_sealed_json(drawn / "metrics.json") == {"metrics": json.loads(json.dumps(rows))}
     assert "toy_fid" in format_metrics(rows) and "against this reference" in format_metrics(rows)
-    check_measurable(["toy_fid"], 31, "64x64", made)
+    check_measurable(["toy_fid"], 31, 2, "64x64", TOY, made)
     with pytest.raises(RequestError, match="absent does not exist"):
-        check_measurable(["toy_fid"], 31, "64x64", reference(tmp_path / "reference", tmp_path / "absent"))
+        check_measurable(["toy_fid"], 31, 2, "64x64", TOY, reference(tmp_path / "reference", tmp_path / "absent"))
+    with pytest.raises(RequestError, match=r"needs at least 49 images .* the sample set has only 25 of its 31 images"):
+        check_measurable(["toy_fid"], 31, 1, "64x64", TOY, made)
+    check_measurable(["toy_kid"], 31, 1, "64x64", TOY, made)
 
     pixels = [np.asarray(Image.open(path)) for path in sorted((drawn / "pictures").rglob("*.png"))]
     cells = np.stack(pixels).reshape(62, 4, 16, 4, 16, 3).mean((2, 4)).transpose(0, 3, 1, 2).reshape(62, 48) / 255
@@ -174,7 +177,7 @@ def test_impossible_metrics_are_refused_before_anything_is_drawn(
 ) -> None:
     monkeypatch.setattr("evaluation.commands.draw_sets", None)
     (tmp_path / "few.txt").write_text("".join(f"picture {i}\n" for i in range(23)))
-    (tmp_path / "many.txt").write_text("".join(f"picture {i}\n" for i in range(24)))
+    (tmp_path / "many.txt").write_text("".join(f"picture {i}\n" for i in range(59)))
     words = ["score", "--model", str(pipeline), "--output", str(tmp_path / "out"), "--extractors.toy", "true"]
     words += ["--sampling.size", "64x64", "--reference.size", "64x64", "--reference.pictures", str(references / "tars")]
 
@@ -184,6 +187,8 @@ def test_impossible_metrics_are_refused_before_anything_is_drawn(
 
     place = ["--reference.place", str(tmp_path / "reference")]
     assert "The number of prompts is 23, but a metric's interval needs at least 24" in error_of("few.txt", *place)
+    (tmp_path / "fewer.txt").write_text("".join(f"picture {i}\n" for i in range(58)))
+    assert "the sample set has only 48 of its 58 images there" in error_of("fewer.txt", *place)
     assert "Set reference.size to 64x64" in error_of("many.txt", *place, "--reference.size", "128x128")
     assert "No reference is set. Set reference.place" in error_of("many.txt")
     absent = ["--reference.pictures", str(tmp_path / "absent")]

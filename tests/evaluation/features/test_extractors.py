@@ -16,8 +16,8 @@ from PIL import Image
 from transformers import CLIPConfig, Dinov2Config, Dinov2Model
 
 from evaluation.features.extractors import (
-    ExtractorConfig,
     ExtractorsConfig,
+    count_features,
     describe_extractor,
     load_extractor,
     load_text_features,
@@ -49,7 +49,7 @@ def inception(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_inception_features_match_golden_values(inception: Path) -> None:
     pixels = np.arange(2 * 40 * 50 * 3, dtype=np.int64).reshape(2, 40, 50, 3).astype(np.uint8)
     features = load_extractor("inception", inception, "cpu")(pixels)
-    assert features.shape == (2, 2048) and features.dtype == torch.float32
+    assert features.shape == (2, count_features("inception", ExtractorsConfig())) and features.dtype == torch.float32
     assert features[0, :3].tolist() == pytest.approx(GOLDEN, rel=1e-3)
 
 
@@ -103,7 +103,11 @@ def with_preprocess(folder: Path, copy: Path, **changes: object) -> Path:
 
 
 def describe_clip(weights: Path) -> dict[str, str]:
-    return describe_extractor("clip", ExtractorsConfig(clip=ExtractorConfig(weights=weights)))
+    return describe_extractor("clip", with_weights("clip", weights))
+
+
+def with_weights(kind: ExtractorName, weights: Path) -> ExtractorsConfig:
+    return ExtractorsConfig.model_validate({kind: {"weights": weights}})
 
 
 def test_features_match_those_of_open_clip(open_clip_folder: tuple[Path, "CLIP"], tmp_path: Path) -> None:
@@ -118,6 +122,7 @@ def test_features_match_those_of_open_clip(open_clip_folder: tuple[Path, "CLIP"]
         images = model.encode_image(shown)
         texts = model.encode_text(open_clip.get_tokenizer("ViT-B-32", context_length=12)(captions))
     torch.testing.assert_close(load_extractor("clip", folder, "cpu")(pixels), images)
+    assert count_features("clip", with_weights("clip", folder)) == images.shape[1]
     torch.testing.assert_close(load_text_features(folder, "cpu")(captions), texts)
     pickled = tmp_path / "pickled"
     shutil.copytree(folder, pickled)
@@ -148,6 +153,7 @@ def test_a_folder_with_both_formats_is_read_as_transformers(
     CLIPConfig(projection_dim=8).save_pretrained(both)
     (both / "model.safetensors").write_bytes(b"")
     assert describe_clip(both)["sha256"] != describe_clip(open_clip_folder[0])["sha256"] and weights_file(both) is None
+    assert count_features("clip", with_weights("clip", both)) == 8
     (both / "config.json").write_text('{"architecture": "vit_base_patch16_clip_224"}')  # as timm writes it
     assert weights_file(both) == both / "open_clip_model.safetensors"
     (both / "open_clip_config.json").unlink()
@@ -186,3 +192,4 @@ def test_dinov2_features_are_the_class_token(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = model(pixel_values=shown).last_hidden_state[:, 0]
     torch.testing.assert_close(load_extractor("dinov2", tmp_path, "cpu")(pixels), expected)
+    assert count_features("dinov2", with_weights("dinov2", tmp_path)) == 16
