@@ -106,6 +106,21 @@ def test_the_planner_reads_the_file_and_the_report_breaks_down_the_time(rehearse
         assert row["launches"] or not has_arithmetic
 
 
+def test_the_planner_gets_encoder_rates_of_one_mode() -> None:
+    """One field compiles all encoders or none, so the best rate of each would be one that no worker reaches."""
+    rates = {True: {"256x256": 1329.0, "mixed": 700.0, "text": 1530.0}, False: {"256x256": 464.0, "text": 2021.0}}
+    rates[False]["mixed"] = 243.0
+    table = [{"what": w, "compiled": c, "per_second": r} for c, mode in rates.items() for w, r in mode.items()]
+
+    def chosen(rows: list[dict[str, Any]]) -> list[tuple[str, float]]:
+        file = gpu_check.planner_file({"encoders": {"tables": {"encoders": rows}, "figures": {}}})
+        return [(each.stage, each.images_per_second_per_gpu) for each in file.measurements]
+
+    assert chosen(table) == [("encode", 1329.0), ("text", 1530.0)]
+    skipped = [row | {"per_second": None} if row["compiled"] else row for row in table[2:]]
+    assert chosen(skipped) == [("encode", 464.0), ("text", 2021.0)]
+
+
 def test_failed_checks_come_first_and_fail_the_command(tmp_path: Path) -> None:
     found = Findings(tmp_path / "part.json")
     found.check("a curve", float("nan"), 0.1)
