@@ -28,7 +28,7 @@ def sample(arguments: list[str]) -> None:
       python -m evaluation sample --config configs/evaluate.yaml --model runs/phase2 --sampling.guidance 1,3,8
     """
     config = load_from_args(EvaluateConfig, arguments, "evaluation sample", sample.__doc__)
-    draw(config, config.step, output_place(config))
+    draw(config, *choose_output(config))
 
 
 def score_sets(arguments: list[str]) -> None:
@@ -40,7 +40,7 @@ def score_sets(arguments: list[str]) -> None:
     """
     config = load_from_args(EvaluateConfig, arguments, "evaluation score", score_sets.__doc__)
     names = choose_metrics(config.metrics, config.extractors, config.reference)
-    draw_and_score(config, names, config.step, output_place(config))
+    draw_and_score(config, names, *choose_output(config))
 
 
 def watch(arguments: list[str]) -> None:
@@ -118,14 +118,18 @@ def base_place(config: EvaluateConfig) -> Path | str:
     return absolute_place(config.output or parse_place(config.model))
 
 
-def output_place(config: EvaluateConfig) -> Path | str:
-    """Return the folder or URL for the sample sets of the config's model."""
+def choose_output(config: EvaluateConfig) -> tuple[int | None, Path | str]:
+    """Return the step to sample, and the folder or URL for its sample sets.
+
+    In a run's own folder, which is named after the step, the newest step is chosen only here, because the trainer may
+    save another checkpoint at any time. With `output`, `prepare_model` chooses it if it is not set.
+    """
     if config.output is not None:
-        return base_place(config)
+        return config.step, base_place(config)
     if not is_run(config.model):
         raise RequestError(
             f"{config.model} is not a run folder here. For an export or a model on the Hub, choose a location for the "
             f"images with --output."
         )
     step = config.step if config.step is not None else choose_step(open_store(config.model), None)
-    return step_place(base_place(config), step, config.weights)
+    return step, step_place(base_place(config), step, config.weights)

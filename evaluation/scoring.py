@@ -150,7 +150,8 @@ def _row(name: MetricName, id: str, samples: SampleSet, inputs: MetricInputs) ->
 def format_metrics(rows: Sequence[Row]) -> str:
     """Format metrics for the terminal, one per line."""
     line = (
-        "{metric:<13} {value:z10.4f}  [{low:z.4f}, {high:z.4f}]  N {n}  id {id}  "
+        "{metric:<13} {value:z10.4f}  [{low:z.4f}, {high:z.4f}]  N {n}{against}  id {id}  "
         "({better} is better; 95 % interval of the {estimand})"
     )
-    return "\n".join(line.format(**row) for row in rows)
+    against = [f" against {row['reference_n']}" if row["reference_n"] else "" for row in rows]
+    return "\n".join(line.format(**row, against=each) for row, each in zip(rows, against, strict=True))

@@ -23,7 +23,7 @@ from evaluation.features.extractors import (
     load_extractor,
     load_text_features,
 )
-from evaluation.features.sources import InputRecord, ReferenceConfig, SampleUnit, Unit, reference_units
+from evaluation.features.sources import InputRecord, ReferenceConfig, SampleUnit, Unit, reference_units, say_once
 from evaluation.metrics.frechet import Moments
 from evaluation.metrics.table import ExtractorName
 from evaluation.parts import PartReceipt, check_same, commit_part, create_once, read_part, read_receipts, read_sealed
@@ -101,20 +101,24 @@ def read_features(
             f"{store.where(folder)} has the features of only {len(receipts)} of {len(names)} parts. To extract the "
             f"others, run the same command with reference.pictures set to the reference's images."
         )
+    rejected = sum((Counter(receipt["rejected"]) for receipt in receipts.values()), Counter[str]())
     parts = [read_part(store, receipt) for receipt in receipts.values() if receipt["count"]]
     if not parts:
         raise WorkError(
-            f"{store.where(folder)} has no features, because every image was rejected or too small. The receipts in "
-            f"{store.where('receipts')} list the reasons and their counts. Use different images."
+            f"{store.where(folder)} has no features, because every image was rejected ({_list_reasons(rejected)}). Use "
+            f"different images, or if they are too_small, a smaller size."
         )
     values, texts = (
         [np.load(io.BytesIO(part[name]), allow_pickle=False) for part in parts if name in part]
         for name in (FEATURES, TEXTS)
     )
-    rejected = sum((Counter(receipt["rejected"]) for receipt in receipts.values()), Counter[str]())
     inputs = {name: receipt["input"] for name, receipt in receipts.items()}
     joined_texts = np.concatenate(texts) if texts else None
     return Features(np.concatenate(values), joined_texts, description, inputs, rejected)
+
+
+def _list_reasons(rejected: dict[str, int]) -> str:
+    return ", ".join(f"{reason}: {count:,}" for reason, count in sorted(rejected.items()))
 
 
 def extract_on_worker(
@@ -176,7 +180,8 @@ def batches(pictures: Iterable[np.ndarray], batch_size: int) -> Iterator[np.ndar
 def reference_features(
     config: ReferenceConfig, kind: ExtractorName, extractors: ExtractorsConfig, workers: FleetConfig
 ) -> tuple[Features, str]:
-    """Return a reference's features, and an id that covers its images and their preprocessing.
+    """Return a reference's features, and an id that covers its images and their preprocessing. If images were rejected,
+    print how many, once.
 
     Raises:
         RequestError: the reference does not exist, or was made from different images or with different settings.
@@ -195,6 +200,16 @@ def reference_features(
         content = check_reference(config)
         description = describe_extractor(kind, extractors)
         features = read_features(store, f"features/{extractor_id(description)}", content["units"], description)
+    if features.rejected:
+        advice = (
+            f" Images that do not cover reference.size ({config.size}) are too_small. To include them, lower "
+            f"sampling.size and reference.size, and set reference.place to a new location."
+        )
+        say_once(
+            f"warning: the reference in {store.where()} contains {len(features.values):,} images. Others were rejected "
+            f"({_list_reasons(features.rejected)}), so the metrics do not cover them."
+            f"{advice if 'too_small' in features.rejected else ''}"
+        )
     identity = {key: content[key] for key in record} | {"inputs": features.inputs}
     return features, hashlib.sha256(canonical_json(identity)).hexdigest()[:16]
 

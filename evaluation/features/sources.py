@@ -7,10 +7,12 @@ that were cropped and resized like its training data.
 import hashlib
 import io
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -169,8 +171,14 @@ def sample_units(samples: SampleSet) -> list[SampleUnit]:
     ]
 
 
+@cache
+def say_once(text: str) -> None:
+    """Print a text to stderr unless this process has printed it before, for facts that every metric would repeat."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def reference_units(config: ReferenceConfig) -> tuple[list[ReferenceUnit], str]:
-    """Divide a reference into units, as stage 1 does.
+    """Divide a reference into units, as stage 1 does, and print notes about its files, such as ignored ones, once.
 
     Returns:
         The units, and the SHA-256 of the names and sizes of all image files, tars or other pieces of the input.
@@ -180,6 +188,8 @@ def reference_units(config: ReferenceConfig) -> tuple[list[ReferenceUnit], str]:
     """
     assert config.pictures is not None
     found = find_input(config.pictures)
+    for note in found.notes:
+        say_once(f"note: {config.pictures}: {note}")
     files = sorted([escaped(member.name), member.bytes] for member in found.members)
     listed = hashlib.sha256(canonical_json(files)).hexdigest()
     return [ReferenceUnit(unit.name, unit, config) for unit in found.units()], listed

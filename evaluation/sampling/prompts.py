@@ -4,6 +4,7 @@ parquet."""
 import csv
 import hashlib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from shards.base.store import LocalPath
 TEXT_COLUMNS = ("prompt", "prompts", "caption", "text")
 ID_COLUMNS = ("id", "key")
 CATEGORY_COLUMN = "category"
+QUOTED = re.compile(r'"((?:[^"]|"")*)"')
 MAX_NAMED = 5
 """Maximum number of positions that an error message lists."""
 PARSE_ERRORS = (
@@ -156,9 +158,16 @@ def _read_lines(path: Path, column: str | None) -> Iterator[_Row]:
 
 def _read_csv(path: Path, column: str | None, delimiter: str = ",") -> Iterator[_Row]:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        # PartiPrompts' TSV contains unpaired quotation marks
-        table = csv.DictReader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE if delimiter == "\t" else 0)
-        yield from _read_table(list(table.fieldnames or []), table, column, lambda _: f"line {table.line_num}")
+        is_tsv = delimiter == "\t"  # PartiPrompts' TSV contains unpaired quotation marks
+        table = csv.DictReader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL)
+        rows = ({name: _unquote(cell) for name, cell in row.items()} for row in table) if is_tsv else table
+        yield from _read_table(list(table.fieldnames or []), rows, column, lambda _: f"line {table.line_num}")
+
+
+def _unquote(cell: Any) -> Any:
+    """Undo the quoting of a TSV cell, such as `"A ""stop"" sign"` in MLPerf's list, which pandas wrote."""
+    match = QUOTED.fullmatch(cell) if isinstance(cell, str) else None  # a short row has None, and a long one a list
+    return match[1].replace('""', '"') if match else cell
 
 
 def _read_parquet(path: Path, column: str | None) -> Iterator[_Row]:

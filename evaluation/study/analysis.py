@@ -89,7 +89,11 @@ def analyse(study: Study, votes: Sequence[Vote], partial: bool = False) -> dict[
 def _report_rater(rater: int, showings: list[Showing], answers: Sequence[Answer], protocol: Protocol) -> dict[str, Any]:
     """Describe a rater's progress and consistency, and decide whether the protocol's rule excludes the rater."""
     own = [answer for answer in answers if answer.vote.rater == rater]
-    golds = [answer.score == 1 for answer in own if answer.showing.kind == "gold"]
+    golds = [
+        answer.score == 1
+        for answer in own
+        if answer.showing.kind == "gold" and answer.showing.item.question in (None, answer.vote.question)
+    ]
     first = {(a.showing.item.id, a.vote.question): a.score for a in own if a.showing.kind == "first"}
     repeats = [a.score == first[a.showing.item.id, a.vote.question] for a in own if a.showing.kind == "repeat"]
     seconds = {answer.vote.showing: answer.vote.seconds for answer in own}

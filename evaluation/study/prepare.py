@@ -150,7 +150,7 @@ def find_gold(
     most_items = -(-num_items * config.votes_per_item // config.raters)  # raters' counts differ by at most one
     per_rater = at_least_one(config.gold.share, most_items)
     if config.gold.file is not None:
-        gold = read_gold(config.gold.file, folder, secret)
+        gold = read_gold(config.gold.file, list(config.questions), folder, secret)
     else:
         gold = make_gold(found, pictures, per_rater, config.seed, folder, secret)
     if len(gold) < per_rater:
@@ -191,7 +191,7 @@ def make_gold(
     return gold
 
 
-def read_gold(path: Path, folder: Path, secret: bytes) -> list[Item]:
+def read_gold(path: Path, questions: Sequence[str], folder: Path, secret: bytes) -> list[Item]:
     """Read the user's own gold items from a CSV file."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -200,7 +200,13 @@ def read_gold(path: Path, folder: Path, secret: bytes) -> list[Item]:
         for number, row in enumerate(rows):
             files = [path.parent / row[name] for name in ("better", "worse")]
             better, worse = (add_picture(file.read_bytes(), file, folder, secret) for file in files)
-            gold.append(Item(f"gold/{number}", f"gold/{number}", row["prompt"], None, None, (better, worse)))
+            id, question = f"gold/{number}", row.get("question") or None
+            if question is not None and question not in questions:
+                raise RequestError(
+                    f"The gold file {path} has an item for the question {question}, which the study does not ask. Use "
+                    f"{' or '.join(questions)}, or leave the cell empty if every question counts."
+                )
+            gold.append(Item(id, id, row["prompt"], None, None, (better, worse), question))
     except (OSError, KeyError, TypeError, csv.Error, UnicodeDecodeError) as error:
         raise RequestError(
             f"The gold file {path} cannot be used: {type(error).__name__}: {error}. It must be a CSV with the columns "

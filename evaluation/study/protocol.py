@@ -44,8 +44,10 @@ class GoldConfig(Config):
     """Number of gold items per rater, as a share of the rater's other items. Must be above 0. The number is rounded,
     and is at least one."""
     file: LocalPath | None = None
-    """CSV file with the columns prompt, better and worse; image paths are relative to the file. null: gold items are
-    made from the sample sets, and the worse image is a pixelated image of another prompt."""
+    """CSV file with the columns prompt, better and worse; image paths are relative to the file. The answer to
+    every question counts, and a tie is wrong; for an item whose better image wins only one question, name that question
+    in an optional column `question`. null: gold items are made from the sample sets, and the worse image is a pixelated
+    image of another prompt."""
     exclude_below: float | None = Field(0.75, gt=0, le=1)
     """Exclude raters whose share of correct answers to gold questions is below this value; null: exclude nobody."""
 
@@ -92,6 +94,8 @@ class Item:
     """Indices of the models that drew the images; None for a gold item, whose first image is the better one."""
     pictures: tuple[str, str]
     """File names of the images."""
+    question: str | None = None
+    """Name of the only question that counts for a gold item. None: every question counts."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,9 @@ class Protocol:
         """Return the content of protocol.json."""
         # the items from `gold.file` are in `gold`, so the file may move
         content = PROTOCOL.dump_python(self, mode="json", exclude={"config": {"gold": {"file"}}})
+        for item in [*content["items"], *content["gold"]]:
+            if item["question"] is None:
+                del item["question"]  # as in protocols that were written before this field existed
         content["config"]["questions"] = list(self.config.questions.items())  # sealed JSON sorts its keys
         return {"version": VERSION, **content}
 

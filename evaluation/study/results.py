@@ -65,10 +65,24 @@ def format_results(results: dict[str, Any]) -> str:
             f"{row['question']:<12} {row['model']} over the others: {row['share']:6.1%} "
             f"[{row['share_low']:.1%}, {row['share_high']:.1%}]"
         )
-    lines += [f"Brackets show 95 % intervals of {results['estimand']}.", summarise_raters(results)]
+    lines.append(f"Brackets show 95 % intervals of {results['estimand']}.")
+    if caution := chance_warning(results):
+        lines.append(caution)
+    lines.append(summarise_raters(results))
     if results["partial"]:
         lines.append(partial_warning(results))
     return "\n".join(lines)
+
+
+def chance_warning(results: dict[str, Any]) -> str:
+    """Return a caution about multiple comparisons. It is empty if there is only one question and pair of models."""
+    count = len(results["preferences"])
+    return (
+        f"One interval in twenty misses its true value by chance. The {count} intervals are not corrected for multiple "
+        f"comparisons, so treat a single difference among many as a lead, not as a result."
+        if count > 1
+        else ""
+    )
 
 
 def summarise_raters(results: dict[str, Any]) -> str:
@@ -116,8 +130,10 @@ def page(results: dict[str, Any], chart: bytes) -> str:
         macros.table("Models", ["model", "sample set"], models),
         macros.paragraph(f"Protocol: `{results['protocol_sha256']}`"),
     ]
-    preferences = _table("Preferences over all prompts", PREFERENCES, results["preferences"])
-    sections = [section("result", "Result", *warning, *overview), section("preferences", "Preferences", preferences)]
+    preferences = [_table("Preferences over all prompts", PREFERENCES, results["preferences"])]
+    if caution := chance_warning(results):
+        preferences.append(macros.paragraph(caution))
+    sections = [section("result", "Result", *warning, *overview), section("preferences", "Preferences", *preferences)]
     if results["strengths"]:
         strengths = _table("Strength of each model", STRENGTHS, results["strengths"])
         sections.append(section("strengths", "Strengths", strengths))

@@ -186,10 +186,10 @@ class Follower:
             write_lines(self.output)
         for checkpoint in evaluated:
             self._finish(checkpoint)
-        for checkpoint in due:
-            if checkpoint.is_pending and not stop.received and self._evaluate(checkpoint):
-                self._finish(checkpoint)
         is_complete_run = max(files, default=-1) >= last
+        for checkpoint in due:
+            if checkpoint.is_pending and not stop.received and self._evaluate(checkpoint, is_complete_run):
+                self._finish(checkpoint)
         return self.config.once or (is_complete_run and not any(checkpoint.is_pending for checkpoint in due))
 
     def _checkpoint(self, step: int) -> WatchedCheckpoint:
@@ -206,8 +206,11 @@ class Follower:
         exported = [self._checkpoint(int(match[1])) for match in matches if match and match[2] == self.weights]
         return {each.step: EXPORTED for each in exported if not each.is_done and each.is_exported()}
 
-    def _evaluate(self, checkpoint: WatchedCheckpoint) -> bool:
+    def _evaluate(self, checkpoint: WatchedCheckpoint, is_complete_run: bool) -> bool:
         """Attempt to evaluate a checkpoint, and return whether it has been evaluated.
+
+        In a complete run, an attempt is also counted each time the checkpoint is found incomplete, so that watching
+        ends. While a run is copied, each file that appears resets the count.
 
         Raises:
             Outage: storage failed and the watcher should retry later. This does not count as an attempt.
@@ -220,6 +223,13 @@ class Follower:
                     f"The checkpoint at step {checkpoint.step} in {self.run.where()} is incomplete; it is skipped "
                     f"until all its files exist.",
                     flush=True,
+                )
+            if is_complete_run:
+                checkpoint.attempts += 1
+            if not checkpoint.is_pending:
+                checkpoint.failure = (
+                    f"the checkpoint is still incomplete, since files that its {STATE} lists are missing. Restore "
+                    f"them, or delete the checkpoint"
                 )
             return False
         checkpoint.attempts += 1

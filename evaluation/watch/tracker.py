@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image
 
 from evaluation.report.pictures import first_pictures, grid, side_by_side, spread
-from evaluation.report.runs import Evaluation, run_config
+from evaluation.report.runs import LINES, Evaluation, run_config
 from shards.base.store import Store
 from shards.open import open_store
 
@@ -63,7 +63,7 @@ def open_tracker(run: Store, output: Path | str) -> LogStep:
             return partial(write_results, run)
         reason = "--output is outside the run"
     if reason:
-        print(f"Evaluations are not logged to {name}, because {reason}. The report contains them.")
+        print(f"Evaluations are not logged to {name}, because {reason}. Their metrics are in {store.where(LINES)}.")
     return lambda step, found: None
 
 
@@ -135,7 +135,17 @@ def log_remaining_results(run: Store, name: str) -> None:
     if any(file.endswith(".zip") and file.removesuffix(".zip") + LOGGED_SUFFIX not in files for file in files):
         command = [sys.executable, "-m", "train", "tell", name]
         result = subprocess.run(command, capture_output=True, text=True)
-        print((result.stdout or result.stderr).strip(), flush=True)
+        for text, stream in ((result.stdout.strip(), sys.stdout), (result.stderr.strip(), sys.stderr)):
+            if text:
+                print(text, file=stream, flush=True)
+        if result.returncode:
+            print(
+                f"warning: `python -m train tell {name}` ended with exit code {result.returncode}, so not all "
+                f"evaluations are in the run's tracker. Their results files are kept. If training continues, the "
+                f"trainer logs them; otherwise, fix the error above and run this command.",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def hash_names(values: dict[str, float]) -> str:

@@ -17,7 +17,7 @@ from evaluation.features.extractors import ExtractorConfig, ExtractorsConfig, lo
 from evaluation.features.job import extract, reference_features
 from evaluation.features.sources import ReferenceConfig, sample_units
 from evaluation.metrics.frechet import Moments, frechet_distance
-from evaluation.sampling.prompts import Prompt
+from evaluation.sampling.prompts import Prompt, PromptsConfig, read_prompts
 from evaluation.sampling.sets import read_set
 from evaluation.scoring import check_measurable, choose_metrics, format_metrics, score
 from shards.base.durable import read_sealed_json
@@ -62,6 +62,26 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(members["jpg"])
     return folder
+
+
+def test_rejected_reference_images_are_reported_once(
+    drawn: Path, references: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (references / "tars" / "loose.png").write_bytes(b"")
+    made = reference(tmp_path / "reference", references / "tars")
+    for _ in range(2):
+        (row,) = score(read_set(drawn), ["toy_kid"], TOY, made, WORKERS)
+        assert "N 62 against 70  id" in format_metrics([row])
+    (references / "tars" / "loose.png").unlink()
+    printed = capsys.readouterr().err
+    assert printed.count("contains 70 images. Others were rejected (not_an_image: 2)") == 1
+    assert "too_small" not in printed
+    assert printed.count("Other images and tars, such as loose.png, will not be read") == 1
+    large = ReferenceConfig(place=tmp_path / "large", pictures=made.pictures, size="128x128")
+    reference_features(large, "toy", TOY, WORKERS)
+    printed = capsys.readouterr().err
+    assert "contains 34 images. Others were rejected (not_an_image: 2, too_small: 36)" in printed
+    assert "Images that do not cover reference.size (128x128) are too_small" in printed
 
 
 def reference(place: Path, pictures: Path | None, **changes: Any) -> ReferenceConfig:
@@ -291,6 +311,25 @@ def test_clip_features_match_transformers(clip: Path, drawn: Path) -> None:
     given = ExtractorsConfig(clip=ExtractorConfig(weights=clip))
     (row,) = score(read_set(drawn), ["clip_score"], given, ReferenceConfig(), WORKERS)
     assert row["reference_n"] is None and 0 <= row["low"] <= row["value"] <= row["high"]
+
+
+def test_a_checkpoint_that_appears_while_the_command_starts_is_not_used(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the images is named after the step that was the newest when the command started."""
+    stay_here(monkeypatch)
+    newest = run_dir / "checkpoints" / "step-00000006"
+    hidden = newest.rename(run_dir / "hidden")
+
+    def read_late(config: PromptsConfig) -> list[Prompt]:
+        if hidden.exists():
+            hidden.rename(newest)
+        return read_prompts(config)
+
+    monkeypatch.setattr("evaluation.commands.read_prompts", read_late)
+    command(["sample", "--model", str(run_dir), *words[: words.index("--poll_seconds")]])
+    (record,) = (run_dir / "evaluations").glob("*/model.json")
+    assert (record.parent.name, read_sealed_json(record)["step"]) == ("step-00000004-auto", 4)
 
 
 def test_score_evaluates_the_requested_checkpoint(

@@ -22,7 +22,11 @@ PARTI = (
     'Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\tx\n5" nail\tArt\tBasic\t\n'  # an unpaired quotation mark
 )
 PANDAS = ",prompt\n0,a fox\n1,a pie\n"  # the first column is the index, and has no name
-MLPERF = "image_id\tid\tcaption\n391895\t770337\tA man on a bike\n"
+MLPERF = (  # pandas quotes captions that contain quotation marks
+    'image_id\tid\tcaption\n391895\t770337\tA man on a bike\n1\t2\t"A ""stop"" sign"\n3\t4\t5" nail\n'
+    '5\t6\t"A sign"\n7\t8\t"Go" and "stop"\n'
+)
+MLPERF_TEXTS = ["A man on a bike", 'A "stop" sign', '5" nail', "A sign", '"Go" and "stop"']
 
 
 @pytest.mark.parametrize(
@@ -32,7 +36,7 @@ MLPERF = "image_id\tid\tcaption\n391895\t770337\tA man on a bike\n"
         ("a.csv", DRAWBENCH, ["A red, big car.", "A pie"], None, ["Colors", "Food"]),
         ("b.csv", PANDAS, ["a fox", "a pie"], FOX_AND_PIE, [None, None]),
         ("a.tsv", PARTI, ["bond", '5" nail'], None, ["Abstract", "Art"]),
-        ("b.tsv", MLPERF, ["A man on a bike"], ["770337"], [None]),
+        ("b.tsv", MLPERF, MLPERF_TEXTS, ["770337", "2", "4", "6", "8"], [None] * 5),
         ("a.json", json.dumps(COCO), ["A cat.", "A cat."], ["48", "67"], [None, None]),
         ("b.json", json.dumps(MJHQ), ["a fox", "a pie"], ["8a3c", "77b1"], ["animals", "food"]),
     ],

@@ -10,6 +10,7 @@ from threading import Barrier
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from evaluation.study.__main__ import run
 from evaluation.study.analysis import analyse
@@ -121,6 +122,28 @@ def test_raters_exactly_at_the_threshold_are_not_excluded(study: Study, wrong: i
     assert [rater["excluded"] for rater in results["raters"]] == [False, out, False]
 
 
+@pytest.mark.parametrize("question", ["", "quality"])
+def test_a_gold_item_may_count_for_one_question_only(tmp_path: Path, question: str) -> None:
+    """An image and its blurred copy fit the text equally well, so honest raters answer that with a tie."""
+    for name, level in (("sharp", 200), ("blurred", 20)):
+        Image.new("RGB", (64, 48), (level, 0, 0)).save(tmp_path / f"{name}.png")
+    row = f"a picture,sharp.png,blurred.png,{question}\n"
+    (tmp_path / "gold.csv").write_text(f"prompt,better,worse,question\n{row * 2}")
+    study = make_study(tmp_path, gold={"file": tmp_path / "gold.csv"})
+
+    def honest(rater: int, showing: Showing, asked: str) -> float:
+        return 0.5 if showing.kind == "gold" and asked == "alignment" else 1.0
+
+    votes = votes_of(study, honest)
+    if question:
+        raters = analyse(study, votes)["raters"]
+        assert [(rater["gold_right"], rater["gold_answers"]) for rater in raters] == [(1, 1)] * 3
+    else:  # half of the answers are wrong
+        assert not any("question" in item for item in study.protocol.as_json()["gold"])
+        with pytest.raises(RequestError, match="excluded by the protocol's rule: 3"):
+            analyse(study, votes)
+
+
 def test_an_incomplete_study_is_analysed_only_on_request(study: Study) -> None:
     votes = votes_of(study, random_score(2))[:-3]
     with pytest.raises(RequestError, match=r"has 69 of 72 planned answers\. A study that is stopped as soon as"):
@@ -143,7 +166,7 @@ def test_a_question_without_votes_has_no_result(name: str, request: pytest.Fixtu
     assert [row["question"] for row in results["preferences"]] == ["quality"]
     assert {row["question"] for row in results["strengths"]} <= {"quality"}
     page = (tmp_path / "results.html").read_text()
-    assert "Which picture fits the text better? no votes counted" in page
+    assert "Which picture fits the text better? no votes counted" in page and "multiple comparisons" not in page
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -202,6 +225,9 @@ def test_files_refer_to_no_other_files(name: str, request: pytest.FixtureRequest
     picture = (tmp_path / "results.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and b"Software" not in picture[:200]
     page = (tmp_path / "results.html").read_text()
+    count = len(results["preferences"])
+    for text in (page, format_results(results)):
+        assert f"The {count} intervals are not corrected for multiple comparisons" in text
     assert not re.search(r"(?:src|href)=\"(?!data:|#)|<script|\$\w", page)  # no external resources, no unfilled fields
     assert its.protocol.sha256 in page and 'alt="Share of votes for each model.' in page
     assert page.count("<table>") == len(its.protocol.models) + 2

@@ -186,6 +186,7 @@ def test_gold_items_from_a_file(tmp_path: Path) -> None:
         ("prompt,better,worse\nx,good.png,damaged.png\n", r"damaged\.png cannot be decoded as PNG, WebP or JPEG"),
         ("prompt,better,worse\n", "has no row"),
         ("prompt,better\nx,good.png\n", "KeyError: 'worse'"),
+        ("prompt,better,worse,question\nx,good.png,bad.png,style\n", "question style, which .* Use quality or align"),
         ("prompt,better,worse\nx,good.png,gone.png\n", "No such file"),
         ("prompt,better,worse\nx,good.png,gold.csv\n", r"gold\.csv cannot be decoded as PNG, WebP or JPEG"),
     ):

@@ -224,6 +224,25 @@ def test_incomplete_checkpoints_are_skipped_and_damaged_ones_reported(
     assert [row["step"] for row in written(run_dir)] == [2, 2, 4, 4]
 
 
+def test_a_checkpoint_that_stays_incomplete_does_not_keep_the_watcher_running(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluated: list[int] = []
+    monkeypatch.setattr(DRAW_AND_SCORE, lambda config, names, step, place: evaluated.append(step))
+    (run_dir / "checkpoints" / "step-00000002" / "optimizer.safetensors").unlink()
+    deadline, sleep = time.monotonic() + 30, time.sleep
+
+    def sleep_until_deadline(seconds: float) -> None:
+        assert time.monotonic() < deadline, "the watcher still waits for the checkpoint"
+        sleep(seconds)
+
+    monkeypatch.setattr("time.sleep", sleep_until_deadline)
+    assert watch(run_dir, words) == 1
+    printed = capsys.readouterr()
+    assert "(step 2: the checkpoint is still incomplete" in " ".join(printed.err.split())
+    assert printed.out.count("is incomplete") == 1 and evaluated == [4, 6]
+
+
 def test_the_command_overrides_the_schedule_of_the_run(
     run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,11 +464,13 @@ def test_results_of_an_unfinished_run_are_left_to_the_trainer(
     monkeypatch.chdir(run_dir.parent)
     assert watch(run_dir.name, words, "--once", "true", "--every", "4") == 0
     expected = "has completed 6 of its 100 steps. The launch that resumes the run will log the evaluations"
-    assert expected in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().err.split())
+    assert expected in printed and "warning: `python -m train tell run` ended with exit code 1" in printed
     assert len(list((run_dir / "tracker" / "evaluations").glob("*.zip"))) == 1
     monkeypatch.setattr(DRAW_AND_SCORE, lambda *_: None)
     assert watch(run_dir, words, "--until", "2", "--every", "2", "--output", str(run_dir.parent / "apart")) == 0
-    assert "Evaluations are not logged to wandb, because --output is outside the run" in capsys.readouterr().out
+    expected = "Evaluations are not logged to wandb, because --output is outside the run. Their metrics are in "
+    assert f"{expected}{run_dir.parent / 'apart' / 'evaluations.jsonl'}." in capsys.readouterr().out
 
 
 def test_a_sample_set_without_images_has_nothing_to_draw(tmp_path: Path) -> None:
