@@ -40,8 +40,8 @@ def require_img2dataset() -> None:
     missing = [name for name in ("img2dataset", "imghdr") if importlib.util.find_spec(name) is None]
     if missing:
         raise RequestError(
-            f"The download needs {' and '.join(missing)}, which cannot be found. Install the download extra: pip "
-            f"install 'latentmill[download]'."
+            f"The download needs {' and '.join(missing)}, which cannot be found. In a clone, run "
+            f"`make setup`; otherwise, install the package with its download extra, as docs/how-to/install.md says."
         )
 
 

@@ -73,7 +73,7 @@ def float8_problem(device: torch.device, precision: Precision) -> str | None:
     if found == "none" or tuple(map(int, found.split(".")[:2])) < OLDEST_TORCHAO:
         return (
             f"float8 needs torchao {'.'.join(map(str, OLDEST_TORCHAO))} or later; {os.uname().nodename} has {found}. "
-            f"Install it on every node (pip install 'latentmill[float8]'), or set float8 to false."
+            f"Install it on every node (pip install 'torchao>={'.'.join(map(str, OLDEST_TORCHAO))}'), or set float8 to false."
         )
     return None
 

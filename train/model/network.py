@@ -12,7 +12,7 @@ import torch
 import torch._functorch.config
 import yaml
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from shards.base.errors import RequestError
 from shards.format.models import model_folder, read_model_config
@@ -67,6 +67,8 @@ def build_network(path: Path, seed: int | None, text_widths: tuple[int, int] | N
             f"{path} sets dropout {network.config.dropout}. Dropout masks would depend on the number of ranks, so "
             f"dropout is not supported. Set dropout to 0."
         )
+    for name, value in CLASSES[model_class.__name__].get("initial", {}).items():
+        nn.init.constant_(network.get_parameter(name), value)
     return network
 
 

@@ -361,6 +361,23 @@ def test_an_overflow_in_any_result_of_a_tower_is_encoded_again(
     close(found[1].latents.pooled, pooled)
 
 
+def test_a_tokenizer_that_has_only_a_sentencepiece_model_is_loaded(tmp_path: Path, towers: Path) -> None:
+    """PixArt's T5 tokenizer has no tokenizer.json, so transformers builds it from spiece.model."""
+    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+
+    with (tmp_path / "spiece.model").open("wb") as file:
+        ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+        texts = iter(["a red square on a blue table", "two dogs and a cat"] * 20)
+        limits = {"vocab_size": 30, "hard_vocab_limit": False, "minloglevel": 2}
+        SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, **ids, **limits)
+    tokens = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    fields = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "model_max_length": T5_LENGTH, **tokens}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    describe_t5(towers, tokenizer=str(tmp_path))
+    expected = SentencePieceProcessor(model_file=str(tmp_path / "spiece.model")).encode("a red cat")
+    assert AutoTokenizer.from_pretrained(tmp_path)("a red cat").input_ids == [*expected, 1]
+
+
 def describe_t5(towers: Path, **changes: Any) -> TextTower:
     asked = texts(towers, towers, **changes)["t5"]  # the second folder is for CLIP's tokenizer
     return describe_text("t5", TextTowerConfig.model_validate(asked), TextConfig())

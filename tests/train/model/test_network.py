@@ -49,6 +49,20 @@ def test_weights_depend_on_the_seed_alone() -> None:
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
+def test_sana_starts_with_small_text_states(tmp_path: Path) -> None:
+    """SANA's own code scales its caption norm by 0.01 at the start, which diffusers' constructor does not know."""
+    from diffusers import SanaTransformer2DModel
+
+    sizes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8, "caption_channels": 16}
+    sizes |= {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16}
+    (tmp_path / "sana.json").write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **sizes}))
+    network = build_network(tmp_path / "sana.json", 0)
+    assert torch.equal(network.caption_norm.weight, torch.full((16,), 0.01))
+    torch.manual_seed(0)
+    for name, parameter in SanaTransformer2DModel(**sizes).named_parameters():
+        assert name == "caption_norm.weight" or torch.equal(parameter, network.get_parameter(name))
+
+
 def test_every_latent_shape_may_compile_a_graph() -> None:
     with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=8):
         compile_network(torch.nn.Identity(), num_shapes=20)
