@@ -146,8 +146,8 @@ PRX = {
 FAMILIES = {
     family.name: family
     for family in (
-        Family("sd2", "kl", {"text": ("clip", 16)}, UNET | {"cross_attention_dim": 16}),
-        Family("sd15", "kl", {"text": ("clip", 16)}, UNET | {"cross_attention_dim": 16}),
+        Family("sd2", "sd", {"text": ("clip", 16)}, UNET | {"cross_attention_dim": 16}),
+        Family("sd15", "sd", {"text": ("clip", 16)}, UNET | {"cross_attention_dim": 16}),
         Family("sdxl", "kl", {"clip_l": ("clip", 16), "clip_g": ("projected", 20)}, UNET | XL),
         Family("pixart-sigma", "kl", {"t5": ("t5", 12)}, PIXART, {"max_tokens": TOKENS}),
         Family(
@@ -283,6 +283,11 @@ def shifted() -> AutoencoderKL:
     return kl(shift_factor=0.2, scaling_factor=1.3, use_quant_conv=False, use_post_quant_conv=False)
 
 
+def sd() -> AutoencoderKL:
+    """Give the VAE the scale of Stable Diffusion 1.5 and 2, which single-file exports require."""
+    return kl(scaling_factor=0.18215)
+
+
 def clip_config(width: int) -> CLIPTextConfig:
     """Return a CLIP config for 16 tokens, with the tokenizer of tests/tiny.py."""
     return CLIPTextConfig(
@@ -324,7 +329,7 @@ def t5(width: int) -> T5EncoderModel:
     return T5EncoderModel(T5Config(vocab_size=64, d_model=width, d_kv=6, d_ff=24, num_layers=2, num_heads=2))
 
 
-VAES: dict[str, Callable[[], Any]] = {"kl": kl, "shifted": shifted, "dc": dc}
+VAES: dict[str, Callable[[], Any]] = {"kl": kl, "sd": sd, "shifted": shifted, "dc": dc}
 CLASSES: dict[str, Any] = {
     "clip": CLIPTextModel,
     "projected": CLIPTextModelWithProjection,

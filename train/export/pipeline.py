@@ -60,7 +60,14 @@ from train.export.evidence import copy_samples, describe_funnels, evaluations
 from train.export.fold import fold_text
 from train.export.prompts import check_prompts, prompt_arguments
 from train.export.scheduler import check_steps, scheduler_of
-from train.export.single_file import check_class, is_single_file, modelspec, write_single_file
+from train.export.single_file import (
+    check_class,
+    check_scale,
+    check_text_encoders,
+    is_single_file,
+    modelspec,
+    write_single_file,
+)
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
 from train.model.network import class_name, class_of, read_unet_config
@@ -121,8 +128,8 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
     """Write a checkpoint as a pipeline folder or a single file, which is never incomplete, and return its path.
 
     Raises:
-        RequestError: there is no such checkpoint, an encoder is not the model that encoded the latents, or the
-            pipeline's class has no single-file layout.
+        RequestError: there is no such checkpoint, an encoder is not the model that encoded the latents, or a single
+            file was requested, but user interfaces could not generate the right images from it.
         WorkError: the checkpoint is damaged, or was removed during the export.
     """
     if isinstance(run_dir, str):
@@ -155,6 +162,7 @@ def _write(
     is_trimmed = is_trimmed and pipeline_texts(encoding, config)[0].trim
     # fails before anything is copied
     check_class(TRIMMED if is_trimmed else config.backbone.pipeline.class_name, config.objective)
+    check_scale(config.backbone.pipeline.class_name, encoding.image.scale, encoding.image.shift)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as name:
         pipeline = _write_pipeline(run_dir, config, checkpoint, Path(name) / "export", options, exported)
@@ -206,6 +214,7 @@ def _write_pipeline(
     if options.format == "single-file":
         for name, tokens in lengths.items():
             check_length(components[name], tokens)
+        check_text_encoders(pipeline.class_name, components)
     sizes = (Bucket.parse(stream.bucket).latent_hw(encoding.image.downsampling) for stream in config.data.streams)
     latent_hw = max(sizes, key=math.prod)
     check_steps(pipeline, scheduler_of(pipeline, config.objective, latent_hw))

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import CLIPTextConfig
 
 from shards.base.durable import fsync_file
 from shards.base.errors import RequestError, WorkError
@@ -458,12 +459,38 @@ def flux(component: Component) -> Weights:
 
 
 @dataclass(frozen=True)
+class Clip:
+    """A CLIP text model that user interfaces build from configs of their own, because a single file has no configs."""
+
+    name: str
+    width: int
+    activation: str
+    num_layers: int
+
+    def __str__(self) -> str:
+        return f"{self.name} (width {self.width}, {self.activation}, {self.num_layers} layers)"
+
+
+CLIP_L = Clip("OpenAI's CLIP ViT-L", 768, "quick_gelu", 12)
+CLIP_H = Clip("OpenCLIP ViT-H without its last layer", 1024, "gelu", 23)
+CLIP_G = Clip("OpenCLIP ViT-bigG", 1280, "gelu", 32)
+STANDARD_WIDTHS = {clip.width for clip in (CLIP_L, CLIP_H, CLIP_G)}
+"""User interfaces cannot load CLIP text models of other widths."""
+
+
+@dataclass(frozen=True)
 class Layout:
-    """Place of each component of a pipeline in the file, and conversion of its weights."""
+    """Place of each component of a pipeline in the file, conversion of its weights, and what user interfaces assume."""
 
     components: dict[str, tuple[str | Callable[[Component], str], Callable[[Component], Weights]]]
     architecture: Callable[[Component], str]
     """The network's name in modelspec's metadata."""
+    clips: dict[str, tuple[Clip, ...]]
+    """The models that user interfaces may build for each CLIP text encoder."""
+    scale: float
+    """Scale with which user interfaces normalise latents."""
+    shift: float = 0.0
+    """Shift with which user interfaces normalise latents."""
     implementation: str = "https://github.com/Stability-AI/generative-models"
     """Reference implementation whose layout the network follows."""
     marks: Callable[[dict[str, Any]], Weights] = lambda scheduler: {}
@@ -494,6 +521,8 @@ LAYOUTS = {
             if network.config["cross_attention_dim"] == 768  # OpenAI's CLIP-L
             else "stable-diffusion-v2-512"
         ),
+        {"text_encoder": (CLIP_L, CLIP_H)},
+        scale=0.18215,
     ),
     "StableDiffusionXLPipeline": Layout(
         {
@@ -503,6 +532,8 @@ LAYOUTS = {
             "text_encoder_2": ("conditioner.embedders.1.model.", open_clip),
         },
         lambda network: "stable-diffusion-xl-v1-base",
+        {"text_encoder": (CLIP_L,), "text_encoder_2": (CLIP_G,)},
+        scale=0.13025,
         marks=sdxl_marks,
     ),
     "StableDiffusion3Pipeline": Layout(
@@ -514,6 +545,9 @@ LAYOUTS = {
             "text_encoder_3": ("text_encoders.t5xxl.transformer.", t5),
         },
         lambda network: "stable-diffusion-v3-medium",
+        {"text_encoder": (CLIP_L,), "text_encoder_2": (CLIP_G,)},
+        scale=1.5305,
+        shift=0.0609,
     ),
     "FluxPipeline": Layout(
         {
@@ -523,7 +557,10 @@ LAYOUTS = {
             "text_encoder_2": ("text_encoders.t5xxl.transformer.", t5),
         },
         lambda network: "Flux.1-dev" if network.config.get("guidance_embeds") else "Flux.1-schnell",
-        "https://github.com/black-forest-labs/flux",
+        {"text_encoder": (CLIP_L,)},
+        scale=0.3611,
+        shift=0.1159,
+        implementation="https://github.com/black-forest-labs/flux",
     ),
 }
 
@@ -543,7 +580,7 @@ def layout_of(pipeline_class: str | list[str]) -> Layout:
     return LAYOUTS[pipeline_class]
 
 
-# metadata
+# checks of what a file cannot record
 
 
 def check_class(pipeline_class: str | list[str], objective: ObjectiveConfig) -> None:
@@ -568,8 +605,61 @@ def check_class(pipeline_class: str | list[str], objective: ObjectiveConfig) -> 
     )
 
 
+def check_scale(pipeline_class: str, scale: tuple[float, ...], shift: tuple[float, ...]) -> None:
+    """Check that user interfaces normalise latents as in training.
+
+    Args:
+        scale: (channels,) scale of training; see `ImageTower`.
+        shift: (channels,) shift of training.
+
+    Raises:
+        RequestError: they assume a different scale or shift for this class.
+    """
+    layout = layout_of(pipeline_class)
+    if {*scale} == {layout.scale} and {*shift} == {layout.shift}:
+        return
+    raise RequestError(
+        f"Training normalised the VAE's latents with scale {_values(scale)} and shift {_values(shift)}, which a single "
+        f"file cannot record. ComfyUI and AUTOMATIC1111 assume scale {layout.scale} and shift {layout.shift} for a "
+        f"{pipeline_class}, so their images would be wrong. Export it as a folder for diffusers instead."
+    )
+
+
+def check_text_encoders(pipeline_class: str, folders: Mapping[str, Path]) -> None:
+    """Check that user interfaces encode prompts as the pipeline's CLIP text encoders do.
+
+    Encoders of a width that user interfaces cannot load pass, because diffusers can read them with their own configs.
+
+    Args:
+        folders: folder of each component.
+
+    Raises:
+        RequestError: an encoder has a standard width, but not the activation and number of layers that user interfaces
+            assume in its place.
+    """
+    for name, assumed in layout_of(pipeline_class).clips.items():
+        config = CLIPTextConfig.from_pretrained(folders[name])
+        found = (config.hidden_size, config.hidden_act, config.num_hidden_layers)
+        known = [(clip.width, clip.activation, clip.num_layers) for clip in assumed]
+        if config.hidden_size in STANDARD_WIDTHS and found not in known:
+            raise RequestError(
+                f"The {name} of {pipeline_class}, {folders[name]}, has width {found[0]}, activation {found[1]} and "
+                f"{found[2]} layers. In a single file, ComfyUI and AUTOMATIC1111 assume "
+                f"{' or '.join(map(str, assumed))}, so they would encode prompts wrongly. Export it as a folder for "
+                f"diffusers instead."
+            )
+
+
 def _listed(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def _values(values: tuple[float, ...]) -> str:
+    """Return the value of all channels, or one value per channel if they differ."""
+    return str(values[0] if len({*values}) == 1 else values)
+
+
+# metadata
 
 
 def modelspec(

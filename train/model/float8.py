@@ -71,9 +71,10 @@ def float8_problem(device: torch.device, precision: Precision) -> str | None:
     except PackageNotFoundError:
         found = "none"
     if found == "none" or tuple(map(int, found.split(".")[:2])) < OLDEST_TORCHAO:
+        oldest = ".".join(map(str, OLDEST_TORCHAO))
         return (
-            f"float8 needs torchao {'.'.join(map(str, OLDEST_TORCHAO))} or later; {os.uname().nodename} has {found}. "
-            f"Install it on every node (pip install 'torchao>={'.'.join(map(str, OLDEST_TORCHAO))}'), or set float8 to false."
+            f"float8 needs torchao {oldest} or later; {os.uname().nodename} has {found}. Install it on every node (pip "
+            f"install 'torchao>={oldest}'), or set float8 to false."
         )
     return None
 

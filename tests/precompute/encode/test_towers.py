@@ -366,10 +366,17 @@ def test_a_tokenizer_that_has_only_a_sentencepiece_model_is_loaded(tmp_path: Pat
     from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
     with (tmp_path / "spiece.model").open("wb") as file:
-        ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
-        texts = iter(["a red square on a blue table", "two dogs and a cat"] * 20)
-        limits = {"vocab_size": 30, "hard_vocab_limit": False, "minloglevel": 2}
-        SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, **ids, **limits)
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(["a red square on a blue table", "two dogs and a cat"] * 20),
+            model_writer=file,
+            vocab_size=30,
+            hard_vocab_limit=False,
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            minloglevel=2,
+        )
     tokens = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     fields = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "model_max_length": T5_LENGTH, **tokens}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))

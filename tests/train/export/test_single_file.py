@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
@@ -29,12 +30,14 @@ from diffusers.loaders.single_file_utils import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from transformers import AutoTokenizer, CLIPConfig, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from examples.shapes.models import MODELS
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import LocalStore
 from shards.format.encoding import EncodingRecord
+from shards.format.models import hash_weights
+from tests.fixtures import encode_all, folder_of, precompute_config
 from tests.runs import UNET, train_fields, write_config
 from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
@@ -42,6 +45,8 @@ from train.export.single_file import (
     NETWORK,
     Component,
     check_class,
+    check_scale,
+    check_text_encoders,
     flux,
     is_single_file,
     layout_of,
@@ -70,6 +75,10 @@ VAE: dict[str, Any] = {
     "norm_num_groups": 4,
     "latent_channels": 4,
 }
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def component(model: Any) -> Component:
@@ -221,9 +230,20 @@ def test_the_header_has_modelspec_fields_and_the_hash_of_the_weights(version_2: 
 
 
 @pytest.fixture(scope="module")
-def trained(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scaled_latents(models: Path, tars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A latents root whose VAE has Stable Diffusion's scale. Tests must not modify it."""
+    folder = tmp_path_factory.mktemp("scaled")
+    shutil.copytree(models, folder / "models")
+    change_json(folder / "models" / "vae" / "config.json", scaling_factor=0.18215)
+    config = precompute_config(folder / "models", tars, folder / "latents", buckets=["64x64"])
+    encode_all(config)
+    return folder_of(config)
+
+
+@pytest.fixture(scope="module")
+def trained(scaled_latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    command(["--config", str(write_config(folder, train_fields(latents, folder / "run", UNET, max_steps=2)))])
+    command(["--config", str(write_config(folder, train_fields(scaled_latents, folder / "run", UNET, max_steps=2)))])
     return folder / "run"
 
 
@@ -261,15 +281,14 @@ def test_the_command_exports_a_run(run: Path, tmp_path: Path, capsys: pytest.Cap
         command(["export", str(run), "--output", str(path / "below" / "a" / "file")])
 
 
-def test_a_vae_with_a_different_normalisation_is_refused(run: Path, latents: Path, tmp_path: Path) -> None:
+def test_a_vae_with_a_different_normalisation_is_refused(run: Path, scaled_latents: Path, tmp_path: Path) -> None:
     """Its content hash does not cover scale and shift, because training applies those of encoding.json."""
-    source = Path(EncodingRecord.load(LocalStore(latents)).image.weights.name)
+    source = Path(EncodingRecord.load(LocalStore(scaled_latents)).image.weights.name)
     folder = shutil.copytree(source, tmp_path / "vae")
     command(["export", str(run), "--vae", str(folder)])
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"scaling_factor": 0.9}))
+    change_json(folder / "config.json", scaling_factor=0.9)
     with pytest.raises(
-        RequestError, match=r"normalises latents with scale \(0\.9, .* was trained with scale \(0\.5, .* --vae"
+        RequestError, match=r"normalises latents with scale \(0\.9, .* was trained with scale \(0\.18215, .* --vae"
     ):
         command(["export", str(run), "--vae", str(folder)])
 
@@ -343,6 +362,113 @@ def test_objectives_that_a_single_file_does_not_contain_are_refused(
         check_class(name, ObjectiveConfig.model_validate(objective))
     check_class("StableDiffusionPipeline", ObjectiveConfig(prediction="v_prediction", zero_terminal_snr=True))
     check_class("FluxPipeline", ObjectiveConfig(prediction="flow_matching"))
+
+
+def with_encoding(run: Path, folder: Path, **changes: Any) -> None:
+    """Let a run read a copy of its latents root in which fields of the `image` or `text` tower are changed."""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (stream,) = config["data"]["streams"]
+    shutil.copytree(stream["root"], folder)
+    fields = EncodingRecord.load(LocalStore(folder)).model_dump()
+    fields["image"] |= changes.get("image", {})
+    fields["texts"]["text"] |= changes.get("text", {})
+    (folder / "encoding.json").write_bytes(EncodingRecord.model_validate(fields).sealed())
+    stream["root"] = str(folder)
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def test_the_scale_of_another_models_vae_is_refused(run: Path, tmp_path: Path) -> None:
+    """SDXL's VAE has the same shapes as Stable Diffusion 2's, but a different scale."""
+    with_encoding(run, tmp_path / "latents", image={"scale": [0.13025] * 4})
+    said = r"with scale 0\.13025 and shift 0\.0, which .* assume scale 0\.18215 and shift 0\.0 for a StableDiffusionPi"
+    with pytest.raises(RequestError, match=said):
+        command(["export", str(run), "--format", "single-file"])
+
+
+@pytest.mark.parametrize(
+    ("name", "vae", "scale", "shift"),
+    [
+        ("StableDiffusionPipeline", "sdxl", 0.13025, 0.0),
+        ("StableDiffusionXLPipeline", "sd2", 0.18215, 0.0),
+        ("StableDiffusion3Pipeline", "flux1", 0.3611, 0.1159),
+        ("FluxPipeline", "sd3", 1.5305, 0.0609),
+    ],
+)
+def test_only_the_layouts_own_scale_is_accepted(name: str, vae: str, scale: float, shift: float) -> None:
+    own = layout_of(name)
+    check_scale(name, (own.scale,) * 4, (own.shift,) * 4)
+    with pytest.raises(RequestError, match=rf"with scale {scale} and shift {shift}, .* Export it as a folder"):
+        check_scale(name, (scale,) * 4, (shift,) * 4)
+    with pytest.raises(RequestError, match=r"with scale \(0\.1, "):  # one channel differs
+        check_scale(name, (0.1, *(own.scale,) * 3), (own.shift,) * 4)
+
+
+ENCODERS = {
+    "StableDiffusionPipeline": ["sd2"],
+    "StableDiffusionXLPipeline": ["clip-l", "clip-bigg"],
+    "StableDiffusion3Pipeline": ["clip-l", "clip-bigg"],
+    "FluxPipeline": ["clip-l"],
+}
+"""Configs of each pipeline's CLIP text encoders in configs/text_encoder."""
+
+
+def encoder(folder: Path, name: str, **changes: Any) -> Path:
+    """Save a shipped text encoder's config, with changes."""
+    fields = json.loads(Path(f"configs/text_encoder/{name}.json").read_text()) | changes
+    CLIPTextConfig(**fields).save_pretrained(folder)
+    return folder
+
+
+def encoders(folder: Path, pipeline: str) -> dict[str, Path]:
+    """Save the configs of a pipeline's shipped CLIP text encoders, and return their folders."""
+    names = ("text_encoder", "text_encoder_2")
+    return {key: encoder(folder / key, name) for key, name in zip(names, ENCODERS[pipeline], strict=False)}
+
+
+@pytest.mark.parametrize("pipeline", ENCODERS)
+def test_the_shipped_text_encoders_are_accepted(pipeline: str, tmp_path: Path) -> None:
+    folders = encoders(tmp_path, pipeline)
+    check_text_encoders(pipeline, folders)
+    if pipeline == "StableDiffusionPipeline":
+        check_text_encoders(pipeline, {"text_encoder": encoder(tmp_path / "sd15", "clip-l")})
+        # user interfaces refuse to load other widths
+        small = encoder(tmp_path / "small", "clip-l", hidden_size=96, hidden_act="gelu", num_hidden_layers=2)
+        check_text_encoders(pipeline, {"text_encoder": small})
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "name", "like", "changes"),
+    [
+        ("StableDiffusionPipeline", "text_encoder", "sd2", {"num_hidden_layers": 24}),  # all of OpenCLIP's ViT-H
+        ("StableDiffusionPipeline", "text_encoder", "sd2", {"hidden_act": "quick_gelu"}),
+        ("StableDiffusionPipeline", "text_encoder", "clip-l", {"hidden_act": "gelu"}),
+        ("StableDiffusionPipeline", "text_encoder", "clip-bigg", {}),
+        ("StableDiffusionXLPipeline", "text_encoder", "clip-l", {"num_hidden_layers": 11}),
+        ("StableDiffusionXLPipeline", "text_encoder_2", "clip-l", {}),
+        ("StableDiffusion3Pipeline", "text_encoder_2", "clip-bigg", {"hidden_act": "gelu_new"}),
+        ("FluxPipeline", "text_encoder", "clip-l", {"hidden_act": "gelu"}),
+    ],
+)
+def test_text_encoders_that_user_interfaces_do_not_assume_are_refused(
+    pipeline: str, name: str, like: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folders = encoders(tmp_path, pipeline) | {name: encoder(tmp_path / "other", like, **changes)}
+    with pytest.raises(RequestError, match=rf"The {name} of {pipeline}, \S+other, has .* Export it as a folder"):
+        check_text_encoders(pipeline, folders)
+
+
+def test_the_command_checks_the_text_encoder(run: Path, tmp_path: Path) -> None:
+    """A folder that holds a whole CLIP model contains OpenCLIP's 24 layers, and training reads the last."""
+    text = CLIPTextConfig(
+        hidden_size=1024, hidden_act="gelu", num_hidden_layers=1, intermediate_size=32, vocab_size=514
+    )
+    folder = tmp_path / "text_encoder"
+    CLIPTextModel(text).save_pretrained(folder)
+    CLIPConfig(text_config=text.to_dict() | {"num_hidden_layers": 24}).save_pretrained(folder)
+    recorded = hash_weights(str(folder), folder).model_dump()
+    with_encoding(run, tmp_path / "latents", text={"weights": recorded})
+    with pytest.raises(RequestError, match=r"width 1024, activation gelu and 24 layers\. In .* ViT-H without its last"):
+        command(["export", str(run), "--format", "single-file"])
 
 
 def test_weights_that_float16_cannot_hold_are_refused(version_2: Path, tmp_path: Path) -> None:
