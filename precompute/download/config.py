@@ -12,8 +12,8 @@ class ImagesConfig(Config):
     """Storage of downloaded images."""
 
     mode: Literal["original", "keep_ratio_largest"] = "original"
-    """`original` stores images byte for byte as served. `keep_ratio_largest` re-encodes them as upright JPEGs in
-    sRGB, with the longer side scaled down to `max_side`."""
+    """`original` stores images byte for byte as served. `keep_ratio_largest` re-encodes them as JPEGs in sRGB,
+    with the longer side scaled down to `max_side`. A rotated image stays rotated, with its EXIF orientation."""
     max_side: PositiveInt = 1024
     """Maximum length of the longer side in pixels, for `keep_ratio_largest`."""
     jpeg_quality: Annotated[int, Field(ge=1, le=100)] = 95
@@ -43,7 +43,7 @@ class RobotsConfig(Config):
     user_agent_token: str = "latentmill"
     """Name of this crawler, in the user agent and in directives addressed to a specific robot."""
     disallowed_directives: tuple[str, ...] = ("noai", "noimageai", "noindex", "noimageindex")
-    """Responses with any of these directives are not stored."""
+    """Responses with any of these directives are not stored. `none` counts as `noindex`."""
 
 
 class DownloadConfig(Config):

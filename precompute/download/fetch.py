@@ -130,7 +130,7 @@ def _download(config: DownloadConfig, tar: PlannedTar, folder: Path) -> None:
     images = config.images
     smaller = partial(shrink, max_side=images.max_side, quality=images.jpeg_quality)
     table = read_rows(tar, config.extra_columns)
-    opener.install(config.requests, expected_hashes(table) if config.verify else None)
+    opener.install(config.requests, config.robots, expected_hashes(table) if config.verify else None)
     with pa.OSFile(str(folder / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     downloader = downloader_class(
@@ -149,7 +149,7 @@ def _download(config: DownloadConfig, tar: PlannedTar, folder: Path) -> None:
         encode_format="jpg",
         retries=config.requests.retries,
         user_agent_token=config.robots.user_agent_token,
-        disallowed_header_directives=config.robots.disallowed_directives or None,
+        disallowed_header_directives=None,  # the opener checks them
     )
     downloader.download_shard((tar.shard_id, str(folder / "rows.arrow")))
 

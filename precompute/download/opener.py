@@ -1,4 +1,5 @@
-"""A restricted urllib opener for img2dataset's requests: public hosts only, with size and time limits.
+"""A restricted urllib opener for img2dataset's requests: public hosts only, with size and time limits, and no images
+that their server disallows.
 
 img2dataset calls `urllib.request.urlopen`, which also opens `file://` URLs and private addresses, follows redirects to
 them, and reads responses of any length. In the calling process, `install` replaces the opener that this function uses.
@@ -16,7 +17,8 @@ from functools import partial
 from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any
 
-from precompute.download.config import RequestsConfig
+from precompute.download.config import RequestsConfig, RobotsConfig
+from precompute.download.robots import is_disallowed
 from precompute.select.hosts import is_private_host, is_public_address
 
 HEADER_BYTES = 2**16
@@ -29,34 +31,39 @@ def too_large(config: RequestsConfig) -> "RefusedResponse":
 
 
 class RefusedResponse(OSError):
-    """Raised when a request is not sent, or a response is not read further, because it violates the limits."""
+    """Raised when a request is not sent, or a response is not read further, because it violates the limits or its
+    server disallows its use."""
 
 
 Hashes = Mapping[str, Collection[tuple[str, str]]]
 """URL → (algorithm, digest in hexadecimal) of its image: `md5` or `sha256`. If there are several, one has to match."""
 
 
-def install(config: RequestsConfig, hashes: Hashes | None = None) -> None:
-    """Apply the limits of `config` to all later calls to `urllib.request.urlopen` in this process.
+def install(config: RequestsConfig, robots: RobotsConfig, hashes: Hashes | None = None) -> None:
+    """Apply these limits to all later calls to `urllib.request.urlopen` in this process.
 
     Args:
         hashes: hashes that the images must have. An image with other bytes fails like one that cannot be downloaded.
     """
-    urllib.request.install_opener(build_opener(config, hashes))
+    urllib.request.install_opener(build_opener(config, robots, hashes))
 
 
 class _Opener(urllib.request.OpenerDirector):
-    """Opener that knows the hashes of images. Responses check them when they are read."""
+    """Opener that refuses disallowed images, and knows the hashes of images. Responses check them when they are
+    read."""
 
-    def __init__(self, hashes: Hashes):
+    def __init__(self, robots: RobotsConfig, hashes: Hashes):
         super().__init__()
-        self.hashes = hashes
+        self.robots, self.hashes = robots, hashes
 
     def open(self, fullurl: Any, *args: Any, **kwargs: Any) -> Any:
         request = urllib.request.Request(fullurl) if isinstance(fullurl, str) else fullurl
         url = request.full_url
         request.full_url = to_ascii(url)
         response = super().open(request, *args, **kwargs)
+        if is_disallowed(response.headers.get_all("X-Robots-Tag", []), self.robots):
+            response.close()
+            raise RefusedResponse("Use of image disallowed by X-Robots-Tag directive")
         if isinstance(response, _LimitedResponse):
             # a redirect's call is nested in that of the row's own address, whose hashes are therefore set last
             response.hashes = self.hashes.get(url, ())
@@ -72,10 +79,12 @@ def to_ascii(url: str) -> str:
     return urllib.parse.quote(url, safe=string.punctuation)
 
 
-def build_opener(config: RequestsConfig, hashes: Hashes | None = None) -> urllib.request.OpenerDirector:
+def build_opener(
+    config: RequestsConfig, robots: RobotsConfig, hashes: Hashes | None = None
+) -> urllib.request.OpenerDirector:
     """Build an opener that supports only http and https: no file, ftp or data URLs. See `install`."""
     redirects = type("Redirects", (urllib.request.HTTPRedirectHandler,), {"max_redirections": config.max_redirects})
-    opener = _Opener(hashes or {})
+    opener = _Opener(robots, hashes or {})
     for handler in (
         urllib.request.ProxyHandler(),
         urllib.request.UnknownHandler(),

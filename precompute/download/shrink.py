@@ -11,10 +11,20 @@ from PIL import Image
 
 from precompute.input.reject import Reject
 from precompute.pixels.color import to_srgb
-from precompute.pixels.opening import open_image, rejecting, turns_of
+from precompute.pixels.opening import ORIENTATION_TAG, TURNS, open_image, orientation_of, rejecting
 
 Stored = tuple[bytes | None, int | None, int | None, int | None, int | None, str | None]
 """Return value of a resizer in img2dataset: the file, its width and height, those of the original, and an error."""
+# EXIF orientation → how to turn an upright image into the one that a file with this orientation stores
+AS_STORED = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
 
 
 def keep(stream: BinaryIO, boxes: object = None) -> Stored:
@@ -23,23 +33,27 @@ def keep(stream: BinaryIO, boxes: object = None) -> Stored:
 
 
 def shrink(stream: BinaryIO, boxes: object = None, *, max_side: int, quality: int) -> Stored:
-    """Encode an image as an upright JPEG in sRGB whose longer side is at most `max_side`."""
+    """Encode an image as a JPEG in sRGB whose longer side is at most `max_side`. Return sizes of the upright image.
+
+    A rotated image stays rotated, and keeps its EXIF orientation: stage 1 blurs boxes in the upright image and in the
+    image as stored, because they may refer to either.
+    """
     try:
         image = open_image(stream.read())
-        flip_x, flip_y, turned = turns_of(image)
+        orientation = orientation_of(image)
         with rejecting("undecodable"):
             image.load()
             rgb = to_srgb(image)
-            for is_needed, how in (
-                (flip_x, Image.Transpose.FLIP_LEFT_RIGHT),
-                (flip_y, Image.Transpose.FLIP_TOP_BOTTOM),
-                (turned, Image.Transpose.TRANSPOSE),
-            ):
-                rgb = rgb.transpose(how) if is_needed else rgb
+            if image.format == "TIFF" and orientation in AS_STORED:
+                rgb = rgb.transpose(AS_STORED[orientation])  # Pillow has made it upright
             width, height = rgb.size
             rgb.thumbnail((max_side, max_side), Image.Resampling.BICUBIC, reducing_gap=None)
+            exif = Image.Exif()
+            exif[ORIENTATION_TAG] = orientation
             file = io.BytesIO()
-            rgb.save(file, "JPEG", quality=quality)
+            rgb.save(file, "JPEG", quality=quality, exif=exif if orientation in AS_STORED else b"")
     except Reject as reject:  # without the detail, because img2dataset counts failures by their text
         return None, None, None, None, None, f"Image decoding error: {reject.reason}"
-    return file.getvalue(), *rgb.size, width, height, None
+    _, _, turned = TURNS[orientation]
+    sizes = (rgb.height, rgb.width, height, width) if turned else (rgb.width, rgb.height, width, height)
+    return file.getvalue(), *sizes, None

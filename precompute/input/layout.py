@@ -67,7 +67,8 @@ def read_layout(path: Path, address: str) -> TarLayout:
 
     A sample next to damaged bytes is kept only if it has an image, a caption and JSON. If other samples separate the
     members of a sample, it is kept, but this counts as damage. If a key occurs twice with the same kind of member, both
-    samples are lost.
+    samples are lost. Images with a caption such as `a.1.jpg` and `a.1.txt` are lost if there is a sample `a`, because
+    they may belong to it.
     """
     layout, size = TarLayout(), path.stat().st_size
     end, key, last_added = 0, "", ""
@@ -120,6 +121,7 @@ def split_dotted(layout: TarLayout) -> dict[str, list[str]]:
     for key, members in grouped.items():
         if not all("." in suffix for suffix in members):
             layout.members[key] = members
+            _report_nested(layout, key, members)
             continue
         why_lost, before = layout.lost.pop(key, None), ""
         split[key] = []
@@ -131,6 +133,24 @@ def split_dotted(layout: TarLayout) -> dict[str, list[str]]:
             if why_lost:
                 layout.lost[name[0]] = why_lost
     return split
+
+
+def _report_nested(layout: TarLayout, key: str, members: dict[str, Member]) -> None:
+    """Record as damage if members of the sample `a`, such as `a.1.jpg` and `a.1.txt`, could also be a sample `a.1`."""
+    nested: dict[str, list[str]] = {}
+    for suffix, member in members.items():
+        if "." in suffix:
+            name, last = split_name(member.name, at_last_dot=True)
+            nested.setdefault(name, []).append(last)
+    # without a text file, the caption of the sample is in its JSON
+    captions = CAPTION_SUFFIXES if not CAPTION_SUFFIXES.isdisjoint(members) else CAPTION_SUFFIXES | {"json"}
+    for name, suffixes in nested.items():
+        if not (IMAGE_SUFFIXES.isdisjoint(suffixes) or captions.isdisjoint(suffixes)):
+            files = " and ".join(f"{name}.{suffix}" for suffix in suffixes)
+            layout.damage.append(
+                f"is ambiguous: {files} may be the sample {name}, or further files of the sample {key}"
+            )
+            layout.lost[name] = f"its files may belong to the sample {key}"
 
 
 class Header(tarfile.TarInfo):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -58,6 +58,20 @@ class StoreFile(io.RawIOBase):
         return data
 
 
+def open_parquet_file(file: BinaryIO | io.RawIOBase) -> pq.ParquetFile:
+    """Open a parquet file such that even text that is invalid UTF-8 can be read."""
+    parquet = pq.ParquetFile(file, buffer_size=BUFFER_BYTES)
+    names = [
+        column.name
+        for column in parquet.schema_arrow
+        if pa.types.is_dictionary(column.type) and is_text(column.type.value_type)
+    ]
+    if not names:
+        return parquet
+    # otherwise pyarrow reads these columns as text first, whose conversion to a dictionary fails
+    return pq.ParquetFile(file, metadata=parquet.metadata, read_dictionary=names, buffer_size=BUFFER_BYTES)
+
+
 @dataclass(frozen=True)
 class ParquetUnit(NumberedUnit):
     """Row groups of one file."""
@@ -67,30 +81,47 @@ class ParquetUnit(NumberedUnit):
         size = self.store.size(file)
         if size is None:
             raise FileNotFoundError("the file does not exist")
-        with pq.ParquetFile(StoreFile(self.store, file, size), buffer_size=BUFFER_BYTES) as parquet:
+        with open_parquet_file(StoreFile(self.store, file, size)) as parquet:
             schema = parquet.schema_arrow
             counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.metadata.num_row_groups)]
             if counts[int(group) : int(group) + 1] != [member.samples] or not (images := image_columns(schema)):
                 raise LookupError(f"the file no longer has a row group {group} with {member.samples} images")
             key = next((name for name in KEY_NAMES if name in schema.names), None)
-            columns = [images[0], *(column.name for column in schema if column.name == key or _is_plain(column.type))]
+            image = f"{images[0]}.bytes" if pa.types.is_struct(schema.field(images[0]).type) else images[0]
+            columns = [image, *(column.name for column in schema if column.name == key or _is_plain(column.type))]
             batches = parquet.iter_batches(ROWS_AT_ONCE, row_groups=[int(group)], columns=columns, use_threads=False)
-            rows = chain.from_iterable(_rows(batch) for batch in batches)
+            rows = chain.from_iterable(map(to_rows, batches))
             for row, values in enumerate(rows):
                 name = None if key is None else values.pop(key)
                 name = escaped(f"{member.name}/{row}") if name is None else key_text(name)
                 yield _sample(name, values.pop(images[0]), values, max_bytes)
 
 
-def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Convert a batch to rows. Invalid UTF-8 stays recognisable, and affects only the text that contains it."""
-    texts = [column.name for column in batch.schema if is_text(column.type)]
-    for name in texts:
-        batch = batch.set_column(batch.schema.get_field_index(name), name, batch[name].cast(pa.large_binary()))
-    rows: list[dict[str, Any]] = batch.to_pylist()
-    for row in rows:
-        row |= {name: row[name].decode("utf-8", "surrogateescape") for name in texts if row[name] is not None}
-    return rows
+def to_rows(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
+    """Convert a table to rows. Invalid UTF-8 stays recognisable, and affects only the text that contains it."""
+    return [dict(zip(table.schema.names, row, strict=True)) for row in zip(*map(to_list, table.columns), strict=True)]
+
+
+def to_list(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """Convert a column to Python values, with invalid UTF-8 as in `to_rows`."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        values = list(map(_value, column))
+    return values
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        if isinstance(scalar, pa.DictionaryScalar | pa.ExtensionScalar):
+            return _value(scalar.value)
+        if isinstance(scalar, pa.StructScalar):
+            return {name: _value(value) for name, value in scalar.items()}
+        if isinstance(scalar, pa.ListScalar):
+            return list(map(_value, scalar.values))
+        return scalar.as_buffer().to_pybytes().decode("utf-8", "surrogateescape")
 
 
 def key_text(value: Any) -> str:

@@ -11,8 +11,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from precompute.input.parquet import open_parquet_file, to_list, to_rows
 from shards.base.errors import DamagedInput
 from shards.open import open_store
 
@@ -101,12 +101,11 @@ def _read_csv(data: bytes) -> Read:
 
 
 def _read_parquet(data: bytes) -> Read:
-    table = pq.read_table(io.BytesIO(data))
-    names = table.column(_place_of_key(table.column_names)).to_pylist()
+    table = open_parquet_file(io.BytesIO(data)).read()
+    names = to_list(table.column(_place_of_key(table.column_names)))
 
     def parse(row: int) -> dict[str, Any]:
-        values: dict[str, Any] = table.slice(row, 1).to_pylist()[0]
-        return values
+        return to_rows(table.slice(row, 1))[0]
 
     return ((name, row) for row, name in enumerate(names)), parse
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import xxhash
 from pydantic import Field, model_validator
 
-from precompute.input.parquet import BUFFER_BYTES, StoreFile, is_text
+from precompute.input.parquet import StoreFile, is_text, open_parquet_file
 from precompute.input.unit import RawSample
 from shards.base.config import Config
 from shards.base.errors import RequestError, UnfitNode
@@ -29,6 +29,8 @@ LOOKED_UP_TOGETHER = 32
 CACHE_BYTES = 512 << 20
 """Size of a table's row groups that a process keeps in memory."""
 MAX_WEIGHT = 100
+LOADING = threading.Lock()
+"""Held while a table is opened, so that threads that need the same table do not each read it."""
 
 
 class ValueSource(Config):
@@ -217,7 +219,7 @@ def open_parquet(config: TableConfig) -> pq.ParquetFile:
     if size is None:
         raise RequestError(f"The table {place} does not exist. Check `captions` and `scores` in the config.")
     try:
-        parquet = pq.ParquetFile(StoreFile(store, name, size), buffer_size=BUFFER_BYTES)
+        parquet = open_parquet_file(StoreFile(store, name, size))
     except (pa.ArrowException, OSError) as error:
         raise RequestError(
             f"The table {place} is not a readable parquet file: {' '.join(str(error).split())}. Convert other formats "
@@ -264,9 +266,14 @@ def _hash(key: str | None) -> int:
     return xxhash.xxh3_64_intdigest((key or "").encode("utf-8", "surrogatepass"))
 
 
-@functools.cache
 def load_table(config: TableConfig) -> Table:
     """Open a table, and keep it for the next call in this process."""
+    with LOADING:
+        return _load(config)
+
+
+@functools.cache
+def _load(config: TableConfig) -> Table:
     return Table.open(config)
 
 

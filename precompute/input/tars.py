@@ -217,7 +217,7 @@ class Tar:
     """A local tar, whose headers have been read.
 
     Raises:
-        DamagedInput: The tar is truncated or damaged, or a key occurs twice, unless the policy is `salvage`.
+        DamagedInput: The tar is truncated, damaged or ambiguous, unless the policy is `salvage`.
     """
 
     def __init__(self, path: Path, max_member_bytes: int, policy: Policy = "reject", address: str = ""):
@@ -231,6 +231,8 @@ class Tar:
                 remedy = "Recreate it, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
             elif "occurs twice" in layout.damage[0]:
                 remedy = "Recreate it with a unique key for each sample."
+            elif "is ambiguous" in layout.damage[0]:
+                remedy = "Recreate it with keys without dots, or without those files."
             else:
                 remedy = REPLACE
             raise DamagedInput(f"{self.address} {layout.damage[0]}. {remedy}")

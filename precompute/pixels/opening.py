@@ -61,11 +61,16 @@ def open_image(
         image = Image.open(io.BytesIO(data), formats=tuple(formats))
     if image.width * image.height > max_pixels or max(image.size) > max_side:
         raise Reject("too_many_pixels", f"{image.width}x{image.height}")
-    if image.format == "TIFF":
-        image.info.pop("xmp", None)  # otherwise Pillow applies the XMP orientation, but only in load()
+    _drop_xmp(image)
     with rejecting("undecodable"):
         scale_transparency(image)
     return image
+
+
+def _drop_xmp(image: ImageFile) -> None:
+    """Forget an image's XMP, whose orientation Pillow would apply if there is none in EXIF."""
+    for name in ("xmp", "XML:com.adobe.xmp"):
+        image.info.pop(name, None)
 
 
 def turns_of(image: ImageFile) -> tuple[bool, bool, bool]:
@@ -75,7 +80,7 @@ def turns_of(image: ImageFile) -> tuple[bool, bool, bool]:
         Reject: `undecodable`.
     """
     # Pillow rotates TIFFs itself, and the size that it reports is already the rotated one
-    return TURNS[1] if image.format == "TIFF" else _recorded_turns(image)
+    return TURNS[1] if image.format == "TIFF" else TURNS[orientation_of(image)]
 
 
 def box_turns_of(image: ImageFile) -> tuple[bool, bool, bool]:
@@ -85,11 +90,21 @@ def box_turns_of(image: ImageFile) -> tuple[bool, bool, bool]:
     Raises:
         Reject: `undecodable`.
     """
-    flip_x, flip_y, turned = _recorded_turns(image)
+    flip_x, flip_y, turned = TURNS[orientation_of(image)]
     # Pillow decodes TIFFs upright; boxes are then flipped before they are transposed, which swaps the flips
     return (flip_y, flip_x, True) if turned and image.format == "TIFF" else (flip_x, flip_y, turned)
 
 
-def _recorded_turns(image: ImageFile) -> tuple[bool, bool, bool]:
+def orientation_of(image: ImageFile) -> int:
+    """Return the EXIF orientation that is recorded in the file, from 1 to 8, or 1 if there is none. Call this before
+    the image is decoded.
+
+    Raises:
+        Reject: `undecodable`.
+    """
     with rejecting("undecodable"):
-        return TURNS.get(image.getexif().get(ORIENTATION_TAG, 1), TURNS[1])
+        if image.format == "PNG" and "exif" not in image.info:
+            image.load()  # getexif would do so, too, because EXIF and XMP may follow the pixels
+            _drop_xmp(image)
+        orientation = image.getexif().get(ORIENTATION_TAG)
+        return int(orientation) if orientation in TURNS else 1

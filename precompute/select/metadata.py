@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -283,24 +284,34 @@ def _rename(batch: pa.RecordBatch, wanted: dict[str, str]) -> pa.RecordBatch:
             column = column.cast(pa.string())  # pyarrow cannot take rows of string views
         if name in COLUMNS:
             kind = CANONICAL.field(name).type
-            if pa.types.is_string(kind) or pa.types.is_null(column.type):
+            if name in ("WIDTH", "HEIGHT"):
+                column = _whole(column, kind)
+            elif pa.types.is_string(kind) or pa.types.is_null(column.type):
                 column = column.cast(kind)  # the column may have dictionary, large string, numeric or null type
         columns.append(column)
     return pa.RecordBatch.from_arrays(columns, names=list(wanted))
 
 
+def _whole(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Convert numbers to the integer type `kind`. Numbers such as 512.5 and 10¹² become null."""
+    if column.type == kind:
+        return column
+    values = np.asarray(column.cast(pa.float64(), safe=False))  # nulls become NaN
+    limits = np.iinfo(kind.to_pandas_dtype())
+    fits = (values >= limits.min) & (values <= limits.max) & (values == np.floor(values))
+    return pa.array(np.where(fits, values, 0), kind, mask=~fits)
+
+
 def unify(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
     """Convert a batch with canonical column names to a table with the schema of a `Layout`, filling missing columns
     with nulls, and replacing text that is invalid UTF-8 by null. Raises pa.ArrowInvalid if a number is out of range for
-    its column, such as a width of 10¹²."""
+    its column, such as 2²⁴ + 1 as a float32 score."""
     columns = []
     for field in schema:
         if field.name not in batch.schema.names:
             columns.append(pa.nulls(batch.num_rows, field.type))
             continue
         column = batch.column(field.name)
-        if pa.types.is_integer(field.type) and pa.types.is_floating(column.type):
-            column = pc.if_else(pc.is_nan(column), None, column)  # pandas writes missing integers as NaN
         # some releases store the 64-bit hash as unsigned, so let it wrap around
         column = column.cast(field.type, safe=field.name != "hash")
         if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):

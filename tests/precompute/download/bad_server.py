@@ -21,7 +21,7 @@ ANSWERS: dict[str, tuple[bytes, int, dict[str, str]]] = {
     "to_file": (b"", 302, {"Location": "file:///etc/hostname"}),
     "to_ftp": (b"", 302, {"Location": "ftp://127.0.0.1/x"}),
     "cut": (JPEG, 200, {"Content_Length": str(len(JPEG) + 100)}),
-    "noai": (JPEG, 200, {"X_Robots_Tag": "noindex, noai"}),
+    "noai": (JPEG, 200, {"X_Robots_Tag": "noai, max-image-preview:large"}),
     "noai_for_us": (JPEG, 200, {"X_Robots_Tag": "latentmill: noai"}),
     "noai_for_another": (JPEG, 200, {"X_Robots_Tag": "otherbot: noai"}),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from precompute.download.config import RequestsConfig
+from precompute.download.config import RequestsConfig, RobotsConfig
 from precompute.download.opener import build_opener, install, to_ascii
 from precompute.download.report import kind_of
 from tests.precompute.download.bad_server import JPEG, BadServer, serve
@@ -30,7 +30,9 @@ def server() -> Iterator[BadServer]:
 
 def fetch(url: str, **limits: Any) -> bytes:
     config = RequestsConfig.model_validate(LIMITS | limits)
-    with build_opener(config).open(urllib.request.Request(url), timeout=config.timeout_seconds) as response:
+    with build_opener(config, RobotsConfig()).open(
+        urllib.request.Request(url), timeout=config.timeout_seconds
+    ) as response:
         return response.read()
 
 
@@ -78,7 +80,8 @@ def test_after_a_redirect_the_hash_of_the_first_address_counts(server: BadServer
     wrong, right = (("md5", hashlib.md5(data).hexdigest()) for data in (JPEG, JPEG + b"/jpeg/redirected"))
 
     def read(first: tuple[str, str], last: tuple[str, str]) -> bytes:
-        opener = build_opener(RequestsConfig.model_validate(LIMITS), {address: {first}, target: {last}})
+        hashes = {address: {first}, target: {last}}
+        opener = build_opener(RequestsConfig.model_validate(LIMITS), RobotsConfig(), hashes)
         with opener.open(urllib.request.Request(address)) as response:
             data: bytes = response.read()
         return data
@@ -147,7 +150,7 @@ def test_the_proxy_may_be_private(spelling: str, server: BadServer, monkeypatch:
 
 def test_install_serves_urlopen(server: BadServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(urllib.request, "_opener", None)
-    install(RequestsConfig.model_validate(LIMITS))
+    install(RequestsConfig.model_validate(LIMITS), RobotsConfig())
     with pytest.raises(OSError, match="declared"), urllib.request.urlopen(f"{server.address}/huge") as response:
         response.read()
 

@@ -20,14 +20,16 @@ def gradient(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.stack([x, y, 255 - x], -1).astype(np.uint8))
 
 
-def rotated(orientation: int) -> bytes:
+def rotated(image: Image.Image, orientation: int, format: str) -> bytes:
     exif = Image.Exif()
     exif[ORIENTATION_TAG] = orientation
-    return saved(gradient(400, 200), "JPEG", exif=exif, quality=95)
+    return saved(image, format, exif=exif, **({"quality": 95} if format == "JPEG" else {}))
 
 
+BOX = (0.1, 0.2, 0.25, 0.3)
 FILES = {
-    **{f"orientation {orientation}": rotated(orientation) for orientation in TURNS},
+    **{f"JPEG {orientation}": rotated(gradient(400, 200), orientation, "JPEG") for orientation in TURNS},
+    **{f"TIFF {orientation}": rotated(gradient(400, 200), orientation, "TIFF") for orientation in TURNS},
     "16-bit grey": saved(Image.fromarray(np.full((200, 400), 20000, np.uint16)), "PNG"),
     "Adobe RGB": saved(gradient(300, 200), "PNG", icc_profile=icc.rgb_profile(icc.ADOBE_RGB, 1.8)),
     "transparent": saved(Image.new("RGBA", (300, 300), (255, 0, 0, 128)), "PNG"),
@@ -43,13 +45,35 @@ def test_stage_1_sees_the_same_image(name: str) -> None:
     )
     assert error is None and data is not None and width is not None and height is not None
     small = Image.open(io.BytesIO(data))
-    assert small.format == "JPEG" and small.size == (width, height) and max(small.size) == 200
-    assert small.mode == "RGB" and not small.getexif()
+    assert small.format == "JPEG" and small.mode == "RGB" and max(small.size) == 200
+    assert dict(small.getexif()) == ({ORIENTATION_TAG: int(name[-1])} if name[-1] in "2345678" else {})
     bucket, config, limits = Bucket(64, 64), PixelsConfig(), LimitsConfig()
     expected, found = (decode(file, [bucket], config, limits) for file in (FILES[name], data))
     assert (expected.width, expected.height) == (original_width, original_height)
+    assert (found.width, found.height) == (width, height)
     difference = np.abs(expected.pixels[bucket].astype(int) - found.pixels[bucket])
     assert difference.mean() < 4 and np.median(difference) <= 3
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF"])  # Pillow itself rotates TIFFs
+@pytest.mark.parametrize("orientation", TURNS)
+def test_stage_1_blurs_the_same_boxes(orientation: int, format: str) -> None:
+    """In the upright image and in the image as stored, because boxes may refer to either."""
+    stripes = Image.fromarray(np.indices((64, 64, 3)).sum(axis=0).astype(np.uint8) // 4 % 2 * 255)
+    original = rotated(stripes, orientation, format)
+    shrunk, *_ = shrink(io.BytesIO(original), max_side=200, quality=95)
+    assert shrunk is not None
+    bucket, config, limits = Bucket(64, 64), PixelsConfig(), LimitsConfig()
+
+    def blurred(file: bytes) -> np.ndarray:
+        """Return which pixels are blurred."""
+        sharp, found = (decode(file, [bucket], config, limits, (), boxes).pixels[bucket] for boxes in ([], [BOX]))
+        return np.abs(sharp.astype(int) - found).max(axis=2) > 25
+
+    expected, found = blurred(original), blurred(shrunk)
+    assert 0 < expected.mean() < 0.1
+    # Pillow decodes a TIFF upright, so its boxes are rounded to other pixels
+    assert (expected != found).sum() < 0.35 * expected.sum()
 
 
 def test_small_images_keep_their_size_and_damaged_ones_are_refused() -> None:

@@ -498,6 +498,39 @@ def test_columns_with_images(columns: dict[str, object], expected: bytes | None,
     assert not {"mask", "audio", "when"} & sample.metadata.keys()
 
 
+NOT_UTF_8 = pa.array([b"caf\xe9", b"a cat"]).cast(pa.string(), safe=False)
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        (NOT_UTF_8, ["caf\udce9", "a cat"]),
+        (pa.ListArray.from_arrays([0, 2, 2], NOT_UTF_8), [["caf\udce9", "a cat"], []]),
+        (pa.DictionaryArray.from_arrays([1, 0], NOT_UTF_8), ["a cat", "caf\udce9"]),
+        (pa.StructArray.from_arrays([NOT_UTF_8], ["en"]), [{"en": "caf\udce9"}, {"en": "a cat"}]),
+    ],
+    ids=["text", "list", "dictionary", "struct"],
+)
+def test_text_that_is_not_utf8_costs_only_itself(column: pa.Array, values: list[object], tmp_path: Path) -> None:
+    images = pa.StructArray.from_arrays([pa.array([b"x", b"y"]), NOT_UTF_8], ["bytes", "path"])
+    (tmp_path / "parquet").mkdir()
+    pq.write_table(pa.table({"image": images, "captions": column}), tmp_path / "parquet" / "a.parquet")
+    folder = folder_with(tmp_path / "folder", {"0.jpg": "x", "1.jpg": "y"})
+    pq.write_table(pa.table({"file_name": ["0.jpg", "1.jpg"], "captions": column}), folder / "metadata.parquet")
+    for kind in ("parquet", "folder"):
+        (unit,) = find_input(str(tmp_path / kind)).units()
+        samples = read(unit)
+        assert [sample.image for sample in samples] == [b"x", b"y"]
+        if kind == "folder" or not pa.types.is_struct(column.type):  # a parquet file's structs are not read
+            assert [sample.metadata["captions"] for sample in samples] == values
+
+
+def test_a_table_may_name_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "input", {"a cat": "", "0.jpg": "x"})
+    pq.write_table(pa.table({"file_name": NOT_UTF_8, "text": ["a", "b"]}), folder / "metadata.parquet")
+    assert "name images that do not exist, such as 'caf\\udce9'" in "".join(find_input(str(folder)).notes)
+
+
 def test_several_columns_with_images_are_asked_about(tmp_path: Path) -> None:
     (tmp_path / "input").mkdir()
     table = pa.table({"source": [{"bytes": b"x"}], "target": [{"bytes": b"y"}]})

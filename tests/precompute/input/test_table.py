@@ -1,6 +1,8 @@
 """Tables with a row per sample: lookups in any order, and tables that cannot be used."""
 
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from precompute.input.captions import read_captions
-from precompute.input.table import TableConfig, load_table, with_tables
+from precompute.input.table import TableConfig, load_table, open_parquet, with_tables
 from precompute.input.unit import RawSample
 from shards.base.errors import UnfitNode
 from tests.tiny import table_of
@@ -60,9 +62,30 @@ def test_a_worker_refuses_a_table_that_is_not_the_drivers(tmp_path: Path) -> Non
         load_table(TableConfig(str(path), "key", ("vlm",), (), 64 * "0"))
 
 
-def test_texts_that_are_not_utf8_are_cleaned_like_others(tmp_path: Path) -> None:
+def test_threads_load_a_table_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = table_of(tmp_path / "captions.parquet", {"a": "x"})
+    opened: list[TableConfig] = []
+
+    def slow(config: TableConfig) -> pq.ParquetFile:
+        opened.append(config)
+        time.sleep(0.1)
+        return open_parquet(config)
+
+    monkeypatch.setattr("precompute.input.table.open_parquet", slow)
+    config = TableConfig(str(path), "key", ("vlm",), (), "")
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(load_table, [config, config])
+    assert first is second and opened == [config]
+
+
+NOT_UTF_8 = pa.array([b"caf\xe9"]).view(pa.string())
+
+
+@pytest.mark.parametrize(
+    "column", [NOT_UTF_8, pa.DictionaryArray.from_arrays([0], NOT_UTF_8)], ids=["text", "dictionary"]
+)
+def test_texts_that_are_not_utf8_are_cleaned_like_others(column: pa.Array, tmp_path: Path) -> None:
     path = tmp_path / "bad.parquet"
-    column = pa.array([b"caf\xe9"]).view(pa.string())
     pq.write_table(pa.table({"key": ["a"], "vlm": column}), path)
     (sample,) = with_tables([RawSample("a")], [TableConfig(str(path), "key", ("vlm",), (), "")])
     (caption,) = read_captions(sample, ["table:vlm"], 100)

@@ -249,6 +249,7 @@ def of_names(*names: str) -> dict[str, bytes]:
             {"v1.0": (b"v1.0.JPG", b"v1.0.txt"), "v1.1": (b"v1.1.jpg", b"v1.1.txt")},
         ),
         (["a.jpg", "a.seg.png", "a.txt"], {"a": (b"a.jpg", b"a.txt")}),  # as in webdataset
+        (["a.jpg", "a.json", "a.seg.json", "a.seg.png", "a.txt"], {"a": (b"a.jpg", b"a.txt")}),
         (["d.e/a.seg.png", "d.e/a.jpg", "d.e/a.txt"], {"a": (b"d.e/a.jpg", b"d.e/a.txt")}),
         (["a.rgb.png", "a.txt"], {"a": (None, b"a.txt")}),  # as in webdataset, without an image of a known suffix
     ],
@@ -265,6 +266,12 @@ def test_keys_with_dots(names: list[str], samples: dict[str, tuple[bytes | None,
     ("names", "message"),
     [
         (["a.b.jpg", "a.b.png", "a.b.txt"], r"the key a\.b occurs twice.* a unique key"),
+        (
+            ["a.1.jpg", "a.1.txt", "a.jpg", "a.txt"],
+            r"ambiguous: a\.1\.jpg and a\.1\.txt may be the sample a\.1, or further files of the sample a\. "
+            r"Recreate it with keys without dots",
+        ),
+        (["a.jpg", "a.json", "a.B.jpg", "a.B.json"], r"may be the sample a\.B, or further files of the sample a\."),
         (["a.jpg", "b.jpg", "a.txt", "b.txt"], r"is not in order: the members of the key a.* tar --sort=name"),
     ],
 )
@@ -280,6 +287,16 @@ def test_damage_next_to_keys_with_dots(tmp_path: Path) -> None:
     assert list(salvaged.members) == ["v1.0"] and list(salvaged.lost) == ["v1.1"]
     salvaged = Tar(write_tar(path, of_names("a/v1.0.jpg", "b/v1.0.jpg", "v1.0.txt")), LIMIT, "salvage")
     assert not salvaged.members and list(salvaged.lost) == ["v1.0"]
+
+
+def test_an_ambiguous_sample_is_accounted_for(tmp_path: Path) -> None:
+    names = of_names("a.1.jpg", "a.1.txt", "a.2.jpg", "a.jpg", "a.txt")
+    salvaged = Tar(write_tar(tmp_path / "a.tar", names), LIMIT, "salvage")
+    assert [(sample.key, sample.image, sample.lost) for sample in salvaged.samples()] == [
+        ("a", b"a.jpg", ""),
+        ("a.1", None, "its files may belong to the sample a"),
+    ]
+    assert salvaged.record()["lost"] == 1
 
 
 @pytest.mark.parametrize("num_keys", [5, 6])

@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, TiffImagePlugin
+from PIL import Image, PngImagePlugin, TiffImagePlugin
 
 from bench.pixels import photograph
 from precompute.input.reject import Reject
@@ -273,3 +274,34 @@ def test_a_tiff_is_not_turned_by_its_xmp_after_its_size_was_read(compression: st
     picture = decode(file.getvalue(), [bucket], PixelsConfig(), LimitsConfig())
     assert (picture.width, picture.height) == (128, 64)
     assert (picture.pixels[bucket] == (0, 255, 0)).all()
+
+
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+
+
+def png_with_xmp(image: Image.Image, is_last: bool) -> bytes:
+    """Save a PNG whose XMP is before or after its pixels."""
+    fields = PngImagePlugin.PngInfo()
+    fields.add_itxt("XML:com.adobe.xmp", XMP.decode())
+    data = saved(image, "PNG", pnginfo=fields)
+    start = data.index(b"iTXt") - 4
+    end = start + 12 + int.from_bytes(data[start : start + 4])
+    return data[:start] + data[end:-12] + data[start:end] + data[-12:] if is_last else data
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda image: saved(image, "JPEG", xmp=XMP),
+        lambda image: saved(image, "WEBP", xmp=XMP),
+        lambda image: saved(image, "AVIF", xmp=XMP),
+        lambda image: png_with_xmp(image, is_last=False),
+        lambda image: png_with_xmp(image, is_last=True),
+    ],
+    ids=["jpeg", "webp", "avif", "png", "png-last"],
+)
+def test_an_orientation_in_xmp_is_ignored(save: Callable[[Image.Image], bytes]) -> None:
+    data = save(Image.new("RGB", (128, 64)))
+    assert b'tiff:Orientation="6"' in data
+    picture = decode(data, [Bucket(64, 64)], PixelsConfig(), LimitsConfig())
+    assert (picture.width, picture.height) == (128, 64)

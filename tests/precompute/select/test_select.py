@@ -218,6 +218,25 @@ def test_mixed_schemas_come_out_as_one(tmp_path: Path) -> None:
     assert found["license"] == [None, "?", "?"]
 
 
+@pytest.mark.parametrize(
+    "widths",
+    [
+        pa.array([640.0, float("inf"), 1e12, 512.5, float("nan"), None]),
+        pa.array([640, 2**31, 10**12, -(2**40), None, None]),
+        pa.array([640, 512.5, 512.5, 512.5, 512.5, None], pa.float32()).dictionary_encode(),
+    ],
+    ids=["float64", "int64", "dictionary"],
+)
+def test_an_impossible_width_is_no_width(widths: pa.Array, tmp_path: Path) -> None:
+    table = laion.rows(6)
+    laion.write(tmp_path / "in.parquet", table.set_column(table.schema.get_field_index("WIDTH"), "WIDTH", widths))
+    funnel = select(laion.config(tmp_path / "in.parquet", tmp_path / "filtered"))
+    (step,) = (step for step in funnel["rules"] if step["rule"] == "min_side")
+    assert (step["by_value"], step["no_value"], funnel["rows_out"]) == (0, 5, 1)
+    select(laion.config(tmp_path / "in.parquet", tmp_path / "all", filters={"min_side": None}))
+    assert read(tmp_path / "all")["WIDTH"].to_pylist() == [640, *[None] * 5]
+
+
 def test_a_long_row_group_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("precompute.select.metadata.BATCH_ROWS", 100)
     monkeypatch.setattr(passes, "GROUP_ROWS", 50)
