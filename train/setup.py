@@ -158,7 +158,7 @@ def build_trainer(
         accelerator=accelerator,
         train_step=train_step,
         state=state,
-        loader=make_loader(config, prepared, accelerator.process_index, state.step),
+        loader=make_loader(config, prepared, accelerator, state.step),
         metrics=metrics,
         log=Log(config.log, config.run_dir, lease.folder, state.step, config.max_steps, accelerator, settings),
         validation=prepared.validation,
@@ -248,13 +248,13 @@ def begin_folder(
         drop_later(lease.run_dir / SNAPSHOTS, step, lease.folder)
 
 
-def make_loader(config: TrainConfig, prepared: Prepared, rank: int, step: int) -> Loader:
+def make_loader(config: TrainConfig, prepared: Prepared, accelerator: Accelerator, step: int) -> Loader:
     """Build the loader of this rank's share of the global batches, starting after `step` completed steps."""
     world, batch = prepared.world, config.global_batch_size
     nodes = config.data.num_canonical_nodes
-    slots = global_slots(batch // world.size, rank, world.size, world.local_size, nodes)
+    slots = global_slots(batch // world.size, accelerator.process_index, world.size, world.local_size, nodes)
     data = config.data.model_copy(update={"timeout": config.patience(config.data.timeout, world.size)})
-    return Loader(data, prepared.spec, batch, config.seed, step, slots)
+    return Loader(data, prepared.spec, batch, config.seed, step, slots, accelerator.device)
 
 
 def make_writers(

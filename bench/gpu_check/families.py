@@ -99,7 +99,7 @@ class FamilyPhase:
         if how != "eager":
             compile_network(step.network, 1, by_block=how != "whole", recomputed=of_activations)
         made = time.perf_counter() - start
-        batches = iter(make_loader(config, prepared, 0, 0))
+        batches = iter(make_loader(config, prepared, accelerator, 0))
         waited: list[float] = []
 
         def numbered() -> Iterator[None]:

@@ -94,7 +94,7 @@ def cached(case: Case, models: Path, tars: Path, folder: Path, steps: int) -> tu
     prepared = prepare(config, accelerator)
     train_step, _ = build_step(config, prepared, accelerator)
     losses, keys = [], []
-    for step, batch in zip(range(steps), make_loader(config, prepared, rank=0, step=0), strict=False):
+    for step, batch in zip(range(steps), make_loader(config, prepared, accelerator, step=0), strict=False):
         keys.append(batch.keys)
         losses.append(train_step(batch, step).sums.total / BATCH)
     return losses, keys

@@ -11,14 +11,16 @@ from contextlib import contextmanager, nullcontext
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch._dynamo.backends.distributed import DDPOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shards.format.text import quantise
@@ -341,6 +343,53 @@ def test_ddp_has_few_large_buckets() -> None:
     assert handler["gradient_as_bucket_view"] and 250 <= handler["bucket_cap_mb"] <= 500
     unet = build_network(Path("configs/unet/sd2-base.json"), None)
     assert 4 < bytes_of(dict(unet.named_parameters())) / (handler["bucket_cap_mb"] * 2**20) <= 7
+
+
+class OneRank(FakeAccelerator):
+    """The only rank of a DDP model, which records the memory of the gradients after each backward pass."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, weights: list[nn.Parameter]):
+        self.weights, self.storages = weights, list[set[int]]()
+
+    def no_sync(self, model: nn.Module) -> Any:
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        gradients = [weight.grad for weight in self.weights if weight.grad is not None]
+        assert len(gradients) == len(self.weights)
+        self.storages.append({gradient.untyped_storage().data_ptr() for gradient in gradients})
+
+
+def test_microbatches_accumulate_in_ddps_buckets(tmp_path: Path) -> None:
+    """Gradients outside the buckets would take a second copy of their memory. The weights are those without DDP, also
+    after a step with a NaN."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    results = []
+    try:
+        for is_replicated in (False, True):
+            unet, cpu = build_network(UNET, 0), torch.device("cpu")
+            tokens, width = 5, unet.config.cross_attention_dim
+            loss = DiffusionLoss(ObjectiveConfig(), spec(torch.ones(tokens, width).half()), cpu)
+            rank = OneRank(list(unet.parameters()))
+            adamw = build_optimizer(dict(unet.named_parameters()), AdamWConfig())
+            optimizer = Optimizer(adamw, cast(Accelerator, rank), AdamWConfig(), ScheduleConfig(warmup_steps=0), 10)
+            model = DistributedDataParallel(unet, **DdpConfig().handler().to_kwargs()) if is_replicated else unet
+            train_step = make_step(unet, loss, optimizer, model=model, accelerator=rank)
+            torch.manual_seed(5)
+            shares = [make_share(width, tokens, size=2 * SIZE) for _ in range(3)]
+            shares[1].columns["image_latents"][0, 0] = torch.nan
+            train_step.settle_gradient_order(shares[0], 0)
+            skipped = [float(train_step(share, step).skipped) for step, share in enumerate(shares)]
+            assert skipped == [0, 1, 0] and len(rank.storages) == 6
+            results.append(list(unet.parameters()))
+        buckets = rank.storages[1]  # after the first pass that all-reduces
+        assert rank.storages == [buckets] * 6
+        assert all(map(torch.equal, *results))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

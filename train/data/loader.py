@@ -11,9 +11,10 @@ from collections.abc import Generator
 from itertools import chain, repeat
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from shards.base.device import has_accelerator
+from shards.base.device import is_accelerator
 from shards.base.errors import RequestError, WorkError
 from train.data.batch import Batch, Collate
 from train.data.cache import Cache
@@ -22,7 +23,7 @@ from train.data.files import SampleReader, StreamFiles
 from train.data.order import Order, StreamOrder
 from train.data.spec import DataConfig, DataSpec, column_lengths
 from train.data.streams import diagnose_storage, resolve_root
-from train.data.workers import LoaderWorkers, LoadFailure
+from train.data.workers import LoaderWorkers, LoadFailure, WorkerDeath
 
 MAX_PREFETCH = 4
 """Maximum number of batches that each loader worker prepares in advance."""
@@ -118,13 +119,21 @@ class Loader:
     """Endless iterable of one rank's share of the global batches, starting at any step."""
 
     def __init__(
-        self, config: DataConfig, spec: DataSpec, global_batch_size: int, seed: int, step: int, slots: Tensor
+        self,
+        config: DataConfig,
+        spec: DataSpec,
+        global_batch_size: int,
+        seed: int,
+        step: int,
+        slots: Tensor,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Start at global batch number `step`, without computing or reading anything for earlier batches.
 
         Args:
             step: number of completed steps. This is the loader's entire state, so checkpoints store no other.
             slots: (n,) this rank's slots in the global batch, where n is the batch size per rank.
+            device: device on which the batches will be used. For an accelerator, they are in pinned memory.
         """
         batch_bytes = len(slots) * max(spec.sample_bytes(stream.config.bucket) for stream in spec.streams)
         self.num_workers, self.ahead = plan_prefetch(batch_bytes, config)
@@ -134,7 +143,7 @@ class Loader:
         collate = Collate(slots, column_lengths(spec), shared=self.num_workers > 0)
         self.batches = GlobalBatches(order, files, slots, collate, stride=self.num_first)
         self.config, self.spec, self.step = config, spec, step
-        self.pin_memory = has_accelerator()
+        self.pin_memory = is_accelerator(device)
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """Yield batches endlessly. Closing the iterator kills the workers.
@@ -168,6 +177,8 @@ class Loader:
                 batch = workers.get(self.step, timeout)
             elif (batch := within(timeout, lambda: self.batches.load(self.step))) is None:
                 raise WorkError(f"No batch arrived within {timeout:g} s.")
+        except WorkerDeath as error:
+            batch = LoadFailure(error)
         except WorkError as error:
             found = within(DIAGNOSIS_SECONDS, lambda: diagnose_storage(self.spec))
             if found is None or workers is None:  # a normal exit would wait for threads that are blocked on storage

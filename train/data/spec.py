@@ -72,7 +72,9 @@ class DataConfig(Config):
     cache_limit: int | None = Field(None, ge=1)
     """Maximum size of a cache folder in bytes; null: no limit."""
     timeout: float = Field(300.0, gt=0)
-    """Time in seconds to wait for a batch before the run stops with an error."""
+    """Time in seconds to wait for a batch before the run stops with an error. It also applies at the start of an epoch,
+    where about as many files are new as at launch. With several processes, it is limited to 0.8 ×
+    `collective_timeout`."""
     first_timeout: float = Field(1800.0, gt=0)
     """Time in seconds to wait for each loader worker's first batch, which can take long because a machine first has to
     download and hash much of a block from every slice. During the first `num_workers` steps, this is also the time

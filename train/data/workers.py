@@ -29,6 +29,10 @@ class LoadFailure(str):
     """Error message that stands for a batch that could not be loaded."""
 
 
+class WorkerDeath(WorkError):
+    """A loader worker died or exited."""
+
+
 class Batches(Protocol):
     """Source of this rank's share of each global batch."""
 
@@ -67,17 +71,22 @@ class LoaderWorkers:
         """Return the batch of `step`. Steps must be requested in order.
 
         Raises:
-            WorkError: no batch arrived within `timeout` seconds, or the worker died.
+            WorkerDeath: any of the workers died. Others may be waiting forever for a lock that it held.
+            WorkError: no batch arrived within `timeout` seconds.
         """
         number = (step - self.first) % len(self.processes)
         connection = self.connections[number]
-        if not wait([connection], timeout):
+        ready = wait([connection, *(process.sentinel for process in self.processes)], timeout)
+        if not ready:
             raise WorkError(f"No batch arrived within {timeout:g} s.")
+        if connection not in ready:
+            dead = next(process for process in self.processes if process.sentinel in ready)
+            raise WorkerDeath(self._explain_death(dead))
         try:
             batch: Batch | LoadFailure = connection.recv()
             self._request(step + self.ahead)
         except (EOFError, OSError):
-            raise WorkError(self._explain_death(self.processes[number])) from None
+            raise WorkerDeath(self._explain_death(self.processes[number])) from None
         return batch
 
     def kill(self) -> None:

@@ -187,7 +187,8 @@ class DdpConfig(Config):
     """Size in MB of the buckets that are all-reduced during the backward pass. If the gradients of a
     compiled graph take more than this, the graph is split at the bucket boundaries."""
     gradients: Literal["float32", "bfloat16"] = "float32"
-    """Data type of all-reduced gradients. bfloat16 halves the traffic, and rounds to within 1/256 of each value."""
+    """Data type of all-reduced gradients. bfloat16 halves the traffic. It rounds each gradient to within 1/256, and
+    also every partial sum of the processes' gradients, so the error grows with the number of processes."""
 
     def handler(self) -> DistributedDataParallelKwargs:
         """Return Accelerate's handler for these settings.

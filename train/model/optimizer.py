@@ -82,10 +82,13 @@ class Optimizer:
         """Learning rate of the last step."""
         return float(self.prepared.param_groups[0]["lr"])
 
-    def step(self, model: nn.Module, step: int) -> tuple[Tensor, Tensor]:
+    def step(self, model: nn.Module, step: int, keep_memory: bool = False) -> tuple[Tensor, Tensor]:
         """Clip the gradients, which are the same on all ranks, and do optimizer step `step`, counted from 0.
 
         A step with a non-finite gradient is skipped: it changes neither weights nor optimizer state.
+
+        Args:
+            keep_memory: see `forget_gradients`.
 
         Returns:
             The gradient norm before clipping, and 1 if the step was skipped, otherwise 0. Both are tensors on the
@@ -101,9 +104,9 @@ class Optimizer:
             self.prepared.step()
         elif self.accelerator.scaler is not None or not skipped:  # the loss scaler skips non-finite steps itself
             self.prepared.step()
-        self.forget_gradients()
+        self.forget_gradients(keep_memory)
         return grad_norm, skipped
 
-    def forget_gradients(self) -> None:
-        """Discard the gradients and free their memory."""
-        self.torch_optimizer.zero_grad(set_to_none=True)
+    def forget_gradients(self, keep_memory: bool = False) -> None:
+        """Discard the gradients, and free their memory unless `keep_memory`, which sets them to zero instead."""
+        self.torch_optimizer.zero_grad(set_to_none=not keep_memory)

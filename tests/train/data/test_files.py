@@ -1,6 +1,7 @@
 """Remote, cached, damaged, missing or slow files: samples are correct, or an error names the file."""
 
 import hashlib
+import multiprocessing
 import os
 import shutil
 import threading
@@ -397,6 +398,19 @@ def test_a_stalled_loader_ends_the_run_in_time(root: Path, num_workers: int, whi
     cause = "The storage does not respond" if which == "hung" else "so the storage may have stalled"
     assert code == 1 and "No batch arrived within 2 s." in text and cause in text
     assert "\x1b" not in error and "said before the stall" in output
+
+
+def test_a_killed_worker_is_not_blamed_on_the_storage(root: Path) -> None:
+    config = data_config(root, num_workers=1)
+    batches = iter(Loader(config, open_data(config, 8), 8, 3, 0, torch.arange(8)))
+    next(batches)
+    (worker,) = (child for child in multiprocessing.active_children() if child.name == "loader worker 0")
+    worker.kill()
+    with pytest.raises(
+        WorkError, match=r"after step \d+: A loader worker was killed by SIGKILL\. .* data\.prefetch_gb\.$"
+    ):
+        for _ in range(10):
+            next(batches)
 
 
 def test_an_epoch_reads_each_aspect_bucket_according_to_its_weight(root: Path) -> None:

@@ -83,3 +83,21 @@ def test_workers_prefetch_no_more_than_planned(
     batches.close()
     held = sum(sizes[5:]) + sizes[4] * (workers + 2)  # prefetched, being collated, in use, being pinned
     assert held <= bound and len(sizes) == 5 + workers * (ahead // workers)
+
+
+@pytest.mark.parametrize(("device", "is_pinned"), [("cpu", False), ("cuda:0", True)])
+def test_batches_are_pinned_only_for_the_device_of_the_run(
+    root: Path, device: str, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run on the CPU of a machine with a GPU does not pin memory, which would take GPU memory."""
+    pinned: list[Batch] = []
+
+    def pin_memory(batch: Batch) -> Batch:
+        pinned.append(batch)
+        return batch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Batch, "pin_memory", pin_memory)
+    alone = config(root, num_workers=0)
+    next(iter(Loader(alone, open_data(alone, BATCH), BATCH, 0, 0, torch.arange(BATCH), device)))
+    assert bool(pinned) == is_pinned

@@ -40,9 +40,24 @@ class Fake:
         self.connected = True
 
 
+class Locking(Fake):
+    """Batches whose loading takes a lock. The worker of step 1 is killed while it holds the lock."""
+
+    def __init__(self) -> None:
+        self.lock, self.is_taken = multiprocessing.Lock(), multiprocessing.Event()
+
+    def load(self, step: int) -> Batch | LoadFailure:
+        if step == 0:
+            self.is_taken.wait()
+        with self.lock:
+            self.is_taken.set()
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
 @contextmanager
-def workers(num: int, ahead: int = 2, first: int = 0) -> Iterator[LoaderWorkers]:
-    started = LoaderWorkers(Fake(), num, ahead, first)
+def workers(num: int, ahead: int = 2, first: int = 0, batches: Fake | None = None) -> Iterator[LoaderWorkers]:
+    started = LoaderWorkers(batches or Fake(), num, ahead, first)
     try:
         yield started
     finally:
@@ -105,6 +120,14 @@ def test_a_killed_worker_is_reported_with_a_cause(killer: str, cause: str) -> No
         with pytest.raises(WorkError, match=f"A loader worker was killed by {killer}.*{cause}"):
             for step in range(1, 10):
                 read(started, step)
+
+
+def test_a_worker_killed_with_a_lock_is_reported_while_another_waits_for_the_lock() -> None:
+    with (
+        workers(2, batches=Locking()) as started,
+        pytest.raises(WorkError, match="A loader worker was killed by SIGKILL"),
+    ):
+        read(started, 0, timeout=20)
 
 
 def test_stopped_workers_are_killed_at_once() -> None:
