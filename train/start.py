@@ -14,6 +14,7 @@ from shards.base.device import choose_device
 from shards.base.errors import RequestError
 from shards.base.pool import configure_malloc
 from shards.open import open_store
+from shards.root.shared import check_create_if_absent
 from train.config import TrainConfig
 from train.early import describe_finished, nothing_to_do
 from train.prepare import Prepared, on_main_process, precision_of_run, prepare
@@ -108,12 +109,15 @@ def acquire(config: TrainConfig, prepared: Prepared) -> Lease:
     """Acquire the run for this launch.
 
     Raises:
+        RequestError: `run_dir` is on a store that ignores create-if-absent.
         RunInUse: another launch holds the run.
         WorkError: the previous launch resumed and saved a checkpoint while this launch was preparing.
     """
     orphan = prepared.orphan
     orphans = {} if orphan is None else {orphan.name: local_copy.sha256_of_state(orphan) or ""}
     backend = local_copy.lease_backend(config.run_dir)
+    if isinstance(config.run_dir, str):
+        check_create_if_absent(backend.store, "several launches could train in this run_dir at once and damage the run")
     return Lease.acquire(backend, config.takeover_after, prepared.seen._replace(orphans=orphans))
 
 

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +20,7 @@ from typing import Literal
 from evaluation.parts import read_sealed
 from shards.base.durable import canonical_json, sealed_json, sha256_file
 from shards.base.errors import INTERRUPTED, Preempted, RequestError, WorkError, is_storage_error
+from shards.base.scratch import private_folder
 from shards.base.stop import STOP_SIGNALS
 from shards.base.store import Store, absolute_place, parse_place
 from shards.format.models import PIPELINE_INDEX as INDEX
@@ -146,8 +146,8 @@ def _has_moved(found: Model, name: str) -> bool:
 
 def _export(name: str, step: int, weights: Weights, output: Store, found: Model | None) -> Model:
     """Export a checkpoint in a separate process, and store it in `output` unless `found` is a different model."""
-    with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch:
-        target = Path(scratch) / EXPORTED
+    with private_folder() as scratch:
+        target = scratch / EXPORTED
         words = ["export", name, "--step", str(step), "--weights", weights, "--output", str(target)]
         result = subprocess.run([sys.executable, "-m", "train", *words], capture_output=True, text=True)
         if result.returncode in {INTERRUPTED, *(-number for number in STOP_SIGNALS)}:  # Ctrl-C reaches both processes

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 from yaml.constructor import ConstructorError
 
+from shards.base.durable import write_file
 from shards.base.errors import RequestError
 from shards.base.store import Place, parse_place
 
@@ -104,8 +105,8 @@ def flatten(values: dict[str, Any], separator: str = ".") -> dict[str, Any]:
 
 
 def save_config(config: BaseModel, path: Path) -> None:
-    """Write the resolved config as YAML, so that `load_config(type(config), path, [])` restores it."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    """Write the resolved config durably as YAML, so that `load_config(type(config), path, [])` restores it."""
+    write_file(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode())
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

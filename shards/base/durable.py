@@ -4,16 +4,17 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shards.base.errors import RequestError, WorkError, is_storage_error
+from shards.base.errors import RequestError, WorkError, is_storage_error, naming
 
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -26,7 +27,7 @@ class DamagedFile(WorkError):
 
 
 def sha256_file(path: Path) -> str:
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -34,7 +35,8 @@ def fsync_folder(folder: Path) -> None:
     """Flush a folder's entries to disk, so that renames and new names survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -53,7 +55,7 @@ def fsync_file(path: str | Path, forget: bool = False) -> None:
     Without `forget`, a job that writes terabytes evicts everything else from the cache, including the tars it reads,
     and the kernel takes several times as long to find a free page as to fill it.
     """
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         os.fsync(file.fileno())
         if forget and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -114,22 +116,29 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 def write_file(path: Path, data: bytes) -> Path:
     """Write a new file, flush it to disk, and return its path. If it cannot be written completely, it is removed."""
-    with _new_file(path) as file:
+    with new_file(path) as file:
         file.write(data)
     return path
 
 
 def copy_file(source: Path, path: Path) -> Path:
     """Copy a file in chunks, with the same guarantees as `write_file`."""
-    with source.open("rb") as original, _new_file(path) as file:
-        shutil.copyfileobj(original, file, COPY_CHUNK_BYTES)
+    with source.open("rb") as original, new_file(path) as file:
+        file.writelines(_chunks(original))
     return path
 
 
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with naming(file.name):  # otherwise `new_file` would name the copy
+        while data := file.read(COPY_CHUNK_BYTES):
+            yield data
+
+
 @contextmanager
-def _new_file(path: Path) -> Iterator[BinaryIO]:
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file for writing, with the same guarantees as `write_file` once the block ends."""
     try:
-        with path.open("wb") as file:
+        with naming(path), path.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -199,7 +208,7 @@ def rename_if_absent(source: Path, target: Path) -> None:
     if number in (errno.EINVAL, errno.ENOSYS, *NO_LINKS):
         raise RequestError(
             f"The file system of {target.parent} supports neither hard links nor RENAME_NOREPLACE, so concurrent "
-            f"jobs could overwrite each other. Use a different file system or an object store for `output`."
+            f"jobs could overwrite each other. Use a folder on a different file system, or an object store."
         )
     raise OSError(number, os.strerror(number), str(target))
 
@@ -256,20 +265,29 @@ def parse_sealed_json(data: bytes, where: str) -> dict[str, Any]:
 
 
 def parse_json_lines(data: bytes, where: str) -> list[dict[str, Any]]:
+    """Parse the content of a run's log. See `iter_json_lines`."""
+    return list(iter_json_lines(io.BytesIO(data), where))
+
+
+def iter_json_lines(lines: Iterable[bytes], where: str) -> Iterator[dict[str, Any]]:
     """Parse the complete lines of a run's log, each a JSON object with an integer `step`. A damaged line is skipped
-    with a warning on stdout, and a partial last line, which a killed writer leaves behind, is ignored."""
-    found = []
-    *whole, _torn = data.decode(errors="replace").split("\n")
-    for number, line in enumerate(whole, start=1):
+    with a warning on stdout, and a partial last line, which a killed writer leaves behind, is ignored.
+
+    Args:
+        lines: the lines with their newlines, such as a file opened in binary mode.
+        where: path or URL of the log, for messages.
+    """
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            return
         try:
-            fields = json.loads(line)
+            fields = json.loads(line.decode(errors="replace"))
         except ValueError:
             fields = None
         if isinstance(fields, dict) and isinstance(fields.get("step"), int):
-            found.append(fields)
+            yield fields
         else:
             print(f"{where}: line {number} is damaged; skipping it", flush=True)
-    return found
 
 
 @contextmanager

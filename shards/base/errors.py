@@ -8,7 +8,9 @@ import select
 import signal
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -59,7 +61,15 @@ INTERRUPTED = 128 + signal.SIGINT
 """Exit code for Ctrl-C with nothing to save, following the shell convention."""
 PIPE_CLOSED = 128 + signal.SIGPIPE
 """Exit code if whatever read the output has ended, following the shell convention."""
-STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
+STORAGE_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.ENOTCONN,  # the daemon of a FUSE mount has died
+    errno.ESHUTDOWN,  # the Lustre server has evicted this client
+}
 PATH_ADVICE = {
     errno.EACCES: "Give this user access",
     errno.EPERM: "Give this user access",
@@ -74,6 +84,18 @@ PATH_ADVICE = {
 def is_storage_error(error: BaseException | None) -> bool:
     """Return whether the error indicates a full, broken or unmounted disk rather than a bug in this program."""
     return isinstance(error, OSError) and error.errno in STORAGE_ERRORS
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Add `path` to an OSError raised in the block, unless it names a file. Errors from `open` name one, but errors
+    from reading, writing and flushing an open file do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:

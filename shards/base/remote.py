@@ -60,7 +60,14 @@ class RemoteStore(Store):
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         with self._store_errors(name, FileNotFoundError):
-            return bytes(self.fs.cat_file(self._path(name), start=start, end=end))
+            try:
+                return bytes(self.fs.cat_file(self._path(name), start=start, end=end))
+            except Exception:
+                # a range that starts at or past the end may be an error (HTTP 416), which each client reports in its
+                # own way
+                if self.fs.info(self._path(name))["size"] > start:
+                    raise
+                return b""
 
     def read_many(self, names: list[str]) -> dict[str, bytes]:
         with self._store_errors(""):
@@ -116,7 +123,7 @@ class RemoteStore(Store):
             raise RequestError(
                 f"{self.address} is on a store ({', '.join(protocols(self.fs))}) whose client does not support "
                 f"create-if-absent, so concurrent jobs could overwrite each other. Use S3, GCS, Azure or a local "
-                f"folder for `output`."
+                f"folder instead."
             )
         for is_last in (*(MAX_ATTEMPTS - 1) * [False], True):
             with self._store_errors(name):

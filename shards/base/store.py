@@ -34,7 +34,7 @@ from shards.base.durable import (
     sha256_file,
     write_file,
 )
-from shards.base.errors import RequestError
+from shards.base.errors import RequestError, naming
 
 STAGING_FOLDER = ".unfinished"
 """Folder in the root where files are written before they are linked or renamed into place."""
@@ -178,10 +178,11 @@ class LocalStore(Store):
         return str(self.root / name)
 
     def read(self, name: str) -> bytes:
-        return (self.root / name).read_bytes()
+        with naming(self.root / name):
+            return (self.root / name).read_bytes()
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        with open(self.root / name, "rb", buffering=0) as file:
+        with naming(self.root / name), open(self.root / name, "rb", buffering=0) as file:
             return os.pread(file.fileno(), end - start, start)
 
     def get(self, name: str, target: Path) -> None:
@@ -240,7 +241,8 @@ class LocalStore(Store):
         for name in names:
             (self.root / name).unlink(missing_ok=True)
         # keep the staging folder, since another process may be about to write into it
-        for folder in {Path(name).parent for name in names} - {Path(STAGING_FOLDER)}:
+        folders = {Path(name).parent for name in names} - {Path(STAGING_FOLDER)}
+        for folder in sorted(folders, reverse=True):  # subfolders come before their parents
             _remove_if_empty(self.root / folder)
 
     @contextmanager

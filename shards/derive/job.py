@@ -11,7 +11,7 @@ import torch
 from shards.base.errors import Preempted, RequestError, WorkError
 from shards.base.pool import run_each
 from shards.base.progress import Progress
-from shards.base.scratch import sweep, use_scratch
+from shards.base.scratch import private_folder, sweep, use_scratch
 from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.base.table import counted
@@ -39,11 +39,13 @@ def derive(source: Store, target: Store, changes: Changes, buckets: list[str] | 
     """Derive `target` from `source`, and return the target's manifest. The target is either a new root, or a root left
     by an interrupted run with the same changes.
 
-    Raises RequestError if the source cannot be converted as requested or the target is an unrelated root, WorkError if
-    parts of the source are damaged (all other parts are derived) or a worker process was killed, and Preempted after a
-    stop signal.
+    Raises RequestError if the source cannot be converted as requested, the target is an unrelated root or the temporary
+    folder does not support file locks, WorkError if parts of the source are damaged (all other parts are derived) or a
+    worker process was killed, and Preempted after a stop signal.
     """
     check_writable(target)
+    with private_folder():  # if the temporary folder does not support file locks, fail here rather than in the workers
+        pass
     requested = None if buckets is None else dict.fromkeys(buckets)
     encoding = apply_changes(EncodingRecord.load(source), changes)
     encoding = resolve_projections(source, target, encoding, changes, requested)

@@ -18,7 +18,7 @@ from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
 from shards.format.mds import HASH, Column
 from shards.format.mds_writer import file_config
-from shards.root.manifest import Manifest, load_rows, read_index
+from shards.root.manifest import Manifest, load_rows, newest_manifest, read_index
 from shards.root.publish import Publisher
 from shards.root.segments import files_of
 
@@ -35,7 +35,11 @@ def write_indexes(store: Store) -> dict[str, int]:
 
 
 def write_streaming(store: Store, manifest: Manifest) -> None:
-    """Write index.json for every bucket in a manifest, except where the existing file is already up to date."""
+    """Write index.json for every bucket in a manifest, except where the existing file is already up to date.
+
+    If a newer manifest exists by then, the files are written again from it, because the process that published it may
+    have written them before this one did.
+    """
     encoding = EncodingRecord.load(store)
     for bucket, size in manifest.buckets.items():
         name, rows = f"{bucket}/index.json", load_rows(store, size.id, read_index(store, bucket, size.id))
@@ -45,6 +49,9 @@ def write_streaming(store: Store, manifest: Manifest) -> None:
                 file.writelines(bucket_index(encoding, bucket, rows))
             if store.size(name) != path.stat().st_size or store.sha256(name) != sha256_file(path):
                 store.put({name: path})
+    newest = newest_manifest(store)
+    if newest is not None and newest.number > manifest.number:
+        write_streaming(store, newest)
 
 
 def index_columns(encoding: EncodingRecord, bucket: str) -> list[Column]:

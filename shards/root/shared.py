@@ -104,8 +104,14 @@ def record_rules(store: Store, rules: dict[Bucket, str]) -> None:
     check_rules(store, rules)
 
 
-def check_create_if_absent(store: Store) -> None:
-    """Raise RequestError if the store ignores create-if-absent, which the commit protocol needs."""
+def check_create_if_absent(
+    store: Store, risk: str = "concurrent attempts at the same tar could overwrite each other"
+) -> None:
+    """Raise RequestError if the store ignores create-if-absent, which commits and leases need.
+
+    Args:
+        risk: what could happen otherwise, for the message.
+    """
     name, first, second = f"{STAGING_FOLDER}/{uuid.uuid4().hex}", b"first", b"second"
     store.create(name, first)
     again = store.create(name, second)
@@ -114,8 +120,8 @@ def check_create_if_absent(store: Store) -> None:
     if again or kept != first:
         raise RequestError(
             f"{store.where()} is on a store that ignores conditional writes (`If-None-Match: *`): a second create "
-            f"request overwrote the first object, so concurrent attempts at the same tar could overwrite each other. "
-            f"Use a store that supports conditional writes, or a newer version of this store."
+            f"request overwrote the first object, so {risk}. Use a store that supports conditional writes, or a newer "
+            f"version of this store."
         )
 
 

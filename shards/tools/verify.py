@@ -1,5 +1,6 @@
 """`python -m shards verify ROOT`: check every byte of a latents root, and the consistency of its files."""
 
+import errno
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
@@ -49,7 +50,8 @@ def verify_root(store: Store, note: Callable[[str], None] = lambda line: None) -
 
     Checks:
     - the checksum of every receipt and sealed record
-    - the size and SHA-256 of every file that a receipt lists, whether the receipt is active or recalled
+    - the size and SHA-256 of every file that a receipt lists, whether the receipt is active or recalled; a file that
+      the disk cannot read counts as damaged
     - that parts contain no unlisted files
     - the shape and finiteness of every sample, and the number of samples per part
     - that sample tables match the receipts' counts and bitmaps
@@ -87,7 +89,7 @@ def verify_root(store: Store, note: Callable[[str], None] = lambda line: None) -
         if parts:
             yield from verify_tar(store, TarReceipts(tar, parts))
     records = [name for name in listed if name not in tars]
-    records += [f"{folder}/{name}" for folder in ("tars", RULES) for name in store.files(folder)]
+    records += [f"{folder}/{name}" for folder in ("tars", "inputs", RULES) for name in store.files(folder)]
     for name, data in read_each(store, sorted(records)):
         yield from errors_of(parse_sealed_json, data, store.where(name))
     for bucket, found in sorted(rules.items()):
@@ -131,11 +133,15 @@ def verify_published(store: Store, receipts: Container[str]) -> Generator[str, N
 
 
 def errors_of(check: Callable[..., object], *arguments: object) -> Iterator[str]:
-    """Yield the message of the error, if any, that a check raises for damaged or inconsistent data."""
+    """Yield the message of the error, if any, that a check raises for damaged, inconsistent or unreadable data."""
     try:
         check(*arguments)
     except (DamagedFile, RequestError) as error:
         yield str(error)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        yield f"{error.filename} is damaged: the disk cannot read it ({error.strerror})"
 
 
 def verify_receipt(store: Store, name: str, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:
@@ -166,7 +172,9 @@ def verify_tar(store: Store, receipts: TarReceipts) -> Iterator[str]:
     """Check the counts and bitmaps of a tar's receipts against its parts' sample tables."""
     try:
         tables = {bucket: read_tables(store, part.folder, part.files) for bucket, part in receipts.parts.items()}
-    except DamagedFile:
+    except (DamagedFile, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EIO:
+            raise
         return  # reported by `verify_receipt`
     keys = sorted({key for stored, refused in tables.values() for key in stored["key"] + refused["key"]})
     if len(keys) != receipts.samples_in and not any(OTHER_BUCKET in part.refused for part in receipts.parts.values()):
@@ -201,8 +209,14 @@ def verify_file(store: Store, name: str, record: FileRecord, where: str) -> Iter
         yield f"{where} is missing"
     elif size != record.bytes:
         yield f"{where} is {counted(size, 'byte')} long, but its receipt records {counted(record.bytes, 'byte')}"
-    elif store.sha256(name) != record.sha256:
-        yield f"{where} is damaged: its SHA-256 does not match its receipt"
+    else:
+        yield from errors_of(check_sha256, store, name, record.sha256, where)
+
+
+def check_sha256(store: Store, name: str, sha256: str, where: str) -> None:
+    """Raise DamagedFile if a file has a different SHA-256."""
+    if store.sha256(name) != sha256:
+        raise DamagedFile(f"{where} is damaged: its SHA-256 does not match its receipt")
 
 
 def verify_samples(folder: Path, where: str, bucket: str, num_samples: int, encoding: EncodingRecord) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shards.base.durable import DamagedFile
+from shards.base.durable import DamagedFile, sealed_json
 from shards.open import open_store
 from shards.root.commit import recall
 from shards.root.committed import load_receipts
@@ -33,6 +33,8 @@ def root_of(models: Path, folder: Path) -> Path:
     receipt = load_receipts(open_store(root))[0]
     recall(open_store(root), {receipt.name: receipt.token}, "a test")
     encode_all(world.config(root))
+    units = {"version": 1, "origin": {}, "units": [[["00000.jpg", 100, 1]]]}  # as for a folder of images
+    open_store(root).create("inputs/00000.json", sealed_json(units))
     return root
 
 
@@ -41,7 +43,7 @@ def kind_of(name: str) -> str:
     parts = name.split("/")
     if len(parts) == 1:
         return name
-    if parts[0] in ("commits", "tars", "rules"):
+    if parts[0] in ("commits", "tars", "inputs", "rules"):
         return f"{parts[0]} {name.rpartition('.')[2]}"
     return f"part {parts[2]}" if len(parts) == 3 else "merged index.json"
 

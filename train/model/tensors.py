@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shards.base.device import device_module, host_buffer, is_accelerator
+from shards.base.errors import naming
 from train.model.sharding import gather
 
 DTYPES = {
@@ -49,16 +50,13 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], mine: Collec
         return ""
     digest = hashlib.sha256()
     gathered = ((name, gather(tensors[name].detach())) for name in order)
-    try:
-        with path.open("wb") as file:
-            for data in chain(
-                [file_header({name: tensors[name] for name in order if mine is None or name in mine})],
-                (tensor_bytes(tensor) for name, tensor in gathered if mine is None or name in mine),
-            ):
-                digest.update(data)
-                file.write(data)
-    except OSError as error:  # an error from `write` does not name the file
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with naming(path), path.open("wb") as file:
+        for data in chain(
+            [file_header({name: tensors[name] for name in order if mine is None or name in mine})],
+            (tensor_bytes(tensor) for name, tensor in gathered if mine is None or name in mine),
+        ):
+            digest.update(data)
+            file.write(data)
     return digest.hexdigest()
 
 

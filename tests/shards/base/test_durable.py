@@ -1,6 +1,8 @@
 """Durable files and sealed JSON."""
 
+import errno
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -14,13 +16,18 @@ from hypothesis import strategies as st
 from shards.base.durable import (
     DamagedFile,
     atomic_folder,
+    copy_file,
+    fsync_folder,
     one_writer,
     parse_sealed_json,
     read_sealed_json,
     sealed_json,
+    sha256_file,
     write_atomically,
+    write_file,
     write_sealed_json,
 )
+from shards.base.store import LocalStore
 
 
 def test_every_single_bit_flip_is_seen() -> None:
@@ -114,3 +121,24 @@ def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="no space"):
         write_folder(target, "new")
     assert (target / "file").read_text() == "old" and list(tmp_path.iterdir()) == [target]
+
+
+def test_errors_of_an_open_file_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message of the system itself is only `[Errno 5] Input/output error`."""
+    unreadable = Path("/proc/self/mem")  # its first page is never mapped, so reading it fails with EIO
+    for read in (
+        lambda: sha256_file(unreadable),
+        lambda: copy_file(unreadable, tmp_path / "copy"),
+        lambda: LocalStore(Path("/proc")).read_range("self/mem", 0, 8),
+    ):
+        with pytest.raises(OSError, match=r"Input/output error: '/proc/self/mem'"):
+            read()
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/new'"):
+        write_file(tmp_path / "new", b"1")
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}'"):
+        fsync_folder(tmp_path)

@@ -24,6 +24,12 @@ from shards.base.errors import Preempted, RequestError, WorkError, console, exit
         ),
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), 1, "Permission denied: '/x/y'. Completed work"),
         (OSError(errno.EIO, "Input/output error"), 1, "Input/output error. Completed work remains valid"),
+        (
+            OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/x"),
+            1,
+            "not connected: '/x'. Completed work",
+        ),
+        (OSError(errno.ESHUTDOWN, "Cannot send", "/x/y"), 1, "Cannot send: '/x/y'. Completed work remains valid. Fix"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "/x/y"), 1, "Replace the folder with the file that belongs"),
         (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/x/y"), 1, "Replace the file with the folder that"),
         (OSError(errno.ELOOP, "Too many levels", "/x/y"), 1, "Remove the link, which leads back to itself"),

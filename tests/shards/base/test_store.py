@@ -51,6 +51,16 @@ def test_files(store: Store, tmp_path: Path) -> None:
     assert store.size("commits") is None
 
 
+def test_a_range_past_the_end_is_cut_off(store: Store) -> None:
+    """S3 answers 416 if none of the range is in the file."""
+    store.write("empty", b"")
+    store.write("short", b"12345")
+    assert store.read_range("empty", 0, 512) == b""
+    assert [store.read_range("short", start, start + 512) for start in (0, 3, 5, 6)] == [b"12345", b"45", b"", b""]
+    with pytest.raises(FileNotFoundError):
+        store.read_range("absent", 0, 512)
+
+
 def test_a_folder_that_cannot_be_read_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise `clean` would take its parts for orphans."""
     store, scandir = LocalStore(tmp_path), os.scandir
@@ -94,6 +104,16 @@ def test_an_empty_folder_is_removed_but_a_link_to_one_stays(tmp_path: Path) -> N
     (tmp_path / "root" / "64x64" / "linked").symlink_to(tmp_path / "disk")
     store.remove(["64x64/part/a", "64x64/linked/b"])
     assert os.listdir(tmp_path / "root" / "64x64") == ["linked"] and disk.files() == []
+
+
+def test_folders_are_removed_after_their_subfolders(tmp_path: Path) -> None:
+    """Otherwise `clean` would leave empty folders of attempts behind."""
+    store = LocalStore(tmp_path)
+    names = [f"{number}/64x64/{'/'.join('abc'[:depth])}/file" for number in range(8) for depth in range(4)]
+    for name in names:
+        store.write(name, b"")
+    store.remove([*names, *(f"{number}/.owner" for number in range(8))])
+    assert os.listdir(tmp_path) == [STAGING_FOLDER]
 
 
 def test_markers_of_folders_are_no_files(s3: str) -> None:

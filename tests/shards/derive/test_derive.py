@@ -1,5 +1,7 @@
 """A derived root equals the root that stage 1 would have written, or the derivation is refused."""
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -164,6 +166,20 @@ def test_a_damaged_part_gets_no_new_receipt(latents: Path, root: Path, tmp_path:
     assert derived == {name.split(".")[0] for name in parts(root)} - {damaged} and len(derived) == 3
     shutil.copytree(latents, root, dirs_exist_ok=True)
     assert len(parts(derive(root, tmp_path / "derived"))) == 4
+
+
+def test_a_temporary_folder_without_locks_is_named(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the workers would fail to start, as if the machine had run out of memory."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(RequestError, match=r"latentmill-\d+\.scratch does not support file locks"):
+        derive(latents, tmp_path / "derived")
+    assert not (tmp_path / "derived").exists()
 
 
 def test_what_is_not_there_cannot_be_asked_for(latents: Path, tmp_path: Path, towers: Path) -> None:

@@ -20,7 +20,11 @@ from shards.base.errors import RequestError, exit_code_of
 from shards.base.scratch import attempt_folder
 from shards.format.tables import read_tables
 from shards.open import open_store
+from shards.root.commit import recall
 from shards.root.committed import load_receipts
+from shards.root.index import write_streaming
+from shards.root.manifest import newest_manifest
+from shards.root.publish import Publisher
 from shards.tools.recall import node_totals
 from shards.tools.stats import root_stats
 from shards.tools.verify import verify_root
@@ -54,6 +58,19 @@ def test_what_is_recalled_is_made_anew_and_its_part_stays(
     assert [receipt.generation for receipt in load_receipts(open_store(root))] == [1] * 4
     assert (root / "commits" / "64x64" / "00000.g1.json").is_file()
     assert list(verify_root(open_store(root))) == []
+
+
+def test_an_older_manifest_does_not_replace_the_index_json_of_a_newer_one(root: Path) -> None:
+    """Two jobs finish at the same time, and the one that published first writes index.json last."""
+    store = open_store(root)
+    before = newest_manifest(store)
+    recalled = load_receipts(store)[0]
+    recall(store, {recalled.name: recalled.token}, "a test")
+    after = Publisher(store).publish()
+    assert before is not None and before.buckets != after.buckets
+    for manifest in (after, before):
+        write_streaming(store, manifest)
+    assert list(verify_root(store)) == []
 
 
 def test_a_single_damaged_part_is_made_anew(

@@ -1,8 +1,11 @@
 """Verification names all injected damage, and statistics of a latents root."""
 
+import errno
+import hashlib
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +31,29 @@ def test_a_missing_and_a_foreign_file(root: Path, capsys: pytest.CaptureFixture[
     assert exit_code_of(lambda: run(["verify", str(root)])) == 1
     printed = capsys.readouterr()
     assert f"64x64/{one.name}/shard.00000.mds is missing\n" in printed.out and "has 2 problems" in printed.err
+
+
+@pytest.mark.parametrize("unreadable", ["shard.00000.mds", "samples.parquet", ".arrow"])
+def test_a_bad_sector_is_reported_and_the_verification_continues(
+    root: Path, monkeypatch: pytest.MonkeyPatch, unreadable: str
+) -> None:
+    read_bytes, digest = Path.read_bytes, hashlib.file_digest
+
+    def read(path: Path) -> bytes:
+        if path.name.endswith(unreadable):
+            raise OSError(errno.EIO, "Input/output error")
+        return read_bytes(path)
+
+    def hash_file(file: Any, name: str) -> Any:
+        if file.name.endswith(unreadable):
+            raise OSError(errno.EIO, "Input/output error")
+        return digest(file, name)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(hashlib, "file_digest", hash_file)
+    problems = list(verify_root(open_store(root)))
+    assert len(problems) >= 2
+    assert all(f"{unreadable} is damaged: the disk cannot read it" in line for line in problems)
 
 
 @pytest.mark.parametrize("lost", ["index", "index/manifests", "index/buckets"])

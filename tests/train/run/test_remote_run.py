@@ -19,6 +19,7 @@ import fsspec
 import pytest
 
 from shards.base.errors import RequestError
+from shards.base.remote import RemoteStore
 from shards.base.store import Store
 from shards.open import open_store
 from tests import ranks
@@ -237,6 +238,22 @@ def test_a_refused_launch_changes_nothing(
         stopped.set()
         thread.join()
     assert content_of(copies) == before and set(store.files()) == stored
+
+
+def test_a_store_that_ignores_create_if_absent_is_refused(
+    latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise two launches could both believe that they hold the run."""
+
+    def overwrite(store: RemoteStore, name: str, data: bytes) -> bool:
+        store.write(name, data)
+        return True
+
+    monkeypatch.setattr(RemoteStore, "create", overwrite)
+    address = f"memory://{tmp_path.name}/run"
+    with pytest.raises(RequestError, match=r"/run is on a store that ignores conditional writes .* in this run_dir"):
+        command(["--config", str(write_config(tmp_path, train_fields(latents, address)))])
+    assert open_store(address).files() == []
 
 
 @pytest.mark.parametrize("machine", ["empty", "its own", "ahead", "damaged"])

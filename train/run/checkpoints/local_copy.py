@@ -11,7 +11,6 @@ removes the folders of superseded launches once it has moved the checkpoint that
 import hashlib
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -288,7 +287,7 @@ def remove_stale_copies(lease: Lease, copies: Path) -> None:
 @contextmanager
 def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
     """Copy a run at a URL to a temporary run folder, with only one of its checkpoints, its metrics and its
-    evaluations.
+    evaluations. If this process is killed, the next one on this machine removes the folder.
 
     Args:
         step: step of the checkpoint to copy; None: the newest intact checkpoint.
@@ -301,8 +300,8 @@ def copied(address: str, step: int | None) -> Iterator[tuple[Path, Checkpoint]]:
         DamagedFile: a file of the checkpoint for `step` is missing or does not match its SHA-256.
     """
     store = open_store(address)
-    with tempfile.TemporaryDirectory(prefix="latentmill-") as scratch:
-        run = Path(scratch) / address.rpartition("/")[2]
+    with private_folder() as scratch:
+        run = scratch / address.rpartition("/")[2]
         run.mkdir()
         try:
             store.get("config.yaml", run / "config.yaml")

@@ -318,8 +318,8 @@ class CheckpointWriter:
         """
         folder.mkdir()
         for name, size in lines.items():
-            with (self.run_dir / name).open("rb") as file:
-                (folder / name).write_bytes(file.read(size))
+            shutil.copyfile(self.run_dir / name, folder / name)
+            os.truncate(folder / name, size)  # lines of later steps may have been appended
         return {f"{folder.name}/{name}": sha256_file(folder / name) for name in sorted(lines)}
 
     def _drop_old(self, step: int, alarms: Iterable[int]) -> None:

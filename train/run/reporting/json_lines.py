@@ -3,10 +3,12 @@
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shards.base.durable import parse_json_lines, write_file
+from shards.base.durable import iter_json_lines, new_file
+from shards.base.errors import naming
 from train.run.lease.folder import publish
 
 
@@ -23,19 +25,23 @@ class JsonLines:
             step: last step whose line is kept.
             folder: the launch's own folder, in which the new file is prepared.
         """
-        kept = [fields for fields in read_json_lines(path) if fields["step"] <= step]
-        content = "".join(f"{json.dumps(fields)}\n" for fields in kept).encode()
-        publish(write_file(folder / path.name, content), path, folder)
+        with new_file(folder / path.name) as file:
+            for fields in iter_file(path):  # one line at a time, because samples.jsonl can reach gigabytes
+                if fields["step"] <= step:
+                    file.write(f"{json.dumps(fields)}\n".encode())
+        publish(folder / path.name, path, folder)
         self.file = path.open("a", buffering=1)
 
     def sync(self) -> int:
         """Flush the file to disk, so that its lines survive a power failure, and return its size in bytes."""
-        os.fsync(self.file.fileno())
+        with naming(self.file.name):
+            os.fsync(self.file.fileno())
         return os.fstat(self.file.fileno()).st_size
 
     def write(self, **fields: Any) -> None:
         """Append one object as a complete line. Non-finite numbers become null."""
-        self.file.write(json.dumps(replace_non_finite(fields)) + "\n")
+        with naming(self.file.name):
+            self.file.write(json.dumps(replace_non_finite(fields)) + "\n")
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -43,9 +49,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
     Damaged lines are reported and skipped.
     """
-    if not path.exists():
-        return []
-    return [replace_non_finite(fields) for fields in parse_json_lines(path.read_bytes(), str(path))]
+    return list(iter_file(path))
+
+
+def iter_file(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines that `read_json_lines` returns, one at a time."""
+    if path.exists():
+        with naming(path), path.open("rb") as file:
+            yield from map(replace_non_finite, iter_json_lines(file, str(path)))
 
 
 def replace_non_finite(value: Any) -> Any:

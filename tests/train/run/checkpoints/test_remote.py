@@ -2,8 +2,12 @@
 
 import hashlib
 import json
+import os
 import shutil
+import signal
+import tempfile
 import threading
+import time
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -11,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from shards.base.durable import sealed_json, write_sealed_json
+from shards.base.durable import sealed_json, write_atomically, write_sealed_json
 from shards.base.errors import Outage, RequestError, WorkError
 from shards.base.store import LocalStore, Store
-from tests.runs import fetch
+from tests.forks import fork, wait_for
+from tests.runs import fetch, wait_until
 from train.run.checkpoints import remote
 from train.run.checkpoints.checkpoint import (
     TRACKER_ID,
@@ -24,6 +29,7 @@ from train.run.checkpoints.checkpoint import (
     step_folder,
 )
 from train.run.checkpoints.local_copy import (
+    copied,
     find,
     find_checkpoints,
     install,
@@ -36,6 +42,13 @@ from train.run.health.output import outdated
 from train.run.lease.backend import Seen
 from train.run.lease.lease import Lease, LeaseLost
 from train.run.lease.store import StoreBackend
+
+
+def hold(address: str, ready: Path) -> None:
+    """Hold a copy of a run until this process is killed."""
+    with copied(address, None) as (run, _):
+        write_atomically(ready, str(run).encode())
+        time.sleep(600)
 
 
 @pytest.fixture
@@ -264,6 +277,24 @@ def upload_shares(run: RemoteRun, text: str) -> None:
         run.upload_share(name, private)
     content = {"version": VERSION, "launch": run.lease.number, "token": run.lease.token, "lines": {}, "files": hashes}
     run.complete(name, sealed_json(content))
+
+
+def test_the_copy_of_a_killed_export_is_removed_by_the_next(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = acquire(store, tmp_path / "copies")
+    run.upload(checkpoint(run, 1))
+    store.write("config.yaml", b"")
+    address, ready = f"file://{store.root}", tmp_path / "ready"
+    child = fork(lambda: hold(address, ready))
+    wait_until(ready.exists)
+    left = Path(ready.read_text())
+    assert (left / "checkpoints/step-00000001/unet/weights").is_file()
+    os.kill(child, signal.SIGKILL)
+    wait_for(child)
+    with copied(address, None):
+        assert not left.exists()
 
 
 def test_old_output_is_removed(store: LocalStore, tmp_path: Path) -> None:

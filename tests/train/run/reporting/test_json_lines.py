@@ -1,6 +1,8 @@
 """JSON lines files: damaged lines, non-finite numbers, and lines of interrupted launches."""
 
 import json
+import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,29 @@ def test_damaged_lines_are_skipped_and_reported(tmp_path: Path, capsys: pytest.C
     assert [f"{path}: line {number} is damaged" in printed for number in range(1, 9)] == [
         False, True, False, True, True, True, False, False,
     ]  # fmt: skip
+
+
+def test_a_large_file_is_continued_without_reading_all_of_it_into_memory(tmp_path: Path) -> None:
+    """With `log.samples` and a large batch, the keys of a long run take gigabytes."""
+    path, keys = tmp_path / "samples.jsonl", [f"{number:09d}" for number in range(2000)]
+    with path.open("w") as file:
+        file.writelines(json.dumps({"step": step, "keys": keys}) + "\n" for step in range(1, 201))
+    before, folder = path.read_bytes(), acquire(tmp_path).folder
+    tracemalloc.start()
+    JsonLines(path, 199, folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < len(before) / 2
+    assert path.read_bytes() == b"".join(before.splitlines(keepends=True)[:199])
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl", 0, acquire(tmp_path).folder)
+    lines.file = open("/dev/full", "a", buffering=1)  # noqa: SIM115 (closed below)
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        lines.write(step=1)
+    with suppress(OSError):
+        lines.file.close()
 
 
 def test_non_finite_numbers_become_null(tmp_path: Path) -> None:

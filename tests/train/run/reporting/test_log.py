@@ -44,6 +44,7 @@ def test_lines_are_flushed_before_their_checkpoint_is_published(
     # the lines of steps 3 and 4 may be flushed before step 2 is published
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert events[:first].count(name) >= 1 and events[:second].count(name) >= 2
+    assert events.index("config.yaml") < events.index("published: config.yaml")
 
 
 def test_lines_of_progress_have_the_loss(
