@@ -241,13 +241,14 @@ def right(part: dict[str, Any]) -> bool:
 
 
 def planner_file(parts: dict[str, dict[str, Any]]) -> BenchFile:
-    """Make the planner's benchmark file: the best rate of each stage and bucket, and all findings as details."""
+    """Make the planner's benchmark file: the best rate of each stage and bucket (for stage 1, of one mode), and all
+    findings as details."""
     device = parts.get("machine", {}).get("figures", {}).get("device", "unknown")
     return bench_file("bench.gpu_check", device, best_rates(measurements(parts)), details=parts)
 
 
 def measurements(parts: dict[str, dict[str, Any]]) -> Iterator[Measurement]:
-    """Yield every rate that a part measured."""
+    """Yield the rates that the parts measured; of the encoders, those of one mode."""
 
     def rows(title: str) -> Iterator[dict[str, Any]]:
         tables = (part["tables"].get(title, []) for part in parts.values())

@@ -189,7 +189,7 @@ def reference_units(config: ReferenceConfig) -> tuple[list[ReferenceUnit], str]:
     assert config.pictures is not None
     found = find_input(config.pictures)
     for note in found.notes:
-        say_once(f"note: {config.pictures}: {note}")
+        say_once(f"note: reference.pictures ({config.pictures}) is read like the input of a stage 1 job: {note}")
     files = sorted([escaped(member.name), member.bytes] for member in found.members)
     listed = hashlib.sha256(canonical_json(files)).hexdigest()
     return [ReferenceUnit(unit.name, unit, config) for unit in found.units()], listed

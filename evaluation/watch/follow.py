@@ -62,6 +62,8 @@ class WatchedCheckpoint:
     """Folder or URL of the checkpoint's evaluation: sample sets, the exported model and the receipt."""
     version: str = ""
     """Identifier of the checkpoint's files, which changes if they are rewritten."""
+    changed: float = 0.0
+    """Time at which this version was first seen, by the monotonic clock."""
     attempts: int = 0
     """Number of attempts to evaluate this version."""
     failure: str | None = None
@@ -179,7 +181,7 @@ class Follower:
             if step <= last and (step % every == 0 or step == final):
                 due.append(checkpoint := self._checkpoint(step))
                 if checkpoint.version != version:
-                    checkpoint.version, checkpoint.attempts = version, 0
+                    checkpoint.version, checkpoint.changed, checkpoint.attempts = version, time.monotonic(), 0
 
         evaluated = [checkpoint for checkpoint in due if not checkpoint.is_done and self._has_receipt(checkpoint)]
         if evaluated:
@@ -209,8 +211,8 @@ class Follower:
     def _evaluate(self, checkpoint: WatchedCheckpoint, is_complete_run: bool) -> bool:
         """Attempt to evaluate a checkpoint, and return whether it has been evaluated.
 
-        In a complete run, an attempt is also counted each time the checkpoint is found incomplete, so that watching
-        ends. While a run is copied, each file that appears resets the count.
+        A checkpoint of a complete run that stays incomplete for MAX_OUTAGE_SECONDS is given up, so that watching ends.
+        Until then, the run may still be being copied.
 
         Raises:
             Outage: storage failed and the watcher should retry later. This does not count as an attempt.
@@ -224,11 +226,11 @@ class Follower:
                     f"until all its files exist.",
                     flush=True,
                 )
-            if is_complete_run:
-                checkpoint.attempts += 1
-            if not checkpoint.is_pending:
+            is_given_up = self.config.once or time.monotonic() - checkpoint.changed >= MAX_OUTAGE_SECONDS
+            if is_complete_run and is_given_up:
+                checkpoint.attempts = MAX_ATTEMPTS
                 checkpoint.failure = (
-                    f"the checkpoint is still incomplete, since files that its {STATE} lists are missing. Restore "
+                    f"the checkpoint is incomplete: its {STATE} is damaged, or lists files that are missing. Restore "
                     f"them, or delete the checkpoint"
                 )
             return False

@@ -26,6 +26,7 @@ from PIL import Image
 
 from evaluation.report.pictures import first_pictures, grid, side_by_side, spread
 from evaluation.report.runs import LINES, Evaluation, run_config
+from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.open import open_store
 
@@ -138,11 +139,11 @@ def log_remaining_results(run: Store, name: str) -> None:
         for text, stream in ((result.stdout.strip(), sys.stdout), (result.stderr.strip(), sys.stderr)):
             if text:
                 print(text, file=stream, flush=True)
-        if result.returncode:
+        if result.returncode not in (0, RequestError.exit_code):  # its request is refused while training continues
             print(
                 f"warning: `python -m train tell {name}` ended with exit code {result.returncode}, so not all "
-                f"evaluations are in the run's tracker. Their results files are kept. If training continues, the "
-                f"trainer logs them; otherwise, fix the error above and run this command.",
+                f"evaluations are in the run's tracker. Their results files are kept. Fix the error above and run this "
+                f"command.",
                 file=sys.stderr,
                 flush=True,
             )

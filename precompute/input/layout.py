@@ -146,7 +146,7 @@ def _report_nested(layout: TarLayout, key: str, members: dict[str, Member]) -> N
     captions = CAPTION_SUFFIXES if not CAPTION_SUFFIXES.isdisjoint(members) else CAPTION_SUFFIXES | {"json"}
     for name, suffixes in nested.items():
         if not (IMAGE_SUFFIXES.isdisjoint(suffixes) or captions.isdisjoint(suffixes)):
-            files = " and ".join(f"{name}.{suffix}" for suffix in suffixes)
+            files = ", ".join(f"{name}.{suffix}" for suffix in suffixes)
             layout.damage.append(
                 f"is ambiguous: {files} may be the sample {name}, or further files of the sample {key}"
             )

@@ -232,7 +232,7 @@ class Tar:
             elif "occurs twice" in layout.damage[0]:
                 remedy = "Recreate it with a unique key for each sample."
             elif "is ambiguous" in layout.damage[0]:
-                remedy = "Recreate it with keys without dots, or without those files."
+                remedy = "Recreate it with keys without dots, or set tars.policy to salvage to leave these files out."
             else:
                 remedy = REPLACE
             raise DamagedInput(f"{self.address} {layout.damage[0]}. {remedy}")

@@ -68,7 +68,7 @@ def open_image(
 
 
 def _drop_xmp(image: ImageFile) -> None:
-    """Forget an image's XMP, whose orientation Pillow would apply if there is none in EXIF."""
+    """Drop an image's XMP, whose orientation Pillow would apply if there is none in EXIF."""
     for name in ("xmp", "XML:com.adobe.xmp"):
         image.info.pop(name, None)
 

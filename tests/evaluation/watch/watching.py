@@ -29,7 +29,7 @@ def train_here(words: list[str], **options: Any) -> subprocess.CompletedProcess[
         with redirect_stdout(output):
             train(words[3:])
     except (RequestError, WorkError) as error:
-        return subprocess.CompletedProcess(words, 1, "", f"error: {error}")
+        return subprocess.CompletedProcess(words, error.exit_code, "", f"error: {error}")
     return subprocess.CompletedProcess(words, 0, output.getvalue(), "")
 
 

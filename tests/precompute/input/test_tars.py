@@ -268,7 +268,7 @@ def test_keys_with_dots(names: list[str], samples: dict[str, tuple[bytes | None,
         (["a.b.jpg", "a.b.png", "a.b.txt"], r"the key a\.b occurs twice.* a unique key"),
         (
             ["a.1.jpg", "a.1.txt", "a.jpg", "a.txt"],
-            r"ambiguous: a\.1\.jpg and a\.1\.txt may be the sample a\.1, or further files of the sample a\. "
+            r"ambiguous: a\.1\.jpg, a\.1\.txt may be the sample a\.1, or further files of the sample a\. "
             r"Recreate it with keys without dots",
         ),
         (["a.jpg", "a.json", "a.B.jpg", "a.B.json"], r"may be the sample a\.B, or further files of the sample a\."),

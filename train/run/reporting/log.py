@@ -113,9 +113,10 @@ class Log:
                 self.evaluations.log_next(self.accelerator.trackers, step)
 
     def _end_in_tracker(self) -> None:
-        """Let the tracker send its last lines. If it fails, print a warning."""
+        """Close the tracker, which flushes its data, and the process group. If the tracker fails, print a warning."""
         with self._warning(f"{self.config.tracker} may lack the run's last lines (metrics.jsonl has all of them)"):
             self.accelerator.end_training()
+        self.accelerator.state.destroy_process_group()  # end_training does not after an error
 
     @contextmanager
     def _warning(self, text: str) -> Iterator[None]:
