@@ -248,7 +248,7 @@ def planner_file(parts: dict[str, dict[str, Any]]) -> BenchFile:
 
 
 def measurements(parts: dict[str, dict[str, Any]]) -> Iterator[Measurement]:
-    """Yield the rates that the parts measured; of the encoders, those of one mode."""
+    """Yield the rates that the parts measured (for encoders, those of one mode only)."""
 
     def rows(title: str) -> Iterator[dict[str, Any]]:
         tables = (part["tables"].get(title, []) for part in parts.values())

@@ -164,6 +164,7 @@ class Follower:
             Outage: storage failed.
             Preempted, RequestError: see `follow`.
         """
+        now = time.monotonic()
         every, final = read_schedule(self.run)
         every = self.config.every or every
         last = final if self.config.until is None else min(self.config.until, final)
@@ -181,7 +182,7 @@ class Follower:
             if step <= last and (step % every == 0 or step == final):
                 due.append(checkpoint := self._checkpoint(step))
                 if checkpoint.version != version:
-                    checkpoint.version, checkpoint.changed, checkpoint.attempts = version, time.monotonic(), 0
+                    checkpoint.version, checkpoint.changed, checkpoint.attempts = version, now, 0
 
         evaluated = [checkpoint for checkpoint in due if not checkpoint.is_done and self._has_receipt(checkpoint)]
         if evaluated:
@@ -190,7 +191,9 @@ class Follower:
             self._finish(checkpoint)
         is_complete_run = max(files, default=-1) >= last
         for checkpoint in due:
-            if checkpoint.is_pending and not stop.received and self._evaluate(checkpoint, is_complete_run):
+            # until then, the run may still be being copied
+            gives_up = is_complete_run and (self.config.once or now - checkpoint.changed >= MAX_OUTAGE_SECONDS)
+            if checkpoint.is_pending and not stop.received and self._evaluate(checkpoint, gives_up):
                 self._finish(checkpoint)
         return self.config.once or (is_complete_run and not any(checkpoint.is_pending for checkpoint in due))
 
@@ -208,11 +211,11 @@ class Follower:
         exported = [self._checkpoint(int(match[1])) for match in matches if match and match[2] == self.weights]
         return {each.step: EXPORTED for each in exported if not each.is_done and each.is_exported()}
 
-    def _evaluate(self, checkpoint: WatchedCheckpoint, is_complete_run: bool) -> bool:
+    def _evaluate(self, checkpoint: WatchedCheckpoint, gives_up: bool) -> bool:
         """Attempt to evaluate a checkpoint, and return whether it has been evaluated.
 
-        A checkpoint of a complete run that stays incomplete for MAX_OUTAGE_SECONDS is given up, so that watching ends.
-        Until then, the run may still be being copied.
+        Args:
+            gives_up: whether the checkpoint counts as failed if it is incomplete.
 
         Raises:
             Outage: storage failed and the watcher should retry later. This does not count as an attempt.
@@ -226,8 +229,7 @@ class Follower:
                     f"until all its files exist.",
                     flush=True,
                 )
-            is_given_up = self.config.once or time.monotonic() - checkpoint.changed >= MAX_OUTAGE_SECONDS
-            if is_complete_run and is_given_up:
+            if gives_up:
                 checkpoint.attempts = MAX_ATTEMPTS
                 checkpoint.failure = (
                     f"the checkpoint is incomplete: its {STATE} is damaged, or lists files that are missing. Restore "

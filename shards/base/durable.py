@@ -337,5 +337,6 @@ def flock(descriptor: int, path: Path, wait: bool = True) -> None:
         raise RequestError(
             f"The file system of {path.parent} does not support file locks (flock: {error.strerror}), which are needed "
             f"to distinguish the files of running processes from those of dead ones. Mount it with flock support "
-            f"(Lustre: `-o flock` or `-o localflock`), or choose a folder on a different file system."
+            f"(Lustre: `-o flock` or `-o localflock`), or choose a folder on a different file "
+            f"system (for temporary files, with TMPDIR)."
         ) from error

@@ -67,9 +67,10 @@ STORAGE_ERRORS = {
     errno.EIO,
     errno.EROFS,
     errno.ESTALE,
-    errno.ENOTCONN,  # the daemon of a FUSE mount has died
-    errno.ESHUTDOWN,  # the Lustre server has evicted this client
 }
+MOUNT_ERRORS = {errno.ENOTCONN, errno.ESHUTDOWN}
+"""Errors of a mount whose FUSE daemon has died, or whose Lustre server has evicted this client. Sockets raise them as
+well, but without the name of a file."""
 PATH_ADVICE = {
     errno.EACCES: "Give this user access",
     errno.EPERM: "Give this user access",
@@ -83,7 +84,9 @@ PATH_ADVICE = {
 
 def is_storage_error(error: BaseException | None) -> bool:
     """Return whether the error indicates a full, broken or unmounted disk rather than a bug in this program."""
-    return isinstance(error, OSError) and error.errno in STORAGE_ERRORS
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in STORAGE_ERRORS or (error.errno in MOUNT_ERRORS and error.filename is not None)
 
 
 @contextmanager

@@ -62,12 +62,16 @@ class RemoteStore(Store):
         with self._store_errors(name, FileNotFoundError):
             try:
                 return bytes(self.fs.cat_file(self._path(name), start=start, end=end))
+            except FileNotFoundError:
+                raise
             except Exception:
                 # a range that starts at or past the end may be an error (HTTP 416), which each client reports in its
                 # own way
-                if self.fs.info(self._path(name))["size"] > start:
-                    raise
-                return b""
+                with suppress(Exception):  # the first error says more
+                    found = self.fs.info(self._path(name))
+                    if found["type"] == "file" and found["size"] <= start:
+                        return b""
+                raise
 
     def read_many(self, names: list[str]) -> dict[str, bytes]:
         with self._store_errors(""):

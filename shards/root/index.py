@@ -24,6 +24,8 @@ from shards.root.segments import files_of
 
 PLACEHOLDER = "\0"
 FILES_AT_ONCE = 1 << 14
+MAX_PASSES = 3
+"""Maximum number of times that index.json is written for ever newer manifests."""
 
 
 def write_indexes(store: Store) -> dict[str, int]:
@@ -38,8 +40,18 @@ def write_streaming(store: Store, manifest: Manifest) -> None:
     """Write index.json for every bucket in a manifest, except where the existing file is already up to date.
 
     If a newer manifest exists by then, the files are written again from it, because the process that published it may
-    have written them before this one did.
+    have written them before this one did. This stops after MAX_PASSES, since running jobs publish all the time and
+    write the files themselves when they finish.
     """
+    for _ in range(MAX_PASSES):
+        _write_pass(store, manifest)
+        newest = newest_manifest(store)
+        if newest is None or newest.number <= manifest.number:
+            return
+        manifest = newest
+
+
+def _write_pass(store: Store, manifest: Manifest) -> None:
     encoding = EncodingRecord.load(store)
     for bucket, size in manifest.buckets.items():
         name, rows = f"{bucket}/index.json", load_rows(store, size.id, read_index(store, bucket, size.id))
@@ -49,9 +61,6 @@ def write_streaming(store: Store, manifest: Manifest) -> None:
                 file.writelines(bucket_index(encoding, bucket, rows))
             if store.size(name) != path.stat().st_size or store.sha256(name) != sha256_file(path):
                 store.put({name: path})
-    newest = newest_manifest(store)
-    if newest is not None and newest.number > manifest.number:
-        write_streaming(store, newest)
 
 
 def index_columns(encoding: EncodingRecord, bucket: str) -> list[Column]:

@@ -50,8 +50,8 @@ def verify_root(store: Store, note: Callable[[str], None] = lambda line: None) -
 
     Checks:
     - the checksum of every receipt and sealed record
-    - the size and SHA-256 of every file that a receipt lists, whether the receipt is active or recalled; a file that
-      the disk cannot read counts as damaged
+    - the size and SHA-256 of every file that a receipt lists, whether the receipt is active or recalled, and whether it
+      can be read
     - that parts contain no unlisted files
     - the shape and finiteness of every sample, and the number of samples per part
     - that sample tables match the receipts' counts and bitmaps
@@ -141,7 +141,7 @@ def errors_of(check: Callable[..., object], *arguments: object) -> Iterator[str]
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        yield f"{error.filename} is damaged: the disk cannot read it ({error.strerror})"
+        yield f"{error.filename} cannot be read ({error.strerror}). Check the disk, or the mount."
 
 
 def verify_receipt(store: Store, name: str, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:

@@ -3,12 +3,13 @@
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from shards.base.errors import Preempted, RequestError, WorkError, console, exit_code_of
+from shards.base.errors import Preempted, RequestError, WorkError, console, exit_code_of, is_storage_error
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,12 @@ def test_errors_for_people(error: Exception, code: int, said: str, capsys: pytes
         console(command)()
     assert left.value.code == code
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_unconnected_socket_is_not_a_storage_error() -> None:
+    with socket.socket() as unconnected, pytest.raises(OSError) as raised:
+        unconnected.getpeername()
+    assert raised.value.errno == errno.ENOTCONN and not is_storage_error(raised.value)
 
 
 def test_a_closed_terminal_does_not_change_the_exit_code() -> None:

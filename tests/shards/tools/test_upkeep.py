@@ -7,6 +7,7 @@ import shutil
 import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shards.base.errors import RequestError, exit_code_of
 from shards.base.scratch import attempt_folder
 from shards.format.tables import read_tables
 from shards.open import open_store
+from shards.root import index
 from shards.root.commit import recall
 from shards.root.committed import load_receipts
 from shards.root.index import write_streaming
@@ -71,6 +73,17 @@ def test_an_older_manifest_does_not_replace_the_index_json_of_a_newer_one(root: 
     for manifest in (after, before):
         write_streaming(store, manifest)
     assert list(verify_root(store)) == []
+
+
+def test_a_finished_job_does_not_write_index_json_as_long_as_others_publish(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = newest_manifest(open_store(root))
+    assert manifest is not None
+    numbers = count(manifest.number + 1)
+    monkeypatch.setattr(index, "newest_manifest", lambda store: manifest.model_copy(update={"number": next(numbers)}))
+    write_streaming(open_store(root), manifest)
+    assert next(numbers) == manifest.number + 1 + index.MAX_PASSES
 
 
 def test_a_single_damaged_part_is_made_anew(

@@ -319,7 +319,8 @@ class CheckpointWriter:
         folder.mkdir()
         for name, size in lines.items():
             shutil.copyfile(self.run_dir / name, folder / name)
-            os.truncate(folder / name, size)  # lines of later steps may have been appended
+            if (folder / name).stat().st_size > size:  # lines of later steps have been appended
+                os.truncate(folder / name, size)
         return {f"{folder.name}/{name}": sha256_file(folder / name) for name in sorted(lines)}
 
     def _drop_old(self, step: int, alarms: Iterable[int]) -> None:
