@@ -71,7 +71,7 @@ def test_processes_that_cannot_use_float8(monkeypatch: pytest.MonkeyPatch) -> No
     assert "does not support precision float32. Set precision to bfloat16" in (problem("float32") or "")
     versions = iter(["0.9.0", "0.18.0", "0.20.0"])
     monkeypatch.setattr("train.model.float8.version", lambda name: next(versions))
-    assert re.search(r"needs torchao 0\.18 or later; \S+ has 0\.9\.0\. .*'latentmill\[float8\]'", problem() or "")
+    assert re.search(r"needs torchao 0\.18 or later; \S+ has 0\.9\.0\. .*'torchao>=0\.18'", problem() or "")
     assert problem() is None and problem() is None
 
 
