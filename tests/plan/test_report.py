@@ -359,6 +359,7 @@ def test_plans_without_a_common_gpu_count_say_so(report: MakeReport) -> None:
     assert text.endswith("No GPU count is in all plans, so days and costs cannot be compared. Set gpu_counts or gpus.")
 
 
+@pytest.mark.heavy
 def test_the_figure_shows_all_points_of_all_plans(report: MakeReport, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans differ in cost and in GPU counts, and share their axes."""
     figures: list[Figure] = []

@@ -11,6 +11,7 @@ from plan.config import Networks, TextNetwork
 from shards.base.errors import RequestError
 
 
+@pytest.mark.heavy
 def test_counting_sd2_gives_the_published_work(sd2: Work) -> None:
     assert count_work(Networks(), ["256x256", "512x512"]) == sd2
 

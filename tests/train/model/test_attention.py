@@ -20,6 +20,7 @@ from train.setup import build_step
 CPU = torch.device("cpu")
 
 
+@pytest.mark.heavy
 def test_the_cpus_kernels_are_correct() -> None:
     """The inputs have the logits that they claim to have, and torch's kernels on CPUs are right on them."""
     errors: dict[AttentionKernel, float] = {"flash": 0.15, "math": 0.01}  # flash rounds the probabilities to bfloat16

@@ -99,6 +99,7 @@ def test_a_run_on_a_cpu_is_refused(flux: Small) -> None:
         prepare(TrainConfig.model_validate(small_run(flux, "refused", **changes)), Accelerator(cpu=True))
 
 
+@pytest.mark.heavy
 def test_only_compiled_layers_without_hooks_use_float8(
     flux: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
