@@ -36,6 +36,12 @@ sys.exit(exit_code_of(command))
 @pytest.mark.parametrize("is_launched", [False, True])
 def test_a_closed_terminal_ends_a_command_as_other_signals_do(is_launched: bool) -> None:
     """A launched process is in its own session, and gets SIGTERM from its launcher instead of SIGHUP."""
+
+    def prepare() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
+        if not is_launched:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     ours, its = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND],
@@ -43,7 +49,7 @@ def test_a_closed_terminal_ends_a_command_as_other_signals_do(is_launched: bool)
         stdout=its,
         stderr=its,
         start_new_session=True,
-        preexec_fn=None if is_launched else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=prepare,
         env=environment(),
     )
     os.close(its)
