@@ -23,8 +23,8 @@ CAUSES = {
     signal.SIGBUS: "/dev/shm is probably full: enlarge it (docker run --shm-size), or lower data.prefetch_gb.",
 }
 """Signal that killed a worker → its probable cause, with a remedy."""
-LOOK = "If it printed an error above, fix the cause, then run the same command again to resume."
-"""Advice for other causes."""
+OTHER_CAUSES = "If it printed an error above, fix the cause, then run the same command again to resume."
+"""Advice for a worker that died for any other reason."""
 
 
 class LoadFailure(str):
@@ -103,11 +103,11 @@ class LoaderWorkers:
     def _explain_death(process: ForkProcess) -> str:
         process.join(JOIN_SECONDS)
         if process.exitcode is None:
-            return f"A loader worker closed its connection unexpectedly. {LOOK}"
+            return f"A loader worker closed its connection unexpectedly. {OTHER_CAUSES}"
         if process.exitcode >= 0:
-            return f"A loader worker exited unexpectedly with code {process.exitcode}. {LOOK}"
+            return f"A loader worker exited unexpectedly with code {process.exitcode}. {OTHER_CAUSES}"
         killer = signal.Signals(-process.exitcode)
-        return f"A loader worker was killed by {killer.name}. {CAUSES.get(killer, LOOK)}"
+        return f"A loader worker was killed by {killer.name}. {CAUSES.get(killer, OTHER_CAUSES)}"
 
 
 def run_worker(batches: Batches, connection: Connection, inherited: Sequence[Connection]) -> None:

@@ -128,8 +128,8 @@ def write_pipeline(run_dir: Place, options: ExportConfig) -> Path:
     """Write a checkpoint as a pipeline folder or a single file, which is never incomplete, and return its path.
 
     Raises:
-        RequestError: there is no such checkpoint, an encoder is not the model that encoded the latents, or a single
-            file was requested, but user interfaces could not generate the right images from it.
+        RequestError: the checkpoint does not exist, an encoder differs from the one that encoded the latents, or user
+            interfaces could not generate the right images from the requested single file.
         WorkError: the checkpoint is damaged, or was removed during the export.
     """
     if isinstance(run_dir, str):

@@ -238,9 +238,7 @@ def test_a_checkpoint_that_stays_incomplete_does_not_keep_the_watcher_running(
 
     monkeypatch.setattr("time.sleep", sleep_until_deadline)
     monkeypatch.setattr(follow, "MAX_OUTAGE_SECONDS", 0.5)
-    began = time.monotonic()
     assert watch(run_dir, words) == 1
-    assert time.monotonic() - began >= 0.5  # the run may still be being copied
     printed = capsys.readouterr()
     assert "(step 2: the checkpoint is incomplete: its state.json is damaged, or" in " ".join(printed.err.split())
     assert printed.out.count("is incomplete; it is skipped") == 1 and evaluated == [4, 6]

@@ -58,7 +58,7 @@ def test_stage_1_sees_the_same_image(name: str) -> None:
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF"])  # Pillow itself rotates TIFFs
 @pytest.mark.parametrize("orientation", TURNS)
 def test_stage_1_blurs_the_same_boxes(orientation: int, format: str) -> None:
-    """In the upright image and in the image as stored, because boxes may refer to either."""
+    """Boxes may refer to the upright image or to the image as stored, so both places are blurred."""
     stripes = Image.fromarray(np.indices((64, 64, 3)).sum(axis=0).astype(np.uint8) // 4 % 2 * 255)
     original = rotated(stripes, orientation, format)
     shrunk, *_ = shrink(io.BytesIO(original), max_side=200, quality=95)

@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pyt
 
 
 def test_errors_of_an_open_file_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message of the system itself is only `[Errno 5] Input/output error`."""
+    """The system's own message, `[Errno 5] Input/output error`, names no file."""
     unreadable = Path("/proc/self/mem")  # its first page is never mapped, so reading it fails with EIO
     for read in (
         lambda: sha256_file(unreadable),

@@ -107,7 +107,7 @@ def test_an_empty_folder_is_removed_but_a_link_to_one_stays(tmp_path: Path) -> N
 
 
 def test_folders_are_removed_after_their_subfolders(tmp_path: Path) -> None:
-    """Otherwise `clean` would leave empty folders of attempts behind."""
+    """If parents came first, `clean` would leave empty folders of attempts behind."""
     store = LocalStore(tmp_path)
     names = [f"{number}/64x64/{'/'.join('abc'[:depth])}/file" for number in range(8) for depth in range(4)]
     for name in names:

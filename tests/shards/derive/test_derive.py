@@ -171,7 +171,7 @@ def test_a_damaged_part_gets_no_new_receipt(latents: Path, root: Path, tmp_path:
 def test_a_temporary_folder_without_locks_is_named(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the workers would fail to start, as if the machine had run out of memory."""
+    """Workers that cannot start would be reported as if the machine had run out of memory."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -243,7 +243,7 @@ def test_a_refused_launch_changes_nothing(
 def test_a_store_that_ignores_create_if_absent_is_refused(
     latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise two launches could both believe that they hold the run."""
+    """On such a store, two launches could both believe that they hold the run."""
 
     def overwrite(store: RemoteStore, name: str, data: bytes) -> bool:
         store.write(name, data)

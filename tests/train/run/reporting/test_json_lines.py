@@ -26,7 +26,7 @@ def test_damaged_lines_are_skipped_and_reported(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_large_file_is_continued_without_reading_all_of_it_into_memory(tmp_path: Path) -> None:
-    """With `log.samples` and a large batch, the keys of a long run take gigabytes."""
+    """`log.samples` writes the keys of every batch, which add up to gigabytes in a long run."""
     path, keys = tmp_path / "samples.jsonl", [f"{number:09d}" for number in range(2000)]
     with path.open("w") as file:
         file.writelines(json.dumps({"step": step, "keys": keys}) + "\n" for step in range(1, 201))
