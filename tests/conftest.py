@@ -61,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     have no terminal. With workers, the main process runs no tests, so it starts them without importing torch first."""
     is_worker = hasattr(config, "workerinput")
     if is_worker or not config.getoption("numprocesses", None):
+        gc.disable()  # until pytest_collection_finish: a quarter of the time of importing would go into it
         config.pluginmanager.import_plugin(FIXTURES)
     if not is_worker:
         config.pluginmanager.register(NamesFailuresAtOnce(config.pluginmanager.getplugin("terminalreporter")))
@@ -76,6 +77,7 @@ def pytest_collection_finish() -> None:
     """Exempt all imported modules from garbage collection, which would go through them again and again, and prepare
     the processes that tests start."""
     gc.freeze()
+    gc.enable()
     if ranks := sys.modules.get("tests.ranks"):
         ranks.fork_server()
 
