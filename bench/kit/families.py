@@ -6,10 +6,11 @@ from pathlib import Path
 import yaml
 
 from bench.kit.roots import encoding_record
-from plan.arithmetic.work import build_towers, count_work
+from plan.arithmetic.counted import cached_work
+from plan.arithmetic.work import build_towers
 from plan.config import Plan
 from plan.measured import Rates
-from plan.report import Inputs, phase_row
+from plan.report import Inputs, phase_row, stored_texts
 from shards.base.config import load_config
 from shards.format.encoding import EncodingRecord
 from shards.format.towers import TextTower
@@ -26,28 +27,39 @@ class Family:
     """A family in its first phase, whose samples are the smallest and read the fastest."""
 
     name: str
+    plan: Plan
+    """The family's plan, on H200s."""
     encoding: EncodingRecord
-    bucket: str
-    num_tokens: int
-    """Number of tokens of a trimmed caption."""
-    node_rate: float
-    """Samples per second that the planner expects from a node."""
+
+    @property
+    def bucket(self) -> str:
+        """The bucket of the first phase."""
+        return self.plan.phase1.bucket
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of a trimmed caption."""
+        return round(self.plan.text.tokens)
+
+    @property
+    def node_rate(self) -> float:
+        """Samples per second that the planner expects from a node. The first call counts FLOPs, which takes seconds."""
+        work = cached_work(self.plan.networks, [self.bucket])
+        inputs = Inputs(self.plan, work, Rates({}, []))
+        return phase_row(inputs, self.plan.phase1, GPUS_OF_A_NODE, online=False).images_per_second
 
 
 def read_family(name: str) -> Family:
     """Describe a family according to configs/NAME/plan.yaml, on H200s."""
     plan = load_config(Plan, CONFIGS / name / "plan.yaml", ["--gpu.kind", "H200"], "plan")
-    phase, work = plan.phase1, count_work(plan.networks, [plan.phase1.bucket])
-    inputs = Inputs(plan, work, Rates({}, []))
-    posterior = plan.data.posterior if work.has_posterior else "deterministic"
-    _, image, _ = build_towers(plan.networks)
-    image = image.model_copy(update={"storage": plan.image.storage, "posterior": posterior})
+    _, image, encoders = build_towers(plan.networks)
+    image = image.model_copy(update={"storage": plan.image.storage})
+    if image.posterior != "deterministic":
+        image = image.model_copy(update={"posterior": plan.data.posterior})
     # not as a PrecomputeConfig, whose module imports Ray, which the GPU check does without
-    encoders = yaml.safe_load((CONFIGS / name / "precompute.yaml").read_text()).get("texts", {})
+    configured = yaml.safe_load((CONFIGS / name / "precompute.yaml").read_text()).get("texts", {})
     texts = {}
-    for tower, stored in zip(work.texts, inputs.texts, strict=True):
-        recorded = {name: value for name, value in encoders.get(tower, {}).items() if name in AS_ENCODED}
+    for tower, stored in stored_texts(plan, {tower: record for tower, (_, record) in encoders.items()}).items():
+        recorded = {field: value for field, value in configured.get(tower, {}).items() if field in AS_ENCODED}
         texts[tower] = TextTower.model_validate(stored.model_dump() | recorded)
-    encoding = encoding_record(1, 1).model_copy(update={"image": image, "texts": texts})
-    rate = phase_row(inputs, phase, GPUS_OF_A_NODE, online=False).images_per_second
-    return Family(name, encoding, phase.bucket, round(plan.text.tokens), rate)
+    return Family(name, plan, encoding_record(1, 1).model_copy(update={"image": image, "texts": texts}))

@@ -10,17 +10,15 @@ from collections.abc import Generator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import psutil
 import pytest
 import torch
 
 import bench.gpu_check.__main__ as gpu_check
-from bench.gpu_check import families, speed
+from bench.gpu_check import speed
 from bench.gpu_check.correctness import apart
 from bench.gpu_check.families import FamilyPhase
 from bench.gpu_check.findings import Findings, Parts
@@ -60,12 +58,10 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Parts:
     compile_with = torch.compile
     use_no_compiler()
     try:
-        # `read_family` counts the FLOPs of full-size networks
-        with patch.object(families, "read_family", cache(families.read_family)):
-            for name in QUICK:
-                path = folder / f"{name}.json"
-                PARTS[name].run(SETUP, Findings(path))
-                found[name] = {**json.loads(path.read_text()), "outcome": "done", "seconds": 1.0}
+        for name in QUICK:
+            path = folder / f"{name}.json"
+            PARTS[name].run(SETUP, Findings(path))
+            found[name] = {**json.loads(path.read_text()), "outcome": "done", "seconds": 1.0}
     finally:
         torch.compile = compile_with
     return found
