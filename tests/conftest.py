@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     have no terminal. With workers, the main process runs no tests, so it starts them without importing torch first."""
     is_worker = hasattr(config, "workerinput")
     if is_worker or not config.getoption("numprocesses", None):
-        gc.disable()  # until pytest_collection_finish: otherwise it takes a fifth of the time of imports
+        gc.disable()  # until all tests are collected: garbage collection would take a fifth of that time
         config.pluginmanager.import_plugin(FIXTURES)
     if not is_worker:
         config.pluginmanager.register(NamesFailuresAtOnce(config.pluginmanager.getplugin("terminalreporter")))
@@ -74,8 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt all imported modules from garbage collection, which would go through them again and again, and prepare
-    the processes that tests start."""
+    """Enable garbage collection again, but exempt all imported modules, through which it would go again and again, and
+    prepare the processes that tests start."""
     gc.freeze()
     gc.enable()
     if ranks := sys.modules.get("tests.ranks"):

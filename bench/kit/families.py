@@ -1,6 +1,7 @@
 """Sample sizes of the model families, and the rates at which a node of H200s would read them, from their plans."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import yaml
@@ -28,12 +29,12 @@ class Family:
 
     name: str
     plan: Plan
-    """The family's plan, on H200s."""
+    """Plan of both phases on H200s."""
     encoding: EncodingRecord
 
     @property
     def bucket(self) -> str:
-        """The bucket of the first phase."""
+        """Bucket of the first phase."""
         return self.plan.phase1.bucket
 
     @property
@@ -41,9 +42,10 @@ class Family:
         """Number of tokens of a trimmed caption."""
         return round(self.plan.text.tokens)
 
-    @property
+    @cached_property
     def node_rate(self) -> float:
-        """Samples per second that the planner expects from a node. The first call counts FLOPs, which takes seconds."""
+        """Samples per second that the planner expects from a node. Counting the FLOPs takes seconds, unless a plan has
+        counted them before."""
         work = cached_work(self.plan.networks, [self.bucket])
         inputs = Inputs(self.plan, work, Rates({}, []))
         return phase_row(inputs, self.plan.phase1, GPUS_OF_A_NODE, online=False).images_per_second
@@ -53,13 +55,13 @@ def read_family(name: str) -> Family:
     """Describe a family according to configs/NAME/plan.yaml, on H200s."""
     plan = load_config(Plan, CONFIGS / name / "plan.yaml", ["--gpu.kind", "H200"], "plan")
     _, image, encoders = build_towers(plan.networks)
-    image = image.model_copy(update={"storage": plan.image.storage})
-    if image.posterior != "deterministic":
-        image = image.model_copy(update={"posterior": plan.data.posterior})
+    posterior = "deterministic" if image.posterior == "deterministic" else plan.data.posterior
+    image = image.model_copy(update={"storage": plan.image.storage, "posterior": posterior})
     # not as a PrecomputeConfig, whose module imports Ray, which the GPU check does without
     configured = yaml.safe_load((CONFIGS / name / "precompute.yaml").read_text()).get("texts", {})
+    stored_towers = stored_texts(plan, {name: record for name, (_, record) in encoders.items()})
     texts = {}
-    for tower, stored in stored_texts(plan, {tower: record for tower, (_, record) in encoders.items()}).items():
+    for tower, stored in stored_towers.items():
         recorded = {field: value for field, value in configured.get(tower, {}).items() if field in AS_ENCODED}
         texts[tower] = TextTower.model_validate(stored.model_dump() | recorded)
     return Family(name, plan, encoding_record(1, 1).model_copy(update={"image": image, "texts": texts}))
