@@ -4,20 +4,39 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 from scipy import stats
 
 from bench.kit.common import table
-from bench.recipe import SIDES, training_flops
 from evaluation.metrics.intervals import share_interval, wilson
+
+TEXT_LENGTH = 24
+"""Tokens of a caption."""
+SIDES = {1: 8, 2: 16}
+"""Phase → side length of its latents."""
 
 
 def share(right: float, samples: int) -> str:
     """Describe a share of images with its 95 % Wilson interval."""
     low, high = wilson(right, samples, stats.norm.ppf(0.975))
     return f"{right:.1%} ({low:.0%} to {high:.0%})"
+
+
+def training_flops(network: Mapping[str, Any], side: int) -> int:
+    """Return the FLOPs per image of a training step on latents of `side` x `side`."""
+    import torch
+    from diffusers import UNet2DConditionModel
+
+    from train.model import flops
+
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(network)
+        text = torch.empty(1, TEXT_LENGTH, unet.config.cross_attention_dim)
+        inputs = torch.empty(1, 4, side, side), torch.empty(1), text
+        return flops.training_flops(lambda: unet(*inputs))
 
 
 def training(folder: Path) -> tuple[float, float]:

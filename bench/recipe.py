@@ -1,15 +1,17 @@
 """Compare training recipes for the demo: `python -m bench.recipe`.
 
-Each trial trains both phases of the demo from scratch with one change to the demo's configs, at an equal number of
-FLOPs, and judges images of combinations that are in no training image. A choice and the demo's recipe are compared seed
-by seed. Early in training the shapes follow the prompt hardly better than by chance, so the loss in the last quarter of
-phase 2 is compared, too. The results are kept in a file, so the same command continues an interrupted sweep.
+Each trial trains both phases of the demo from scratch with one change to the demo's configs, and judges images of
+combinations that are in no training image. A choice and the demo's recipe are compared seed by seed: in quality, in the
+loss in the last quarter of phase 2, and in the CPU time of training. FLOPs say little about the time, because a step of
+such a small network mostly consists of small operations. The results are kept in a file, so the same command continues
+an interrupted sweep.
 """
 
 import argparse
 import hashlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -28,18 +30,14 @@ PICTURES = {"held_out": 192, "seen": 96}
 """Number of images judged for each list of combinations."""
 PROMPT_SEED, SAMPLING_BATCH = 11, 32
 """Seed of the prompts, which differ from the demo's, and number of images sampled at once."""
-TEXT_LENGTH = 24
-"""Tokens of a caption."""
-SIDES = {1: 8, 2: 16}
-"""Phase → side length of its latents."""
+PHASES = (1, 2)
 
 Recipe = Mapping[str, Any]
 """Name → value. `unet.NAME` is a field of the network's config, `phase1.NAME` and `phase2.NAME` are fields of that
-phase's config, and other names with a dot are fields of both. `share` is phase 1's share of the FLOPs, `warmup` and
-`ema_start` are fractions of a phase's steps, and `guidance` and `steps` are settings of the sampler. All other settings
-are the demo's."""
+phase's config, and other names with a dot are fields of both. `warmup` and `ema_start` are fractions of a phase's
+steps, and `guidance` and `steps` are settings of the sampler. All other settings are the demo's."""
 
-BASE: Recipe = {"share": 0.35, "warmup": 0.05, "ema_start": 0.5, "guidance": 3.0, "steps": 10}
+BASE: Recipe = {"warmup": 0.05, "ema_start": 0.5, "guidance": 3.0, "steps": 10}
 V_PREDICTION: Recipe = {
     "objective.prediction": "v_prediction",
     "objective.timestep_sampling": "uniform",
@@ -53,32 +51,37 @@ CHOICES: dict[str, Recipe] = {
     "timesteps shifted by 4": {"objective.shift.factor": 4.0},
     "batches of 64 and 32": {"phase1.global_batch_size": 64, "phase2.global_batch_size": 32},
     "batches of 32 and 16": {"phase1.global_batch_size": 32, "phase2.global_batch_size": 16},
-    "a fifth of the FLOPs in phase 1": {"share": 0.2},
-    "half of the FLOPs in phase 1": {"share": 0.5},
-    "no attention at full resolution": {
-        "unet.down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"]
+    "a quarter fewer steps": {"phase1.max_steps": 1350, "phase2.max_steps": 750},
+    "attention only at full resolution": {
+        "unet.down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "unet.up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
     },
-    "attention at full resolution on the way up, too": {"unet.up_block_types": ["CrossAttnUpBlock2D"] * 3},
-    "four heads": {"unet.attention_head_dim": 4},
-    "two levels": {
-        "unet.block_out_channels": [48, 96],
-        "unet.down_block_types": ["CrossAttnDownBlock2D"] * 2,
+    "attention only at half the resolution": {
+        "unet.down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
         "unet.up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
     },
-    "four levels": {
-        "unet.block_out_channels": [32, 64, 96, 128],
-        "unet.down_block_types": ["CrossAttnDownBlock2D"] * 4,
-        "unet.up_block_types": ["CrossAttnUpBlock2D"] * 3 + ["UpBlock2D"],
+    "attention in the middle block, too": {"unet.mid_block_type": "UNetMidBlock2DCrossAttn"},
+    "four heads": {"unet.attention_head_dim": 4},
+    "one level": {
+        "unet.block_out_channels": [64],
+        "unet.down_block_types": ["CrossAttnDownBlock2D"],
+        "unet.up_block_types": ["CrossAttnUpBlock2D"],
     },
-    "half the width": {"unet.block_out_channels": [16, 32, 48]},
-    "twice the width": {"unet.block_out_channels": [64, 128, 192]},
+    "three levels of 32, 64 and 96 channels": {
+        "unet.block_out_channels": [32, 64, 96],
+        "unet.down_block_types": ["CrossAttnDownBlock2D"] * 3,
+        "unet.mid_block_type": "UNetMidBlock2DCrossAttn",
+        "unet.up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    },
+    "two thirds of the width": {"unet.block_out_channels": [32, 48]},
+    "twice the width": {"unet.block_out_channels": [96, 128]},
     "two layers per block": {"unet.layers_per_block": 2},
     "captions pooled into the timestep embedding": {
         "unet.addition_embed_type": "text",
         "unet.addition_embed_type_num_heads": 4,
     },
     "scale and shift from the timestep": {"unet.resnet_time_scale_shift": "scale_shift"},
-    "half the caption dropout": {"objective.caption_dropout": 0.05},
+    "twice the caption dropout": {"objective.caption_dropout": 0.1},
     "ten times as wide an EMA": {"ema.decay": 0.999},
     "twice the learning rate": {"phase1.optimizer.lr": 4e-3, "phase2.optimizer.lr": 2e-3},
     "half the learning rate": {"phase1.optimizer.lr": 1e-3, "phase2.optimizer.lr": 5e-4},
@@ -91,22 +94,8 @@ def network_of(recipe: Recipe) -> dict[str, Any]:
     return json.loads(UNET.read_text()) | changes
 
 
-def training_flops(network: Mapping[str, Any], side: int) -> int:
-    """Return the FLOPs per image of a training step on latents of `side` x `side`."""
-    import torch
-    from diffusers import UNet2DConditionModel
-
-    from train.model import flops
-
-    with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(network)
-        text = torch.empty(1, TEXT_LENGTH, unet.config.cross_attention_dim)
-        inputs = torch.empty(1, 4, side, side), torch.empty(1), text
-        return flops.training_flops(lambda: unet(*inputs))
-
-
-def phase_settings(recipe: Recipe, phase: int, seed: int, tflop: float) -> dict[str, Any]:
-    """Return the fields of a phase's config that differ from the file's, with as many steps as its FLOPs allow."""
+def phase_settings(recipe: Recipe, phase: int, seed: int, share: float) -> dict[str, Any]:
+    """Return the fields of a phase's config that differ from the file's, with a share of the steps."""
     from shards.base.config import load_config
     from train.config import TrainConfig
 
@@ -114,9 +103,7 @@ def phase_settings(recipe: Recipe, phase: int, seed: int, tflop: float) -> dict[
     fields = {name: value for name, value in recipe.items() if "." in name and not name.startswith(("unet.", "phase"))}
     fields |= {name.removeprefix(own): value for name, value in recipe.items() if name.startswith(own)}
     config = load_config(TrainConfig, CONFIGS / f"phase{phase}.yaml", [], "bench.recipe")
-    batch = fields.get("global_batch_size", config.global_batch_size)
-    share = recipe["share"] if phase == 1 else 1 - recipe["share"]
-    steps = round(tflop * 1e12 * share / training_flops(network_of(recipe), SIDES[phase]) / batch)
+    steps = round(share * fields.get("max_steps", config.max_steps))
     return fields | {
         "max_steps": steps,
         "seed": 2 * seed + phase - 1,
@@ -128,25 +115,27 @@ def phase_settings(recipe: Recipe, phase: int, seed: int, tflop: float) -> dict[
     }
 
 
-def run_trial(recipe: Recipe, seed: int, tflop: float, root: Path, folder: Path) -> dict[str, Any]:
+def run_trial(recipe: Recipe, seed: int, share: float, root: Path, folder: Path) -> dict[str, Any]:
     """Train both phases in `folder`, sample, and return the shares of images that follow their prompt."""
     network = folder / "unet.json"
     network.write_text(json.dumps(network_of(recipe)))
-    steps, losses = {}, {}
-    for phase in SIDES:
+    seconds, losses = {}, {}
+    for phase in PHASES:
         run = folder / f"phase{phase}"
-        settings = phase_settings(recipe, phase, seed, tflop)
+        settings = phase_settings(recipe, phase, seed, share)
         command = [sys.executable, "-m", "train", "--config", str(CONFIGS / f"phase{phase}.yaml")]
         settings |= {"run_dir": run, "data.root": root, "backbone.config": network}
         if phase == 2:
             settings["init_from"] = folder / "phase1"
         for name, value in settings.items():
             command += [f"--{name}", value if isinstance(value, str) else json.dumps(value, default=str).strip('"')]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        steps[f"phase{phase}"] = settings["max_steps"]
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds[f"phase{phase}"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses[f"phase{phase}"] = float(np.mean([line["loss"] for line in lines[-len(lines) // 4 :]]))
-    return {"steps": steps, "loss": losses} | judge_run(folder / "phase2", recipe)
+    return {"seconds": seconds, "loss": losses} | judge_run(folder / "phase2", recipe)
 
 
 def judge_run(run: Path, recipe: Recipe) -> dict[str, dict[str, float]]:
@@ -181,13 +170,13 @@ def judge_run(run: Path, recipe: Recipe) -> dict[str, dict[str, float]]:
 
 def demo_id() -> str:
     """Return a hash of the demo's files, on which all trials depend."""
-    files = [UNET, *(CONFIGS / f"phase{phase}.yaml" for phase in SIDES)]
+    files = [UNET, *(CONFIGS / f"phase{phase}.yaml" for phase in PHASES)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
-def results_table(rows: list[dict[str, Any]], tflop: float) -> str:
+def results_table(rows: list[dict[str, Any]], share: float) -> str:
     """Return a Markdown table of all choices that have results with the demo's present files."""
-    by = {_key(row["recipe"], row["seed"]): row for row in rows if (row["tflop"], row["demo"]) == (tflop, demo_id())}
+    by = {_key(row["recipe"], row["seed"]): row for row in rows if (row["share"], row["demo"]) == (share, demo_id())}
     seeds = sorted({row["seed"] for row in by.values()})
     lines = []
     for name, changes in {"the demo": {}, **CHOICES}.items():
@@ -198,6 +187,7 @@ def results_table(rows: list[dict[str, Any]], tflop: float) -> str:
         points = [100 * (trials[seed]["held_out"]["both"] - row["held_out"]["both"]) for seed, row in base.items()]
         # with another objective, a loss means something else
         comparable = not any(field.startswith("objective.") for field in changes)
+        times = [sum(trials[seed]["seconds"].values()) / sum(row["seconds"].values()) for seed, row in base.items()]
         losses = [trials[seed]["loss"]["phase2"] - row["loss"]["phase2"] for seed, row in base.items() if comparable]
         shares = (np.mean([row["held_out"][what] for row in trials.values()]) for what in ("colour", "shape"))
         lines.append(
@@ -205,9 +195,11 @@ def results_table(rows: list[dict[str, Any]], tflop: float) -> str:
                 *(name, len(trials), *(f"{share:.1%}" for share in shares)),
                 mean_and_interval(points, "+.1f") if points else "",
                 mean_and_interval(losses, "+.3f") if losses else "",
+                mean_and_interval(times, ".2f") if times else "",
             ]
         )
-    return table(["choice", "seeds", "colour", "shape", "both, change in points", "change in loss"], lines)
+    columns = ["choice", "seeds", "colour", "shape", "both, change in points", "change in loss", "CPU time, ratio"]
+    return table(columns, lines)
 
 
 def _key(recipe: Recipe, seed: int) -> tuple[str, int]:
@@ -219,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.recipe", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="CHOICE", help="default: all choices")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--tflop", type=float, default=10.0, help="training FLOPs of a trial, in units of 10^12")
+    parser.add_argument("--share", type=float, default=0.7, help="steps of a trial, as a fraction of the config's")
     parser.add_argument("--processes", type=int, default=2, help="trials at once, each on one core")
     parser.add_argument("--root", type=Path, default=Path("runs/demo/latents"), help="latents root of a `make demo`")
     parser.add_argument("--folder", type=Path, default=Path("runs/recipe"), help="for results and running trials")
@@ -235,13 +227,13 @@ def main() -> None:
     results.touch()
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     chosen = {name: CHOICES[name] for name in options.names} if options.names else CHOICES
-    done = [row for row in rows if (row["tflop"], row["demo"]) == (options.tflop, demo_id())]
+    done = [row for row in rows if (row["share"], row["demo"]) == (options.share, demo_id())]
     known = {_key(row["recipe"], row["seed"]) for row in done}
 
     def trial(name: str, recipe: Recipe, seed: int) -> None:
         folder = options.folder / f"{name.replace(' ', '-')}.{seed}.{os.getpid()}"
         folder.mkdir()
-        request = {"recipe": recipe, "seed": seed, "tflop": options.tflop}
+        request = {"recipe": recipe, "seed": seed, "share": options.share}
         request |= {"root": str(options.root.absolute()), "folder": str(folder)}
         command = [sys.executable, "-m", "bench.recipe", "--trial", json.dumps(request)]
         with (folder / "errors").open("w") as errors:
@@ -249,7 +241,7 @@ def main() -> None:
         if code:
             print(f"{name}, seed {seed}, failed: see {folder}/errors", flush=True)
             return
-        row = {"choice": name, "recipe": recipe, "seed": seed, "tflop": options.tflop, "demo": demo_id()}
+        row = {"choice": name, "recipe": recipe, "seed": seed, "share": options.share, "demo": demo_id()}
         row |= json.loads((folder / "result.json").read_text())
         with results.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -263,7 +255,7 @@ def main() -> None:
                 recipe = {**BASE, **changes}
                 if _key(recipe, seed) not in known:
                     pool.submit(trial, name, recipe, seed)
-    print(results_table(rows, options.tflop))
+    print(results_table(rows, options.share))
 
 
 if __name__ == "__main__":

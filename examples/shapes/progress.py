@@ -27,7 +27,7 @@ class Step:
     name: str
     title: str
     seconds: float
-    """Expected duration on two cores with AVX-512. Only the ratios of the steps' durations matter."""
+    """Expected duration on two cores. Only the ratios of the steps' durations matter."""
     kind: Literal["data", "training"]
     """Steps of the same kind are about equally fast or slow on a machine."""
     work: Callable[[], object]
