@@ -37,7 +37,7 @@ Recipe = Mapping[str, Any]
 phase's config, and other names with a dot are fields of both. `warmup` and `ema_start` are fractions of a phase's
 steps, and `guidance` and `steps` are settings of the sampler. All other settings are the demo's."""
 
-BASE: Recipe = {"warmup": 0.05, "ema_start": 0.5, "guidance": 3.0, "steps": 10}
+BASE: Recipe = {"warmup": 0.05, "ema_start": 0.5, "guidance": 3.0, "steps": 6}
 V_PREDICTION: Recipe = {
     "objective.prediction": "v_prediction",
     "objective.timestep_sampling": "uniform",

@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "precompute": ("shards", "cluster"),
     "train": ("shards",),
     "plan": ("shards", "train"),
-    "evaluation": ("shards", "cluster", "precompute"),
+    "evaluation": ("shards", "cluster", "precompute", "train"),
     "examples": ("shards", "cluster", "precompute", "train", "evaluation"),
     "bench": ("shards", "cluster", "precompute", "train", "plan", "evaluation", "examples"),
 }

@@ -1,6 +1,6 @@
 """The model to sample, provided as a diffusers pipeline folder that all workers can read.
 
-A run's checkpoint is exported completely by `python -m train export` before the first image is drawn. The run is not
+A run's checkpoint is exported, as by `python -m train export`, before the first image is drawn. The run is not
 read afterwards, so the trainer may prune the checkpoint. Existing exports and pipelines from the hub are used in place.
 """
 
@@ -8,9 +8,6 @@ import hashlib
 import importlib.util
 import json
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -19,9 +16,8 @@ from typing import Literal
 
 from evaluation.parts import read_sealed
 from shards.base.durable import canonical_json, sealed_json, sha256_file
-from shards.base.errors import INTERRUPTED, Preempted, RequestError, WorkError, is_storage_error
+from shards.base.errors import Outage, RequestError, WorkError, is_storage_error
 from shards.base.scratch import private_folder
-from shards.base.stop import STOP_SIGNALS
 from shards.base.store import Store, absolute_place, parse_place
 from shards.format.models import PIPELINE_INDEX as INDEX
 from shards.format.models import model_folder
@@ -99,10 +95,10 @@ def prepare_model(
     """Make a model available to all workers: export a run's checkpoint to `output`, or check an existing pipeline.
 
     Raises:
-        Preempted: a stop signal ended the export.
         RequestError: the model does not exist, its folder contains untrusted code, or `output` contains samples from
             a different model.
-        WorkError: the checkpoint is damaged, or was removed while it was being read, or the export was killed.
+        WorkError: the checkpoint is damaged, or was removed while it was being read.
+        Outage: storage failed during the export.
     """
     found = Model(**record) if (record := read_sealed(output, RECORD)) else None
     place = parse_place(name)
@@ -145,24 +141,21 @@ def _has_moved(found: Model, name: str) -> bool:
 
 
 def _export(name: str, step: int, weights: Weights, output: Store, found: Model | None) -> Model:
-    """Export a checkpoint in a separate process, and store it in `output` unless `found` is a different model."""
+    """Export a checkpoint, and store it in `output` unless `found` is a different model."""
+    from train.export.pipeline import ExportConfig, write_pipeline  # takes seconds, and most models are not runs
+
     with private_folder() as scratch:
         target = scratch / EXPORTED
-        words = ["export", name, "--step", str(step), "--weights", weights, "--output", str(target)]
-        result = subprocess.run([sys.executable, "-m", "train", *words], capture_output=True, text=True)
-        if result.returncode in {INTERRUPTED, *(-number for number in STOP_SIGNALS)}:  # Ctrl-C reaches both processes
-            raise Preempted(f"A stop signal ended the export of step {step} in {name}. Run the same command again.")
-        if result.returncode == -signal.SIGKILL:
-            raise WorkError(
-                f"The export of step {step} in {name} was killed by SIGKILL, perhaps because the machine ran out of "
-                f"memory. Free memory, and run the same command again."
-            )
-        if result.returncode:
-            reason = " ".join(result.stderr.split()).rpartition("error: ")[2]
+        try:
+            write_pipeline(parse_place(name), ExportConfig(step=step, weights=weights, output=target))
+        except Outage:
+            raise
+        except (RequestError, WorkError, OSError) as error:
+            reason = f"{str(error).removesuffix('.')}."
             raise WorkError(
                 f"The checkpoint at step {step} in {name} cannot be exported, so it cannot be sampled: {reason} Other "
                 f"checkpoints may be intact."
-            )
+            ) from error
         model = Model(name, step, weights, hash_pipeline(target))
         if found is not None and found != replace(model, name=found.name):
             return model

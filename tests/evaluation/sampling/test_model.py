@@ -5,7 +5,6 @@ import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,19 +14,20 @@ from shards.base.scratch import private_folder
 from shards.base.store import LocalStore
 from tests.forks import fork, wait_for
 from tests.runs import wait_until
+from train.export.pipeline import ExportConfig
 
 
 def export_until_killed(run: Path, output: Path, ready: Path) -> None:
     """Export a checkpoint, and wait once the export is in a temporary folder."""
 
-    def write_and_wait(command: list[str], **_: Any) -> None:
-        target = Path(command[command.index("--output") + 1])
-        target.mkdir()
-        write_atomically(ready, str(target).encode())
+    def write_and_wait(run: Path, options: ExportConfig) -> None:
+        assert options.output is not None
+        options.output.mkdir()
+        write_atomically(ready, str(options.output).encode())
         time.sleep(600)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("evaluation.sampling.model.subprocess.run", write_and_wait)
+        patches.setattr("train.export.pipeline.write_pipeline", write_and_wait)
         prepare_model(str(run), None, "auto", LocalStore(output))
 
 

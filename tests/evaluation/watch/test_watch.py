@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,9 +28,9 @@ from shards.base.errors import Outage, RequestError, WorkError, exit_code_of
 from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.open import open_store
-from tests.evaluation.watch.watching import numbers, stay_here, train_here, watch, watcher, written
+from tests.evaluation.watch.watching import numbers, stay_here, watch, watcher, written
 from tests.train.run.reporting.offline import logged_rows, use_offline_wandb
-from train.export.pipeline import export
+from train.export.pipeline import ExportConfig, export, write_pipeline
 
 DRAW_AND_SCORE = "evaluation.commands.draw_and_score"
 STEPS = (2, 4, 6)
@@ -164,41 +163,16 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read(
 ) -> None:
     """The checkpoint is skipped, and the others are evaluated."""
 
-    def prune(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        if command[command.index("--step") + 1] == "4":
+    def prune(run: Path, options: ExportConfig) -> Path:
+        if options.step == 4:
             shutil.rmtree(run_dir / "checkpoints" / "step-00000004")
-        return train_here(command)
+        return write_pipeline(run, options)
 
-    monkeypatch.setattr("evaluation.sampling.model.subprocess.run", prune)
+    monkeypatch.setattr("train.export.pipeline.write_pipeline", prune)
     assert watch(run_dir, words, "--every", "4") == 0
     output = capsys.readouterr().out
     assert "The checkpoint at step 4 in" in output and "was removed while it was being read" in output
     assert [row["step"] for row in written(run_dir)] == [6, 6]
-
-
-@pytest.mark.parametrize(
-    ("code", "exit_code", "said"),
-    [
-        (-9, 1, "was killed by SIGKILL, perhaps because the machine ran out of memory"),
-        (130, 75, "A stop signal ended the export of step 2"),
-    ],
-)
-def test_the_checkpoint_is_not_blamed_if_its_export_is_killed_or_stopped(
-    run_dir: Path,
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    code: int,
-    exit_code: int,
-    said: str,
-) -> None:
-    def end(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, code, "", "error: Interrupted by Ctrl-C." if code == 130 else "")
-
-    monkeypatch.setattr("evaluation.sampling.model.subprocess.run", end)
-    assert watch(run_dir, words, "--once", "true") == exit_code
-    output = " ".join(capsys.readouterr().err.split())
-    assert said in output and "cannot be exported" not in output
 
 
 def test_incomplete_checkpoints_are_skipped_and_damaged_ones_reported(
