@@ -345,7 +345,7 @@ def test_a_model_that_is_deleted_while_its_hash_is_computed(
 def test_an_outage_does_not_end_a_watcher(
     run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It begins while the config is read, and continues for more evaluations than the number of attempts."""
+    """It begins while the config is read, and then lasts for as many exports as an evaluation may have attempts."""
     outages = [Outage(f"outage {number}") for number in range(2 + follow.MAX_ATTEMPTS)]
 
     def fail_first(function: Callable[..., Any], num_left: int) -> Callable[..., Any]:
@@ -356,7 +356,11 @@ def test_an_outage_does_not_end_a_watcher(
 
         return call
 
-    for name, num_left in (("evaluation.watch.follow.read_schedule", 1 + follow.MAX_ATTEMPTS), (DRAW_AND_SCORE, 0)):
+    for name, num_left in {
+        DRAW_AND_SCORE: follow.MAX_ATTEMPTS,
+        "evaluation.watch.follow.read_schedule": 1 + follow.MAX_ATTEMPTS,
+        "train.export.pipeline.write_pipeline": 0,
+    }.items():
         monkeypatch.setattr(name, fail_first(resolve_name(name), num_left))
     assert watch(run_dir, words, "--until", "2") == 0
     assert capsys.readouterr().err.count("The watcher tries again in 0.1 s.") == 2 + follow.MAX_ATTEMPTS
