@@ -70,7 +70,7 @@ class Demo:
             Step(
                 "precompute",
                 "stage 1: encode images and captions into latents",
-                40,
+                35,
                 "data",
                 self.precompute,
                 lambda: self.share("latents/commits/64x64/*.json"),
@@ -78,7 +78,7 @@ class Demo:
             Step(
                 "phase1",
                 "stage 2, phase 1: train at 64 px",
-                125,
+                150,
                 "training",
                 lambda: self.train(1),
                 lambda: self.share_of_phase(1),
@@ -86,7 +86,7 @@ class Demo:
             Step(
                 "phase2",
                 "stage 2, phase 2: train at 128 px",
-                105,
+                125,
                 "training",
                 lambda: self.train(2),
                 lambda: self.share_of_phase(2),
