@@ -142,7 +142,7 @@ def _has_moved(found: Model, name: str) -> bool:
 
 def _export(name: str, step: int, weights: Weights, output: Store, found: Model | None) -> Model:
     """Export a checkpoint, and store it in `output` unless `found` is a different model."""
-    from train.export.pipeline import ExportConfig, write_pipeline  # takes seconds, and most models are not runs
+    from train.export.pipeline import ExportConfig, write_pipeline  # imports diffusers, which takes seconds
 
     with private_folder() as scratch:
         target = scratch / EXPORTED
