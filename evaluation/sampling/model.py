@@ -18,6 +18,7 @@ from evaluation.parts import read_sealed
 from shards.base.durable import canonical_json, sealed_json, sha256_file
 from shards.base.errors import Outage, RequestError, WorkError, is_storage_error
 from shards.base.scratch import private_folder
+from shards.base.stop import exiting_on_stop_signal
 from shards.base.store import Store, absolute_place, parse_place
 from shards.format.models import PIPELINE_INDEX as INDEX
 from shards.format.models import model_folder
@@ -99,6 +100,7 @@ def prepare_model(
             a different model.
         WorkError: the checkpoint is damaged, or was removed while it was being read.
         Outage: storage failed during the export.
+        SystemExit: a stop signal arrived during the export.
     """
     found = Model(**record) if (record := read_sealed(output, RECORD)) else None
     place = parse_place(name)
@@ -144,7 +146,8 @@ def _export(name: str, step: int, weights: Weights, output: Store, found: Model 
     """Export a checkpoint, and store it in `output` unless `found` is a different model."""
     from train.export.pipeline import ExportConfig, write_pipeline  # imports diffusers, which takes seconds
 
-    with private_folder() as scratch:
+    stopped = f"A stop signal ended the export of step {step} in {name}. Run the same command again."
+    with private_folder() as scratch, exiting_on_stop_signal(stopped):
         target = scratch / EXPORTED
         try:
             write_pipeline(parse_place(name), ExportConfig(step=step, weights=weights, output=target))

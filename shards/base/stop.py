@@ -2,6 +2,8 @@
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar, NoReturn, Self
 
 from shards.base.errors import Preempted, discard_unread_output, say
@@ -66,6 +68,18 @@ def exit_on_stop_signal(message: str) -> None:
     for number in STOP_SIGNALS:
         if not is_ignored(number):
             signal.signal(number, exit_now)
+
+
+@contextmanager
+def exiting_on_stop_signal(message: str) -> Iterator[None]:
+    """Do the same, but only while the block runs, which does long work without looking at a flag."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    exit_on_stop_signal(message)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_ignored(number: signal.Signals) -> bool:

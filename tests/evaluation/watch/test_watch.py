@@ -25,7 +25,7 @@ from evaluation.watch import follow
 from evaluation.watch.tracker import images
 from shards.base.durable import read_sealed_json
 from shards.base.errors import Outage, RequestError, WorkError, exit_code_of
-from shards.base.stop import StopSignal
+from shards.base.stop import STOP_SIGNALS, StopSignal
 from shards.base.store import Store
 from shards.open import open_store
 from tests.evaluation.watch.watching import numbers, stay_here, watch, watcher, written
@@ -173,6 +173,32 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read(
     output = capsys.readouterr().out
     assert "The checkpoint at step 4 in" in output and "was removed while it was being read" in output
     assert [row["step"] for row in written(run_dir)] == [6, 6]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_ends_an_export(
+    run_dir: Path,
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    """A scheduler waits only for some seconds, and an export can take minutes. The handlers are restored, and the
+    checkpoint is not blamed."""
+
+    def stop_and_wait(run: Path, options: ExportConfig) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+        pytest.fail("the export continued")
+
+    monkeypatch.setattr("train.export.pipeline.write_pipeline", stop_and_wait)
+    before = [signal.getsignal(each) for each in STOP_SIGNALS]
+    with pytest.raises(SystemExit) as stopped:
+        watch(run_dir, words, "--once", "true")
+    assert stopped.value.code == 75
+    assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
+    said = " ".join(capsys.readouterr().err.split())
+    assert "error: A stop signal ended the export of step 2 in" in said and "cannot be exported" not in said
 
 
 def test_incomplete_checkpoints_are_skipped_and_damaged_ones_reported(
