@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Enable garbage collection again, and prepare the processes that tests start. Collections exempt all imported
-    modules, and are rarer than by default, because they would take a twentieth of the tests' time."""
+    modules and are rarer than by default, because they would take several per cent of the tests' time."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
     gc.enable()

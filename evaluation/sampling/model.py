@@ -146,7 +146,7 @@ def _export(name: str, step: int, weights: Weights, output: Store, found: Model 
     """Export a checkpoint, and store it in `output` unless `found` is a different model."""
     from train.export.pipeline import ExportConfig, write_pipeline  # imports diffusers, which takes seconds
 
-    stopped = f"A stop signal ended the export of step {step} in {name}. Run the same command again."
+    stopped = f"A stop signal ended the export of step {step} in {name}. Run the same command again to continue."
     with private_folder() as scratch, exiting_on_stop_signal(stopped):
         target = scratch / EXPORTED
         try:

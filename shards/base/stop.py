@@ -72,7 +72,8 @@ def exit_on_stop_signal(message: str) -> None:
 
 @contextmanager
 def exiting_on_stop_signal(message: str) -> Iterator[None]:
-    """Do the same, but only while the block runs, which does long work without looking at a flag."""
+    """Make the stop signals end the process, like `exit_on_stop_signal`, but only while the block runs. Use it around
+    long work that never looks at a flag."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     exit_on_stop_signal(message)
     try:
