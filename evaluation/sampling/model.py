@@ -154,6 +154,11 @@ def _export(name: str, step: int, weights: Weights, output: Store, found: Model 
         except Outage:
             raise
         except (RequestError, WorkError, OSError) as error:
+            if is_storage_error(error):
+                raise Outage(
+                    f"The checkpoint at step {step} in {name} could not be exported: {error}. Fix the storage and run "
+                    f"the same command again."
+                ) from error
             reason = f"{str(error).removesuffix('.')}."
             raise WorkError(
                 f"The checkpoint at step {step} in {name} cannot be exported, so it cannot be sampled: {reason} Other "

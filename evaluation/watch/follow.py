@@ -33,7 +33,8 @@ MAX_ATTEMPTS = 3
 """Maximum number of attempts to evaluate a checkpoint. The count restarts if the checkpoint's files are rewritten."""
 
 MAX_OUTAGE_SECONDS = 15 * 60.0
-"""Duration of an outage after which a watcher gives up."""
+"""Duration of an outage after which a watcher gives up. If the outage prevents only the evaluation of a checkpoint, the
+watcher gives up that checkpoint."""
 
 
 class FollowConfig(Config):
@@ -65,7 +66,10 @@ class WatchedCheckpoint:
     changed: float = 0.0
     """Time at which this version was first seen, by the monotonic clock."""
     attempts: int = 0
-    """Number of attempts to evaluate this version."""
+    """Number of attempts to evaluate this version. Those that an outage of less than MAX_OUTAGE_SECONDS ended do not
+    count."""
+    outage_began: float | None = None
+    """Time at which an outage first ended an attempt, by the monotonic clock; None if the last attempt had none."""
     failure: str | None = None
     """Error from the last attempt; None if that attempt succeeded or there was none."""
     is_done: bool = False
@@ -183,18 +187,24 @@ class Follower:
                 due.append(checkpoint := self._checkpoint(step))
                 if checkpoint.version != version:
                     checkpoint.version, checkpoint.changed, checkpoint.attempts = version, now, 0
+                    checkpoint.outage_began = None
 
         evaluated = [checkpoint for checkpoint in due if not checkpoint.is_done and self._has_receipt(checkpoint)]
         if evaluated:
             write_lines(self.output)
         for checkpoint in evaluated:
             self._finish(checkpoint)
-        is_complete_run = max(files, default=-1) >= last
+        is_complete_run, outage = max(files, default=-1) >= last, None
         for checkpoint in due:
             # until then, the run may still be being copied
             gives_up = is_complete_run and (self.config.once or now - checkpoint.changed >= MAX_OUTAGE_SECONDS)
-            if checkpoint.is_pending and not stop.received and self._evaluate(checkpoint, gives_up):
-                self._finish(checkpoint)
+            try:
+                if checkpoint.is_pending and not stop.received and self._evaluate(checkpoint, gives_up):
+                    self._finish(checkpoint)
+            except Outage as error:  # it may affect only this checkpoint, for example if its files were archived
+                outage = outage or error
+        if outage is not None:
+            raise outage
         return self.config.once or (is_complete_run and not any(checkpoint.is_pending for checkpoint in due))
 
     def _checkpoint(self, step: int) -> WatchedCheckpoint:
@@ -243,11 +253,14 @@ class Follower:
         except Preempted:
             raise
         except Outage as error:
-            if self.config.once or not error.is_transient:
+            checkpoint.outage_began = checkpoint.outage_began or time.monotonic()
+            has_lasted = time.monotonic() - checkpoint.outage_began >= MAX_OUTAGE_SECONDS
+            if self.config.once or not error.is_transient or has_lasted:
                 return self._is_evaluated_despite(error, checkpoint)
             checkpoint.attempts -= 1
             raise
         except (RequestError, WorkError) as error:
+            checkpoint.outage_began = None
             return self._is_evaluated_despite(error, checkpoint)
         return True
 

@@ -1,5 +1,6 @@
 """Following a run: each checkpoint is evaluated once, even if watchers compete, die or start late."""
 
+import errno
 import hashlib
 import json
 import os
@@ -405,6 +406,42 @@ def test_a_long_outage_ends_a_watcher(
     assert capsys.readouterr().err.count("no answer") == 2
     assert watch(alone, words, "--once", "true") == 1
     assert capsys.readouterr().err.count("no answer") == 1
+
+
+def test_a_checkpoint_that_stays_unreadable_does_not_delay_the_others(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For example, its files were moved to an archive from which they cannot be read."""
+    tried: list[int] = []
+
+    def export_others(place: Path, config: ExportConfig) -> None:
+        assert config.step is not None
+        tried.append(config.step)
+        if config.step == STEPS[0]:
+            raise Outage("archived")
+        write_pipeline(place, config)
+
+    monkeypatch.setattr("train.export.pipeline.write_pipeline", export_others)
+    monkeypatch.setattr(follow, "MAX_OUTAGE_SECONDS", 0.5)
+    assert watch(run_dir, words) == 1
+    assert "1 checkpoint in" in (printed := " ".join(capsys.readouterr().err.split()))
+    assert "could not be evaluated (step 2: archived)" in printed
+    assert tried[:3] == list(STEPS) and tried.count(STEPS[0]) >= 1 + follow.MAX_ATTEMPTS
+    assert [row["step"] for row in written(run_dir)] == [4, 4, 6, 6]
+
+
+def test_a_full_disk_during_an_export_is_an_outage(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill_disk(place: Path, config: ExportConfig) -> None:
+        monkeypatch.setattr("train.export.pipeline.write_pipeline", write_pipeline)
+        raise OSError(errno.ENOSPC, "No space left on device", str(config.output))
+
+    monkeypatch.setattr("train.export.pipeline.write_pipeline", fill_disk)
+    assert watch(run_dir, words, "--until", "2") == 0
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "Fix the storage and run the same command again. The watcher tries again in 0.1 s." in printed
+    assert [row["step"] for row in written(run_dir)] == [2, 2]
 
 
 def test_a_run_in_an_object_store(trained: Path, words: list[str], s3: str, tmp_path: Path) -> None:
