@@ -5,7 +5,7 @@ from pathlib import Path
 
 from evaluation.config import EvaluateConfig, WatchConfig
 from evaluation.metrics.table import MetricName
-from evaluation.report.runs import run_config, step_place
+from evaluation.report.runs import step_place
 from evaluation.sampling.job import draw_sets
 from evaluation.sampling.model import choose_step, is_run, prepare_model
 from evaluation.sampling.prompts import prompts_sha256, read_prompts
@@ -18,6 +18,7 @@ from shards.base.config import load_from_args
 from shards.base.errors import RequestError
 from shards.base.store import absolute_place, parse_place
 from shards.open import open_store
+from train.run.recorded import run_config
 
 
 def sample(arguments: list[str]) -> None:

@@ -12,18 +12,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from evaluation.metrics.table import METRICS, RECORDS, Row
 from evaluation.parts import seconds_of_parts
 from evaluation.sampling.sets import below
 from shards.base.durable import parse_json_lines, parse_sealed_json
 from shards.base.errors import RequestError
-from shards.base.store import Store, parse_place, resolved_place
+from shards.base.store import parse_place, resolved_place
 from shards.open import open_store
+from train.run.recorded import run_config
 
-REQUIRED = ("max_steps", "global_batch_size", "data")
-"""Fields that every run's config.yaml has, and that the config.yaml of another program lacks."""
 FOLDER, LINES = "evaluations", "evaluations.jsonl"
 STEP_FOLDER = re.compile(r"step-(\d{8,})-(auto|raw|ema)")
 SET_FOLDER = re.compile(r"g[\de.+-]+-s\d+-\w+")
@@ -31,32 +28,6 @@ MAX_POINTS = 150
 """Maximum number of points on a curve. For a longer log, each point is the mean of consecutive lines."""
 
 Point = tuple[float, float]
-
-
-def run_config(run: Store) -> dict[str, Any]:
-    """Read a run's resolved training config.
-
-    Raises:
-        RequestError: the folder has no config.yaml, or it cannot be parsed.
-    """
-    try:
-        config: dict[str, Any] = yaml.safe_load(run.read("config.yaml"))
-    except FileNotFoundError:
-        raise RequestError(
-            f"{run.where()} is not a training run: it has no config.yaml. Pass the run_dir of a training run (a "
-            f"folder or URL)."
-        ) from None
-    except yaml.YAMLError as error:
-        raise RequestError(
-            f"{run.where('config.yaml')} cannot be parsed as YAML: {error}. Restore it from a backup."
-        ) from error
-    missing = [name for name in REQUIRED if not isinstance(config, dict) or name not in config]
-    if missing:
-        raise RequestError(
-            f"{run.where('config.yaml')} is not a training run's config: it has no {', '.join(missing)}. Pass the "
-            f"run_dir of a training run. If this is one, restore the file from a backup."
-        )
-    return config
 
 
 @dataclass(frozen=True)

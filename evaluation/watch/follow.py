@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import Field
 
 from evaluation.parts import create_once, read_sealed
-from evaluation.report.runs import FOLDER, SET_FOLDER, STEP_FOLDER, Evaluation, run_config, step_place, write_lines
+from evaluation.report.runs import FOLDER, SET_FOLDER, STEP_FOLDER, Evaluation, step_place, write_lines
 from evaluation.sampling.model import EXPORTED, STATE, checkpoints_in, drop_export, is_exported
 from evaluation.sampling.sets import below, is_unfinished
 from shards.base.config import Config
@@ -28,6 +28,7 @@ from shards.base.errors import Outage, Preempted, RequestError, WorkError, say
 from shards.base.stop import StopSignal
 from shards.base.store import Store
 from shards.open import open_store
+from train.run.recorded import run_config
 
 MAX_ATTEMPTS = 3
 """Maximum number of attempts to evaluate a checkpoint. The count restarts if the checkpoint's files are rewritten."""

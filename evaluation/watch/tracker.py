@@ -11,7 +11,6 @@ second process wrote to a wandb run, it would overwrite what the first one wrote
 
 import hashlib
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,10 +24,11 @@ import numpy as np
 from PIL import Image
 
 from evaluation.report.pictures import first_pictures, grid, side_by_side, spread
-from evaluation.report.runs import LINES, Evaluation, run_config
+from evaluation.report.runs import LINES, Evaluation
 from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.open import open_store
+from train.run.recorded import run_config
 
 STRIP_PROMPTS = 4
 """Number of prompts shown as strips. A strip shows a prompt's images at successive steps side by side."""
@@ -40,8 +40,6 @@ SIDE = 256
 FOLDER = "tracker/evaluations"
 EVENTS = "tracker/evaluations/events.out.tfevents.{step:010d}.{names}"
 RESULTS = "{step:010d}.{names}.zip"
-LOGGED_SUFFIX = ".told.json"
-"""Suffix of the marker that the trainer creates next to a results file once it has been logged to the tracker."""
 
 LogStep = Callable[[int, list[Evaluation]], None]
 """Function that logs a step to a tracker, given all evaluations of the run."""
@@ -131,22 +129,29 @@ def write_results(run: Store, step: int, found: list[Evaluation]) -> None:
 
 
 def log_remaining_results(run: Store, name: str) -> None:
-    """Run `python -m train tell NAME` if the trainer ended before it could log all results files to the tracker."""
-    files = set(run.files(FOLDER))
-    if any(file.endswith(".zip") and file.removesuffix(".zip") + LOGGED_SUFFIX not in files for file in files):
-        command = [sys.executable, "-m", "train", "tell", name]
-        result = subprocess.run(command, capture_output=True, text=True)
-        for text, stream in ((result.stdout.strip(), sys.stdout), (result.stderr.strip(), sys.stderr)):
-            if text:
-                print(text, file=stream, flush=True)
-        if result.returncode not in (0, RequestError.exit_code):  # its request is refused while training continues
-            print(
-                f"warning: `python -m train tell {name}` ended with exit code {result.returncode}, so not all "
-                f"evaluations are in the run's tracker. Their results files are kept. Fix the error above and run this "
-                f"command.",
-                file=sys.stderr,
-                flush=True,
-            )
+    """Log the results files that the trainer had not logged to the tracker when it ended, as `python -m train tell`
+    does. If that fails, print why."""
+    from train.run.reporting.evaluations import list_unlogged  # these import accelerate
+    from train.run.reporting.notify import log_remaining
+
+    if not list_unlogged(run):
+        return
+    try:
+        print(log_remaining([name]), flush=True)
+    except RequestError as error:  # for example, training continues
+        print(
+            f"Some evaluations are not in the run's tracker yet. {error} If they are still missing after the end of "
+            f"training, run `python -m train tell {name}`.",
+            file=sys.stderr,
+            flush=True,
+        )
+    except Exception as error:  # each tracker's client raises its own exceptions
+        print(
+            f"warning: not all evaluations are in the run's tracker, because logging them failed ({error!r}). Their "
+            f"results files are kept. Fix the error and run `python -m train tell {name}`.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def hash_names(values: dict[str, float]) -> str:

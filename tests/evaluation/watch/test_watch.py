@@ -472,7 +472,7 @@ def test_a_run_in_an_object_store(trained: Path, words: list[str], s3: str, tmp_
 def test_wandb_gets_evaluations_in_the_trainings_own_run(
     alone: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training has ended, so the watcher runs `tell` after the last step. A second watcher repeats a step."""
+    """Training has ended, so the watcher logs its results after the last step. A second watcher repeats a step."""
     use_offline_wandb(monkeypatch)
     run_dir = Path(shutil.copytree(alone, tmp_path / "run"))
     for path in run_dir.glob("evaluations/*/evaluated-*.json"):
@@ -508,9 +508,18 @@ def test_results_of_an_unfinished_run_are_left_to_the_trainer(
     monkeypatch.chdir(run_dir.parent)
     assert watch(run_dir.name, words, "--once", "true", "--every", "4") == 0
     expected = "has completed 6 of its 100 steps. The launch that resumes the run will log the evaluations"
-    printed = capsys.readouterr().err
-    assert expected in " ".join(printed.split()) and "train tell run` ended" not in printed
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "Some evaluations are not in the run's tracker yet." in printed and expected in printed
     assert len(list((run_dir / "tracker" / "evaluations").glob("*.zip"))) == 1
+
+    def fail(*_: object) -> None:
+        raise OSError("no route to the tracker")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.run.reporting.notify.hold", fail)
+        assert watch(run_dir.name, words, "--once", "true", "--every", "4") == 0
+    failure = "not all evaluations are in the run's tracker, because logging them failed (OSError('no route to"
+    assert failure in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr(DRAW_AND_SCORE, lambda *_: None)
     assert watch(run_dir, words, "--until", "2", "--every", "2", "--output", str(run_dir.parent / "apart")) == 0
     expected = "Evaluations are not logged to wandb, because --output is outside the run. Their metrics are in "

@@ -1,10 +1,7 @@
-"""Run `evaluation watch` without Ray and without child processes: in this process, or in one that can be killed."""
+"""Run `evaluation watch` without Ray: in this process, or in one that can be killed."""
 
 import json
 import os
-import subprocess
-from contextlib import redirect_stdout
-from io import StringIO
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -12,32 +9,15 @@ from typing import Any
 import pytest
 
 from evaluation.__main__ import run as command
-from shards.base.errors import RequestError, WorkError, exit_code_of
+from shards.base.errors import exit_code_of
 from tests.evaluation.sets import run_here
 from tests.ranks import SERVER
-from train.__main__ import run as train
-
-RUN_SUBPROCESS = subprocess.run
-
-
-def train_here(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `python -m train …` in this process, in place of `subprocess.run`. Other commands run as usual."""
-    if words[1:3] != ["-m", "train"]:
-        return RUN_SUBPROCESS(words, **options)
-    output = StringIO()
-    try:
-        with redirect_stdout(output):
-            train(words[3:])
-    except (RequestError, WorkError) as error:
-        return subprocess.CompletedProcess(words, error.exit_code, "", f"error: {error}")
-    return subprocess.CompletedProcess(words, 0, output.getvalue(), "")
 
 
 def stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace Ray and child processes by calls in this process."""
+    """Replace Ray's workers by calls in this process."""
     monkeypatch.setattr("evaluation.features.job.run_units", run_here)
     monkeypatch.setattr("evaluation.sampling.job.run_units", run_here)
-    monkeypatch.setattr("subprocess.run", train_here)
 
 
 def watch(run_dir: Path | str, words: list[str], *more: str) -> int:

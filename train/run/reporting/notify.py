@@ -11,9 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import yaml
 from accelerate import Accelerator
 
 from shards.base.config import Config, load_for_run
@@ -26,6 +24,7 @@ from train.run.checkpoints.local_copy import download_log, find_checkpoints, lea
 from train.run.checkpoints.remote import RemoteRun
 from train.run.lease.lease import Lease
 from train.run.preflight import check_tracker
+from train.run.recorded import run_config
 from train.run.reporting.config import LogConfig
 from train.run.reporting.evaluations import is_logged_by_trainer, list_unlogged, log_results, mark_logged, read_results
 from train.run.reporting.tracker import start_tracker
@@ -43,7 +42,7 @@ def log_remaining(arguments: list[str]) -> str:
     """
     place, _ = load_for_run(TellConfig, arguments, "train tell", __doc__)
     store = open_store(place)
-    settings = read_settings(store)
+    settings = run_config(store)
     config, last_step = LogConfig.model_validate(settings["log"]), settings["max_steps"]
     if not is_logged_by_trainer(config.tracker) or not list_unlogged(store):
         return f"{place}: there are no evaluations left to log (log.tracker is {config.tracker})."
@@ -60,21 +59,6 @@ def log_remaining(arguments: list[str]) -> str:
             mark_logged(store, results.name)
         accelerator.end_training()
     return f"{place}: logged {counted(len(readable), 'evaluation')} to {config.tracker}."
-
-
-def read_settings(store: Store) -> dict[str, Any]:
-    """Read a run's config, as resolved by its last launch.
-
-    Raises:
-        RequestError: the folder or URL contains no run.
-    """
-    try:
-        settings: dict[str, Any] = yaml.safe_load(store.read("config.yaml"))
-    except FileNotFoundError:
-        raise RequestError(
-            f"{store.where()} is not a run: it has no config.yaml. Pass the folder or URL of a run."
-        ) from None
-    return settings
 
 
 @contextmanager

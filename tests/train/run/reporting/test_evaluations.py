@@ -199,14 +199,16 @@ def test_tell_refuses_a_run_that_a_launch_holds_and_a_folder_without_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "checkpoints" / "step-00000006").mkdir(parents=True)
-    (tmp_path / "config.yaml").write_text("{max_steps: 6, takeover_after: 5, log: {tracker: wandb}}")
+    (tmp_path / "config.yaml").write_text(
+        "{max_steps: 6, global_batch_size: 4, data: {}, takeover_after: 5, log: {tracker: wandb}}"
+    )
     write_results(open_store(tmp_path), 6)
     monkeypatch.setattr("train.run.lease.owner.machine", lambda: "a different machine")
     with acquire(tmp_path):
         monkeypatch.undo()
         with pytest.raises(RequestError, match=r"is in use: launch 1 .* is training there, and only one launch may"):
             command(["tell", str(tmp_path)])
-    with pytest.raises(RequestError, match=r"nothing is not a run: it has no config\.yaml\. Pass the folder or URL"):
+    with pytest.raises(RequestError, match=r"nothing is not a training run: it has no config\.yaml\. Pass the run_dir"):
         command(["tell", str(tmp_path / "nothing")])
 
 
