@@ -12,6 +12,7 @@ from scipy import stats
 
 from bench.kit.common import table
 from evaluation.metrics.intervals import share_interval, wilson
+from train.run.reporting.json_lines import read_json_lines, step_seconds
 
 TEXT_LENGTH = 24
 """Tokens of a caption."""
@@ -46,11 +47,9 @@ def training(folder: Path) -> tuple[float, float]:
         run = folder / f"phase{phase}"
         config = yaml.safe_load((run / "config.yaml").read_text())
         per_image = training_flops(json.loads(Path(config["backbone"]["config"]).read_text()), side)
-        step = 0
-        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-            images, step = (line["step"] - step) * config["global_batch_size"], line["step"]
-            flops += images * per_image
-            seconds += images / line["images_per_second"]
+        lines = read_json_lines(run / "metrics.jsonl")
+        flops += lines[-1]["step"] * config["global_batch_size"] * per_image
+        seconds += sum(duration for duration, _ in step_seconds(lines, config["global_batch_size"]))
     return flops / 1e12, seconds
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from shards.base.errors import RequestError
 from shards.base.store import parse_place, resolved_place
 from shards.open import open_store
 from train.run.recorded import run_config
+from train.run.reporting.json_lines import step_seconds
 
 FOLDER, LINES = "evaluations", "evaluations.jsonl"
 STEP_FOLDER = re.compile(r"step-(\d{8,})-(auto|raw|ema)")
@@ -119,30 +121,25 @@ class LoggedRun:
         """Last logged step."""
         return int(self.log[-1]["step"]) if self.log else 0
 
+    @cached_property
+    def _steps(self) -> list[tuple[float, int]]:
+        """Seconds and number of processes for each line of the log; see `step_seconds`."""
+        return list(step_seconds(self.log, self.config["global_batch_size"]))
+
     @property
     def seconds(self) -> float:
         """Duration of all steps, derived from their logged speed. Excludes startup, validation and interrupted work."""
-        return sum(self._durations)
-
-    @property
-    def _durations(self) -> list[float]:
-        """Seconds of the steps since the line before, for each line of the log."""
-        previous = [0, *(line["step"] for line in self.log)]
-        batch = self.config["global_batch_size"]
-        return [
-            (line["step"] - last) * batch / line["images_per_second"]
-            for last, line in zip(previous, self.log, strict=False)
-        ]
+        return sum(seconds for seconds, _ in self._steps)
 
     @property
     def gpu_hours(self) -> float:
         """Duration of all steps times the number of processes at the time, in hours."""
-        return sum(seconds * _processes(line) for seconds, line in zip(self._durations, self.log, strict=True)) / 3600
+        return sum(seconds * processes for seconds, processes in self._steps) / 3600
 
     @property
     def num_processes(self) -> int:
         """Number of training processes, according to the last line of the log."""
-        return _processes(self.log[-1]) if self.log else 1
+        return self._steps[-1][1] if self._steps else 1
 
     def median(self, field: str) -> float | None:
         """Return the median of a logged field, or None if no line has the field."""
@@ -153,11 +150,6 @@ class LoggedRun:
         """Return (step + offset, value) for every log line in which the value is finite."""
         values = [(line["step"] + offset, line.get(field)) for line in self.log]
         return [(step, value) for step, value in values if value is not None and math.isfinite(value)]
-
-
-def _processes(line: dict[str, Any]) -> int:
-    """Return the number of training processes when a line of metrics.jsonl was written."""
-    return round(line["images_per_second"] / (line.get("images_per_second_per_gpu") or line["images_per_second"]))
 
 
 def read_runs(names: list[str]) -> list[LoggedRun]:

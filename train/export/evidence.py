@@ -1,8 +1,8 @@
 """Evidence about a run for its model card: images, metrics, data statistics and cost."""
 
 import shutil
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from shards.base.errors import Outage, RequestError
 from shards.base.store import Place
 from shards.open import open_store
 from shards.tools.stats import root_totals
-from train.run.reporting.json_lines import read_json_lines
+from train.run.reporting.json_lines import read_json_lines, step_seconds
 
 SAMPLES = "samples"
 """Folder of the export with images."""
@@ -90,24 +90,7 @@ def _funnel_or_reason(root: Place) -> str:
 
 
 def gpu_hours(run: Path, step: int, global_batch_size: int) -> float | None:
-    """Compute the GPU-hours up to `step` from the throughput in metrics.jsonl, or return None if it was not recorded.
-
-    Pauses between launches and the time of evaluations are not included.
-    """
-    seconds = 0.0
-    for steps, row in _intervals(run / "metrics.jsonl", step):
-        if not row.get("images_per_second") or not row.get("images_per_second_per_gpu"):
-            return None
-        processes = row["images_per_second"] / row["images_per_second_per_gpu"]
-        seconds += steps * global_batch_size / row["images_per_second"] * processes
+    """Compute the GPU-hours of the steps up to `step`, or return None if none were logged."""
+    lines = takewhile(lambda line: line["step"] <= step, read_json_lines(run / "metrics.jsonl"))
+    seconds = sum(seconds * processes for seconds, processes in step_seconds(lines, global_batch_size))
     return seconds / 3600 or None
-
-
-def _intervals(path: Path, last: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each line of metrics.jsonl with the number of steps since the line before it."""
-    before = 0
-    for row in read_json_lines(path) if path.is_file() else []:
-        if row["step"] > last:
-            return
-        yield row["step"] - before, row
-        before = row["step"]

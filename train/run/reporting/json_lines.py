@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,16 @@ def iter_file(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         with naming(path), path.open("rb") as file:
             yield from map(replace_non_finite, iter_json_lines(file, str(path)))
+
+
+def step_seconds(lines: Iterable[dict[str, Any]], global_batch_size: int) -> Iterator[tuple[float, int]]:
+    """Yield, for each line of metrics.jsonl, the seconds of the steps since the line before, according to their logged
+    speed, and the number of processes. Startup, validation and interrupted work are not included."""
+    before = 0
+    for line in lines:
+        rate = line["images_per_second"]
+        yield (line["step"] - before) * global_batch_size / rate, round(rate / line["images_per_second_per_gpu"])
+        before = line["step"]
 
 
 def replace_non_finite(value: Any) -> Any:
