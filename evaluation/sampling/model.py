@@ -5,7 +5,6 @@ read afterwards, so the trainer may prune the checkpoint. Existing exports and p
 """
 
 import hashlib
-import importlib.util
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import train.export
 from evaluation.parts import read_sealed
 from shards.base.durable import canonical_json, sealed_json, sha256_file
 from shards.base.errors import Outage, RequestError, WorkError, is_storage_error
@@ -33,8 +33,8 @@ STATE = "state.json"
 HUB_FILES = (INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model", "*.py", "*/*.py")
 CLASS = "_class_name"
 HASHED_SUFFIXES = (".json", ".safetensors", ".txt", ".model")
-OWN_CODE = "train.export.trimmed_pipeline"
-"""Module that `train export` copies into the pipeline if the network was trained on trimmed captions."""
+OWN_CODE = Path(train.export.__file__).with_name("trimmed_pipeline.py")
+"""File that `train export` copies into the pipeline if the network was trained on trimmed captions."""
 Weights = Literal["auto", "raw", "ema"]
 
 
@@ -261,9 +261,7 @@ def check_code(folder: Path, allowed: bool) -> None:
     files = code_files(folder)
     if allowed or not files:
         return
-    spec = importlib.util.find_spec(OWN_CODE)
-    assert spec is not None and spec.origin is not None
-    if len(files) > 1 or files[0].parent != folder or sha256_file(files[0]) != sha256_file(Path(spec.origin)):
+    if len(files) > 1 or files[0].parent != folder or sha256_file(files[0]) != sha256_file(OWN_CODE):
         names = ", ".join(path.relative_to(folder).as_posix() for path in files)
         raise RequestError(
             f"The pipeline in {folder} contains Python code ({names}), which every worker would execute. Read the "

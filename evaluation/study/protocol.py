@@ -113,9 +113,6 @@ class Protocol:
         """Return the content of protocol.json."""
         # the items from `gold.file` are in `gold`, so the file may move
         content = PROTOCOL.dump_python(self, mode="json", exclude={"config": {"gold": {"file"}}})
-        for item in [*content["items"], *content["gold"]]:
-            if item["question"] is None:
-                del item["question"]  # as in protocols that were written before this field existed
         content["config"]["questions"] = list(self.config.questions.items())  # sealed JSON sorts its keys
         return {"version": VERSION, **content}
 
