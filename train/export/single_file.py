@@ -172,9 +172,17 @@ def joined(weights: Weights, pattern: str, parts: tuple[str, ...]) -> Weights:
     return found
 
 
-def swapped(value: Tensor) -> Tensor:
+def join_attention(weights: Weights, block: str) -> Weights:
+    """Concatenate the queries, keys and values of the image's tokens, and those of the text's, in blocks `block`."""
+    weights = joined(weights, block + r"attn2?\.(?P<part>to_[qkv])\.(weight|bias)", ("to_q", "to_k", "to_v"))
+    text = ("add_q_proj", "add_k_proj", "add_v_proj")
+    return joined(weights, block + r"attn\.(?P<part>add_\w_proj)\.(weight|bias)", text)
+
+
+def swap_halves(weights: Weights, layer: str) -> None:
     """Exchange the halves of a modulation's output: diffusers computes (scale, shift), the originals (shift, scale)."""
-    return torch.cat(value.chunk(2)[::-1])
+    for key in (f"{layer}.weight", f"{layer}.bias"):
+        weights[key] = torch.cat(weights[key].chunk(2)[::-1])
 
 
 # Stable Diffusion's U-Nets and VAEs
@@ -187,8 +195,6 @@ RESNET = {
     "conv2": "out_layers.3",
     "conv_shortcut": "skip_connection",
 }
-TWO_LAYERS = {"1": "0", "2": "2"}
-"""Numbers of the two linear layers of an embedding, which are separated by an activation."""
 
 
 def unet(component: Component) -> Weights:
@@ -203,7 +209,7 @@ def unet(component: Component) -> Weights:
 
     def resnet(prefix: str, rest: str) -> str:
         layer, _, name = rest.partition(".")
-        return f"{prefix}.0.{RESNET[layer]}.{name}"
+        return f"{prefix}.{RESNET[layer]}.{name}"
 
     def input_block(match: re.Match[str]) -> int:
         return (per_block + 1) * int(match[1]) + int(match[2]) + 1
@@ -218,83 +224,61 @@ def unet(component: Component) -> Weights:
     return renamed(
         component.weights,
         [
-            (r"time_embedding\.linear_(\d)\.(.*)", lambda m: f"time_embed.{TWO_LAYERS[m[1]]}.{m[2]}"),
-            (r"add_embedding\.linear_(\d)\.(.*)", lambda m: f"label_emb.0.{TWO_LAYERS[m[1]]}.{m[2]}"),
+            (r"time_embedding\.linear_1\.(.*)", r"time_embed.0.\1"),
+            (r"time_embedding\.linear_2\.(.*)", r"time_embed.2.\1"),
+            (r"add_embedding\.linear_1\.(.*)", r"label_emb.0.0.\1"),
+            (r"add_embedding\.linear_2\.(.*)", r"label_emb.0.2.\1"),
             (r"conv_in\.(.*)", r"input_blocks.0.0.\1"),
             (r"conv_norm_out\.(.*)", r"out.0.\1"),
             (r"conv_out\.(.*)", r"out.2.\1"),
-            (r"down_blocks\.(\d+)\.resnets\.(\d+)\.(.*)", lambda m: resnet(f"input_blocks.{input_block(m)}", m[3])),
+            (r"down_blocks\.(\d+)\.resnets\.(\d+)\.(.*)", lambda m: resnet(f"input_blocks.{input_block(m)}.0", m[3])),
             (r"down_blocks\.(\d+)\.attentions\.(\d+)\.(.*)", lambda m: f"input_blocks.{input_block(m)}.1.{m[3]}"),
             (
                 r"down_blocks\.(\d+)\.downsamplers\.0\.conv\.(.*)",
                 lambda m: f"input_blocks.{(per_block + 1) * (int(m[1]) + 1)}.0.op.{m[2]}",
             ),
-            (
-                r"mid_block\.resnets\.(\d)\.(.*)",
-                lambda m: resnet(f"middle_block.{2 * int(m[1])}", m[2]).replace(".0.", ".", 1),
-            ),
+            (r"mid_block\.resnets\.(\d)\.(.*)", lambda m: resnet(f"middle_block.{2 * int(m[1])}", m[2])),
             (r"mid_block\.attentions\.0\.(.*)", r"middle_block.1.\1"),
-            (r"up_blocks\.(\d+)\.resnets\.(\d+)\.(.*)", lambda m: resnet(f"output_blocks.{output_block(m)}", m[3])),
+            (r"up_blocks\.(\d+)\.resnets\.(\d+)\.(.*)", lambda m: resnet(f"output_blocks.{output_block(m)}.0", m[3])),
             (r"up_blocks\.(\d+)\.attentions\.(\d+)\.(.*)", lambda m: f"output_blocks.{output_block(m)}.1.{m[3]}"),
             (r"up_blocks\.(\d+)\.upsamplers\.0\.conv\.(.*)", upsampler),
         ],
     )
 
 
-VAE_ATTENTION = {
-    **{"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"},
-    **{"query": "q", "key": "k", "value": "v", "proj_attn": "proj_out"},  # in older files
-}
-
-
 def vae(component: Component) -> Weights:
     """Convert an AutoencoderKL, whose attention layers are 1 × 1 convolutions in the original."""
     last = len(component.config["block_out_channels"]) - 1
-
-    def level(match: re.Match[str]) -> str:
-        place = int(match[2]) if match[1] == "down" else last - int(match[2])
-        return f"{match[1]}.{place}"
-
-    def mid_attention(match: re.Match[str]) -> str:
-        layer, _, name = match[2].rpartition(".")
-        if layer not in VAE_ATTENTION:
-            raise RequestError(f"The single-file layout has no place for the VAE's weight {match[0]}.")
-        return f"{match[1]}.mid.attn_1.{VAE_ATTENTION[layer]}.{name}"
-
+    middle = r"(encoder|decoder)\.mid_block\."
     found = renamed(
-        component.weights,
+        {key.replace("conv_shortcut", "nin_shortcut"): value for key, value in component.weights.items()},
         [
+            (r"encoder\.down_blocks\.(\d+)\.resnets\.(\d+)\.(.*)", r"encoder.down.\1.block.\2.\3"),
+            (r"encoder\.down_blocks\.(\d+)\.downsamplers\.0\.(.*)", r"encoder.down.\1.downsample.\2"),
             (
-                r"encoder\.(down)_blocks\.(\d+)\.resnets\.(\d+)\.(.*)",
-                lambda m: f"encoder.{level(m)}.block.{m[3]}.{shortcut(m[4])}",
+                r"decoder\.up_blocks\.(\d+)\.resnets\.(\d+)\.(.*)",
+                lambda m: f"decoder.up.{last - int(m[1])}.block.{m[2]}.{m[3]}",
             ),
             (
-                r"decoder\.(up)_blocks\.(\d+)\.resnets\.(\d+)\.(.*)",
-                lambda m: f"decoder.{level(m)}.block.{m[3]}.{shortcut(m[4])}",
+                r"decoder\.up_blocks\.(\d+)\.upsamplers\.0\.(.*)",
+                lambda m: f"decoder.up.{last - int(m[1])}.upsample.{m[2]}",
             ),
-            (
-                r"encoder\.(down)_blocks\.(\d+)\.downsamplers\.0\.(.*)",
-                lambda m: f"encoder.{level(m)}.downsample.{m[3]}",
-            ),
-            (r"decoder\.(up)_blocks\.(\d+)\.upsamplers\.0\.(.*)", lambda m: f"decoder.{level(m)}.upsample.{m[3]}"),
-            (
-                r"(encoder|decoder)\.mid_block\.resnets\.(\d)\.(.*)",
-                lambda m: f"{m[1]}.mid.block_{int(m[2]) + 1}.{shortcut(m[3])}",
-            ),
-            (r"(encoder|decoder)\.mid_block\.attentions\.0\.(.*)", mid_attention),
+            (middle + r"resnets\.0\.(.*)", r"\1.mid.block_1.\2"),
+            (middle + r"resnets\.1\.(.*)", r"\1.mid.block_2.\2"),
+            # older files have the second names
+            (middle + r"attentions\.0\.group_norm\.(.*)", r"\1.mid.attn_1.norm.\2"),
+            (middle + r"attentions\.0\.(?:to_q|query)\.(.*)", r"\1.mid.attn_1.q.\2"),
+            (middle + r"attentions\.0\.(?:to_k|key)\.(.*)", r"\1.mid.attn_1.k.\2"),
+            (middle + r"attentions\.0\.(?:to_v|value)\.(.*)", r"\1.mid.attn_1.v.\2"),
+            (middle + r"attentions\.0\.(?:to_out\.0|proj_attn)\.(.*)", r"\1.mid.attn_1.proj_out.\2"),
             (r"(encoder|decoder)\.conv_norm_out\.(.*)", r"\1.norm_out.\2"),
-            (r"(encoder|decoder)\.conv_(in|out)\.(.*)", r"\1.conv_\2.\3"),
-            (r"((post_)?quant_conv\..*)", r"\1"),
+            (r"((?:encoder|decoder)\.conv_(?:in|out)\..*)", r"\1"),
+            (r"((?:post_)?quant_conv\..*)", r"\1"),
         ],
     )
     return {
         key: value[:, :, None, None] if ".attn_1." in key and value.ndim == 2 else value for key, value in found.items()
     }
-
-
-def shortcut(name: str) -> str:
-    """Rename the residual path of a VAE's block."""
-    return name.replace("conv_shortcut", "nin_shortcut")
 
 
 # text encoders
@@ -358,22 +342,15 @@ def sd3(component: Component) -> Weights:
     """Convert an SD3Transformer2DModel."""
     last = component.config["num_layers"] - 1
     block = r"transformer_blocks\.(\d+)\."
-    weights = joined(component.weights, block + r"attn2?\.(?P<part>to_[qkv])\.(weight|bias)", ("to_q", "to_k", "to_v"))
-    context = ("add_q_proj", "add_k_proj", "add_v_proj")
-    weights = joined(weights, block + r"attn\.(?P<part>add_\w_proj)\.(weight|bias)", context)
     found = renamed(
-        weights,
+        join_attention(component.weights, block),
         [
             (r"pos_embed\.pos_embed", "pos_embed"),
             (r"pos_embed\.proj\.(.*)", r"x_embedder.proj.\1"),
-            (
-                r"time_text_embed\.timestep_embedder\.linear_(\d)\.(.*)",
-                lambda m: f"t_embedder.mlp.{TWO_LAYERS[m[1]]}.{m[2]}",
-            ),
-            (
-                r"time_text_embed\.text_embedder\.linear_(\d)\.(.*)",
-                lambda m: f"y_embedder.mlp.{TWO_LAYERS[m[1]]}.{m[2]}",
-            ),
+            (r"time_text_embed\.timestep_embedder\.linear_1\.(.*)", r"t_embedder.mlp.0.\1"),
+            (r"time_text_embed\.timestep_embedder\.linear_2\.(.*)", r"t_embedder.mlp.2.\1"),
+            (r"time_text_embed\.text_embedder\.linear_1\.(.*)", r"y_embedder.mlp.0.\1"),
+            (r"time_text_embed\.text_embedder\.linear_2\.(.*)", r"y_embedder.mlp.2.\1"),
             (r"(context_embedder\..*)", r"\1"),
             (block + r"(attn2?)\.to_q\.(.*)", r"joint_blocks.\1.x_block.\2.qkv.\3"),
             (block + r"attn\.add_q_proj\.(.*)", r"joint_blocks.\1.context_block.attn.qkv.\2"),
@@ -391,67 +368,49 @@ def sd3(component: Component) -> Weights:
             (r"proj_out\.(.*)", r"final_layer.linear.\1"),
         ],
     )
-    for prefix in (f"joint_blocks.{last}.context_block", "final_layer"):
-        for kind in ("weight", "bias"):
-            key = f"{prefix}.adaLN_modulation.1.{kind}"
-            found[key] = swapped(found[key])
+    swap_halves(found, f"joint_blocks.{last}.context_block.adaLN_modulation.1")
+    swap_halves(found, "final_layer.adaLN_modulation.1")
     return found
 
 
 def flux(component: Component) -> Weights:
     """Convert a FluxTransformer2DModel."""
     double, single = r"transformer_blocks\.(\d+)\.", r"single_transformer_blocks\.(\d+)\."
-    weights = joined(component.weights, double + r"attn\.(?P<part>to_[qkv])\.(weight|bias)", ("to_q", "to_k", "to_v"))
-    context = ("add_q_proj", "add_k_proj", "add_v_proj")
-    weights = joined(weights, double + r"attn\.(?P<part>add_\w_proj)\.(weight|bias)", context)
     one = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
-    weights = joined(weights, single + r"(?P<part>attn\.to_[qkv]|proj_mlp)\.(weight|bias)", one)
-    stream = {"": "img", "_context": "txt"}
+    weights = joined(component.weights, single + r"(?P<part>attn\.to_[qkv]|proj_mlp)\.(weight|bias)", one)
     found = renamed(
-        weights,
+        join_attention(weights, double),
         [
-            (
-                r"time_text_embed\.(timestep|text|guidance)_embedder\.linear_(\d)\.(.*)",
-                lambda m: (
-                    f"{ {'timestep': 'time', 'text': 'vector', 'guidance': 'guidance'}[m[1]] }_in."
-                    f"{'in' if m[2] == '1' else 'out'}_layer.{m[3]}"
-                ),
-            ),
+            (r"time_text_embed\.timestep_embedder\.linear_1\.(.*)", r"time_in.in_layer.\1"),
+            (r"time_text_embed\.timestep_embedder\.linear_2\.(.*)", r"time_in.out_layer.\1"),
+            (r"time_text_embed\.text_embedder\.linear_1\.(.*)", r"vector_in.in_layer.\1"),
+            (r"time_text_embed\.text_embedder\.linear_2\.(.*)", r"vector_in.out_layer.\1"),
+            (r"time_text_embed\.guidance_embedder\.linear_1\.(.*)", r"guidance_in.in_layer.\1"),
+            (r"time_text_embed\.guidance_embedder\.linear_2\.(.*)", r"guidance_in.out_layer.\1"),
             (r"context_embedder\.(.*)", r"txt_in.\1"),
             (r"x_embedder\.(.*)", r"img_in.\1"),
-            (
-                double + r"norm1(_context)?\.linear\.(.*)",
-                lambda m: f"double_blocks.{m[1]}.{stream[m[2] or '']}_mod.lin.{m[3]}",
-            ),
+            (double + r"norm1\.linear\.(.*)", r"double_blocks.\1.img_mod.lin.\2"),
+            (double + r"norm1_context\.linear\.(.*)", r"double_blocks.\1.txt_mod.lin.\2"),
             (double + r"attn\.to_q\.(.*)", r"double_blocks.\1.img_attn.qkv.\2"),
             (double + r"attn\.add_q_proj\.(.*)", r"double_blocks.\1.txt_attn.qkv.\2"),
-            (
-                double + r"attn\.norm_(added_)?([qk])\.weight",
-                lambda m: (
-                    f"double_blocks.{m[1]}.{'txt' if m[2] else 'img'}_attn.norm."
-                    f"{'query' if m[3] == 'q' else 'key'}_norm.scale"
-                ),
-            ),
+            (double + r"attn\.norm_q\.weight", r"double_blocks.\1.img_attn.norm.query_norm.scale"),
+            (double + r"attn\.norm_k\.weight", r"double_blocks.\1.img_attn.norm.key_norm.scale"),
+            (double + r"attn\.norm_added_q\.weight", r"double_blocks.\1.txt_attn.norm.query_norm.scale"),
+            (double + r"attn\.norm_added_k\.weight", r"double_blocks.\1.txt_attn.norm.key_norm.scale"),
             (double + r"attn\.to_out\.0\.(.*)", r"double_blocks.\1.img_attn.proj.\2"),
             (double + r"attn\.to_add_out\.(.*)", r"double_blocks.\1.txt_attn.proj.\2"),
-            (
-                double + r"ff(_context)?\.net\.(0|2)(\.proj)?\.(.*)",
-                lambda m: f"double_blocks.{m[1]}.{stream[m[2] or '']}_mlp.{m[3]}.{m[5]}",
-            ),
+            (double + r"ff\.net\.(0|2)(?:\.proj)?\.(.*)", r"double_blocks.\1.img_mlp.\2.\3"),
+            (double + r"ff_context\.net\.(0|2)(?:\.proj)?\.(.*)", r"double_blocks.\1.txt_mlp.\2.\3"),
             (single + r"norm\.linear\.(.*)", r"single_blocks.\1.modulation.lin.\2"),
             (single + r"attn\.to_q\.(.*)", r"single_blocks.\1.linear1.\2"),
-            (
-                single + r"attn\.norm_([qk])\.weight",
-                lambda m: f"single_blocks.{m[1]}.norm.{'query' if m[2] == 'q' else 'key'}_norm.scale",
-            ),
+            (single + r"attn\.norm_q\.weight", r"single_blocks.\1.norm.query_norm.scale"),
+            (single + r"attn\.norm_k\.weight", r"single_blocks.\1.norm.key_norm.scale"),
             (single + r"proj_out\.(.*)", r"single_blocks.\1.linear2.\2"),
             (r"norm_out\.linear\.(.*)", r"final_layer.adaLN_modulation.1.\1"),
             (r"proj_out\.(.*)", r"final_layer.linear.\1"),
         ],
     )
-    for kind in ("weight", "bias"):
-        key = f"final_layer.adaLN_modulation.1.{kind}"
-        found[key] = swapped(found[key])
+    swap_halves(found, "final_layer.adaLN_modulation.1")
     return found
 
 
