@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CLIPTextConfig
 
-from shards.base.durable import fsync_file
-from shards.base.errors import RequestError, WorkError
-from train.model.tensors import load_tensors
+from shards.base.durable import new_file
+from shards.base.errors import RequestError
+from train.model.tensors import file_header, file_of, file_order, load_tensors, tensor_bytes
 from train.objective.config import ObjectiveConfig
 
 Weights = dict[str, Tensor]
@@ -29,10 +28,7 @@ Rule = tuple[str, str | Callable[[re.Match[str]], str]]
 """Pattern that matches a whole key of diffusers or transformers, and its replacement."""
 
 NETWORK = "model.diffusion_model."
-BLOCK = 1 << 24
-"""Bytes hashed at a time."""
 HASH = "modelspec.hash_sha256"
-NO_HASH = "0x" + "0" * 64
 MADE_BY = {"format": "pt", "latentmill": "single-file"}
 """Metadata of every file that this module writes."""
 SCHEDULE: dict[str, Any] = {
@@ -57,18 +53,16 @@ def write_single_file(pipeline: Path, target: Path, metadata: Mapping[str, str],
 
     Raises:
         RequestError: the pipeline's class has no such layout, or a weight is too large for `dtype`.
-        WorkError: the file cannot be written, for example because the disk is full.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     weights = single_file_weights(pipeline, dtype)
-    try:
-        save_file(weights, target, {**metadata, **MADE_BY, HASH: NO_HASH})
-    except SafetensorError as error:
-        raise WorkError(
-            f"{target.name} cannot be written: {error}. Free disk space or fix the storage, and run the same command "
-            f"again."
-        ) from error
-    _finish_header(target)
-    fsync_file(target)
+    order, digest = file_order(weights), hashlib.sha256()
+    for name in order:
+        digest.update(tensor_bytes(weights[name]))
+    fields = {**metadata, **MADE_BY, HASH: f"0x{digest.hexdigest()}"}
+    with new_file(target) as file:
+        file.write(file_header({name: weights[name] for name in order}, dict(sorted(fields.items()))))
+        file.writelines(tensor_bytes(weights[name]) for name in order)
 
 
 def is_single_file(path: Path) -> bool:
@@ -127,10 +121,8 @@ class Component:
     def load(cls, folder: Path) -> "Component":
         """Load a component's safetensors files, which may be sharded."""
         config = json.loads((folder / "config.json").read_text())
-        names = ("diffusion_pytorch_model", "model")
-        suffixes = (".safetensors", ".safetensors.index.json")
-        paths = [path for name in names for suffix in suffixes if (path := folder / (name + suffix)).is_file()]
-        return cls(load_tensors(paths[0]), config)
+        paths = (file_of(folder / name) for name in ("diffusion_pytorch_model.safetensors", "model.safetensors"))
+        return cls(load_tensors(next(path for path in paths if path.is_file())), config)
 
 
 # renaming
@@ -648,19 +640,3 @@ def modelspec(
         "modelspec.description": description,
         "modelspec.prediction_type": PREDICTION_TYPES.get(prediction, prediction),
     }
-
-
-def _finish_header(path: Path) -> None:
-    """Replace the placeholder in a file's header with the SHA-256 of everything after the header, and sort the
-    metadata, which safetensors writes in random order."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        digest = hashlib.sha256()
-        while block := file.read(BLOCK):
-            digest.update(block)
-        header["__metadata__"] = dict(sorted((header["__metadata__"] | {HASH: f"0x{digest.hexdigest()}"}).items()))
-        data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(data) <= size
-        file.seek(8)
-        file.write(data.ljust(size))

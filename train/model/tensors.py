@@ -65,13 +65,13 @@ def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (list(DTYPES).index(tensors[name].dtype), name))
 
 
-def file_header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the header of a safetensors file that contains these tensors.
+def file_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the header of a safetensors file that contains these tensors, in this order.
 
     It consists of the length of the JSON, as 8 bytes, and the JSON with each tensor's dtype, shape and offsets, padded
     to a multiple of 8 bytes.
     """
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    fields: dict[str, object] = {"__metadata__": metadata or {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
