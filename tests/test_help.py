@@ -24,7 +24,7 @@ SUBCOMMANDS = {
     "evaluation": set(evaluation.__main__.COMMANDS) - {"study"},  # has a separate table
     "evaluation.study": set(evaluation.study.__main__.COMMANDS),
     "shards": set(shards.__main__.COMMANDS),
-    "train": set(train.__main__.COMMANDS),
+    "train": {"check", *train.__main__.COMMANDS},
 }
 WORDS = [["latentmill"], ["latentmill", "init"]]
 WORDS += [["python", "-m", program] for program in sorted(PROGRAMS)]

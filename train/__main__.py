@@ -15,10 +15,8 @@ more commands, each with its own --help:
   python -m train.launch    start several processes (accelerate's launcher and its flags)
 """
 
-import argparse
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
+from importlib import import_module
 
 from shards.base.config import load_from_args
 from shards.base.errors import console
@@ -28,11 +26,24 @@ from train.run.preflight import World
 
 # Modules that import torch are imported inside functions, after the checks that do not need torch.
 
+COMMANDS = {
+    "plot": "train.run.reporting.plot:plot",
+    "export": "train.export.pipeline:export",
+    "ema": "train.export.posthoc:rebuild_average",
+    "push": "train.export.push:push",
+    "tell": "train.run.reporting.notify:log_remaining",
+}
+"""Command → module, and the function in it that runs the command and returns what to print."""
+
 
 def run(arguments: list[str]) -> None:
     """Run the subcommand that the first argument names, or train if it names none."""
-    if arguments[:1] and arguments[0] in COMMANDS:
-        COMMANDS[arguments[0]](arguments[1:])
+    if arguments[:1] == ["check"]:
+        check(arguments[1:])
+        return
+    if arguments and arguments[0] in COMMANDS:
+        module, _, function = COMMANDS[arguments[0]].partition(":")
+        print(getattr(import_module(module), function)(arguments[1:]))
         return
     config = load_from_args(TrainConfig, arguments, "train", __doc__)
     world = World.launched()
@@ -86,49 +97,6 @@ def check(arguments: list[str]) -> None:
     else:
         print(f"{config.run_dir} would resume after step {own.state.step} ({own.tag}, {own.folder.name}).")
 
-
-def plot(arguments: list[str]) -> None:
-    """Draw RUN/loss.png from the run's metrics."""
-    from train.run.reporting.plot import plot_run
-
-    epilog = "example: python -m train plot runs/phase1"
-    parser = argparse.ArgumentParser(prog="python -m train plot", description=plot.__doc__, epilog=epilog)
-    parser.add_argument("run", type=Path, help="folder of the run")
-    print(plot_run(parser.parse_args(arguments).run))
-
-
-def export(arguments: list[str]) -> None:
-    from train.export.pipeline import export
-
-    print(export(arguments))
-
-
-def ema(arguments: list[str]) -> None:
-    from train.export.posthoc import rebuild_average
-
-    print(rebuild_average(arguments))
-
-
-def push(arguments: list[str]) -> None:
-    from train.export.push import push
-
-    print(push(arguments))
-
-
-def tell(arguments: list[str]) -> None:
-    from train.run.reporting.notify import log_remaining
-
-    print(log_remaining(arguments))
-
-
-COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    "check": check,
-    "plot": plot,
-    "export": export,
-    "ema": ema,
-    "push": push,
-    "tell": tell,
-}
 
 main = console(run)
 

@@ -1,5 +1,6 @@
 """Plotting of loss.png: the loss and validation loss, the loss by quarter of the timesteps, and the learning rate."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,14 @@ from shards.base.errors import RequestError
 from train.run.reporting.json_lines import read_json_lines
 
 QUARTER_COLORS = ("#1b9e77", "#7570b3", "#d95f02", "#e7298a")
+
+
+def plot(arguments: list[str]) -> Path:
+    """Draw RUN/loss.png from the run's metrics."""
+    epilog = "example: python -m train plot runs/phase1"
+    parser = argparse.ArgumentParser(prog="python -m train plot", description=plot.__doc__, epilog=epilog)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    return plot_run(parser.parse_args(arguments).run)
 
 
 def plot_run(run_dir: Path) -> Path:
