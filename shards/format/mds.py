@@ -14,7 +14,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -30,6 +30,8 @@ from shards.base.table import counted
 HASH = "xxh3_64"
 ARRAYS = ("names", "sizes", "samples", "hashes", "parts")
 DTYPES = ("float16", "float32", "int32", "int8", "uint8")
+ReadRange = Callable[[int, int], bytes]
+"""Function that reads the bytes [start, end) of a file, or fewer if the file is shorter."""
 
 
 @dataclass(frozen=True)
@@ -149,21 +151,17 @@ def hash_file(path: str) -> int:
     return digest.intdigest()
 
 
-def read_offsets(descriptor: int, num_samples: int, path: str) -> NDArray[np.uint32]:
+def reader(descriptor: int) -> ReadRange:
+    """Return a function that reads a range of an open file."""
+    return lambda start, end: os.pread(descriptor, end - start, start)
+
+
+def read_offsets(read: ReadRange, num_samples: int, path: str) -> NDArray[np.uint32]:
     """Read the (samples + 1,) offsets of a file: the start of each sample, and the end of the last. Raises DamagedFile
     if the header does not list `num_samples` samples."""
-    return parse_offsets(os.pread(descriptor, header_size(num_samples), 0), num_samples, path)
-
-
-def header_size(num_samples: int) -> int:
-    """Return the size in bytes of the sample count and offsets at the start of a file."""
-    return 4 * (num_samples + 2)
-
-
-def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32]:
-    """Parse the first `header_size` bytes of a file. Return the same offsets as `read_offsets`, and raise the same
-    error."""
-    if len(data) == header_size(num_samples) and struct.unpack_from("<I", data)[0] == num_samples:
+    size = 4 * (num_samples + 2)
+    data = read(0, size)
+    if len(data) == size and struct.unpack_from("<I", data)[0] == num_samples:
         offsets = np.frombuffer(data, np.uint32)[1:]
         if (offsets[:-1] <= offsets[1:]).all():
             return offsets
@@ -173,11 +171,11 @@ def parse_offsets(data: bytes, num_samples: int, path: str) -> NDArray[np.uint32
     )
 
 
-def read_sample(descriptor: int, offsets: NDArray[np.uint32], row: int, path: str) -> bytes:
+def read_sample(read: ReadRange, offsets: NDArray[np.uint32], row: int, path: str) -> bytes:
     """Read the bytes of one sample, given the file's offsets. Raises DamagedFile if the file ends before the sample
     does."""
     begin, end = offsets[row : row + 2].tolist()
-    data = os.pread(descriptor, end - begin, begin)
+    data = read(begin, end)
     if len(data) != end - begin:
         raise DamagedFile(f"{path} is truncated: it ends before the end of its last sample. Restore it from a backup.")
     return data

@@ -18,7 +18,7 @@ from shards.base.durable import DamagedFile
 from shards.base.store import Store
 from shards.format import image
 from shards.format.encoding import EncodingRecord
-from shards.format.mds import Decoder, parse_index, read_offsets, read_sample
+from shards.format.mds import Decoder, ReadRange, parse_index, read_offsets, read_sample, reader
 from shards.format.text import dequantise, unpack_stored, with_duplicate_text
 
 
@@ -47,8 +47,8 @@ def read_part(folder: Path, where: str = "") -> Iterator[dict[str, Any]]:
     for name, num_samples, columns in files:
         path = f"{where}/{name}"
         with _open(folder, where, name) as file:
-            offsets = read_offsets(file.fileno(), num_samples, path)
-            read = partial(_read_row, Decoder(columns), file.fileno(), offsets, path)
+            offsets = read_offsets(reader(file.fileno()), num_samples, path)
+            read = partial(_read_row, Decoder(columns), reader(file.fileno()), offsets, path)
             for row in range(num_samples):
                 yield with_duplicate_text(read(row), row, read)
 
@@ -60,9 +60,9 @@ def _open(folder: Path, where: str, name: str) -> BinaryIO:
         raise DamagedFile(f"{where}/{name} is missing. Restore it from a backup, or recall its part.") from None
 
 
-def _read_row(decode: Decoder, descriptor: int, offsets: NDArray[np.uint32], path: str, row: int) -> dict[str, Any]:
+def _read_row(decode: Decoder, read: ReadRange, offsets: NDArray[np.uint32], path: str, row: int) -> dict[str, Any]:
     try:
-        return decode(read_sample(descriptor, offsets, row, path))
+        return decode(read_sample(read, offsets, row, path))
     except (ValueError, TypeError, struct.error) as error:
         raise DamagedFile(
             f"{path} is damaged: its sample {row} cannot be decoded ({error}). Restore the file from a backup, or "

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shards.base.durable import DamagedFile
 from shards.base.errors import WorkError
 from shards.base.store import Store
-from shards.format.mds import HASH, Decoder, MdsIndex, hash_file, read_offsets, read_sample
+from shards.format.mds import HASH, Decoder, MdsIndex, hash_file, read_offsets, read_sample, reader
 from shards.format.text import with_duplicate_text
 from train.data.cache import Cache
 
@@ -258,8 +258,8 @@ class SampleReader:
         bucket, number = self.locate(file)
         offsets = self._headers.get(file)
         if offsets is None:
-            offsets = read_offsets(descriptor, int(bucket.files.samples[number]), bucket.path(number))
+            offsets = read_offsets(reader(descriptor), int(bucket.files.samples[number]), bucket.path(number))
             self._headers[file] = offsets
             if len(self._headers) > NUM_HEADERS:
                 self._headers.popitem(last=False)
-        return read_sample(descriptor, offsets, row, bucket.path(number))
+        return read_sample(reader(descriptor), offsets, row, bucket.path(number))

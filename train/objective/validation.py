@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from shards.base.errors import RequestError
 from shards.base.store import LocalStore, Store
 from shards.base.table import counted
 from shards.format.encoding import EncodingRecord
-from shards.format.mds import Decoder, hash_file, header_size, parse_offsets
+from shards.format.mds import Decoder, hash_file, read_offsets, read_sample
 from shards.format.text import with_duplicate_text
 from shards.open import open_store
 from shards.root.exclusions import load_exclusion
@@ -252,7 +253,7 @@ class Reader:
         try:
             if isinstance(self.store, LocalStore) and hash_file(where) != file.hash:
                 raise DamagedFile(f"{where} is damaged: its hash does not match its index. Restore it from a backup.")
-            return parse_offsets(self.store.read_range(name, 0, header_size(file.samples)), file.samples, where)
+            return read_offsets(partial(self.store.read_range, name), file.samples, where)
         except FileNotFoundError:
             raise DamagedFile(f"{where} is missing, but validation needs it. Restore it from a backup.") from None
 
@@ -262,10 +263,5 @@ class Reader:
 
     def _stored(self, file: HeldOutFile, number: int) -> dict[str, Any]:
         name = f"{self.bucket}/{file.name}"
-        begin, end = self.offsets[file][number : number + 2].tolist()
-        data = self.store.read_range(name, begin, end)
-        if len(data) != end - begin:
-            raise DamagedFile(
-                f"{self.store.where(name)} is damaged: it ends before its last sample. Restore it from a backup."
-            )
-        return self.decode(data)
+        read = partial(self.store.read_range, name)
+        return self.decode(read_sample(read, self.offsets[file], number, self.store.where(name)))

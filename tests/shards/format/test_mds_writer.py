@@ -17,7 +17,7 @@ from shards.base.errors import RequestError
 from shards.format import mds_writer, text
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.mds import Column, Decoder, parse_offsets, shape_header
+from shards.format.mds import Column, Decoder, read_offsets, shape_header
 from shards.format.mds_writer import PartMDSWriter
 from shards.open import open_store
 from shards.root.reading import read_part
@@ -164,9 +164,9 @@ def test_an_error_of_the_disk_comes_out(latents: Path, tmp_path: Path, monkeypat
     "data", [np.array([3, 16, 20, 30], "<u4"), np.array([2, 16, 20], "<u4")], ids=["count", "size"]
 )
 def test_a_header_that_lists_another_number_of_samples_is_damaged(data: np.ndarray) -> None:
-    assert parse_offsets(np.array([2, 16, 20, 30], "<u4").tobytes(), 2, "file").tolist() == [16, 20, 30]
+    assert read_offsets(lambda *_: np.array([2, 16, 20, 30], "<u4").tobytes(), 2, "file").tolist() == [16, 20, 30]
     with pytest.raises(DamagedFile, match="file is damaged: its header does not match its index"):
-        parse_offsets(data.tobytes(), 2, "file")
+        read_offsets(lambda *_: data.tobytes(), 2, "file")
 
 
 def test_a_part_without_samples_has_no_captions(tmp_path: Path, latents: Path) -> None:
