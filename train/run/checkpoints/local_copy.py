@@ -69,11 +69,6 @@ class Stored(NamedTuple):
     """SHA-256 of its state.json."""
 
 
-def remote_folder(name: str, launch: int) -> str:
-    """Return the remote folder that only `launch` uses for a checkpoint such as `step-00001000`."""
-    return f"checkpoints/{name}.{launch:04d}"
-
-
 def parse_folder(folder: str) -> tuple[str, int] | None:
     """Parse `step-00001000.0004` into the checkpoint's name and the launch's number.
 

@@ -16,14 +16,14 @@ A launch that was suspended and then superseded may upload when it wakes up. Thi
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from shards.base.errors import Outage, RequestError, WorkError, say
 from shards.base.store import STAGING_FOLDER, Store
 from train.run.checkpoints.checkpoint import SNAPSHOTS, STATE_NAME, step_of
-from train.run.checkpoints.local_copy import parse_folder, remote_folder, stored_checkpoints
+from train.run.checkpoints.local_copy import parse_folder, stored_checkpoints
 from train.run.lease.lease import Lease
 
 NOT_LOGS = {"checkpoints", "launches", "posthoc", STAGING_FOLDER}
@@ -47,30 +47,21 @@ class RemoteRun:
             LeaseLost: another launch has taken over.
             WorkError: a launch of a different run at this URL, with the same number, uploaded that checkpoint.
         """
-        name = f"{folder.relative_to(self.lease.run_dir).as_posix()}.{self.lease.number:04d}"
+        name = folder.relative_to(self.lease.run_dir).as_posix()
+        self.upload_share(name, folder)
+        self.complete(name, (folder / STATE_NAME).read_bytes())
 
-        def upload() -> None:
-            self.lease.check()
-            self._upload_below(name, folder)
-            self._complete(name, (folder / STATE_NAME).read_bytes())
+    def upload_share(self, name: str, folder: Path) -> None:
+        """Upload one process's share of a checkpoint, without state.json. It raises the same errors as `upload`.
 
-        self._retry(name, upload)
-        self._try_upload_logs()
+        Args:
+            name: the checkpoint's folder relative to the run folder, such as `checkpoints/step-00001000`.
+        """
+        self._retry(name, lambda target: self._upload_below(target, folder))
 
-    def upload_share(self, step: str, folder: Path) -> None:
-        """Upload one process's share of the checkpoint named `step`. It raises the same errors as `upload`."""
-        name = remote_folder(step, self.lease.number)
-
-        def upload() -> None:
-            self.lease.check()
-            self._upload_below(name, folder)
-
-        self._retry(name, upload)
-
-    def complete(self, step: str, state: bytes) -> None:
+    def complete(self, name: str, state: bytes) -> None:
         """Upload state.json once all processes have uploaded their shares. It raises the same errors as `upload`."""
-        name = remote_folder(step, self.lease.number)
-        self._retry(name, lambda: self._complete(name, state))
+        self._retry(name, lambda target: self._complete(target, state))
         self._try_upload_logs()
 
     def upload_logs(self) -> None:
@@ -129,14 +120,11 @@ class RemoteRun:
             del kept[old]
         # interrupted uploads and uploads by superseded launches are removed as well
         gone = {folder for name in entries if (folder := name.partition("/")[0]) not in kept.values()}
-        names = [
-            self._list_files(f"checkpoints/{folder}")
+        self._drop(
+            f"checkpoints/{folder}"
             for folder in sorted(gone)
             if (parsed := parse_folder(folder)) and step_of(Path(parsed[0])) <= step
-        ]
-        self.lease.check()
-        for files in names:
-            self._remove(files)
+        )
 
     def drop_later(self, step: int) -> None:
         """Remove the snapshots of averages from after `step`, which the run will write again, perhaps with a different
@@ -148,13 +136,9 @@ class RemoteRun:
         folder = f"{SNAPSHOTS}/checkpoints"
         names = {file.partition("/")[0] for file in self.store.files(folder)}
         later = [name for name in names if (parsed := parse_folder(name)) and step_of(Path(parsed[0])) > step]
-        files = [self._list_files(f"{folder}/{name}") for name in sorted(later)]
-        self.lease.check()
-        for each in files:
-            self._remove(each)
+        self._drop(f"{folder}/{name}" for name in sorted(later))
 
     def _complete(self, name: str, state: bytes) -> None:
-        self.lease.check()
         file = f"{name}/{STATE_NAME}"
         # if the reply was lost and the request retried, the file exists and has this launch's bytes
         if not self.store.create(file, state) and self.store.read(file) != state:
@@ -165,16 +149,21 @@ class RemoteRun:
                 f"resume from the newest checkpoint."
             )
 
-    def _retry(self, name: str, upload: Callable[[], None]) -> None:
-        """Call `upload`, retrying during an outage of up to `patience` seconds."""
+    def _retry(self, name: str, upload: Callable[[str], None]) -> None:
+        """Call `upload` with the launch's own folder for `name`, retrying during an outage of up to `patience`
+        seconds."""
+        target = f"{name}.{self.lease.number:04d}"
         pause, deadline = FIRST_PAUSE, time.monotonic() + self.patience
         while True:
             try:
-                return upload()
+                self.lease.check()
+                return upload(target)
             except Outage as error:
                 if time.monotonic() + pause > deadline:
                     raise
-                print(f"Uploading {name} to {self.store.where()} failed: {error} Retrying in {pause:g} s.", flush=True)
+                print(
+                    f"Uploading {target} to {self.store.where()} failed: {error} Retrying in {pause:g} s.", flush=True
+                )
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -188,10 +177,13 @@ class RemoteRun:
         except Outage as error:  # the checkpoint is complete, and the next one uploads the logs again
             print(f"The logs could not be uploaded to {self.store.where()} and will be retried: {error}", flush=True)
 
-    def _list_files(self, name: str) -> list[str]:
-        """List a checkpoint's files, state.json first: once it is removed, readers ignore the rest."""
-        files = (f"{name}/{file}" for file in self.store.files(name))
-        return sorted(files, key=lambda file: Path(file).name != STATE_NAME)
+    def _drop(self, folders: Iterable[str]) -> None:
+        """Remove the files of some checkpoints, after checking that the lists of them are not outdated."""
+        found = [[f"{folder}/{file}" for file in self.store.files(folder)] for folder in folders]
+        self.lease.check()
+        for files in found:
+            # once state.json is removed, readers ignore the rest
+            self._remove(sorted(files, key=lambda file: Path(file).name != STATE_NAME))
 
     def _remove(self, files: list[str]) -> None:
         for some in (files[:1], files[1:]):

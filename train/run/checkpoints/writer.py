@@ -208,7 +208,7 @@ class CheckpointWriter:
                 if self.remote is not None:
                     content["lines"] = self._write_lines(snapshot.lines, private / LINES)
             if self.remote is not None and self.shares_at_url:
-                self.remote.upload_share(target.name, private)
+                self.remote.upload_share(target.relative_to(self.run_dir).as_posix(), private)
             if not self.main:
                 # this must come last, because afterwards the main process may publish the folder at any time
                 self._store.set(self._key(step, self.group.rank), json.dumps(hashes))
@@ -262,7 +262,7 @@ class CheckpointWriter:
     def _complete(self, private: Path, target: Path, content: dict[str, Any]) -> None:
         """Complete the checkpoint durably once all shares exist. `content`: content of its state.json."""
         if self.remote is not None and self.shares_at_url:
-            self.remote.complete(target.name, sealed_json(content))
+            self.remote.complete(target.relative_to(self.run_dir).as_posix(), sealed_json(content))
             return
         write_file(private / STATE_NAME, sealed_json(content))
         fsync_tree(private)

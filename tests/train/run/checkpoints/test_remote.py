@@ -268,7 +268,7 @@ def test_shares_of_killed_processes_never_form_a_checkpoint(tmp_path: Path, monk
 
 def upload_shares(run: RemoteRun, text: str) -> None:
     """Upload a checkpoint of step 2 as two processes do, the second of which finishes first."""
-    name, hashes = "step-00000002", {}
+    name, hashes = "checkpoints/step-00000002", {}
     for rank in (1, 0):
         private = run.lease.run_dir / f"{text}-{rank}"
         private.mkdir(parents=True)
