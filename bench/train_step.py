@@ -46,7 +46,7 @@ from train.data.spec import DataSpec
 from train.metrics import peak_memory
 from train.model.config import AdamWConfig, EmaConfig, OptimizerConfig, ScheduleConfig
 from train.model.ema import make_averages
-from train.model.fit import on_meta
+from train.model.fit import dry_call
 from train.model.flops import peak_tflops, training_flops
 from train.model.network import build_network, compile_network
 from train.model.optimizer import Optimizer, build_optimizer
@@ -166,7 +166,7 @@ def measure(
             with quiet():
                 rate = options.batch / seconds_of_steps(step, device, options.seconds)
             encoding = encoding_record(TEXT_LENGTH, unet.config.cross_attention_dim)
-            flops = training_flops(on_meta(unet, train_step.loss.backbone, encoding, latent_hw(setting.bucket))[1])
+            flops = training_flops(dry_call(unet, train_step.loss.backbone, encoding, latent_hw(setting.bucket))[1])
             return Result(setting, rate, peak_memory(device) / 2**30, rate * flops / 1e12)
     except RuntimeError as error:
         if not is_out_of_memory(error):

@@ -32,7 +32,7 @@ from train.export.pipeline import check_pipeline
 from train.memory import check_memory, largest_shape, step_settings
 from train.model.attention import check_attention
 from train.model.backbone import BackboneConfig
-from train.model.fit import check_fit, check_precision, on_meta
+from train.model.fit import check_fit, check_precision, dry_call
 from train.model.float8 import float8_problem
 from train.model.memory import step_memory
 from train.model.network import build_network, load_matching, load_pretrained, width_field
@@ -318,7 +318,7 @@ def make_aligned(
     features = find_features(config.repa, spec, stored)
     shapes = {}
     for latent_hw in sorted({stream.latent_hw for stream in spec.streams}):
-        copy, call = on_meta(network, backbone, spec, latent_hw)
+        copy, call = dry_call(network, backbone, spec, latent_hw)
         shapes[latent_hw] = layer_shape(copy, config.repa, call)
     if config.compile and config.gradient_checkpointing is True and not isinstance(network, UNet2DConditionModel):
         check_whole_block(network, config.repa.layer)

@@ -19,7 +19,7 @@ from train.memory import largest_shape, microbatch_size
 from train.metrics import Metrics
 from train.model.blocks import find_blocks
 from train.model.ema import make_averages
-from train.model.fit import on_meta
+from train.model.fit import dry_call
 from train.model.float8 import large_linears, use_float8
 from train.model.flops import peak_tflops, training_flops
 from train.model.network import compile_network, compiles_by_block
@@ -115,7 +115,7 @@ def float8_layers(config: TrainConfig, prepared: Prepared, is_sharded: bool) -> 
     Without compilation, casting takes longer. The layer that REPA aligns is left out, because a hook reads its output.
     """
     shape = largest_shape({stream.latent_hw for stream in prepared.spec.streams})
-    network, call = on_meta(prepared.network, prepared.backbone, prepared.spec, shape)
+    network, call = dry_call(prepared.network, prepared.backbone, prepared.spec, shape)
     compiled = tuple(f"{name}." for name in find_blocks(network)) if compiles_by_block(network, is_sharded) else ""
     large = large_linears(network, call, microbatch_size(config, prepared.world.size))
     return [name for name in large if name.startswith(compiled) and name != config.repa.layer]
@@ -287,7 +287,7 @@ def flops_per_image(prepared: Prepared, network: Any) -> dict[tuple[int, int], i
     """Return a dict from each latent shape (h, w) in the data to the training FLOPs per image."""
     flops = {}
     for shape in {stream.latent_hw for stream in prepared.spec.streams}:
-        _, call = on_meta(network, prepared.backbone, prepared.spec, shape)
+        _, call = dry_call(network, prepared.backbone, prepared.spec, shape)
         flops[shape] = training_flops(call)
     return flops
 

@@ -24,7 +24,7 @@ from shards.base.config import load_config
 from train.config import TrainConfig
 from train.metrics import peak_memory
 from train.model.config import Checkpointing
-from train.model.fit import on_meta
+from train.model.fit import dry_call
 from train.model.flops import training_flops
 from train.model.network import compile_network
 from train.model.recompute import recomputed_shares
@@ -125,7 +125,7 @@ class FamilyPhase:
             batches.close()
         per_second = config.global_batch_size / seconds
         latent_hw = prepared.spec.streams[0].latent_hw
-        tflops = per_second * training_flops(on_meta(step.network, prepared.backbone, prepared.spec, latent_hw)[1])
+        tflops = per_second * training_flops(dry_call(step.network, prepared.backbone, prepared.spec, latent_hw)[1])
         accelerator.free_memory()
         return {
             "bucket": config.data.streams[0].bucket,

@@ -25,7 +25,7 @@ from bench.loader import BATCH, SD2_TEXT, Reading
 from bench.train_step import TEXT_LENGTH, StepSetting, latent_hw, make_batch, measure, seconds_of_steps
 from train.metrics import peak_memory
 from train.model.backbone import BackboneConfig
-from train.model.fit import on_meta
+from train.model.fit import dry_call
 from train.model.flops import TRAIN_OVER_FORWARD
 from train.model.network import build_network
 
@@ -158,7 +158,7 @@ def step_flops(setup: Setup, batch: int) -> dict[str, float]:
     unet = build_network(setup.unet, None)
     record = encoding_record(TEXT_LENGTH, unet.config.cross_attention_dim)
     backbone = BackboneConfig().resolved(record.texts)
-    _, call = on_meta(unet, backbone, record, latent_hw(setup.buckets[1]))
+    _, call = dry_call(unet, backbone, record, latent_hw(setup.buckets[1]))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         call()
     found: Counter[str] = Counter()

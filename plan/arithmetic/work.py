@@ -169,13 +169,13 @@ def network_calls(
         RequestError: the network's config is missing or invalid, or the network does not accept the encoders' outputs.
     """
     from train.data.spec import DataSpec  # imports diffusers, which cached plans do not need
-    from train.model.fit import check_fit, on_meta
+    from train.model.fit import check_fit, dry_call
     from train.model.network import build_network
 
     training, data = read_training(networks), DataSpec(image, texts, {}, {}, (), 1)
     network, backbone = build_network(training.network, None), training.backbone.resolved(texts)
     check_fit(network, data, backbone)
-    return {name: on_meta(network, backbone, data, hw) for name, hw in shapes.items()}
+    return {name: dry_call(network, backbone, data, hw) for name, hw in shapes.items()}
 
 
 def count_by_block(network: torch.nn.Module, call: Callable[[], Any]) -> tuple[int, tuple[tuple[float, float], ...]]:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from shards.base.device import is_accelerator
 from shards.base.errors import RequestError, WorkError
+from shards.base.store import resolved_place
 from train.data.batch import Batch, Collate
 from train.data.cache import Cache
 from train.data.deadline import end_process, within
 from train.data.files import SampleReader, StreamFiles
 from train.data.order import Order, StreamOrder
 from train.data.spec import DataConfig, DataSpec, column_lengths
-from train.data.streams import diagnose_storage, resolve_root
+from train.data.streams import diagnose_storage
 from train.data.workers import LoaderWorkers, LoadFailure, WorkerDeath
 
 MAX_PREFETCH = 4
@@ -97,7 +98,7 @@ def make_files(config: DataConfig, spec: DataSpec) -> SampleReader:
     for stream in spec.streams:
         folder = config.cache_for(stream.config)
         cache = None if folder is None else Cache(folder, config.cache_limit)
-        prefix = hashlib.sha256(str(resolve_root(stream.config.root)).encode()).hexdigest()[:16]
+        prefix = hashlib.sha256(resolved_place(stream.config.root).encode()).hexdigest()[:16]
         buckets.append(StreamFiles(stream.store, stream.config.bucket, stream.files, cache, prefix))
     return SampleReader(buckets)
 

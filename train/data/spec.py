@@ -1,11 +1,9 @@
 """The config of a run's data, and the description of its opened streams, which `streams.py` builds."""
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field, ValidationInfo, model_validator
 
 from shards.base.config import OVERRIDDEN, Config
@@ -13,7 +11,7 @@ from shards.base.store import LocalPath, Place, Store
 from shards.format import image, text
 from shards.format.buckets import Bucket, BucketName
 from shards.format.encoding import SIZE_TYPE, EncodingRecord
-from shards.format.mds import MdsIndex
+from shards.format.mds import Column, MdsIndex
 from shards.format.text import TextLatents
 from shards.format.towers import FeatureTower, ImageTower, TextTower
 from train.data.node import SizeCheck
@@ -156,13 +154,7 @@ class DataSpec:
             types += list(whole.values()) * self.num_captions
         for name, feature_tower in self.features.items():
             types += image.feature_columns(name, feature_tower, size).values()
-        return sum(array_bytes(kind) for kind in [*types, SIZE_TYPE])
-
-
-def array_bytes(kind: str) -> int:
-    """Return the size in bytes of an array of MDS type `kind`, such as `ndarray:float16:77,1024`."""
-    _, dtype, shape = kind.split(":")
-    return np.dtype(dtype).itemsize * math.prod(map(int, shape.split(",")))
+        return sum(Column.of("", kind).size or 0 for kind in [*types, SIZE_TYPE])
 
 
 def column_lengths(towers: DataSpec | EncodingRecord) -> dict[str, int | None]:

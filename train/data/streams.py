@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from shards.base.errors import RequestError
-from shards.base.store import Store
+from shards.base.store import Store, resolved_place
 from shards.base.table import counted
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
@@ -183,8 +183,8 @@ def check_locations(config: DataConfig) -> None:
     Raises:
         RequestError: one of these checks fails, or a cache folder contains other files.
     """
-    buckets = [(resolve_root(stream.root), stream.bucket) for stream in config.streams]
-    roots = [root for root, _ in buckets if isinstance(root, Path)]
+    buckets = [(resolved_place(stream.root), stream.bucket) for stream in config.streams]
+    roots = [stream.root.resolve() for stream in config.streams if isinstance(stream.root, Path)]
     for stream, bucket in zip(config.streams, buckets, strict=True):
         if buckets.count(bucket) > 1:
             raise RequestError(
@@ -192,7 +192,7 @@ def check_locations(config: DataConfig) -> None:
             )
         cache = config.cache_for(stream)
         if cache is None:
-            if not isinstance(bucket[0], Path):
+            if isinstance(stream.root, str):
                 raise RequestError(
                     f"The latents root {stream.root} is remote, so data.cache must be set to a local folder for copies "
                     f"of its files."
@@ -301,8 +301,3 @@ def diagnose_storage(spec: DataSpec) -> str:
     problems = (check_sizes(stream.store, stream.config.bucket, stream.files) for stream in spec.streams)
     intact = "All local files exist and have the right size, and no damage was found, so the storage may have stalled."
     return next(filter(None, problems), intact)
-
-
-def resolve_root(root: Path | str) -> Path | str:
-    """Return a canonical form of a root's location, so that different paths to the same folder compare equal."""
-    return root.resolve() if isinstance(root, Path) else root

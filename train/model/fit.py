@@ -73,25 +73,18 @@ def check_precision(network: Any, precision: str) -> None:
         )
 
 
-def on_meta(
-    network: Any, backbone: BackboneConfig, data: DataSpec | EncodingRecord, latent_hw: tuple[int, int]
-) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """Return a copy of the network without weights, and a function that calls it on one sample.
-
-    Both use the meta device, so a call computes only shapes. Nothing but the config of `network` is used.
-    """
-    return dry_call(network, backbone, data, latent_hw, 1, "meta")
-
-
 def dry_call(
     network: Any,
     backbone: BackboneConfig,
     data: DataSpec | EncodingRecord,
     latent_hw: tuple[int, int],
-    num_samples: int,
-    device: str,
+    num_samples: int = 1,
+    device: str = "meta",
 ) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """Return a copy of the network on the meta device, and a function that calls it on samples created on `device`."""
+    """Return a copy of the network on the meta device, and a function that calls it on samples created on `device`.
+
+    By default, a call computes only shapes. Nothing but the config of `network` is used.
+    """
     target = (latent_hw[0] * data.image.downsampling, latent_hw[1] * data.image.downsampling)
     with torch.device("meta"):
         copy: nn.Module = class_of(network.config, "the config").from_config(network.config)
@@ -199,7 +192,7 @@ def _call_problems(
     for hw in sorted(shapes):
         try:
             with torch.no_grad():
-                _, call = on_meta(network, backbone, spec, hw)
+                _, call = dry_call(network, backbone, spec, hw)
                 shape = tuple(call().shape)
         except BUILD_ERRORS as error:
             yield f"diffusers cannot call it on latents of size {hw}: {type(error).__name__}: {error}"

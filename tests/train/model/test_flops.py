@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel
 
 from bench.kit.roots import encoding_record
 from train.model.backbone import BackboneConfig
-from train.model.fit import on_meta
+from train.model.fit import dry_call
 from train.model.flops import TRAIN_OVER_FORWARD, count_flops, peak_tflops, training_flops
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "unet"
@@ -24,7 +24,7 @@ def unet_of(path: Path) -> UNet2DConditionModel:
 
 def call(unet: UNet2DConditionModel, latent_hw: tuple[int, int], *text: int) -> Callable[[], Any]:
     encoding = encoding_record(*text)
-    return on_meta(unet, BackboneConfig().resolved(encoding.texts), encoding, latent_hw)[1]
+    return dry_call(unet, BackboneConfig().resolved(encoding.texts), encoding, latent_hw)[1]
 
 
 def test_counting_by_hand() -> None:
