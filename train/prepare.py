@@ -167,11 +167,12 @@ def prepare(
         config.objective,
         network,
         config.backbone,
-        None if aligned is None else config.repa.model_dump(mode="json") | {"tower": aligned.features.name},
-        None if held_out is None else held_out.pin,
-        config.optimizer.kind,
-        config.train_only,
-        hash_projection(projection),
+        repa=None if aligned is None else config.repa.model_dump(mode="json") | {"tower": aligned.features.name},
+        validation=None if held_out is None else held_out.pin,
+        # determines the format of a checkpoint's optimizer state
+        optimizer=None if config.optimizer.kind == "adamw" else config.optimizer.kind,
+        train_only=config.train_only,
+        text_projection=hash_projection(projection),
     )
     spec = spec.keep_towers(backbone.text_towers, [] if aligned is None else [aligned.features.name])
     check_same_everywhere(accelerator, fingerprint, spec.size_check.problem if spec.size_check else None)

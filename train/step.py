@@ -22,7 +22,7 @@ from train.data.batch import Batch
 from train.data.draws import Draws
 from train.model.channels_last import keep_channels_last
 from train.model.config import Sharding
-from train.model.ema import SNAPSHOT_DTYPES, Ema
+from train.model.ema import Ema
 from train.model.norms import use_low_precision_norms
 from train.model.optimizer import Optimizer
 from train.model.recompute import recompute_blocks
@@ -182,7 +182,7 @@ class TrainStep:
         averages = {name: average for name, average in self.averages.items() if name != "ema"}
         if not averages or any(average.average is None for average in averages.values()):
             return None
-        dtype = SNAPSHOT_DTYPES[self.averages["ema"].config.snapshot_dtype]
+        dtype = getattr(torch, self.averages["ema"].config.snapshot_dtype)
         return Snapshot(deepcopy(state), average_files(self.network, averages, dtype))
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from train.model.config import EmaConfig, average_name
 
-SNAPSHOT_DTYPES = {"float16": torch.float16, "float32": torch.float32}
-
 
 def ema_decay(config: EmaConfig, step: int) -> float:
     """Return the decay with which the average is updated after step `step`, counted from 1.

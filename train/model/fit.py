@@ -27,9 +27,7 @@ STANDARD_ARGUMENTS = ("timestep", "return_dict")
 """Arguments with which every network is called, in addition to the latents."""
 
 
-def check_fit(
-    network: Any, spec: DataSpec, backbone: BackboneConfig | None = None, validation: str | None = None
-) -> None:
+def check_fit(network: Any, spec: DataSpec, backbone: BackboneConfig, validation: str | None = None) -> None:
     """Check that the network's arguments, channels, widths and patch size fit the latents, and call it on meta tensors.
 
     Args:
@@ -39,7 +37,6 @@ def check_fit(
     Raises:
         RequestError: the network does not fit. The message lists all mismatches.
     """
-    backbone = backbone or BackboneConfig().resolved(spec.texts)
     shapes = {stream.config.bucket: stream.latent_hw for stream in spec.streams}
     if validation is not None:
         shapes[validation] = Bucket.parse(validation).latent_hw(spec.image.downsampling)

@@ -29,20 +29,12 @@ def make_fingerprint(
     objective: ObjectiveConfig,
     unet: Any,
     backbone: BackboneConfig | None = None,
-    repa: dict[str, Any] | None = None,
-    validation: dict[str, Any] | None = None,
-    optimizer: str = "adamw",
-    train_only: list[str] | None = None,
-    text_projection: str | None = None,
+    **optional: Any,
 ) -> dict[str, Any]:
-    """Return the fingerprint of a run. Optional features appear in it only if the run uses them.
+    """Return the fingerprint of a run.
 
     Args:
-        repa: config of the layer alignment, including its feature tower; None: no layer is aligned.
-        validation: the pinned validation bucket; None: the run has no validation.
-        optimizer: kind of optimizer, which determines the format of a checkpoint's optimizer state.
-        train_only: name patterns of the parameters to train; None: all are trained.
-        text_projection: SHA-256 of the projection of the text; None: the network reads full-width text.
+        optional: entries for features that not every run uses; those that are None are left out.
     """
     resolved = (backbone or BackboneConfig()).called.resolved(spec.texts)
     return {
@@ -69,11 +61,7 @@ def make_fingerprint(
         "backbone": {"class": class_name(unet.config), **resolved.model_dump(mode="json", exclude_defaults=True)},
         "objective": objective.model_dump(mode="json"),
         "unet": {key: value for key, value in sorted(unet.config.items()) if not key.startswith("_")},
-        **({"repa": repa} if repa is not None else {}),
-        **({"validation": validation} if validation is not None else {}),
-        **({"optimizer": optimizer} if optimizer != "adamw" else {}),
-        **({"train_only": train_only} if train_only is not None else {}),
-        **({"text_projection": text_projection} if text_projection is not None else {}),
+        **{name: value for name, value in optional.items() if value is not None},
     }
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from shards.base.errors import RequestError
 from train.run.reporting.json_lines import read_json_lines
@@ -47,13 +46,12 @@ def plot_run(run_dir: Path) -> Path:
     loss_axes.set(ylabel="mean squared error", title=str(run_dir))
     loss_axes.legend(frameon=False)
 
-    for name, color in zip(quarter_names(rows), QUARTER_COLORS, strict=False):
-        drawn = [row for row in rows if row.get("loss_by_quarter", {}).get(name) is not None]
+    for name, color in zip(rows[0]["loss_by_quarter"], QUARTER_COLORS, strict=False):
+        drawn = [row for row in rows if row["loss_by_quarter"][name] is not None]
         values = smooth([row["loss_by_quarter"][name] for row in drawn], 0.9)
         quarter_axes.plot([row["step"] for row in drawn], values, color=color, label=f"timesteps {name}")
     quarter_axes.set_ylabel("by timestep, smoothed")
-    if quarter_axes.lines:
-        quarter_axes.legend(frameon=False, ncols=2)
+    quarter_axes.legend(frameon=False, ncols=2)
 
     lr_axes.plot([row["step"] for row in rows], [row["lr"] for row in rows], color="#555555", linewidth=1.2)
     lr_axes.set(ylabel="learning rate", xlabel="optimizer step")
@@ -64,11 +62,6 @@ def plot_run(run_dir: Path) -> Path:
     path = run_dir / "loss.png"
     figure.savefig(path)
     return path
-
-
-def quarter_names(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the names of the timestep quarters in the log, such as `0-249`, or an empty list if no line has them."""
-    return list(next((row["loss_by_quarter"] for row in rows if "loss_by_quarter" in row), {}))
 
 
 def smooth(values: list[float], weight: float) -> list[float]:
