@@ -17,7 +17,7 @@ from shards.base.errors import RequestError
 from tests.families.small import FAMILIES
 from tests.runs import TRANSFORMER, curve, train_fields, write_config
 from train.__main__ import run as command
-from train.model.blocks import BlockHook, add_hook, find_blocks
+from train.model.blocks import find_blocks
 from train.model.config import OPTIMIZERS, OptimizerConfig, optimizer_class
 from train.model.network import build_network, class_of
 from train.model.tensors import load_tensors
@@ -77,21 +77,6 @@ def test_the_planner_knows_custom_optimizers() -> None:
         Plan(optimizer="sdg")
 
 
-class RecordCalls(BlockHook):
-    """Records the names of the blocks that are called, in order."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def before(self, name: str, inputs: Any, named: dict[str, Any]) -> Any:
-        self.names.append(name)
-        return inputs, named
-
-    def after(self, name: str, output: Any) -> Any:
-        assert self.names[-1] == name
-        return output
-
-
 # SDXL's network has all classes of Stable Diffusion 1.5's and 2's
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("sd15", "sd2")])
 def test_hooks_run_once_per_block_in_every_family(name: str) -> None:
@@ -101,32 +86,30 @@ def test_hooks_run_once_per_block_in_every_family(name: str) -> None:
         _, image = build_image_tower(networks.vae)
         texts = {each: build_text_tower(each, text)[1] for each, text in networks.texts.items()}
         ((network, call),) = network_calls(networks, {"latents": (32, 32)}, image, texts).values()
-        names, calls = list(network.state_dict()), RecordCalls()
+        names, calls = list(network.state_dict()), list[nn.Module]()
         blocks = find_blocks(network)
-        add_hook(network, list(blocks), calls)
+        for block in blocks.values():
+            block.register_forward_hook(lambda block, inputs, output: calls.append(block))
         call()
-    assert len(blocks) >= 10 and sorted(calls.names) == sorted(blocks)
+    assert len(blocks) >= 10 and sorted(map(id, calls)) == sorted(map(id, blocks.values()))
     assert list(network.state_dict()) == names
 
 
-class Routing(BlockHook):
-    """Makes half of the tokens skip the blocks from `first` to `last` (Krause et al., "TREAD", 2025)."""
+def route(first: nn.Module, last: nn.Module) -> list[Any]:
+    """Make half of the tokens skip the blocks from `first` to `last` (Krause et al., "TREAD", 2025), and return the
+    handles of the hooks."""
+    whole: list[Tensor] = []
 
-    def __init__(self, first: str, last: str):
-        self.first, self.last = first, last
+    def shorten(block: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        whole.append(inputs[0])
+        return (inputs[0][:, ::2],)
 
-    def before(self, name: str, inputs: tuple[Tensor], named: dict[str, Any]) -> Any:
-        if name == self.first:
-            (self.tokens,) = inputs
-            inputs = (self.tokens[:, ::2],)
-        return inputs, named
-
-    def after(self, name: str, output: Tensor) -> Tensor:
-        if name != self.last:
-            return output
-        joined = self.tokens.clone()
+    def restore(block: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        joined = whole.pop().clone()
         joined[:, ::2] = output
         return joined
+
+    return [first.register_forward_pre_hook(shorten), last.register_forward_hook(restore)]
 
 
 def test_tokens_are_routed_past_blocks() -> None:
@@ -134,25 +117,23 @@ def test_tokens_are_routed_past_blocks() -> None:
     fields = FAMILIES["pixart-sigma"].network | {"num_layers": 4}
     torch.manual_seed(0)
     network = class_of(fields, "the config").from_config(fields)
-    inner, widths = ["transformer_blocks.1", "transformer_blocks.2"], list[int]()
-
-    class RecordWidths(BlockHook):
-        def before(self, name: str, inputs: tuple[Tensor], named: dict[str, Any]) -> Any:
-            widths.append(inputs[0].shape[1])
-            return inputs, named
+    blocks, widths = list(find_blocks(network).values()), list[int]()
 
     def call() -> Tensor:
         arguments = {"encoder_hidden_states": torch.ones(2, 3, 12), "timestep": torch.ones(2)}
         return network(torch.ones(2, 4, 8, 8), **arguments, return_dict=False)[0]
 
     whole = call()
-    removes = [add_hook(network, inner, Routing(*inner)), add_hook(network, list(find_blocks(network)), RecordWidths())]
+    handles = route(blocks[1], blocks[2])
+    handles += [
+        block.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1])) for block in blocks
+    ]
     routed = call()
     assert widths == [16, 8, 8, 16] and routed.shape == whole.shape and not routed.allclose(whole)
     routed.sum().backward()
     assert all(parameter.grad is not None for parameter in network.transformer_blocks.parameters())
-    for remove in removes:
-        remove()
+    for handle in handles:
+        handle.remove()
     torch.testing.assert_close(call(), whole, rtol=0, atol=0)
 
 

@@ -22,7 +22,7 @@ from shards.format.text import dequantise
 from shards.format.towers import FeatureTower
 from train.data.batch import Batch
 from train.data.spec import DataSpec
-from train.model.blocks import BlockHook, add_hook, find_blocks
+from train.model.blocks import find_blocks, find_module
 from train.objective.config import RepaConfig
 
 
@@ -104,17 +104,17 @@ def token_grid(num_tokens: int, latent_hw: tuple[int, int]) -> tuple[int, int] |
     return (rows, num_tokens // rows) if fits else None
 
 
-class LayerOutput(BlockHook):
-    """Hook that keeps the outputs of a layer while `recording` is set."""
+class LayerOutput:
+    """Hook on a layer that keeps its outputs while `recording` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         self.outputs: list[Any] = []
         self.recording = False
+        self.handle = layer.register_forward_hook(self._keep)
 
-    def after(self, name: str, output: Any) -> Any:
+    def _keep(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         if self.recording:
             self.outputs.append(output)
-        return output
 
 
 class Aligned(nn.Module):
@@ -124,9 +124,8 @@ class Aligned(nn.Module):
         super().__init__()
         self.network, self.head = network, head
         self.config, self.features = config, features
-        self.layer = LayerOutput()
         assert config.layer is not None
-        add_hook(network, [config.layer], self.layer)
+        self.layer = LayerOutput(find_module(network, config.layer))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the network's output. If gradients are enabled, also project the aligned layer, for `loss`."""
@@ -196,15 +195,14 @@ def layer_shape(network: nn.Module, config: RepaConfig, call: Callable[[], objec
     Raises:
         RequestError: the layer does not exist, is not called exactly once, or lacks the configured output.
     """
-    layer = LayerOutput()
     try:
-        remove = add_hook(network, [config.layer or ""], layer)
+        layer = LayerOutput(find_module(network, config.layer or ""))
     except LookupError as error:
         raise RequestError(f"repa.layer {error}. Set repa.layer to one of these.") from None
     layer.recording = True
     with torch.no_grad():
         call()
-    remove()
+    layer.handle.remove()
     outputs: list[Any] = []
     if layer.outputs:
         first = layer.outputs[0]

@@ -3,7 +3,6 @@
 import json
 from functools import partialmethod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from shards.base.config import load_config
 from shards.base.errors import RequestError
 from tests.runs import UNET
 from train.config import TrainConfig
-from train.model.blocks import BlockHook, add_hook
 from train.model.config import AdamWConfig
 from train.model.network import build_network, compile_network, load_pretrained
 from train.setup import microbatch_size
@@ -74,7 +72,7 @@ def test_a_hook_inside_one_of_several_equal_blocks_runs_when_they_are_compiled(m
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     linears = [nn.Linear(2, 2) for _ in range(3)]
     network = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(linear, nn.Tanh()) for linear in linears)})
-    add_hook(network, ["blocks.1.0"], Negate())
+    network.get_submodule("blocks.1.0").register_forward_hook(lambda module, inputs, output: -output)
     compile_network(network, num_shapes=1, by_block=True)
     ones = torch.ones(1, 2)
     found = [network.get_submodule(f"blocks.{number}")(ones) for number in range(3)]
@@ -89,13 +87,6 @@ def test_a_compiled_step_fills_as_few_samples_as_possible(compiled: bool, expect
     config = load_config(TrainConfig, CONFIGS / "phase1.yaml", [], "train")
     changed = config.model_copy(update={"global_batch_size": 2560, "microbatch_size": 32, "compile": compiled})
     assert microbatch_size(changed, 64) == expected
-
-
-class Negate(BlockHook):
-    """Negates the output of a module."""
-
-    def after(self, name: str, output: Any) -> Any:
-        return -output
 
 
 def test_dropout_is_refused(tmp_path: Path) -> None:
