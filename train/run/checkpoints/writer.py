@@ -8,7 +8,6 @@ the checkpoint: it renames the folder into place, or uploads state.json if the r
 import json
 import os
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -224,10 +223,7 @@ class CheckpointWriter:
 
     def _make_private(self, target: Path) -> Path:
         """Create the folder into which this process writes its share of the checkpoint `target`."""
-        if self.shares_at_url:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            return Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
-        is_shared = self.group.size > 1
+        is_shared = self.group.size > 1 and not self.shares_at_url
         private = self.lease.folder / f"{target.name}.{'parts' if is_shared else uuid.uuid4().hex[:8]}"
         private.mkdir(exist_ok=is_shared)
         return private
