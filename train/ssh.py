@@ -117,9 +117,10 @@ def read_hosts(path: Path) -> list[str]:
     """
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file in UTF-8"
         raise RequestError(
-            f"The hosts file {path} cannot be read: {error.strerror}. Pass a file with one host per line."
+            f"The hosts file {path} cannot be read: {reason}. Pass a file with one host per line."
         ) from None
     hosts = [line for line in lines if line]
     for host in hosts:

@@ -163,6 +163,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "hosts").write_text("# a comment\nme@gpu1\n\ngpu2 # another\n")
     (tmp_path / "away").write_text("gpu1\naway\n")
     (tmp_path / "twice").write_text("gpu1\ngpu1\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
     return tmp_path
 
 
@@ -245,6 +246,11 @@ def test_a_launcher_receives_signals_through_its_standard_input(monkeypatch: pyt
         ("absent", ["2", "1", "x"], "absent cannot be read: No such file or directory"),
         ("ssh", ["2", "1", "x"], "contains 'test .*, which is not a host name"),
         ("twice", ["2", "1", "x"], "names the host 'gpu1' twice"),
+        (
+            "binary",
+            ["2", "1", "x"],
+            r"binary cannot be read: it is not a text file in UTF-8\. Pass a file with one host",
+        ),
     ],
 )
 def test_invalid_hosts_are_refused(machines: Path, file: str, arguments: list[str], message: str) -> None:
