@@ -1,5 +1,6 @@
 """Shared fixtures and helpers: small models, tars, and a latents root made from them once per session."""
 
+import json
 import logging
 import os
 import pickle
@@ -24,6 +25,8 @@ from accelerate.state import AcceleratorState
 from botocore.loaders import JSONFileLoader
 from moto.server import ThreadedMotoServer
 
+import precompute.describe
+import train.export.pipeline
 from cluster.fleet import Done
 from precompute.config import PrecomputeConfig, describe_encoding, make_recipe
 from precompute.encode.recipe import Decode
@@ -35,6 +38,7 @@ from precompute.job.projection import resolve_projections
 from precompute.pixels.decode import decode as decode_picture
 from shards.base.durable import locked
 from shards.format.encoding import EncodingRecord
+from shards.format.models import ProbedAutoencoder, probe_autoencoder
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root, record_rules
@@ -50,6 +54,17 @@ hypothesis.settings.load_profile("any speed")
 # let S3 clients share the files that botocore reads; otherwise, each client would parse megabytes of JSON
 read_json = cache(JSONFileLoader().load_file)
 JSONFileLoader.load_file = lambda loader, path: read_json(path)
+
+
+@cache
+def probed(class_name: str, config_json: str) -> ProbedAutoencoder:
+    """Probe an autoencoder once per process and config, because building it takes most of the time of
+    `describe_encoding`. Nothing changes the network, of which only the config is read."""
+    return probe_autoencoder(class_name, json.loads(config_json))
+
+
+for module in (precompute.describe, train.export.pipeline):
+    module.probe_autoencoder = lambda name, config: probed(name, json.dumps(config))  # type: ignore[attr-defined]
 
 
 def plot_empty(run_dir: Path) -> Path:
