@@ -110,7 +110,14 @@ def as_in_a_fresh_process() -> None:
 def _no_traces_of_other_tests() -> Iterator[None]:
     yield
     as_in_a_fresh_process()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _networks_of_its_own() -> Iterator[None]:
+    """Free the networks that `make_towers` and `ray_replaced` keep."""
+    yield
     _kept.cache_clear()
+    _kept_networks.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -191,15 +198,17 @@ def folder_of(config: PrecomputeConfig) -> Path:
 
 @lru_cache(maxsize=4)
 def _kept(encoding_json: bytes) -> Networks:
-    """Load the networks of an encoding, and keep them for the rest of the test, as a worker does for its job."""
+    """Load the networks of an encoding, and keep them for the module's other tests, as a worker does for its job."""
     return load_networks(EncodingRecord.parse(encoding_json, "the encoding record"), "cpu", False, False)
 
 
 def make_towers(config: PrecomputeConfig, encoding: EncodingRecord | None = None) -> Towers:
     """Build the towers of a config on the CPU."""
     encoding, one_by_one = encoding or describe_encoding(config), config.workers.one_by_one
-    networks = load_networks(encoding, "cpu", False, True) if one_by_one else _kept(encoding.sealed())
-    return Towers(*networks, config.workers.batch_size, make_recipe(config, encoding).batch_sizes, one_by_one)
+    image, texts, features = load_networks(encoding, "cpu", False, True) if one_by_one else _kept(encoding.sealed())
+    batch_sizes = make_recipe(config, encoding).batch_sizes
+    # tests may replace entries of these dictionaries, but not those of the kept ones
+    return Towers(image, dict(texts), dict(features), config.workers.batch_size, batch_sizes, one_by_one)
 
 
 def encode_all(
@@ -242,10 +251,7 @@ def ray_replaced() -> Iterator[None]:
             patch.setattr(f"{module}.Fleet", InlineFleet)
         for name in ("prepare_process", "scratch_of_process"):
             patch.setattr(f"precompute.encode.worker.{name}", lambda *_: None)
-        try:
-            yield
-        finally:
-            _kept_networks.cache_clear()
+        yield
 
 
 @pytest.fixture
