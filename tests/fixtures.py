@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -275,21 +276,28 @@ def latents(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path) 
     return folder_of(config)
 
 
-@pytest.fixture
-def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Address of an empty bucket on an S3 server that runs during the test. Child processes can reach it, too."""
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """Address of an S3 server, which takes as long to start and stop as a short test."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line per request takes a third of the server's time
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Address of an empty bucket on an S3 server. Child processes can reach it, too."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, "us-east-1")
     clients = fsspec.get_filesystem_class("s3")
-    clients.clear_instance_cache()  # from servers of earlier tests
-    clients().makedirs(tmp_path.name)  # the servers of one process share their buckets
-    yield f"s3://{tmp_path.name}"
+    clients.clear_instance_cache()  # from servers of other tests
+    bucket = f"bucket-{uuid.uuid4().hex[:12]}"  # tests share the server
+    clients().makedirs(bucket)
+    yield f"s3://{bucket}"
     clients.clear_instance_cache()
-    server.stop()
 
 
 @pytest.fixture
