@@ -9,8 +9,11 @@ from shards.base.store import LocalStore, Store
 from shards.format.tables import TOO_SMALL, Columns, read_tables
 from shards.root.committed import TarReceipts, iter_tars, load_receipts
 
+ONE_BUCKET, BOTH_BUCKETS = '["64x64"]', '["64x64", "128x128"]'
+"""Values of `--buckets`. Where buckets do not matter, one suffices, and takes much less time."""
 
-def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> list[str]:
+
+def precompute_arguments(models: Path, tars: Path, root: Path, *more: str, buckets: str = BOTH_BUCKETS) -> list[str]:
     """Return stage 1's command line for the CPU, stored without rounding like `precompute_config`."""
     fields = {
         "config": Path(__file__).parents[1] / "configs" / "precompute.yaml",
@@ -19,7 +22,7 @@ def precompute_arguments(models: Path, tars: Path, root: Path, *more: str) -> li
         "vae": models / "vae",
         "texts.text.model": models / "text_encoder",
         "texts.text.tokenizer": models / "tokenizer",
-        "buckets": '["64x64", "128x128"]',
+        "buckets": buckets,
         "precision": "float32",
         "image.storage": "float16",
         "text.storage": "float16",

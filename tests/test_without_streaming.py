@@ -19,7 +19,7 @@ def test_neither_the_modules_nor_stage_1_import_it(models: Path, tars: Path, tmp
     stage_1 = tmp_path / "precompute.yaml"
     ray = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "ray"}
     assert ray
-    config = precompute_config(models, tars, tmp_path / "latents")
+    config = precompute_config(models, tars, tmp_path / "latents", buckets=["64x64"])
     stage_1.write_text(yaml.safe_dump(config.model_dump(mode="json")))
 
     def import_and_run() -> None:

@@ -17,7 +17,7 @@ from shards.base.errors import RequestError, WorkError
 from shards.format.text import unpack
 from shards.root.reading import read_part
 from tests.fixtures import precompute_config, ray_replaced
-from tests.roots import part_of, precompute_arguments, receipts_of_tar
+from tests.roots import ONE_BUCKET, part_of, precompute_arguments, receipts_of_tar
 from tests.tiny import make_samples, make_tar, table_of
 from train.data.loader import Loader
 from train.data.spec import DataConfig, StreamConfig
@@ -122,8 +122,8 @@ def test_old_captions_can_stay_beside_new_ones(models: Path, tars: Path, tmp_pat
     table = table_of(tmp_path / "captions.parquet", NEW)
     derived = tmp_path / "derived"
     source = {"table": str(table), "column": "vlm"}
-    options = captions_option(source, {"field": "txt", "weight": 2})
-    command(precompute_arguments(models, tars, derived, "--source", str(old), *options))
+    options = ("--source", str(old), *captions_option(source, {"field": "txt", "weight": 2}))
+    command(precompute_arguments(models, tars, derived, *options, buckets=ONE_BUCKET))
     before, after = stored(old), stored(derived)
     for key in KEYS:
         rows = unpack(after[key])
@@ -175,12 +175,12 @@ def test_a_changed_table_is_a_new_encoding(models: Path, tars: Path, tmp_path: P
     table = table_of(tmp_path / "captions.parquet", NEW)
     option = captions_option({"table": str(table), "column": "vlm"})
     root, derived = tmp_path / "root", tmp_path / "derived"
-    command(precompute_arguments(models, tars, root, *option))
+    command(precompute_arguments(models, tars, root, *option, buckets=ONE_BUCKET))
     newer = {key: f"an even newer text about {key}" for key in KEYS}
     table_of(table, newer)
     with pytest.raises(RequestError, match=r"tables\.vlm"):
-        command(precompute_arguments(models, tars, root, *option))
-    command(precompute_arguments(models, tars, derived, "--source", str(root), *option))
+        command(precompute_arguments(models, tars, root, *option, buckets=ONE_BUCKET))
+    command(precompute_arguments(models, tars, derived, "--source", str(root), *option, buckets=ONE_BUCKET))
     found = stored(derived)
     assert {key: sample["caption"] for key, sample in found.items()} == {key: newer[key] for key in NEW}
 
@@ -191,11 +191,12 @@ def test_a_table_with_other_keys_is_reported(
 ) -> None:
     table = table_of(tmp_path / "captions.parquet", {f"of no sample {key}": "x" for key in KEYS})
     source = {"table": str(table), "column": "vlm", "fallback": "txt"}
-    command(precompute_arguments(models, tars, tmp_path / "root", *captions_option(source)))
+    command(precompute_arguments(models, tars, tmp_path / "root", *captions_option(source), buckets=ONE_BUCKET))
     warning = f"warning: {table} has no vlm for any of the 8 samples of tar 00000."
     assert warning in capsys.readouterr().err
     with pytest.raises(WorkError, match="Nothing was accepted"):
-        command(precompute_arguments(models, tars, tmp_path / "none", *captions_option(source | {"fallback": None})))
+        options = captions_option(source | {"fallback": None})
+        command(precompute_arguments(models, tars, tmp_path / "none", *options, buckets=ONE_BUCKET))
     assert warning in capsys.readouterr().err
 
 
@@ -209,10 +210,10 @@ def test_derived_parts_count_their_own_tables(
     source = {"column": "vlm", "fallback": "txt"}
     roots = [tmp_path / name for name in ("first", "second")]
     first = ("--source", str(old), *captions_option(source | {"table": str(wrong)}, "txt"))
-    command(precompute_arguments(models, tars, roots[0], *first))
+    command(precompute_arguments(models, tars, roots[0], *first, buckets=ONE_BUCKET))
     assert f"warning: {wrong} has no vlm for any of the 8 samples" in capsys.readouterr().err
     second = ("--source", str(roots[0]), *captions_option(source | {"table": str(right)}))
-    command(precompute_arguments(models, tars, roots[1], *second))
+    command(precompute_arguments(models, tars, roots[1], *second, buckets=ONE_BUCKET))
     assert "warning" not in capsys.readouterr().err
     settings = receipts_of_tar(roots[1], "00000").parts["64x64"].settings
     tables = {name: value for name, value in settings.items() if "tables." in name}

@@ -23,7 +23,7 @@ from shards.root.committed import load_receipts
 from shards.root.reading import read_part, text_latents
 from shards.tools.verify import verify_root
 from tests.fixtures import ray_replaced
-from tests.roots import part_of, precompute_arguments
+from tests.roots import BOTH_BUCKETS, ONE_BUCKET, part_of, precompute_arguments
 from tests.tiny_towers import texts
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("without_ray")]
@@ -37,7 +37,8 @@ def run(
     of_towers = texts(towers, models) if towers else {}
     options = {f"--texts.{name}.{key}": value for name, tower in of_towers.items() for key, value in tower.items()}
     words = [word for name, value in options.items() for word in (name, str(value))]
-    precompute([*precompute_arguments(models, tars, root), *words, "--captions", captions, *more])
+    buckets = BOTH_BUCKETS if "--source" in more else ONE_BUCKET  # the sources have both
+    precompute(precompute_arguments(models, tars, root, *words, "--captions", captions, *more, buckets=buckets))
     assert list(verify_root(LocalStore(root))) == []
     return EncodingRecord.load(LocalStore(root))
 

@@ -23,7 +23,7 @@ from shards.base.errors import RequestError, UnfitNode, WorkError, exit_code_of
 from shards.base.store import LocalStore
 from shards.root.provenance import source_sha256
 from tests.fixtures import precompute_config
-from tests.roots import precompute_arguments, tree
+from tests.roots import ONE_BUCKET, precompute_arguments, tree
 from tests.tiny import make_samples, make_tar
 
 AVAILABLE = [TarUnit(f"{i:05d}", f"/tars/{i:05d}.tar", LocalStore(Path("/tars")), f"{i:05d}.tar") for i in range(12)]
@@ -69,7 +69,7 @@ def test_units_without_numbers_are_only_selected_together(wanted: str) -> None:
 def test_a_job_continues_where_an_earlier_one_stopped(
     without_ray: None, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = precompute_arguments(models, tars, tmp_path / "root")
+    arguments = precompute_arguments(models, tars, tmp_path / "root", buckets=ONE_BUCKET)
     command([*arguments, "--shards", "00000"])
     assert "Tars: 1 encoded (23 samples in, 15 accepted, 8 rejected), 0 already done" in capsys.readouterr().out
     command(arguments)
@@ -133,7 +133,9 @@ def test_different_tars_with_the_names_of_a_roots_tars_are_warned_of(
 
 def test_tars_without_samples_fail(without_ray: None, models: Path, tmp_path: Path) -> None:
     make_tar(tmp_path / "tars", "00000", [], stats=False)
-    arguments = precompute_arguments(models, tmp_path / "tars", tmp_path / "root", "--captions", "txt")
+    arguments = precompute_arguments(
+        models, tmp_path / "tars", tmp_path / "root", "--captions", "txt", buckets=ONE_BUCKET
+    )
     for _ in range(2):
         with pytest.raises(WorkError, match=r"holds no samples: the input was encoded \(1 unit\), but nothing"):
             command(arguments)
@@ -213,7 +215,8 @@ def test_a_worker_that_does_not_see_the_root_encodes_nothing(
 def test_a_wrong_caption_field_is_warned_of_and_nothing_accepted_fails(
     without_ray: None, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = precompute_arguments(models, tars, tmp_path / "root", "--captions", '["json:kaption"]')
+    captions = ("--captions", '["json:kaption"]')
+    arguments = precompute_arguments(models, tars, tmp_path / "root", *captions, buckets=ONE_BUCKET)
     with pytest.raises(WorkError, match=r"Nothing was accepted: all 46 samples .* rejected, 46 of them as no_caption"):
         command(arguments)
     output, errors = capsys.readouterr()
@@ -230,7 +233,8 @@ def test_a_second_caption_field_that_no_sample_has_is_warned_of(
     without_ray: None, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for fields, warned in (('["txt", "json:kaption"]', 1), ('["txt"]', 0)):
-        command(precompute_arguments(models, tars, tmp_path / fields, "--captions", fields, "--shards", "00000"))
+        options = ("--captions", fields, "--shards", "00000")
+        command(precompute_arguments(models, tars, tmp_path / fields, *options, buckets=ONE_BUCKET))
         said = capsys.readouterr().err.replace("\n", " ")
         assert said.count("warning: `captions` lists 2 fields (txt, json:kaption), but the ") == warned
         assert said.count("so one of the fields may not exist") == warned
