@@ -1,6 +1,8 @@
 """Images that are shrunk at download look to stage 1 like the originals."""
 
 import io
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,29 +28,33 @@ def rotated(image: Image.Image, orientation: int, format: str) -> bytes:
     return saved(image, format, exif=exif, **({"quality": 95} if format == "JPEG" else {}))
 
 
+def rotated_gradient(orientation: int, format: str) -> bytes:
+    return rotated(gradient(400, 200), orientation, format)
+
+
 BOX = (0.1, 0.2, 0.25, 0.3)
-FILES = {
-    **{f"JPEG {orientation}": rotated(gradient(400, 200), orientation, "JPEG") for orientation in TURNS},
-    **{f"TIFF {orientation}": rotated(gradient(400, 200), orientation, "TIFF") for orientation in TURNS},
-    "16-bit grey": saved(Image.fromarray(np.full((200, 400), 20000, np.uint16)), "PNG"),
-    "Adobe RGB": saved(gradient(300, 200), "PNG", icc_profile=icc.rgb_profile(icc.ADOBE_RGB, 1.8)),
-    "transparent": saved(Image.new("RGBA", (300, 300), (255, 0, 0, 128)), "PNG"),
-    "CMYK": saved(gradient(300, 200).convert("CMYK"), "JPEG", quality=95),
-    "palette": saved(gradient(300, 200).quantize(64), "PNG"),
+FILES: dict[str, Callable[[], bytes]] = {
+    **{f"JPEG {orientation}": partial(rotated_gradient, orientation, "JPEG") for orientation in TURNS},
+    **{f"TIFF {orientation}": partial(rotated_gradient, orientation, "TIFF") for orientation in TURNS},
+    "16-bit grey": lambda: saved(Image.fromarray(np.full((200, 400), 20000, np.uint16)), "PNG"),
+    "Adobe RGB": lambda: saved(gradient(300, 200), "PNG", icc_profile=icc.rgb_profile(icc.ADOBE_RGB, 1.8)),
+    "transparent": lambda: saved(Image.new("RGBA", (300, 300), (255, 0, 0, 128)), "PNG"),
+    "CMYK": lambda: saved(gradient(300, 200).convert("CMYK"), "JPEG", quality=95),
+    "palette": lambda: saved(gradient(300, 200).quantize(64), "PNG"),
 }
+"""Functions, so that only one process makes the images."""
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_stage_1_sees_the_same_image(name: str) -> None:
-    data, width, height, original_width, original_height, error = shrink(
-        io.BytesIO(FILES[name]), max_side=200, quality=95
-    )
+    original = FILES[name]()
+    data, width, height, original_width, original_height, error = shrink(io.BytesIO(original), max_side=200, quality=95)
     assert error is None and data is not None and width is not None and height is not None
     small = Image.open(io.BytesIO(data))
     assert small.format == "JPEG" and small.mode == "RGB" and max(small.size) == 200
     assert dict(small.getexif()) == ({ORIENTATION_TAG: int(name[-1])} if name[-1] in "2345678" else {})
     bucket, config, limits = Bucket(64, 64), PixelsConfig(), LimitsConfig()
-    expected, found = (decode(file, [bucket], config, limits) for file in (FILES[name], data))
+    expected, found = (decode(file, [bucket], config, limits) for file in (original, data))
     assert (expected.width, expected.height) == (original_width, original_height)
     assert (found.width, found.height) == (width, height)
     difference = np.abs(expected.pixels[bucket].astype(int) - found.pixels[bucket])
