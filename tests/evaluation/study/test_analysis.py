@@ -154,14 +154,12 @@ def test_an_incomplete_study_is_analysed_only_on_request(study: Study) -> None:
         analyse(study, [], partial=True)
 
 
-@pytest.mark.parametrize("name", ["study", "three"])
-def test_a_question_without_votes_has_no_result(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_a_question_without_votes_has_no_result(three: Study, tmp_path: Path) -> None:
     """The first question of one item is answered, the second is not."""
-    study: Study = request.getfixturevalue(name)
-    schedule = make_schedule(study)
-    votes = votes_of(study, random_score(0))
+    schedule = make_schedule(three)
+    votes = votes_of(three, random_score(0))
     vote = next(vote for vote in votes if schedule[vote.rater][vote.showing - 1].kind == "first")
-    results = analyse(study, [vote], partial=True)
+    results = analyse(three, [vote], partial=True)
     write_results(results, tmp_path)
     assert [row["question"] for row in results["preferences"]] == ["quality"]
     assert {row["question"] for row in results["strengths"]} <= {"quality"}
@@ -216,10 +214,8 @@ def test_one_counted_rater_gives_unbounded_strengths(three: Study, tmp_path: Pat
     assert "A over the others:" in format_results(results) and "[0.0%, 100.0%]" in format_results(results)
 
 
-@pytest.mark.parametrize("name", ["study", "three"])
-def test_files_refer_to_no_other_files(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    its = request.getfixturevalue(name)
-    results = analyse(its, votes_of(its, random_score(4)))
+def test_files_refer_to_no_other_files(study: Study, tmp_path: Path) -> None:
+    results = analyse(study, votes_of(study, random_score(4)))
     write_results(results, tmp_path)
     assert read_sealed_json(tmp_path / "results.json") == json.loads(json.dumps(results))
     picture = (tmp_path / "results.png").read_bytes()
@@ -229,8 +225,8 @@ def test_files_refer_to_no_other_files(name: str, request: pytest.FixtureRequest
     for text in (page, format_results(results)):
         assert f"The {count} intervals are not corrected for multiple comparisons" in text
     assert not re.search(r"(?:src|href)=\"(?!data:|#)|<script|\$\w", page)  # no external resources, no unfilled fields
-    assert its.protocol.sha256 in page and 'alt="Share of votes for each model.' in page
-    assert page.count("<table>") == len(its.protocol.models) + 2
+    assert study.protocol.sha256 in page and 'alt="Share of votes for each model.' in page
+    assert page.count("<table>") == len(study.protocol.models) + 2
     assert "<h1>&lt;b&gt;&amp;: results</h1>" in render(results | {"name": "<b>&"}, picture)
 
 

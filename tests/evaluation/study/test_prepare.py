@@ -16,7 +16,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from evaluation.study.prepare import prepare
-from evaluation.study.protocol import ProtocolConfig, check_pictures, make_secret, read_study
+from evaluation.study.protocol import ProtocolConfig, Study, check_pictures, make_secret, read_study
 from evaluation.study.schedule import Showing, assign_raters, make_schedule
 from shards.base.config import load_config
 from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
@@ -30,11 +30,16 @@ def config(**changes: object) -> ProtocolConfig:
     return ProtocolConfig.model_validate({"raters": 3, "votes_per_item": 2} | changes)
 
 
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """A study with the default protocol. Tests must not modify it."""
+    return make_study(tmp_path_factory.mktemp("default"))
+
+
 # --- the folder ---
 
 
-def test_pictures_are_copied_without_metadata_under_anonymous_names(tmp_path: Path) -> None:
-    study = make_study(tmp_path)
+def test_pictures_are_copied_without_metadata_under_anonymous_names(study: Study, tmp_path: Path) -> None:
     names = {path.name for path in (study.folder / "pictures").iterdir()}
     items = study.protocol.items
     assert len(items) == len(PROMPTS)
@@ -153,8 +158,7 @@ def test_a_study_needs_gold_items(tmp_path: Path) -> None:
         prepare(sets, config(), tmp_path / "study")
 
 
-def test_gold_items_pair_a_picture_with_a_pixelated_one_of_another_prompt(tmp_path: Path) -> None:
-    study = make_study(tmp_path)
+def test_gold_items_pair_a_picture_with_a_pixelated_one_of_another_prompt(study: Study) -> None:
     prompts = {item.prompt_id: item for item in study.protocol.items}
     coarse = {}
     for item in prompts.values():
@@ -261,12 +265,11 @@ def test_items_are_assigned_evenly(items: int, raters: int, data: st.DataObject)
     assert loads.sum() == items * votes and loads.max() - loads.min() <= 1
 
 
-def test_raters_are_not_assigned_in_fixed_groups(tmp_path: Path) -> None:
+def test_raters_are_not_assigned_in_fixed_groups(study: Study) -> None:
     """Otherwise, some raters would never share a prompt, and their effects could not be separated from the prompts'."""
-    few = make_study(tmp_path)
-    items = [replace(few.protocol.items[0], id=f"item {number}") for number in range(200)]
-    counts = few.protocol.config.model_copy(update={"raters": 15, "votes_per_item": 5})
-    many = replace(few, protocol=replace(few.protocol, config=counts, items=items))
+    items = [replace(study.protocol.items[0], id=f"item {number}") for number in range(200)]
+    counts = study.protocol.config.model_copy(update={"raters": 15, "votes_per_item": 5})
+    many = replace(study, protocol=replace(study.protocol, config=counts, items=items))
     seen: dict[str, list[int]] = defaultdict(list)
     for rater, showings in enumerate(make_schedule(many)):
         for showing in showings:
@@ -314,8 +317,7 @@ def test_sides_are_balanced_and_unpredictable(tmp_path: Path) -> None:
     assert abs((table == sides(other)).mean() - 0.5) < 4 * 0.5 / np.sqrt(table.size)
 
 
-def test_the_protocol_records_everything_that_is_fixed(tmp_path: Path) -> None:
-    study = make_study(tmp_path)
+def test_the_protocol_records_everything_that_is_fixed(study: Study) -> None:
     content = json.loads((study.folder / "protocol.json").read_text())
     assert content["config"].keys() == ProtocolConfig.model_fields.keys()
     assert content["config"]["gold"] == {"share": 0.25, "exclude_below": 0.75}
