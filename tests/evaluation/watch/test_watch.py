@@ -444,19 +444,20 @@ def test_a_full_disk_during_an_export_is_an_outage(
     assert [row["step"] for row in written(run_dir)] == [2, 2]
 
 
-def test_a_run_in_an_object_store(trained: Path, words: list[str], s3: str, tmp_path: Path) -> None:
+def test_a_run_in_an_object_store(trained: Path, words: list[str], tmp_path: Path) -> None:
     """Pictures and records are written next to the checkpoints."""
-    store = open_store(f"{s3}/run")
+    address = f"memory://{tmp_path.name}"
+    store = open_store(f"{address}/run")
     store.put({path.relative_to(trained).as_posix(): path for path in trained.rglob("*") if path.is_file()})
     before = store.listing("checkpoints")
-    assert watch(f"{s3}/run", words, "--every", "4", "--until", "4") == 0
+    assert watch(f"{address}/run", words, "--every", "4", "--until", "4") == 0
     found = [json.loads(line) for line in store.read("evaluations.jsonl").decode().splitlines()]
     assert [(row["step"], row["metric"]) for row in found] == [(4, "toy_fid"), (4, "toy_kid")]
     assert store.listing("checkpoints") == before
     assert len(store.files("tracker/evaluations")) == 1 and not store.files("evaluations/step-00000004-auto/model")
     # the same checkpoint, exported by the command
     there, here = (
-        export([str(run), "--output", str(tmp_path / f"{at}")]) for at, run in enumerate((f"{s3}/run", trained))
+        export([str(run), "--output", str(tmp_path / f"{at}")]) for at, run in enumerate((f"{address}/run", trained))
     )
     assert hash_pipeline(there) == hash_pipeline(here)
     output = ["--output", str(tmp_path / "c")]
@@ -466,7 +467,8 @@ def test_a_run_in_an_object_store(trained: Path, words: list[str], s3: str, tmp_
         (["nothing", *output], r"nothing is not a run: it has no config.yaml"),
     ):
         with pytest.raises(RequestError, match=message):
-            export([f"{s3}/{arguments[0]}", *arguments[1:]])
+            export([f"{address}/{arguments[0]}", *arguments[1:]])
+    store.remove(store.files())
 
 
 def test_wandb_gets_evaluations_in_the_trainings_own_run(
