@@ -44,7 +44,7 @@ def make_metadata(folder: Path, num_rows: int, num_pictures: int, server: BadSer
 @pytest.mark.parametrize(
     ("num_rows", "num_pictures"), [(20_000, 90), pytest.param(1_000_000, 1_000, marks=pytest.mark.slow)]
 )
-def test_numbers_add_up_from_metadata_to_tars(num_rows: int, num_pictures: int, tmp_path: Path) -> None:
+def test_numbers_add_up_from_metadata_to_tars(num_rows: int, num_pictures: int, tmp_path: Path, no_plot: None) -> None:
     with serve() as server:
         expected = make_metadata(tmp_path / "metadata", num_rows, num_pictures, server)
         selected, tars = tmp_path / "selected", tmp_path / "tars"

@@ -67,6 +67,7 @@ def test_only_pictures_that_kill_their_worker_are_lost(tmp_path: Path, monkeypat
             assert worker.exitcode == -signal.SIGKILL
         run_here(units, function, attempt=2)
 
+    monkeypatch.setattr("precompute.pixels.isolation.TRIES", 1)  # each starts an interpreter
     valid = extract([tar_unit(tmp_path / "valid", VALID)], "toy", TOY, tmp_path / "one", WORKERS)
     monkeypatch.setattr("evaluation.features.job.run_units", twice)
     unit = tar_unit(tmp_path / "killed", [*VALID[:3], b"<html>", *VALID[3:], b"KILLED"])

@@ -1,11 +1,10 @@
 """Progress of a job: a bar on a terminal, JSON lines elsewhere."""
 
+import io
 import json
 import os
-import pty
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,55 +12,40 @@ from typing import Any
 
 import pytest
 
-from cluster.fleet import Done, UnderWay
+from cluster.fleet import Done, Failed, UnderWay
+from cluster.pool import Failure
 from precompute.job.ledger import Ledger
 from shards.open import open_store
 from tests.cluster.played import Outcome, PlayedPool, error, make_fleet
 from tests.roots import load_tars
-from tests.runs import environment
-
-SHOW = """
-import sys
-from cluster.fleet import Done, Failed, UnderWay
-from cluster.pool import Failure
-from precompute.job.ledger import Ledger
-from shards.root.committed import iter_tars
-from shards.open import open_store
-
-first, second = iter_tars(open_store(sys.argv[1]))
-failure = Failure(is_lost=False, is_final=False, line="[no markup]", text="[no markup]")
-ledger = Ledger(3)
-with ledger.progress:
-    ledger.record(UnderWay(2, 7))
-    ledger.record(Done("00000", None, first))
-    ledger.record(Failed("00001", None, "attempt 1 of 3 failed", failure, again=True))
-    ledger.record(Done("00001", None, second))
-    ledger.record(Failed("00002", None, "attempt 3 of 3 failed", failure, again=False))
-    ledger.record(UnderWay(0, 0))
-"""
 
 
-def test_a_bar_on_a_terminal(latents: Path) -> None:
+class Terminal(io.StringIO):
+    """A terminal, as far as the bar can tell."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal(
+    latents: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The bar on stderr shows images/s, accepted, rejected, tars and the time left, even if stdout is a pipe."""
-    ours, its = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", SHOW, str(latents)],
-        stdout=subprocess.PIPE,
-        stderr=its,
-        env=environment(COLUMNS="120", TERM="xterm"),
-        text=True,
-    ) as process:
-        os.close(its)
-        seen = b""
-        try:
-            while data := os.read(ours, 1 << 16):
-                seen += data
-        except OSError:  # the other end is closed
-            pass
-        assert process.stdout is not None and process.stdout.read() == ""
-    os.close(ours)
-    assert process.returncode == 0, seen.decode()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    first, second = load_tars(open_store(latents))
+    failure = Failure(is_lost=False, is_final=False, line="[no markup]", text="[no markup]")
+    ledger = Ledger(3)
+    with ledger.progress:
+        ledger.record(UnderWay(2, 7))
+        ledger.record(Done("00000", None, first))
+        ledger.record(Failed("00001", None, "attempt 1 of 3 failed", failure, again=True))
+        ledger.record(Done("00001", None, second))
+        ledger.record(Failed("00002", None, "attempt 3 of 3 failed", failure, again=False))
+        ledger.record(UnderWay(0, 0))
+    assert capsys.readouterr().out == ""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
     assert "tar 00001: attempt 1 of 3 failed: [no markup]" in text
     assert "3/3 tars" in text and re.search(r"img/s  30 accepted  16 rejected +0:00:00", text), text
 
