@@ -51,7 +51,7 @@ def obvious(files: list[list[str]], opted_out: set[str], drop_duplicates: bool) 
 URLS = st.lists(st.sampled_from([f"http://example.com/{i}" for i in range(12)]), max_size=20)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     files=st.lists(URLS, min_size=1, max_size=4),
     opted_out=st.none() | URLS,

@@ -1,6 +1,7 @@
 """A different accelerator is described in shards/base/device.py, and nowhere else."""
 
 import ast
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,7 +106,10 @@ def test_no_other_file_names_an_accelerator(package: str) -> None:
     for path in sorted((ROOT / package).rglob("*.py")):
         if path == ROOT / "shards/base/device.py":
             continue
-        tree = ast.parse(path.read_text())
+        text = path.read_text()
+        if not re.search("cuda|nccl", text, re.IGNORECASE):  # most files; parsing them takes much longer
+            continue
+        tree = ast.parse(text)
         prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):

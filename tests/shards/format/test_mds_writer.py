@@ -80,7 +80,7 @@ ONE, SEVERAL = ("txt",), ("txt", "json:title")
 @pytest.mark.parametrize(
     ("storage", "trim", "captions", "limit", "count"),
     [
-        *((*encoding, 20_000, 60) for encoding in product(("float16", "float8"), (False, True), (ONE, SEVERAL))),
+        *((*encoding, 8_000, 20) for encoding in product(("float16", "float8"), (False, True), (ONE, SEVERAL))),
         ("float8", True, SEVERAL, 500, 3),  # a sample is more than a file
         ("float8", True, SEVERAL, 5_000, 30),  # few samples a file
         ("float8", True, SEVERAL, 1 << 27, 60),  # one file
