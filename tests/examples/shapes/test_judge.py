@@ -30,9 +30,9 @@ def accuracy(scenes: list[Scene], pictures: np.ndarray) -> float:
     return float(np.mean([(v.colour, v.shape) == (s.colour, s.shape) for v, s in zip(verdicts, scenes, strict=True)]))
 
 
-@pytest.mark.parametrize("side", [64, 128])
-def test_correct_on_ground_truth(side: int) -> None:
-    assert accuracy(*ground_truth(160, side)) >= 0.99
+def test_correct_on_ground_truth() -> None:
+    """For 64 px, the next test implies this."""
+    assert accuracy(*ground_truth(160, 128)) >= 0.99
 
 
 @pytest.mark.parametrize(("side", "num_pictures"), [(64, 128), (128, 32)])

@@ -1,4 +1,5 @@
-"""The committed models: they load normally, are small, and are good enough for the demo."""
+"""The committed models: they load normally, are small, and are good enough for the demo. test_judge.py checks what the
+VAE reconstructs."""
 
 import numpy as np
 import pytest
@@ -17,11 +18,6 @@ MAX_BYTES = 2 * 2**20
 
 
 @pytest.fixture(scope="module")
-def vae() -> AutoencoderKL:
-    return AutoencoderKL.from_pretrained(MODELS / "vae", use_safetensors=True)
-
-
-@pytest.fixture(scope="module")
 def tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer.from_pretrained(MODELS / "tokenizer")
 
@@ -35,16 +31,8 @@ def test_the_models_are_small() -> None:
     assert sum(path.stat().st_size for path in MODELS.rglob("*") if path.is_file()) <= MAX_BYTES
 
 
-@pytest.mark.parametrize("side", [64, 128])
-@torch.no_grad()
-def test_the_vae_reconstructs(vae: AutoencoderKL, side: int) -> None:
-    """The peak signal-to-noise ratio from the posterior mean is above 26 dB. The range of pixels is 2."""
-    pictures = draw_pictures(32, side, seed=11)
-    found = vae.decode(vae.encode(pictures).latent_dist.mean).sample.clamp(-1, 1)
-    assert 10 * torch.log10(4 / (found - pictures).square().mean()) > 26
-
-
-def test_scaled_latents_have_unit_deviation(vae: AutoencoderKL) -> None:
+def test_scaled_latents_have_unit_deviation() -> None:
+    vae = AutoencoderKL.from_pretrained(MODELS / "vae", use_safetensors=True)
     with torch.no_grad():
         moments = [vae.encode(draw_pictures(64, side, seed=12)).latent_dist for side in (64, 128)]
     latents = torch.cat([moment.sample().movedim(1, -1).flatten(0, -2) for moment in moments])

@@ -119,23 +119,6 @@ def test_captions_are_counted_per_bucket_in_receipts_and_once_in_stats(
     assert "captions: 20 stored; changed: invalid utf8 2, control characters 1, too long 1, truncated 1\n" in printed
 
 
-def test_a_bucket_added_later_has_the_same_captions(
-    models: Path, captioned: Path, tmp_path: Path, roots: dict[bool, Path]
-) -> None:
-    text, limits = {"storage": "float8", "trim": True}, {"max_caption_characters": 40}
-    for bucket in reversed(BUCKETS):
-        config = precompute_config(
-            models, captioned, tmp_path / "later", captions=FIELDS, buckets=[bucket], text=text, limits=limits
-        )
-        encode_all(config)
-    one, two = load_tars(open_store(roots[True]))[0], load_tars(open_store(tmp_path / "later"))[0]
-    for bucket in BUCKETS:
-        assert (one.parts[bucket].files, one.parts[bucket].captions) == (
-            two.parts[bucket].files,
-            two.parts[bucket].captions,
-        )
-
-
 def test_the_fields_and_the_limit_are_part_of_the_encoding(
     models: Path, captioned: Path, roots: dict[bool, Path]
 ) -> None:
