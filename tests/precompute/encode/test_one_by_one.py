@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from precompute.encode.networks import DeviceSettings, Network, Offload
 from precompute.encode.towers import DeviceClock, TextTowers
 from precompute.encode.worker import load_towers
 from tests.fixtures import encode_all, folder_of
+from tests.graphs import Graphs
 from tests.tiny_towers import config_of, texts
 
 
@@ -158,16 +158,7 @@ def test_a_failed_move_leaves_the_device_empty(monkeypatch: pytest.MonkeyPatch) 
         assert offload.on_device is model
 
 
-def test_weights_that_come_back_find_the_graph_that_was_compiled(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+def test_weights_that_come_back_find_the_graph_that_was_compiled(memory: Memory, graphs: Graphs) -> None:
     cpu, inputs = torch.device("cpu"), torch.randn(2, 4)
     offload, models = Offload(cpu), [nn.Linear(4, 4) for _ in range(2)]
     expected = models[0](inputs)
@@ -179,7 +170,7 @@ def test_weights_that_come_back_find_the_graph_that_was_compiled(
         (found,) = compiled.start((inputs,), 2)()
         other.start((inputs,), 2)()
         torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
-    assert len(graphs) == 1 and len(memory.moved) == 6
+    assert len(graphs.captured) == 1 and len(memory.moved) == 6
 
 
 def test_all_towers_of_a_worker_share_one_device(models: Path, tars: Path, tmp_path: Path, towers: Path) -> None:
