@@ -8,6 +8,7 @@ import pytest
 from precompute.input import numbering
 from precompute.input.find import Found, choose_caption_fields, find_input
 from shards.base.errors import Outage, RequestError
+from shards.base.remote import RemoteStore
 from tests.fake_hub import connect, fake_hub, keep_downloads_in
 from tests.kinds import KINDS, as_parquet
 from tests.tiny import make_samples
@@ -27,13 +28,16 @@ def pictures_of(found: Found) -> list[bytes | None]:
 
 
 @pytest.mark.parametrize("kind", ["tar", "jsonl", "parquet", "mds"])  # the other tables are read like jsonl
-def test_on_s3(kind: str, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_an_object_store(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numbering, "UNIT_SAMPLES", 4)
     KINDS[kind](tmp_path / kind, SAMPLES)
-    fsspec.filesystem("s3").put(f"{tmp_path / kind}/", f"{s3}/{kind}/", recursive=True)
-    found = find_input(f"{s3}/{kind}")
+    store = RemoteStore(f"memory://{tmp_path.name}/{kind}")
+    files = [path for path in (tmp_path / kind).rglob("*") if path.is_file()]
+    store.put({path.relative_to(tmp_path / kind).as_posix(): path for path in files})
+    found = find_input(store.address)
     assert len(choose_caption_fields(found, LIMIT)) == 1
     assert pictures_of(found) == PICTURES
+    store.remove(store.files())
 
 
 def test_a_store_that_fails_is_an_outage(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
