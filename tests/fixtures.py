@@ -154,6 +154,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of small text and vision models. Tests must not modify it."""
+    from tests.tiny_towers import make_towers as save_towers  # which imports this module
+
+    return save_towers(tmp_path_factory.mktemp("towers"))
+
+
+@pytest.fixture(scope="session")
 def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of two tars, each with 20 intact samples and 3 bad ones."""
     folder = tmp_path_factory.mktemp("tars")

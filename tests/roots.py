@@ -7,6 +7,7 @@ from streaming import StreamingDataset
 
 from shards.base.store import LocalStore, Store
 from shards.format.tables import TOO_SMALL, Columns, read_tables
+from shards.open import open_store
 from shards.root.committed import TarReceipts, iter_tars, load_receipts
 
 ONE_BUCKET, BOTH_BUCKETS = '["64x64"]', '["64x64", "128x128"]'
@@ -38,6 +39,12 @@ def tree(root: Path) -> dict[str, bytes]:
     created."""
     files = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for name, path in files.items() if not name.startswith((".", "index/"))}
+
+
+def contents(root: Path | str) -> dict[str, bytes]:
+    """Return the same as `tree` for a root that may be at a URL."""
+    store = open_store(root)
+    return {name: store.read(name) for name in store.files() if not name.startswith((".", "index/"))}
 
 
 def part_of(root: Path, bucket: str, tar: str) -> Path:

@@ -20,6 +20,7 @@ from shards.__main__ import run as shards
 from shards.dataset import LatentDataset
 from shards.open import open_store
 from tests.fixtures import precompute_config
+from tests.roots import contents
 from tests.runs import curve, train_fields, write_config
 from train.__main__ import run as train
 from train.run.reporting.json_lines import read_json_lines
@@ -28,13 +29,9 @@ TIMED = {"started", "seconds", "attempts", "sha256", "input", "token", "tar"}
 """Fields in which receipts of the same tars at two URLs may differ."""
 
 
-def contents(root: Path | str) -> dict[str, object]:
-    """Return name → content of a root's files, without index/, which depends on when receipts were created, and without
-    the receipt fields that differ between runs."""
-    store = open_store(root)
-    files: dict[str, object] = {
-        name: store.read(name) for name in store.files() if not name.startswith((".", "index/"))
-    }
+def comparable(root: Path | str) -> dict[str, object]:
+    """Return name → content of a root's files, without the receipt fields that differ between runs."""
+    files: dict[str, object] = dict(contents(root))
     for name in [name for name in files if name.startswith(("commits/", "tars/"))]:
         receipt = json.loads(files[name])  # type: ignore[arg-type]
         files[name] = {key: value for key, value in receipt.items() if key not in TIMED}
@@ -49,7 +46,7 @@ def test_tars_and_latents_on_s3(
     (config := tmp_path / "precompute.yaml").write_text(yaml.safe_dump(fields))
 
     precompute(["--config", str(config)])
-    assert contents(f"{s3}/latents") == contents(latents)
+    assert comparable(f"{s3}/latents") == comparable(latents)
     receipt = json.loads(open_store(f"{s3}/latents").read("commits/64x64/00000.json"))
     assert receipt["input"]["address"] == f"{s3}/tars/00000.tar"
     shards(["verify", f"{s3}/latents"])
@@ -60,7 +57,8 @@ def test_tars_and_latents_on_s3(
     for name, root, data in (("near", latents, {}), ("far", f"{s3}/latents", {"cache": str(tmp_path / "cache")})):
         streams = {"streams": [{"root": str(root), "bucket": "64x64"}]}
         validation = {"root": str(root), "bucket": "64x64", "samples": 8, "every": 3}
-        run = write_config(tmp_path, train_fields(latents, tmp_path / name, data=streams | data, validation=validation))
+        changes = {"max_steps": 3, "validation": validation}
+        run = write_config(tmp_path, train_fields(latents, tmp_path / name, data=streams | data, **changes))
         train(["--config", str(run)])
         val_losses: list[Any] = [row.get("val_loss") for row in read_json_lines(tmp_path / name / "metrics.jsonl")]
         curves.append((*curve(tmp_path / name), val_losses))

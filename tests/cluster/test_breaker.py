@@ -25,11 +25,6 @@ from tests.forks import OK, fork, wait_for
 KEYS = [f"{number:05d}" for number in range(60)]
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
 def raised(error: Exception) -> Failure:
     """Return the failure that the fleet sees when a worker raises."""
     try:

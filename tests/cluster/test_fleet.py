@@ -11,11 +11,7 @@ from shards.base.errors import Outage
 from shards.base.stop import StopSignal
 from tests.cluster.played import Clock, Outcome, PlayedPool, TimedPool, error, make_fleet, without_state
 
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Simulated time, because the fleet sleeps while nothing is due."""
-    return Clock(monkeypatch)
+pytestmark = pytest.mark.usefixtures("clock")
 
 
 def test_each_unit_is_done_or_given_up_and_none_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from tests.precompute.select import laion
 from tests.ranks import SERVER
-from tests.tiny_towers import make_towers
 
 
 @pytest.fixture
@@ -19,12 +18,6 @@ def no_plot(monkeypatch: pytest.MonkeyPatch) -> None:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork worker processes from a server that has imported everything; spawned processes would import it again."""
     monkeypatch.setattr("shards.base.pool.multiprocessing.get_context", lambda method: SERVER)
-
-
-@pytest.fixture(scope="session")
-def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of small text and vision models. Tests must not modify it."""
-    return make_towers(tmp_path_factory.mktemp("towers"))
 
 
 @pytest.fixture

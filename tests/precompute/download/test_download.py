@@ -8,7 +8,6 @@ import shutil
 import tarfile
 import threading
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from precompute.download.fetch import fetch_tar
 from precompute.download.report import describe, write_report
 from precompute.download.rows import PlannedTar, plan_download
 from shards.base.errors import WorkError
-from tests.precompute.download.bad_server import HTML, JPEG, PNG, BadServer, serve
+from tests.precompute.download.bad_server import HTML, JPEG, PNG, BadServer
 from tests.precompute.select import laion
 
 pytestmark = pytest.mark.filterwarnings("ignore:.imghdr. is deprecated:DeprecationWarning")
@@ -54,12 +53,6 @@ LIMITS = {"timeout_seconds": 0.7, "deadline_seconds": 1.0, "max_bytes": 100_000,
 def config(source: Path, output: Path, **fields: Any) -> DownloadConfig:
     base = {"input": source, "output": output, "threads": 8, "requests": LIMITS}
     return DownloadConfig.model_validate(base | fields)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[BadServer]:
-    with serve() as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 import hashlib
 import socket
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from precompute.download.config import RequestsConfig, RobotsConfig
 from precompute.download.opener import build_opener, install, to_ascii
 from precompute.download.report import kind_of
-from tests.precompute.download.bad_server import JPEG, BadServer, serve
+from tests.precompute.download.bad_server import JPEG, BadServer
 
 LIMITS: dict[str, Any] = {
     "timeout_seconds": 0.6,
@@ -20,12 +19,6 @@ LIMITS: dict[str, Any] = {
     "max_redirects": 3,
     "allow_private_hosts": True,
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[BadServer]:
-    with serve() as server:
-        yield server
 
 
 def fetch(url: str, **limits: Any) -> bytes:

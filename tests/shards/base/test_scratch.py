@@ -30,9 +30,9 @@ from shards.base.scratch import (
 from shards.base.store import LocalStore, Store
 from shards.open import open_store
 from tests.forks import fork, wait_for
-from tests.runs import environment
+from tests.runs import environment, wait_until
 
-KILLS = 10
+KILLS = 4
 
 
 def begin(scratch: Path, ready: Path) -> None:
@@ -48,13 +48,6 @@ def begin(scratch: Path, ready: Path) -> None:
         time.sleep(600)
 
 
-def wait_until(path: Path) -> None:
-    until = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_kills_leave_nothing_behind(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     held = []
@@ -62,13 +55,13 @@ def test_kills_leave_nothing_behind(tmp_path: Path) -> None:
         ready = tmp_path / f"ready-{number}"
         child = fork(lambda ready=ready: begin(scratch, ready))  # type: ignore[misc]
         if number % 2:  # every second process dies before it has finished
-            wait_until(ready)
+            wait_until(ready.exists)
         os.kill(child, signal.SIGKILL)
         assert wait_for(child) == -signal.SIGKILL
         held.append(len([folder for folder in scratch.glob("*/*.*") if folder.is_dir()]))
     assert max(held) == 1  # each process removed the previous one's files
     alive = fork(lambda: begin(scratch, tmp_path / "alive"))
-    wait_until(tmp_path / "alive")
+    wait_until((tmp_path / "alive").exists)
     sweep_scratch(scratch)
     (top,) = scratch.iterdir()
     assert {path.name for path in top.iterdir()} == {SWEEPER, next(path.name for path in top.glob(f"{alive}.*"))}
@@ -92,7 +85,7 @@ def test_a_killed_process_s_private_folder_is_removed_by_the_next(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     child = fork(lambda: hold(tmp_path / "ready"))
-    wait_until(tmp_path / "ready")
+    wait_until((tmp_path / "ready").exists)
     other = Path((tmp_path / "ready").read_text())
     with private_folder() as ours:
         assert tmp_path in ours.parents and tmp_path in other.parents

@@ -33,7 +33,7 @@ from shards.tools.verify import verify_root
 from tests.fixtures import encode_all, folder_of, precompute_config
 from tests.ranks import SERVER
 from tests.roots import parts
-from tests.tiny_towers import config_of, make_towers, texts
+from tests.tiny_towers import config_of, texts
 
 pytestmark = pytest.mark.heavy
 
@@ -55,11 +55,6 @@ def derive(source: Path, out: Path, *options: str, in_processes: bool = False) -
 
 def check_sound(root: Path) -> None:
     assert list(verify_root(LocalStore(root))) == []
-
-
-@pytest.fixture(scope="module")
-def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_towers(tmp_path_factory.mktemp("towers"))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from shards.root.writing import PartWriter
 from shards.tools.verify import verify_root
 from tests.fixtures import encode_all, precompute_config
 from tests.forks import fork, wait_for
-from tests.roots import load_tars, tree
+from tests.roots import contents, load_tars, tree
 from tests.tiny import make_samples, make_tar
 
 pytestmark = pytest.mark.heavy
@@ -80,13 +80,6 @@ def whole(models: Path, one_tar: Path, tmp_path_factory: pytest.TempPathFactory)
     root = tmp_path_factory.mktemp("whole") / "root"
     encode_all(precompute_config(models, one_tar, root))
     return root
-
-
-def contents(root: Path | str) -> dict[str, bytes]:
-    """Return name → bytes of a root's files, without hidden files and index/, which depends on when receipts were
-    created."""
-    store = open_store(root)
-    return {name: store.read(name) for name in store.files() if not name.startswith((".", "index/"))}
 
 
 @pytest.mark.parametrize(
