@@ -81,7 +81,7 @@ class Publisher:
                 kept.append((sha256, table))
             else:
                 loose.append(self.tables.pop(sha256).filter(pa.array(current)))
-        if known and not loose and not fresh:
+        if known and tables is not None and not loose and not fresh:
             return known
         rows = merge([*loose, *read_rows(self.store, fresh, self._check)])
         kept.sort(key=lambda segment: len(segment[1]), reverse=True)

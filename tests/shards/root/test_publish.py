@@ -178,6 +178,16 @@ def test_an_index_that_is_lost_is_written_anew(tmp_path: Path, lost: str) -> Non
     assert Publisher(store).publish() == manifest and len(names(store, manifest)) == 12
 
 
+def test_a_lost_index_is_replaced_although_no_part_is_left(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    commit(store, "00000")
+    lost = Publisher(store).publish().buckets[BUCKET].id
+    (tmp_path / f"index/buckets/{lost}.json").unlink()
+    store.create(tombstone_name(BUCKET, "00000", 0), b"")
+    manifest = Publisher(store).publish()
+    assert manifest.buckets[BUCKET].parts == 0 and names(store, manifest) == []
+
+
 @pytest.mark.parametrize("damaged", ["manifests", "buckets", "segments"])
 def test_a_damaged_index_is_named(tmp_path: Path, damaged: str) -> None:
     store = LocalStore(tmp_path)
