@@ -114,11 +114,22 @@ def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
     try:
         rows = merge([load_segment(store, sha256) for sha256 in index.segments])
     except FileNotFoundError as error:
-        raise DamagedFile(
-            f"A segment of {store.where(index_name(id))} is missing ({error}). Restore the segment from a backup. If "
-            f"this is the root's newest index, you can also rebuild it with `python -m shards index {store.where()}`."
-        ) from None
-    if outside := names_outside(rows):
+        raise segment_error(store, id, f"is missing ({error})") from None
+    check_rows(store, id, rows, names_outside(rows))
+    return rows
+
+
+def segment_error(store: Store, id: str, problem: str) -> DamagedFile:
+    """Return the error for an index with a segment that has a problem, such as `is missing`."""
+    return DamagedFile(
+        f"A segment of {store.where(index_name(id))} {problem}. Restore the segment from a backup. If this is the "
+        f"root's newest index, you can also rebuild it with `python -m shards index {store.where()}`."
+    )
+
+
+def check_rows(store: Store, id: str, rows: pa.Table, outside: list[str]) -> None:
+    """Check the rows of an index, as `load_rows` does. `outside`: the rows' `names_outside`."""
+    if outside:
         raise RequestError(
             f"{store.where(index_name(id))} names a file outside its bucket's folder: {outside[0]!r}. The index may "
             f"have been tampered with. Do not use this root."
@@ -128,7 +139,6 @@ def load_rows(store: Store, id: str, index: BucketIndex) -> pa.Table:
             f"{store.where(index_name(id))} is damaged: its rows do not match the id in its name. Restore it from a "
             f"backup."
         )
-    return rows
 
 
 def current_ids(store: Store) -> dict[str, str]:

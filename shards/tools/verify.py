@@ -4,11 +4,13 @@ import errno
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 
 from shards.base.durable import DamagedFile, parse_sealed_json
 from shards.base.errors import RequestError
@@ -27,19 +29,24 @@ from shards.root.index import bucket_index
 from shards.root.manifest import FOLDER as MANIFESTS
 from shards.root.manifest import (
     NUMBER,
+    BucketIndex,
+    check_rows,
     index_ids,
     index_name,
-    load_rows,
     parse_manifest,
-    published_receipts,
     read_index,
+    segment_error,
 )
 from shards.root.publish import read_rows
 from shards.root.reading import captions, features, read_part, text_latents
 from shards.root.segments import FOLDER as SEGMENTS
-from shards.root.segments import content_id, load_segment, merge
+from shards.root.segments import content_id, load_segment, merge, names_outside, receipts_of
 from shards.root.shared import RULES
 from shards.root.writing import license_counts
+
+Result = TypeVar("Result")
+PART_COLUMNS = ("tar", "generation", "digest")
+"""Columns of a segment that identify its parts and determine the id of an index."""
 
 
 def verify_root(store: Store, note: Callable[[str], None] = lambda line: None) -> Iterator[str]:
@@ -114,34 +121,71 @@ def verify_published(store: Store, receipts: Container[str]) -> Generator[str, N
             current = {bucket: size.id for bucket, size in parse_manifest(store, f"{MANIFESTS}/{name}").buckets.items()}
         except (DamagedFile, RequestError) as error:
             yield str(error)
-    intact = []
-    for id in index_ids(store):
-        problems = list(errors_of(lambda id: load_rows(store, id, read_index(store, "", id)), id))
+    indexes: dict[str, BucketIndex] = {}
+    for id in index_ids(store):  # before the segments are listed, because a running job writes segments first
+        if index := (yield from errors_of(read_index, store, "", id)):
+            indexes[id] = index
+    segments: dict[str, SegmentParts] = {}
+    for name in store.files(SEGMENTS):
+        if name.endswith(".arrow"):
+            sha256 = name.removesuffix(".arrow")
+            if segment := (yield from errors_of(load_parts, store, sha256)):
+                segments[sha256] = segment
+    intact = set()
+    for id, index in indexes.items():
+        problems = list(errors_of(check_index, store, id, index, segments))
         yield from problems
-        intact += [] if problems else [id]
-    missing = (name for name in published_receipts(store, intact) if name not in receipts)
+        intact |= set() if problems else {(index.bucket, sha256) for sha256 in index.segments}
+    published = {name for bucket, sha256 in intact for name in receipts_of(segments[sha256].rows, bucket)}
+    missing = (name for name in published if name not in receipts)
     lost = {name for name in missing if store.size(name) is None}  # a job may have published more since the listing
     for name in sorted(lost):
         yield (
             f"{store.where(name)} is missing, although its part was published: restore it from a backup, or rerun "
             f"the job that wrote the part"
         )
-    for name in store.files(SEGMENTS):
-        if name.endswith(".arrow"):
-            yield from errors_of(load_segment, store, name.removesuffix(".arrow"))
     return current, {name.split("/")[1] for name in lost}
 
 
-def errors_of(check: Callable[..., object], *arguments: object) -> Iterator[str]:
-    """Yield the message of the error, if any, that a check raises for damaged, inconsistent or unreadable data."""
+@dataclass(frozen=True)
+class SegmentParts:
+    """Those contents of a segment that are needed to check the indexes that list it."""
+
+    rows: pa.Table
+    """Columns PART_COLUMNS."""
+    outside: list[str]
+    """Names outside the bucket's folder."""
+
+
+def load_parts(store: Store, sha256: str) -> SegmentParts:
+    """Load and check a segment."""
+    rows = load_segment(store, sha256)
+    # a copy, because the selected columns alone would keep the whole segment in memory
+    return SegmentParts(rows.select(PART_COLUMNS).take(np.arange(len(rows))), names_outside(rows))
+
+
+def check_index(store: Store, id: str, index: BucketIndex, segments: Mapping[str, SegmentParts]) -> None:
+    """Check an index against the intact segments, and raise the same errors as `load_rows`."""
+    for sha256 in index.segments:
+        if sha256 not in segments:
+            raise segment_error(store, id, f"is missing or damaged ({sha256}.arrow)")
+    used = [segments[sha256] for sha256 in index.segments]
+    rows = merge([segment.rows for segment in used], PART_COLUMNS)
+    check_rows(store, id, rows, [name for segment in used for name in segment.outside])
+
+
+def errors_of(check: Callable[..., Result], *arguments: object) -> Generator[str, None, Result | None]:
+    """Yield the message of the error, if any, that a check raises for damaged, inconsistent or unreadable data. Return
+    the result of the check, or None after an error."""
     try:
-        check(*arguments)
+        return check(*arguments)
     except (DamagedFile, RequestError) as error:
         yield str(error)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         yield f"{error.filename} cannot be read ({error.strerror}). Check the disk, or the mount."
+    return None
 
 
 def verify_receipt(store: Store, name: str, receipt: Receipt, encoding: EncodingRecord) -> Iterator[str]:

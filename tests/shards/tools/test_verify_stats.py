@@ -4,17 +4,21 @@ import errno
 import hashlib
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench.kit.receipts import synthetic_receipt
 from bench.kit.roots import encoding_record
 from shards.__main__ import run
 from shards.base.durable import DamagedFile, read_sealed_json, write_sealed_json
 from shards.base.errors import WorkError, exit_code_of
+from shards.base.store import LocalStore
 from shards.open import open_store
+from shards.root.publish import Publisher
 from shards.tools.stats import root_stats, sample_stats
 from shards.tools.verify import verify_root
 from tests.roots import part_of
@@ -53,7 +57,39 @@ def test_a_bad_sector_is_reported_and_the_verification_continues(
     monkeypatch.setattr(hashlib, "file_digest", hash_file)
     problems = list(verify_root(open_store(root)))
     assert len(problems) >= 2
-    assert all(f"{unreadable} cannot be read" in line for line in problems)
+    expected = rf"{re.escape(unreadable)} cannot be read|A segment of .* is missing or damaged"
+    assert all(re.search(expected, line) for line in problems)
+
+
+def test_each_segment_is_read_once(tmp_path: Path) -> None:
+    """Every publication has its own index, which lists segments of earlier ones."""
+    read = Counter[str]()
+
+    class CountingStore(LocalStore):
+        def read(self, name: str) -> bytes:
+            read[name] += 1
+            return super().read(name)
+
+    encoding_record(4, 4).save(LocalStore(tmp_path))
+    for number in range(12):
+        receipt = synthetic_receipt(f"{number:05d}")
+        LocalStore(tmp_path).create(receipt.name, receipt.sealed())
+        Publisher(LocalStore(tmp_path)).publish()
+    problems = list(verify_root(CountingStore(tmp_path)))
+    segments = [f"index/segments/{path.name}" for path in (tmp_path / "index" / "segments").iterdir()]
+    assert [read[name] for name in segments] == [1] * len(segments) and len(segments) >= 12
+    assert not any("index/" in line for line in problems)
+
+
+@pytest.mark.parametrize("content", [b"x", None])
+def test_each_index_with_a_lost_or_damaged_segment_is_named(root: Path, content: bytes | None) -> None:
+    for path in (root / "index" / "segments").iterdir():
+        path.unlink()
+        if content:
+            path.write_bytes(content)
+    lines = list(verify_root(open_store(root)))
+    for path in (root / "index" / "buckets").iterdir():
+        assert any(re.search(f"A segment of .*{path.name} is missing or damaged", line) for line in lines)
 
 
 @pytest.mark.parametrize("lost", ["index", "index/manifests", "index/buckets"])
