@@ -11,7 +11,7 @@ from precompute.input.reject import Reject
 from precompute.input.table import CaptionSource, ScoreSource
 from precompute.input.unit import RawSample
 from shards.format.encoding import FALLBACK, TABLE_PREFIX
-from shards.format.scores import score_fields
+from shards.format.scores import OTHER_NAMES
 from shards.format.tables import samples_schema
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -154,7 +154,8 @@ def read_scores(raw: RawSample, names: tuple[str, ...]) -> np.ndarray:
     """Return the scores `names` of a sample as (scores,) float32: from a table, or from its JSON, whose fields may have
     any of LAION's spellings. A score that is missing, not a number, or out of float32 range becomes NaN."""
     scores = np.full(len(names), np.nan, np.float32)
-    for index, (name, fields) in enumerate(zip(names, score_fields(names), strict=True)):
+    for index, name in enumerate(names):
+        fields = (name, *OTHER_NAMES.get(name, ()))
         found = [raw.tables[name]] if name in raw.tables else [raw.metadata.get(field) for field in fields]
         scores[index] = next((number for value in found if (number := _number(value)) is not None), math.nan)
     return scores

@@ -9,17 +9,14 @@ import yaml
 from pydantic import Field
 
 from shards.base.config import Config
-from shards.format.scores import SCORES
 
 COLUMNS: dict[str, tuple[pa.DataType, tuple[str, ...]]] = {
     "URL": (pa.string(), ("URL", "url")),
     "TEXT": (pa.string(), ("TEXT", "text", "CAPTION", "caption")),
     "WIDTH": (pa.int32(), ("WIDTH", "width", "original_width")),
     "HEIGHT": (pa.int32(), ("HEIGHT", "height", "original_height")),
-    **{
-        score.column: (pa.float32(), tuple(dict.fromkeys((score.column, *score.fields, score.name.upper()))))
-        for score in SCORES
-    },
+    "AESTHETIC_SCORE": (pa.float32(), ("AESTHETIC_SCORE", "aesthetic", "aesthetic_score", "AESTHETIC")),
+    **{name: (pa.float32(), (name, name.upper())) for name in ("similarity", "punsafe", "pwatermark")},
     "hash": (pa.int64(), ("hash",)),
     "LANGUAGE": (pa.string(), ("LANGUAGE", "language")),
     "source_key": (pa.string(), ("key", "source_key")),  # img2dataset reserves the name `key`
@@ -30,6 +27,8 @@ COLUMNS: dict[str, tuple[pa.DataType, tuple[str, ...]]] = {
 """Canonical column name → (type in the selected files, names under which the LAION releases publish the column)."""
 SPELLINGS = {spelling: name for name, (_, spellings) in COLUMNS.items() for spelling in spellings}
 """LAION's names of a column → canonical name."""
+SCORE_COLUMNS = ("AESTHETIC_SCORE", "similarity", "punsafe", "pwatermark")
+"""Canonical names of the columns with LAION's scores."""
 DATASETS = Path(__file__).with_name("datasets.yaml")
 
 

@@ -13,11 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from precompute.select.datasets import COLUMNS, LAION, SPELLINGS, DatasetConfig
+from precompute.select.datasets import COLUMNS, LAION, SCORE_COLUMNS, SPELLINGS, DatasetConfig
 from precompute.select.rules import Rule, is_unreadable
 from shards.base.errors import Outage, RequestError, WorkError
 from shards.base.remote import outage, store_errors
-from shards.format.scores import SCORES
 
 CANONICAL = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
 IF_PRESENT = {"license", "md5", "sha256"}
@@ -148,7 +147,7 @@ def make_layout(files: Sequence[MetadataFile], schemas: Sequence[pa.Schema], dat
                 f"file."
             ) from None
     ordered = [field for field in CANONICAL if field.name in present] + list(kept)
-    own = {name: dataset.columns[name] for name in (score.column for score in SCORES) if name in dataset.columns}
+    own = {name: dataset.columns[name] for name in SCORE_COLUMNS if name in dataset.columns}
     return Layout(pa.schema(ordered), [own.get(field.name, field.name) for field in ordered])
 
 

@@ -14,7 +14,7 @@ from shards.base.config import load_config
 from shards.base.durable import read_sealed_json
 from shards.base.errors import Outage, RequestError
 from shards.format.encoding import EncodingRecord
-from shards.format.scores import LAION_SCORES, SCORES, score_fields
+from shards.format.scores import LAION_SCORES
 from shards.open import open_store
 from shards.root.reading import read_parts
 from tests.fixtures import ray_replaced
@@ -153,16 +153,9 @@ def test_texts_are_not_scores(models: Path, scored: Path, tmp_path: Path) -> Non
         command(precompute_arguments(models, scored, tmp_path / "root", "--scores", scores))
 
 
-def test_roots_record_only_settings_that_are_not_the_usual_ones(latents: Path) -> None:
-    fields = read_sealed_json(latents / "encoding.json")
-    assert not {"scores", "caption_weights", "tables", "deduplicates_text"} & fields.keys()
+def test_scores_are_part_of_the_encoding(latents: Path) -> None:
     record = EncodingRecord.load(open_store(latents))
     more = record.model_copy(update={"scores": (*LAION_SCORES, "hps")})
-    assert more.id != record.id == fields["id"]
+    assert more.id != record.id == read_sealed_json(latents / "encoding.json")["id"]
     assert EncodingRecord.parse(more.sealed(), "encoding.json") == more
-    assert record.differences(more) == [f"scores: 'absent' ≠ {[*LAION_SCORES, 'hps']}"]
-
-
-def test_json_fields() -> None:
-    assert tuple(score.name for score in SCORES) == LAION_SCORES
-    assert score_fields(("aesthetic", "hps")) == [("aesthetic", "AESTHETIC_SCORE", "aesthetic_score"), ("hps",)]
+    assert record.differences(more) == [f"scores: {[*LAION_SCORES]} ≠ {[*LAION_SCORES, 'hps']}"]
