@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, field_validator, model_serializer
+from pydantic import Field, ValidationError, field_validator
 
 from shards.base.config import Config, flatten
 from shards.base.durable import canonical_json, check_version, parse_sealed_json, sealed_json
@@ -43,36 +43,22 @@ class EncodingRecord(Config):
     columns have a leading caption axis, and `caption` is a JSON list with one entry per source, null where the sample
     has no caption."""
     caption_weights: tuple[int, ...] = ()
-    """How often training draws each source, relative to the others; empty: equally often. Written to encoding.json
-    only if it is not empty."""
+    """How often training draws each source, relative to the others; empty: equally often."""
     tables: dict[str, str] = Field(default_factory=dict)
     """Column of a table with captions or scores → SHA-256 of the file, followed by ` by KEY` if its key column is not
-    `key`. Written to encoding.json only if there are any."""
+    `key`."""
     max_characters: int
     """Maximum length of captions in characters. Longer captions were cut before tokenization."""
     compute_dtype: Literal["float32", "float16", "bfloat16"]
     scores: tuple[str, ...] = LAION_SCORES
-    """Names of the stored scores, in the order of the MDS column `scores`. Written to encoding.json only if they differ
-    from the default."""
-
+    """Names of the stored scores, in the order of the MDS column `scores`."""
     deduplicates_text: bool = False
-    """Whether identical text latents are stored only once per MDS file; see shards.format.text.TEXT_SAMPLE. Written to
-    encoding.json only if they are."""
+    """Whether identical text latents are stored only once per MDS file; see shards.format.text.TEXT_SAMPLE."""
 
     @field_validator("texts", "features")
     @classmethod
     def _sort(cls, towers: dict[str, Any]) -> dict[str, Any]:
         return dict(sorted(towers.items()))
-
-    @model_serializer(mode="wrap")
-    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = serialize(self)
-        if self.scores == LAION_SCORES:
-            fields.pop("scores", None)
-        for name in ("caption_weights", "tables", "deduplicates_text"):
-            if not fields.get(name):
-                fields.pop(name, None)
-        return fields
 
     @property
     def several(self) -> bool:

@@ -96,7 +96,7 @@ class Receipt(Config):
     """Caption counts: all `stored` captions, and those modified because they had `invalid_utf8` or
     `control_characters`, were `too_long` for `limits.max_caption_characters`, or were `truncated` by the tokenizer."""
     licenses: dict[str, int] = Field(default_factory=dict)
-    """Licence, as the input states it → number of stored samples. Written to the receipt only if there are any."""
+    """Licence, as the input states it → number of stored samples."""
     input: dict[str, str | int | None]
     """Path or URL, size in bytes and SHA-256 of the tar."""
     shared_files: dict[str, FileRecord]
@@ -152,7 +152,7 @@ class Receipt(Config):
         return unpack_bits(self.rejects[reason], self.samples_in)
 
     def sealed(self) -> bytes:
-        return sealed_json(self.model_dump(mode="json", exclude=set() if self.licenses else {"licenses"}))
+        return sealed_json(self.model_dump(mode="json"))
 
 
 def pack_bits(values: NDArray[np.bool_]) -> str:

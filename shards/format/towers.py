@@ -4,10 +4,10 @@ stored."""
 import base64
 import re
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from shards.base.config import Config
 from shards.format.buckets import Bucket
@@ -152,15 +152,7 @@ class TextTower(Config):
     """Data type to which the weights of the linear layers were quantised, with one scale per output, or None if they
     were not. With float8, the layers' inputs were quantised too, with one scale per token."""
     projection: Projection | None = None
-    """Projection of the hidden states onto `width` dimensions, or None if they are stored in full width. Written to
-    encoding.json only if there is one."""
-
-    @model_serializer(mode="wrap")
-    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = serialize(self)
-        if self.projection is None:
-            fields.pop("projection", None)
-        return fields
+    """Projection of the hidden states onto `width` dimensions, or None if they are stored in full width."""
 
     @property
     def input_width(self) -> int:
