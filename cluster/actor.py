@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 
 import ray
 
-from cluster.start import forget_ranks
 from shards.base.device import choose_device, is_device_error
 from shards.base.errors import Stuck
 
@@ -55,7 +54,6 @@ class WorkerActor(Generic[Work, Result]):
         Args:
             function: only loaded here, so that a process without the necessary modules counts as one that cannot start.
         """
-        forget_ranks()
         self.board = board
         self.stopping = threading.Event()
 

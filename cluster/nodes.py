@@ -42,11 +42,6 @@ class ResourcesConfig(Config):
         return {"GPU": self.num_gpus, "CPU": self.num_cpus, **self.resources}
 
 
-def is_too_small(has: Resources, needs: Resources) -> bool:
-    """Return whether a node with the total resources `has` can never take a worker with `needs`."""
-    return any(has.get(name, 0) < amount for name, amount in needs.items())
-
-
 def places(has: Resources, needs: Resources) -> dict[str, int]:
     """Return, for each resource, how many workers it allows on a node at once. The smallest number is the node's
     limit."""
@@ -118,8 +113,9 @@ class NodeWatch:
         WorkError if no node could take a worker for `wait_for_resources` seconds."""
         now = self.looked_at = time.monotonic()
         self.addresses |= {node: address_of(node, has) for node, has in alive.items()}
-        self.able = {node for node, has in alive.items() if not is_too_small(has, self.needs)}
-        self.places = sum(min(places(alive[node], self.needs).values()) for node in self.able)
+        counts = {node: min(places(has, self.needs).values()) for node, has in alive.items()}
+        self.able = {node for node, count in counts.items() if count}
+        self.places = sum(counts.values())
         if self.able:
             self.able_at, self.reminded_at = now, -float("inf")
             return self._new_shortages(alive)

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from cluster.nodes import ResourcesConfig, describe, is_too_small
+from cluster.nodes import ResourcesConfig, describe, places
 from shards.base.device import (
     Precision,
     PrecisionOption,
@@ -24,8 +24,6 @@ from shards.base.stop import exit_on_stop_signal
 WORKER_START_SECONDS = 300.0
 """Seconds allowed for starting a worker's process on a node, importing torch and trying a precision."""
 STOPPED = "Stopped by a signal. Committed work is kept. Run the same command again to continue."
-# With a launcher's variables in the environment, `streaming` would treat this process as one of several ranks.
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def start_ray(config: ResourcesConfig) -> None:
@@ -38,7 +36,6 @@ def start_ray(config: ResourcesConfig) -> None:
             use its GPU.
         WorkError: Ray does not start on this machine.
     """
-    forget_ranks()
     if ray.is_initialized():
         return
     if address := os.environ.get("RAY_ADDRESS"):
@@ -69,7 +66,7 @@ def start_ray(config: ResourcesConfig) -> None:
             f"command again."
         ) from error
     here = ray.cluster_resources()
-    if is_too_small(here, config.needs):
+    if not min(places(here, config.needs).values()):
         raise RequestError(
             f"One worker needs {describe(config.needs)}, but this machine has {describe(here, config.needs)}. Lower "
             f"workers.num_gpus (0 encodes on the CPU), workers.num_cpus or workers.resources, or join a cluster with "
@@ -116,7 +113,6 @@ def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> 
 
 
 def _resolve(requested: PrecisionOption, device: str) -> tuple[Precision, list[str]]:
-    forget_ranks()
     if is_accelerator(device):  # if torch could not use the GPU, `auto` would be float32
         try:
             choose_device()
@@ -139,12 +135,6 @@ def _init(**options: Any) -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     exit_on_stop_signal(STOPPED)
-
-
-def forget_ranks() -> None:
-    """Remove from this process's environment the rank variables that a launcher such as torchrun sets."""
-    for name in RANK_VARIABLES:
-        os.environ.pop(name, None)
 
 
 def first_line(error: Exception) -> str:

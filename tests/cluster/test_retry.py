@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.nodes import NodeWatch, Resources, ResourcesConfig, describe, is_too_small
+from cluster.nodes import NodeWatch, Resources, ResourcesConfig, describe, places
 from cluster.retry import AVOID_SECONDS, NodeHealth, RetryConfig, Unit, UnitQueue, backoff
 from shards.base.errors import WorkError
 
@@ -111,7 +111,8 @@ def test_a_unit_is_retried_on_another_node() -> None:
 def test_resources_for_people() -> None:
     needs = ResourcesConfig(num_gpus=1, num_cpus=8, resources={"encoder": 0.5}).needs
     assert describe(needs) == "1 GPU, 8 CPUs and 0.5 encoder"
-    assert is_too_small({"GPU": 8, "CPU": 64}, needs) and not is_too_small({"GPU": 1, "CPU": 8, "encoder": 1}, needs)
+    assert places({"GPU": 8, "CPU": 64}, needs) == {"GPU": 8, "CPU": 8, "encoder": 0}
+    assert places({"GPU": 1, "CPU": 8, "encoder": 1}, needs) == {"GPU": 1, "CPU": 1, "encoder": 2}
 
 
 def test_a_fleet_that_no_node_can_take_says_so_and_gives_up(clock: list[float]) -> None:
