@@ -32,7 +32,7 @@ from unittest.mock import patch
 from botocore.session import get_session
 
 from shards.base.errors import exit_code_of
-from shards.base.parent import die_with
+from shards.base.pool import die_with
 
 SERVER = get_context("forkserver")
 COMMANDS = (

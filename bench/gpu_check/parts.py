@@ -14,7 +14,7 @@ from bench.gpu_check.families import FamilyPhase
 from bench.gpu_check.findings import Findings
 from bench.gpu_check.setup import Setup, use_no_compiler
 from bench.train_step import release
-from shards.base.parent import die_with
+from shards.base.pool import die_with
 
 BEGIN_WITHIN = 0.5
 """Share of a part's time limit after which it starts no further measurement."""

@@ -97,27 +97,6 @@ def map_in_order(
         yield from results(*running.popleft())
 
 
-def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, None]:
-    """Iterate over `items` in a separate thread, which stays up to `ahead` items ahead of the consumer.
-
-    If `items` raises an exception, it is raised in the consumer after the preceding items. If the consumer stops early,
-    so does the thread.
-    """
-    iterator, end = iter(items), object()
-    with ThreadPoolExecutor(1) as thread:
-        # one item is being produced while `ahead` finished items wait
-        calls = deque(thread.submit(next, iterator, end) for _ in range(ahead + 1))
-        try:
-            while (item := calls.popleft().result()) is not end:
-                calls.append(thread.submit(next, iterator, end))
-                yield item  # type: ignore[misc]
-        finally:
-            for call in calls:
-                call.cancel()
-            if isinstance(items, Generator):  # stops the stages before this one
-                thread.submit(items.close).result()
-
-
 class Turns:
     """Resources shared by the tars that a process works on.
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import torch
 
-from precompute.encode.overlap import Turns, in_background
+from precompute.encode.overlap import Turns
 from precompute.encode.parts import Parts
 from precompute.encode.recipe import Recipe
 from precompute.encode.samples import PixelBatch
@@ -16,6 +16,7 @@ from precompute.encode.towers import DeviceClock, Towers
 from precompute.input.table import table_settings, with_tables
 from precompute.input.unit import Unit
 from shards.base.device import is_accelerator
+from shards.base.pool import in_background
 from shards.base.scratch import attempt_folder
 from shards.base.store import Store
 from shards.root.commit import Attempt, commit, current_generation

@@ -1,4 +1,4 @@
-"""Local worker processes, and memory allocator settings."""
+"""Local worker processes and threads, and memory allocator settings."""
 
 import ctypes
 import multiprocessing
@@ -7,7 +7,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
@@ -17,6 +17,8 @@ Result = TypeVar("Result")
 POLL_SECONDS = 0.5
 MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-8, 1))
 """mallopt(3) parameters: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, and M_ARENA_MAX."""
+PR_SET_PDEATHSIG = 1
+"""`prctl` option that selects the signal to send to a process when its parent dies."""
 
 
 def start_pool(
@@ -76,6 +78,27 @@ def run_each(
                         process.terminate()
 
 
+def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, None]:
+    """Iterate over `items` in a separate thread, which stays up to `ahead` items ahead of the consumer.
+
+    If `items` raises an exception, it is raised in the consumer after the preceding items. If the consumer stops early,
+    so does the thread.
+    """
+    iterator, end = iter(items), object()
+    with ThreadPoolExecutor(1) as thread:
+        # one item is being produced while `ahead` finished items wait
+        calls = deque(thread.submit(next, iterator, end) for _ in range(ahead + 1))
+        try:
+            while (item := calls.popleft().result()) is not end:
+                calls.append(thread.submit(next, iterator, end))
+                yield item  # type: ignore[misc]
+        finally:
+            for call in calls:
+                call.cancel()
+            if isinstance(items, Generator):  # stops the stages before this one
+                thread.submit(items.close).result()
+
+
 def _initialize(initializer: Callable[[], None] | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to all processes; the parent handles it
     # otherwise a worker whose parent was killed would wait for work forever
@@ -89,6 +112,20 @@ def _exit_with_parent() -> None:
     assert parent is not None, "this runs only in workers"
     parent.join()
     os._exit(1)
+
+
+def die_with(parent: int) -> bool:
+    """Ask the kernel to kill this process when process `parent`, its parent, dies, even by SIGKILL (Linux only).
+
+    The kernel already does so when the thread that started this process ends, so that thread must outlive it.
+
+    Returns:
+        Whether the parent is still alive. If it died before the request, the kernel will not kill this process.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    return os.getppid() == parent
 
 
 def configure_malloc() -> None:

@@ -17,8 +17,7 @@ import shutil
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -35,6 +34,7 @@ from shards.base.durable import (
     write_file,
 )
 from shards.base.errors import RequestError, naming
+from shards.base.pool import in_background
 
 STAGING_FOLDER = ".unfinished"
 """Folder in the root where files are written before they are linked or renamed into place."""
@@ -147,22 +147,14 @@ class Store(ABC):
         folder of this user in the system's temporary folder."""
 
 
-def read_each(store: Store, names: Sequence[str], batch_size: int = READ_AHEAD) -> Iterator[tuple[str, bytes]]:
+def read_each(store: Store, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
     """Yield the names and bytes of small files, in the order of `names`. Missing files are skipped.
 
     At most two batches are in memory: the one that the caller is working on, and the next one, which is being fetched.
     """
-    batches = (list(names[first : first + batch_size]) for first in range(0, len(names), batch_size))
-    with ThreadPoolExecutor(1, "read_each") as reader:
-
-        def fetch() -> tuple[list[str], Future[dict[str, bytes]]] | None:
-            batch = next(batches, None)
-            return (batch, reader.submit(store.read_many, batch)) if batch else None
-
-        pending = fetch()
-        while pending:
-            batch, found = pending[0], pending[1].result()
-            pending = fetch()
+    batches = (list(names[first : first + READ_AHEAD]) for first in range(0, len(names), READ_AHEAD))
+    with closing(in_background(((batch, store.read_many(batch)) for batch in batches), ahead=0)) as fetched:
+        for batch, found in fetched:
             for name in batch:
                 if (data := found.pop(name, None)) is not None:
                     yield name, data

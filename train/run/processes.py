@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from shards.base.device import collectives_backend
 from shards.base.errors import RequestError, WorkError
-from shards.base.parent import die_with
+from shards.base.pool import die_with
 from shards.base.stop import SignalFlag
 from train.run.health.heartbeat import STARTING, HeartbeatReporter
 from train.run.lease.lease import Lease

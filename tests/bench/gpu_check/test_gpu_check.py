@@ -230,7 +230,7 @@ def test_an_exception_kills_all_lanes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 LANE = """
 import sys, time
-from shards.base.parent import die_with
+from shards.base.pool import die_with
 if not die_with(int(sys.argv[1])):
     sys.exit(1)
 print("ready", flush=True)

@@ -7,8 +7,9 @@ from contextlib import closing
 
 import pytest
 
-from precompute.encode.overlap import in_background, map_in_order, threads
+from precompute.encode.overlap import map_in_order, threads
 from shards.base.errors import Stuck
+from shards.base.pool import in_background
 
 
 def test_order_is_kept_and_the_number_ahead_is_bounded() -> None:

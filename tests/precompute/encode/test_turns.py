@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import pytest
 
-from precompute.encode.overlap import Turns, in_background
+from precompute.encode.overlap import Turns
+from shards.base.pool import in_background
 from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.tools.verify import verify_root

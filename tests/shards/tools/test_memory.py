@@ -219,17 +219,18 @@ def test_small_files_are_read_ahead_in_batches(tmp_path: Path, monkeypatch: pyte
         return LocalStore.read_many(store, names)
 
     monkeypatch.setattr(store, "read_many", read_many)
+    monkeypatch.setattr("shards.base.store.READ_AHEAD", 4)
     names = [f"{(7 * number) % 23:02d}" for number in range(23)]
     for name in set(names) - {"05"}:
         (tmp_path / name).write_text(name)
     got = []
-    for name, content in read_each(store, names, 4):
+    for name, content in read_each(store, names):
         assert content == name.encode()
         assert len(requests) <= (names.index(name) // 4 + 1) + 1  # the batch in use and the next one
         got.append(name)
     assert got == [name for name in names if name != "05"]
     assert requests == [names[first : first + 4] for first in range(0, 23, 4)]
-    assert list(read_each(store, [], 4)) == []
+    assert list(read_each(store, [])) == []
     requests.clear()
-    next(read_each(store, names, 4))  # the rest is not read if the caller stops
+    next(read_each(store, names))  # the rest is not read if the caller stops
     assert 1 <= len(requests) <= 2

@@ -156,7 +156,7 @@ def test_signals_to_the_launcher_alone_reach_its_processes(latents: Path, tmp_pa
 
 def test_a_process_exits_if_its_launcher_died_during_startup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LAUNCHER, str(os.getpid()))
-    monkeypatch.setattr("shards.base.parent.ctypes.CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr("shards.base.pool.ctypes.CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
     orphaned = r"is not the parent of this process, so this process exits\. Either the launcher died during startup"
     with pytest.raises(WorkError, match=orphaned):
         die_with_launcher()
