@@ -20,10 +20,11 @@ from shards.base.errors import Outage, RequestError, WorkError, is_storage_error
 from shards.base.scratch import private_folder
 from shards.base.stop import exiting_on_stop_signal
 from shards.base.store import Store, absolute_place, parse_place
-from shards.format.models import PIPELINE_INDEX as INDEX
 from shards.format.models import model_folder
 from shards.open import open_store
 
+INDEX = "model_index.json"
+"""File that names the class and components of a diffusers pipeline."""
 EXPORTED = "model"
 """Folder in the output for a run's exported model."""
 RECORD = "model.json"

@@ -39,8 +39,6 @@ NOT_CONTENT |= {"name_or_path", "tokenizer_file"}
 NORMALISATION = {"shift_factor", "latents_mean", "latents_std"}
 FETCHING = ".fetching"
 """Prefix of a folder whose download is not complete."""
-PIPELINE_INDEX = "model_index.json"
-"""File that names the class and components of a diffusers pipeline."""
 TRAINED_GUIDANCE = "_trained_guidance"
 """Field of an exported network's config.json that holds the constant value of its guidance input in training."""
 TRAINED_ARGUMENTS = "_trained_arguments"

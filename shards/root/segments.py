@@ -153,13 +153,13 @@ def save_segment(store: Store, rows: pa.Table) -> str:
         writer.write_table(rows)
     data = sink.getvalue()
     sha256 = hashlib.sha256(data).hexdigest()
-    store.create(segment_name(sha256), data)
+    store.create(f"{FOLDER}/{sha256}.arrow", data)
     return sha256
 
 
 def load_segment(store: Store, sha256: str) -> pa.Table:
     """Load a segment. Raises FileNotFoundError if it is missing, and DamagedFile if it does not match its SHA-256."""
-    name = segment_name(sha256)
+    name = f"{FOLDER}/{sha256}.arrow"
     data = store.read(name)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise DamagedFile(
@@ -167,8 +167,3 @@ def load_segment(store: Store, sha256: str) -> pa.Table:
             f"delete the file and rebuild the index with `python -m shards index {store.where()}`."
         )
     return pa.ipc.open_file(pa.BufferReader(data)).read_all()
-
-
-def segment_name(sha256: str) -> str:
-    """Return a segment's path relative to the root."""
-    return f"{FOLDER}/{sha256}.arrow"
