@@ -276,10 +276,11 @@ def _append(
     except OverflowError as error:
         writer.refuse(row["key"], row.get("url", ""), NON_FINITE, str(error))
         return
-    values = row | {"truncated": max(row["truncated"], sum(was_truncated for _, was_truncated in encoded))}
+    truncated = max(row["truncated"], sum(was_truncated for _, was_truncated in encoded))
     columns |= {name: sample[name] for name in ("key", "caption", "size", "scores")}
     columns |= conversion.target.weights_of(captions)
-    writer.append(columns, tuple(values.get(name, "") for name in writer.schema.names))
+    # tables of older parts lack `license`
+    writer.append(columns, {"license": "", **row, "truncated": truncated})
 
 
 def _is_finite(latents: TextLatents) -> bool:

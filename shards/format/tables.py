@@ -3,8 +3,7 @@
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,13 +37,6 @@ def samples_schema(scores: Sequence[str]) -> pa.Schema:
         + [(name, pa.int16()) for name in CAPTION_CHANGES]
         + [("url", pa.string()), ("sha256", pa.string()), ("license", pa.string())]
     )
-
-
-def write_rows(path: Path | BinaryIO, schema: pa.Schema, rows: list[tuple[Any, ...]]) -> None:
-    """Write rows (tuples in the schema's order) to a parquet file. Identical rows produce identical bytes."""
-    columns = zip(*rows, strict=True) if rows else [() for _ in schema]
-    arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
-    pq.write_table(pa.table(arrays, schema=schema), path)
 
 
 def load_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> tuple[pa.Table, pa.Table]:

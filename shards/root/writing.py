@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from shards.format import image, text
 from shards.format.buckets import Bucket
@@ -24,7 +26,6 @@ from shards.format.tables import (
     SAMPLES_NAME,
     TOO_SMALL,
     samples_schema,
-    write_rows,
 )
 from shards.format.text import TextLatents
 
@@ -117,9 +118,8 @@ class PartWriter:
     def __init__(self, folder: Path, encoding: EncodingRecord, bucket: Bucket):
         self.folder = folder
         self.encoding = encoding
-        self.schema = samples_schema(encoding.scores)
-        """Columns of samples.parquet."""
-        self.samples: list[tuple[Any, ...]] = []
+        self.samples: list[dict[str, Any]] = []
+        """Rows of samples.parquet."""
         self.refused: list[tuple[str, str, str, str]] = []
         self.elsewhere = 0
         self.writer = PartMDSWriter(folder, encoding, bucket)
@@ -136,21 +136,15 @@ class PartWriter:
             columns |= self.encoding.weights_of(sample.captions)
             for of_tower in of_towers:
                 columns |= of_tower
-            present, scores = sample.present, sample.scores.tolist()
-            counts = [sum(name in caption.changes for caption in present) for name in CAPTION_CHANGES]
-            row = (
-                sample.key,
-                *sample.size[:2],
-                *scores,
-                len(present),
-                *counts,
-                sample.url,
-                sample.sha256,
-                sample.license,
-            )
+            present = sample.present
+            row: dict[str, Any] = {"key": sample.key, "width": sample.size[0], "height": sample.size[1]}
+            row |= zip(self.encoding.scores, sample.scores.tolist(), strict=True)
+            row |= {"captions": len(present)}
+            row |= {name: sum(name in caption.changes for caption in present) for name in CAPTION_CHANGES}
+            row |= {"url": sample.url, "sha256": sample.sha256, "license": sample.license}
             self.append(columns, row)
 
-    def append(self, columns: dict[str, Any], row: tuple[Any, ...]) -> None:
+    def append(self, columns: dict[str, Any], row: dict[str, Any]) -> None:
         """Append one sample in its stored form: its MDS columns and its row in samples.parquet."""
         self.writer.write(columns)
         self.samples.append(row)
@@ -175,23 +169,22 @@ class PartWriter:
     def finish(self) -> WrittenPart:
         """Close the part's files and return their contents."""
         self.writer.finish()
-        write_rows(self.folder / SAMPLES_NAME, self.schema, self.samples)
+        stored = pa.Table.from_pylist(self.samples, samples_schema(self.encoding.scores))
+        pq.write_table(stored, self.folder / SAMPLES_NAME)
         # several stages of a worker refuse samples concurrently; sorting by key makes the file reproducible
-        write_rows(self.folder / REFUSED_NAME, REFUSED_SCHEMA, sorted(self.refused))
+        refused = [dict(zip(REFUSED_SCHEMA.names, row, strict=True)) for row in sorted(self.refused)]
+        pq.write_table(pa.Table.from_pylist(refused, REFUSED_SCHEMA), self.folder / REFUSED_NAME)
         keys: dict[str, list[str]] = {}
-        for key, _, reason, _ in sorted(self.refused):
-            keys.setdefault(reason, []).append(key)
-        # columns of a row's caption counts: all captions, and captions with each of CAPTION_CHANGES
-        first = self.schema.get_field_index("captions")
-        caption_counts = slice(first, first + 1 + len(CAPTION_CHANGES))
-        counts = [sum(column) for column in zip(*(row[caption_counts] for row in self.samples), strict=True)]
+        for row in refused:
+            keys.setdefault(row["reason"], []).append(row["key"])
         return WrittenPart(
-            stored=[row[0] for row in self.samples],
+            stored=[row["key"] for row in self.samples],
             refused={reason: len(rows) for reason, rows in sorted(keys.items())}
             | ({OTHER_BUCKET: self.elsewhere} if self.elsewhere else {}),
             rejects={reason: rows for reason, rows in sorted(keys.items()) if reason != TOO_SMALL},
-            captions=dict(zip(("stored", *CAPTION_CHANGES), counts or [0] * (1 + len(CAPTION_CHANGES)), strict=True)),
-            licenses=license_counts(row[-1] for row in self.samples),
+            captions={"stored": sum(row["captions"] for row in self.samples)}
+            | {name: sum(row[name] for row in self.samples) for name in CAPTION_CHANGES},
+            licenses=license_counts(row["license"] for row in self.samples),
             mds=tuple(self.writer.files),
             records=self.writer.records,
         )
