@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from shards.base.durable import canonical_json, locked, sha256_file
+from shards.base.durable import atomic_folder, canonical_json, locked, sha256_file
 from shards.base.errors import RequestError, is_storage_error
 from shards.format.towers import Weights
 
@@ -37,8 +36,6 @@ NOT_CONTENT = {"architectures", "dtype", "torch_dtype", "transformers_version", 
 NOT_CONTENT |= {"name_or_path", "tokenizer_file"}
 # Entries that are ignored unless they are null, because the trainer applies shift and scale.
 NORMALISATION = {"shift_factor", "latents_mean", "latents_std"}
-FETCHING = ".fetching"
-"""Prefix of a folder whose download is not complete."""
 TRAINED_GUIDANCE = "_trained_guidance"
 """Field of an exported network's config.json that holds the constant value of its guidance input in training."""
 TRAINED_ARGUMENTS = "_trained_arguments"
@@ -141,7 +138,7 @@ def _cached(name: str) -> Path | None:
     if Path(name).is_dir():
         return Path(name)
     if "://" in name:
-        copies = [copy for copy in (_cache() / _id(name)).glob("*") if not copy.name.startswith(FETCHING)]
+        copies = [copy for copy in (_cache() / _id(name)).glob("*") if not copy.name.startswith(".")]
         return max(copies, key=lambda copy: copy.stat().st_mtime, default=None)
     try:
         repo, revision, folder = _parse(name)
@@ -212,13 +209,12 @@ def _fetch_folder(address: str, patterns: Sequence[str]) -> Path:
     copy = top / _id(canonical_json({name: [entry.bytes, entry.etag] for name, entry in found.items()}).decode())
     if copy.is_dir():
         return copy
-    for abandoned in top.glob(f"{FETCHING}*"):  # left by killed processes
+    for abandoned in top.glob(".*"):  # left by killed processes
         shutil.rmtree(abandoned)
-    fetching = top / f"{FETCHING}-{uuid.uuid4().hex[:8]}"
-    fetching.mkdir(parents=True)
-    for name in found:
-        store.get(name, fetching / name)
-    return fetching.rename(copy)
+    with atomic_folder(copy) as fetching:
+        for name in found:
+            store.get(name, fetching / name)
+    return copy
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
