@@ -12,7 +12,7 @@ import numpy as np
 
 from shards.base.store import Entry, LocalStore
 from shards.format.receipts import FileRecord, MadeBy, MdsFile, Receipt, pack_bits
-from shards.format.tables import SAMPLES_NAME
+from shards.format.tables import REFUSED_NAME, SAMPLES_NAME
 
 NAMES_PER_PAGE = 1000
 """Page size of an object store's listing."""
@@ -33,7 +33,7 @@ def synthetic_receipt(
         for number, count in enumerate(samples_of_files)
     ]
     files = {file.basename: FileRecord(bytes=file.bytes, sha256=f"{int(file.hash, 16):064x}") for file in mds}
-    files[SAMPLES_NAME] = FileRecord(bytes=1, sha256=f"{hash_of(part):064x}")
+    files |= {name: FileRecord(bytes=1, sha256=f"{hash_of(part):064x}") for name in (SAMPLES_NAME, REFUSED_NAME)}
     return Receipt(
         tar=tar,
         bucket=bucket,

@@ -5,11 +5,13 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shards.base.durable import DamagedFile
 from shards.base.store import Store
+from shards.base.table import counted
 from shards.format.receipts import FileRecord
 
 SAMPLES_NAME = "samples.parquet"
@@ -39,21 +41,44 @@ def samples_schema(scores: Sequence[str]) -> pa.Schema:
     )
 
 
+def read_verified(store: Store, files: Mapping[str, str]) -> list[bytes]:
+    """Read small files at once, given as name → SHA-256. Raises DamagedFile if one is missing or its SHA-256
+    differs."""
+    found, contents = store.read_many(list(files)), []
+    for name, sha256 in files.items():
+        contents.append(found.get(name, b""))
+        if hashlib.sha256(contents[-1]).hexdigest() != sha256:
+            raise DamagedFile(
+                f"{store.where(name)} is missing or damaged: its SHA-256 does not match the recorded one. Restore it "
+                f"from a backup."
+            )
+    return contents
+
+
 def load_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> tuple[pa.Table, pa.Table]:
     """Load a part's tables of stored and refused samples. Raises DamagedFile if one is missing or its SHA-256 differs
     from its record in `files`."""
-    places = [f"{folder}/{name}" for name in (SAMPLES_NAME, REFUSED_NAME)]
-    found, tables = store.read_many(places), []
-    for place in places:
-        data = found.get(place, b"")
-        if hashlib.sha256(data).hexdigest() != files[place.removeprefix(f"{folder}/")].sha256:
-            where = store.where(place)
-            raise DamagedFile(f"{where} is missing or does not match its receipt. Restore it from a backup.")
-        tables.append(pq.read_table(io.BytesIO(data)))
-    return tables[0], tables[1]
+    hashes = {f"{folder}/{name}": files[name].sha256 for name in (SAMPLES_NAME, REFUSED_NAME)}
+    stored, refused = (pq.read_table(io.BytesIO(data)) for data in read_verified(store, hashes))
+    return stored, refused
 
 
 def read_tables(store: Store, folder: str, files: Mapping[str, FileRecord]) -> tuple[Columns, Columns]:
     """Read the same tables as `load_tables` into Python values, and raise the same error."""
     stored, refused = load_tables(store, folder, files)
     return stored.to_pydict(), refused.to_pydict()
+
+
+def read_samples(store: Store, bucket: str, part: np.void, columns: Sequence[str]) -> pa.Table:
+    """Read `key` and `columns` from the sample table of a part (a record of dtype `part_type`), in stored order. Raises
+    DamagedFile if the table is missing or differs from the committed table, or if its row count differs from the part's
+    sample count."""
+    name = f"{bucket}/{part['folder'].decode()}/{SAMPLES_NAME}"
+    (data,) = read_verified(store, {name: part["table"].decode()})
+    table = pq.ParquetFile(io.BytesIO(data)).read([*dict.fromkeys(["key", *columns])], use_threads=False)
+    if len(table) != part["samples"]:
+        raise DamagedFile(
+            f"{store.where(name)} has {counted(len(table), 'row')}, but the index lists "
+            f"{counted(int(part['samples']), 'sample')}. Check the root with `python -m shards verify {store.where()}`."
+        )
+    return table

@@ -9,24 +9,20 @@ and its fingerprint names them. The stored samples are not modified.
 """
 
 import hashlib
-import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
 from shards.base.opt_outs import OptOuts, matching_hosts, parse_entry
 from shards.base.store import Store
-from shards.base.table import counted
 from shards.base.urls import comparable_urls
-from shards.format.tables import SAMPLES_NAME
+from shards.format.tables import read_verified
 
 FOLDER = "exclusions"
 MAX_LISTED = 5
@@ -131,36 +127,6 @@ def exclusion_ids(store: Store) -> list[str]:
 
 def load_exclusion(store: Store, id: str) -> Exclusion:
     """Load an exclusion list. Raises DamagedFile if it is missing or its content does not match its name."""
-    name = f"{FOLDER}/{id}.txt"
-    data = store.read_many([name]).get(name, b"")
-    exclusion = Exclusion(id.partition(".")[0], pa.array(data.decode(errors="replace").split("\n")[:-1], pa.string()))
-    if exclusion.id != id:
-        raise DamagedFile(
-            f"{store.where(name)} is missing or damaged: its SHA-256 does not match its name. Restore it from a backup."
-        )
-    return exclusion
-
-
-def read_samples(store: Store, bucket: str, part: np.void, columns: Sequence[str]) -> pa.Table:
-    """Read `key` and `columns` from the sample table of a part (a record of dtype `part_type`), in stored order. Raises
-    RequestError if the table is missing, and DamagedFile if it differs from the committed table, or if its row count
-    differs from the part's sample count."""
-    folder, expected = part["folder"].decode(), part["table"].decode()
-    name = f"{bucket}/{folder}/{SAMPLES_NAME}"
-    data = store.read_many([name]).get(name)
-    if data is None:
-        raise RequestError(
-            f"{store.where(name)} is missing, so filters and exclusions cannot be applied to its part. Restore it from "
-            f"a backup."
-        )
-    if hashlib.sha256(data).hexdigest() != expected:
-        raise DamagedFile(
-            f"{store.where(name)} is damaged: its SHA-256 does not match its receipt. Restore it from a backup."
-        )
-    table = pq.ParquetFile(io.BytesIO(data)).read([*dict.fromkeys(["key", *columns])], use_threads=False)
-    if len(table) != part["samples"]:
-        raise DamagedFile(
-            f"{store.where(name)} has {counted(len(table), 'row')}, but the index lists "
-            f"{counted(int(part['samples']), 'sample')}. Check the root with `python -m shards verify {store.where()}`."
-        )
-    return table
+    kind, _, sha256 = id.partition(".")
+    (data,) = read_verified(store, {f"{FOLDER}/{id}.txt": sha256})
+    return Exclusion(kind, pa.array(data.decode().split("\n")[:-1], pa.string()))

@@ -12,7 +12,8 @@ from shards.base.errors import RequestError
 from shards.base.store import Store
 from shards.base.table import counted
 from shards.format.encoding import EncodingRecord
-from shards.root.exclusions import Exclusion, add_exclusion, read_samples
+from shards.format.tables import read_samples
+from shards.root.exclusions import Exclusion, add_exclusion
 from shards.root.manifest import current_ids, load_rows, read_index
 from shards.root.segments import parts_of
 

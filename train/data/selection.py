@@ -16,7 +16,8 @@ from shards.base.config import Config
 from shards.base.store import Store
 from shards.format.mds import MdsIndex, mapped
 from shards.format.scores import Range
-from shards.root.exclusions import Exclusion, read_samples
+from shards.format.tables import read_samples
+from shards.root.exclusions import Exclusion
 
 NUM_READERS = 16
 """Number of tables that are read concurrently, because latency dominates on a remote root."""
@@ -84,8 +85,7 @@ def select(
     """Apply a filter and exclusion lists to the tables of all parts.
 
     Raises:
-        DamagedFile: a table does not match its receipt, or has the wrong number of rows.
-        RequestError: a part's table is missing.
+        DamagedFile: a table is missing, does not match its receipt, or has the wrong number of rows.
     """
     mask, counts, dropped = bytearray(), np.zeros(len(files), np.int64), Counter[str]()
     left = np.zeros(0, bool)

@@ -65,10 +65,10 @@ def test_the_command_prints_both_kinds(latents: Path, capsys: pytest.CaptureFixt
 def test_a_damaged_table_is_named(root: Path, data: bytes | None) -> None:
     table = part_of(root, "64x64", "00000") / "samples.parquet"
     table.write_bytes(table.read_bytes()[::-1] if data is None else data)
-    with pytest.raises(DamagedFile, match=rf"{table} is missing or does not match its receipt"):
+    with pytest.raises(DamagedFile, match=rf"{table} is missing or damaged"):
         find_sample(open_store(root), "000000000")
     table.unlink()
-    with pytest.raises(DamagedFile, match=rf"{table} is missing or does not match its receipt"):
+    with pytest.raises(DamagedFile, match=rf"{table} is missing or damaged"):
         run(["where", str(root), "000000000"])
 
 
