@@ -23,7 +23,7 @@ CAUSAL = re.compile(
 )
 """transformers classes in which a token's state does not depend on later tokens."""
 ONLY_TEXT = "text"
-"""Name of the text tower in a config that does not name its towers."""
+"""Name of the text tower in a plan whose config does not name its towers."""
 
 
 class Weights(Config):
