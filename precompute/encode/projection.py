@@ -7,7 +7,7 @@ import torch
 
 from precompute.encode.recipe import Recipe, SourceRoot
 from precompute.encode.towers import TextTowers
-from precompute.encode.worker import device_settings, load_texts, new_captions, set_up_attempt
+from precompute.encode.worker import device_settings, load_texts, renewed, set_up_attempt
 from precompute.input.captions import read_captions
 from precompute.input.reject import Reject
 from precompute.input.table import with_tables
@@ -101,8 +101,8 @@ def captions_of_root(recipe: Recipe, source: SourceRoot) -> Iterator[list[Captio
             else:
                 captions += [(f"{sample['key']} {i}", present(stored)[i]) for i in chosen]
         if how.has_new_captions:
-            new = new_captions(keys, by_source, recipe.encoding, recipe.tables, Counter())
-            for key, found in zip(keys, new, strict=True):
+            new = renewed(keys, by_source, [{}] * len(keys), recipe.encoding, recipe.tables, Counter())
+            for key, (found, _) in zip(keys, new, strict=True):
                 captions += [(f"{key} {i}", caption[0]) for i, caption in enumerate(found) if caption is not None]
         yield captions
 

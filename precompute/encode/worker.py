@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -203,62 +203,47 @@ def with_fresh_towers(recipe: Recipe, store: Store, device: str) -> Derivation:
     settings |= table_settings(recipe.tables)
     settings = {f"derived.{name}": value for name, value in settings.items()}
     found = Counter[str]()
-    with_texts = [replace(table, numbers=()) for table in recipe.tables if table.texts and conversion.has_new_captions]
-    with_numbers = [replace(table, texts=()) for table in recipe.tables if table.numbers and conversion.has_new_scores]
-    recaption, rescore = None, None
-    if conversion.has_new_captions:
-        recaption = partial(new_captions, encoding=recipe.encoding, tables=with_texts, found=found)
-    if conversion.has_new_scores:
-        rescore = partial(new_scores, encoding=recipe.encoding, tables=with_numbers, found=found)
+    texts_change, numbers_change = conversion.has_new_captions, conversion.has_new_scores
+    changed = (
+        replace(table, texts=table.texts if texts_change else (), numbers=table.numbers if numbers_change else ())
+        for table in recipe.tables
+    )
+    tables = [table for table in changed if table.columns]
+    renew = None
+    if texts_change or numbers_change:
+        renew = partial(renewed, encoding=recipe.encoding, tables=tables, found=found)
 
     def counts() -> Settings:
-        columns = (column for table in (*with_texts, *with_numbers) for column in table.columns)
+        columns = (column for table in tables for column in table.columns)
         counted: Settings = {f"derived.tables.{column}.found": found[column] for column in columns}
         found.clear()
         return counted
 
-    return Derivation(source, store, conversion, encode, on, settings, recaption, rescore, counts)
+    return Derivation(source, store, conversion, encode, on, settings, renew, counts)
 
 
-def new_captions(
+def renewed(
     keys: list[str],
-    stored: list[dict[str, str]],
+    captions: list[dict[str, str]],
+    scores: list[dict[str, float]],
     encoding: EncodingRecord,
     tables: Sequence[TableConfig],
     found: Counter[str],
-) -> list[list[NewCaption | None]]:
-    """Choose the captions of stored samples from tables and from their stored captions. `found` counts the samples that
-    have a caption in a table.
+) -> Iterator[tuple[list[NewCaption | None], np.ndarray]]:
+    """Choose the captions and scores of stored samples from tables and from their stored captions and scores. `found`
+    counts the samples that have a value in a table, by column.
 
-    Implements `shards.derive.part.Recaption`.
+    Implements `shards.derive.part.Renew`.
     """
-    chosen: list[list[NewCaption | None]] = []
     samples = with_tables(map(RawSample, keys), tables, found)
-    for raw, by_source in zip(samples, stored, strict=True):
+    for raw, by_source, by_name in zip(samples, captions, scores, strict=True):
         raw.caption = by_source["txt"].encode() if "txt" in by_source else None
-        raw.metadata = {name.removeprefix(JSON_PREFIX): text for name, text in by_source.items()}
+        raw.metadata = by_name | {name.removeprefix(JSON_PREFIX): text for name, text in by_source.items()}
         try:
-            captions = read_captions(raw, encoding.captions, encoding.max_characters)
+            new = read_captions(raw, encoding.captions, encoding.max_characters)
         except Reject:  # no source has a caption
-            captions = [None] * len(encoding.captions)
-        chosen.append([None if caption is None else (caption.text, caption.changes) for caption in captions])
-    return chosen
-
-
-def new_scores(
-    keys: list[str],
-    stored: list[dict[str, float]],
-    encoding: EncodingRecord,
-    tables: Sequence[TableConfig],
-    found: Counter[str],
-) -> list[np.ndarray]:
-    """Choose the scores of stored samples from tables and from their stored scores. `found` counts the samples that
-    have a score in a table.
-
-    Implements `shards.derive.part.Rescore`.
-    """
-    samples = (RawSample(key, metadata=scores) for key, scores in zip(keys, stored, strict=True))
-    return [read_scores(raw, encoding.scores) for raw in with_tables(samples, tables, found)]
+            new = [None] * len(encoding.captions)
+        yield [None if one is None else (one.text, one.changes) for one in new], read_scores(raw, encoding.scores)
 
 
 @functools.lru_cache(maxsize=1)

@@ -48,14 +48,12 @@ tower."""
 
 NewCaption = tuple[str, frozenset[str]]
 """A caption's text, and the changes that cleaning made to it (of CAPTION_CHANGES)."""
-Recaption = Callable[[list[str], list[dict[str, str]]], list[list[NewCaption | None]]]
-"""Function that chooses the captions of samples, given their keys and their stored captions by source. For each sample
-and each of the target's caption sources, it returns a caption, or None if there is none."""
-
-
-Rescore = Callable[[list[str], list[dict[str, float]]], list[np.ndarray]]
-"""Function that chooses the scores of samples, given their keys and their stored scores by name. For each sample, it
-returns the target's scores, as (scores,) float32."""
+Renew = Callable[
+    [list[str], list[dict[str, str]], list[dict[str, float]]], Iterator[tuple[list[NewCaption | None], np.ndarray]]
+]
+"""Function that chooses the captions and scores of samples, given their keys, their stored captions by source and their
+stored scores by name. For each sample, it yields one caption (or None) for each of the target's caption sources, and
+the target's scores, as (scores,) float32."""
 
 
 def encode_nothing(captions: list[str], stopwatch: Stopwatch) -> Captions:
@@ -84,10 +82,8 @@ class Derivation:
     encode: Encode = encode_nothing
     device: torch.device = CPU
     settings: Settings = field(default_factory=dict)
-    recaption: Recaption | None = None
-    """Chooses new captions; None: the stored ones are kept."""
-    rescore: Rescore | None = None
-    """Chooses new scores; None: the stored ones are kept."""
+    renew: Renew | None = None
+    """Chooses new captions or scores, or both; None: the stored ones are kept."""
     counts: Callable[[], Settings] = dict
     """Returns settings to record with a part, such as the number of samples found in tables since the last call."""
 
@@ -199,7 +195,7 @@ def convert_part(
                 writer.refuse(row["key"], row.get("url", ""), EXCLUDED, "excluded by a list from `shards exclude`")
             else:
                 kept.append((sample, row))
-        captioned = list(_captioned(_rescored(kept, how), how, writer))
+        captioned = list(_renewed(kept, how, writer))
         with closing(how.encode([text for *_, texts in captioned for text in present(texts)], stopwatch)) as encoded:
             for sample, row, texts in captioned:
                 latents = [next(encoded) for _ in present(texts)]
@@ -217,45 +213,35 @@ def present(texts: Texts) -> list[str]:
     return [text for text in texts if text is not None]
 
 
-def _rescored(
-    samples: list[tuple[dict[str, Any], dict[str, Any]]], how: Derivation
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Replace the scores of samples, and of their rows, with those of the target."""
-    if how.rescore is None:
-        return samples
-    stored, names = how.conversion.source.scores, how.conversion.target.scores
-    scores = how.rescore(
-        [row["key"] for _, row in samples], [{name: row[name] for name in stored} for _, row in samples]
-    )
-    return [
-        (sample | {"scores": new}, row | dict(zip(names, new.tolist(), strict=True)))
-        for (sample, row), new in zip(samples, scores, strict=True)
-    ]
-
-
-def _captioned(
+def _renewed(
     samples: list[tuple[dict[str, Any], dict[str, Any]]], how: Derivation, writer: PartWriter
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any], Texts]]:
-    """Yield samples with their rows and their captions in the target. Refuse samples without a caption."""
-    source = how.conversion.source
+    """Yield samples with their rows and their captions, with the captions and scores of the target. Refuse samples
+    without a caption."""
+    source, target = how.conversion.source, how.conversion.target
     stored = [caption_of_each_source(sample, source) for sample, _ in samples]
-    if how.recaption is None:
+    if how.renew is None:
         yield from ((sample, row, texts) for (sample, row), texts in zip(samples, stored, strict=True))
         return
     by_source = [
         {name: text for name, text in zip(source.captions, texts, strict=True) if text is not None} for texts in stored
     ]
-    chosen = how.recaption([row["key"] for _, row in samples], by_source)
-    for (sample, row), new, old in zip(samples, chosen, by_source, strict=True):
-        if not any(new):
-            why = f"absent in {', '.join(how.conversion.target.captions)}; stored: {', '.join(old)}"
-            writer.refuse(row["key"], row.get("url", ""), NO_CAPTION, why)
-            continue
-        found = [caption for caption in new if caption is not None]
-        counts = {name: sum(name in changes for _, changes in found) for name in CAPTION_CHANGES}
-        texts = [None if caption is None else caption[0] for caption in new]
-        caption = caption_text(texts, how.conversion.target)
-        yield sample | {"caption": caption}, row | counts | {"captions": len(found)}, texts
+    scores = [{name: row[name] for name in source.scores} for _, row in samples]
+    renewed = how.renew([row["key"] for _, row in samples], by_source, scores)
+    for (sample, row), texts, old, (new, numbers) in zip(samples, stored, by_source, renewed, strict=True):
+        if how.conversion.has_new_scores:
+            sample, row = sample | {"scores": numbers}, row | dict(zip(target.scores, numbers.tolist(), strict=True))
+        if how.conversion.has_new_captions:
+            found = [caption for caption in new if caption is not None]
+            if not found:
+                why = f"absent in {', '.join(target.captions)}; stored: {', '.join(old)}"
+                writer.refuse(row["key"], row.get("url", ""), NO_CAPTION, why)
+                continue
+            counts = {name: sum(name in changes for _, changes in found) for name in CAPTION_CHANGES}
+            texts = [None if caption is None else caption[0] for caption in new]
+            sample = sample | {"caption": caption_text(texts, target)}
+            row = row | counts | {"captions": len(found)}
+        yield sample, row, texts
 
 
 def _append(
