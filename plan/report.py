@@ -16,7 +16,6 @@ from plan.arithmetic.costs import (
     TERA,
     checkpoint_bytes,
     sample_bytes,
-    text_bytes,
 )
 from plan.arithmetic.counted import cached_work
 from plan.arithmetic.restarts import daly_interval, expected_time
@@ -26,6 +25,7 @@ from plan.config import Fact, Phase, Plan
 from plan.measured import Rate, Rates, read_rates
 from shards.base.errors import RequestError
 from shards.base.table import counted
+from shards.format.buckets import Bucket
 from shards.format.towers import TextStorage, TextTower
 from train.model.config import optimizer_class
 
@@ -68,22 +68,16 @@ class Inputs:
         )
 
     @property
-    def texts(self) -> list[TextTower]:
+    def texts(self) -> dict[str, TextTower]:
         """Text encoders with the plan's storage."""
-        return list(stored_texts(self.plan, self.work.texts).values())
+        return stored_texts(self.plan, self.work.texts)
 
-    def sample_bytes(self, bucket: str, texts: list[TextTower] | None = None) -> float:
+    def sample_bytes(self, bucket: str, texts: dict[str, TextTower] | None = None) -> float:
         """Return the size of one stored sample of `bucket` in bytes. `texts` replaces the plan's text encoders."""
-        data, work = self.plan.data, self.work
-        moments = data.posterior == "moments" and work.has_posterior
-        return sample_bytes(
-            work.latent_channels * (2 if moments else 1),
-            work.latent_hw[bucket],
-            sum(text_bytes(tower, self.plan.text.tokens) for tower in texts or self.texts),
-            data.string_bytes,
-            self.plan.image.storage,
-            work.latent_channels,
-        )
+        data, image = self.plan.data, self.work.image
+        posterior = image.posterior if image.posterior == "deterministic" else data.posterior
+        image = image.model_copy(update={"posterior": posterior, "storage": self.plan.image.storage})
+        return sample_bytes(image, texts or self.texts, Bucket.parse(bucket), self.plan.text.tokens, data.string_bytes)
 
     def rates_of(self, stage: Literal["train", "encode", "text"], bucket: str | None) -> list[Rate]:
         """Return a stage's measured rates, sorted by GPU count, or else one rate based on the assumed utilisation."""
@@ -344,10 +338,10 @@ def bytes_by_text_setting(inputs: Inputs, bucket: str) -> dict[str, float]:
     """Return the size of one sample of `bucket` in bytes, by storage and width of text."""
     found = {}
     for storage, width in TEXT_SETTINGS:
-        towers = [
-            tower.model_copy(update={"storage": storage, "width": min(width or full.width, full.width)})
-            for tower, full in zip(inputs.texts, inputs.work.texts.values(), strict=True)
-        ]
+        towers = {}
+        for name, tower in inputs.texts.items():
+            full = inputs.work.texts[name].width
+            towers[name] = tower.model_copy(update={"storage": storage, "width": min(width or full, full)})
         found[f"{storage}, {f'width {width}' if width else 'full width'}"] = inputs.sample_bytes(bucket, towers)
     return found
 
@@ -520,7 +514,7 @@ def _used_facts(inputs: Inputs) -> list[Fact]:
         "gpu.train_utilisation": "train" not in assumed,
         "gpu.encode_utilisation": "encode" not in assumed,
         "gpu.peak_tflops": not assumed,
-        "text.tokens": not any(tower.trim for tower in inputs.texts),
+        "text.tokens": not any(tower.trim for tower in inputs.texts.values()),
         "regions.egress_per_gb": set(inputs.plan.regions.data) == {inputs.plan.regions.gpus},
     }
     return [fact for fact in inputs.plan.facts() if not unused.get(fact.field)]

@@ -1,6 +1,12 @@
 """Sizes of samples and checkpoints in bytes, and constants for unit conversion. 1 TB is 10^12 bytes."""
 
-from shards.format.towers import ImageStorage, TextTower
+import math
+from collections.abc import Mapping
+
+from shards.format.buckets import Bucket
+from shards.format.encoding import EncodingRecord
+from shards.format.mds import array_type, shape_header
+from shards.format.towers import ImageTower, TextTower
 from train.model.config import AdamWConfig
 
 GIGA, TERA = 1e9, 1e12
@@ -10,49 +16,35 @@ WEIGHT_BYTES = 4
 """Bytes per parameter that float32 weights take in a checkpoint."""
 EMA_BYTES = 4
 """Bytes per parameter that an exponential moving average adds to a checkpoint."""
-
-_MDS_OFFSET = 4
-_MDS_SIZE = 4  # size prefix of every variable-length column
-_SIZE_AND_SCORES = 32
-_NUM_TOKENS = 4
-_SCALE = 4
-
-
-def text_bytes(tower: TextTower, real_tokens: float) -> float:
-    """Return the bytes that one caption takes in a text encoder's columns. If `tower.trim`, padding is not stored."""
-    tokens = min(real_tokens, tower.length) if tower.trim else tower.length
-    size = 2.0 * tower.pooled
-    if tower.states:
-        size += tokens * tower.width * 2 if tower.storage == "float16" else tokens * (tower.width + 2)
-        size += _NUM_TOKENS if tower.hides_padding else 0
-    if tower.trim:  # variable-length arrays store their shape: the number of dimensions, then each size
-        size += _MDS_SIZE + 5
-        size += _MDS_SIZE + 2 if tower.storage == "float8" else 0
-    return size
+MDS_SIZE = 4
+"""Bytes that an MDS file takes to locate a sample, and to store the size of a column whose size varies."""
 
 
 def sample_bytes(
-    num_planes: int,
-    latent_hw: tuple[int, int],
-    text: float,
-    string_bytes: float,
-    image_storage: ImageStorage = "float16",
-    channels: int = 0,
+    image: ImageTower, texts: Mapping[str, TextTower], bucket: Bucket, real_tokens: float, string_bytes: float
 ) -> float:
-    """Return the bytes of one sample in an MDS file: the columns in shards/format/encoding.py, and the MDS framing.
+    """Return the bytes of one sample in an MDS file.
 
     Args:
-        num_planes: number of stored channels; for moments, twice the number of latent channels.
-        text: bytes in the columns of all text encoders.
+        real_tokens: number of tokens of a caption that are stored if padding is not.
         string_bytes: combined bytes of the key and the caption.
-        channels: number of latent channels. In int8, one scale is stored per channel.
     """
-    height, width = latent_hw
-    image = 2 * num_planes * height * width
-    if image_storage == "int8":
-        image = num_planes * height * width + _SCALE * channels
-    framing = _MDS_OFFSET + 2 * _MDS_SIZE  # two size prefixes: key and caption
-    return image + text + string_bytes + _SIZE_AND_SCORES + framing
+    record = EncodingRecord(
+        image=image, texts=dict(texts), captions=("txt",), max_characters=1, compute_dtype="float16"
+    )
+    size = MDS_SIZE + string_bytes
+    for name, kind in record.columns(bucket).items():
+        dtype, shape = array_type(kind)
+        if dtype is None:  # the key and the caption
+            size += MDS_SIZE
+        elif shape is not None:
+            size += dtype.itemsize * math.prod(shape)
+        else:  # the states of a trimmed caption, which store their shape
+            tower = texts[name.partition(".")[2]]
+            tokens = min(real_tokens, tower.length)
+            trimmed = (tokens, tower.width) if name.startswith("text_latents") else (tokens,)
+            size += MDS_SIZE + len(shape_header(tuple(map(math.ceil, trimmed)))) + dtype.itemsize * math.prod(trimmed)
+    return size
 
 
 def checkpoint_bytes(num_parameters: int, ema: bool, state_bytes: int = AdamWConfig.state_bytes) -> int:

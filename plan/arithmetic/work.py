@@ -43,10 +43,8 @@ class Work:
     """Encoding FLOPs per image in each bucket."""
     caption: int
     """Encoding FLOPs per caption, summed over all text encoders."""
-    latent_hw: dict[str, tuple[int, int]]
-    """(height, width) of the latents in each bucket."""
-    latent_channels: int
-    has_posterior: bool
+    image: ImageTower
+    """Autoencoder, with unset storage."""
     texts: dict[str, TextTower]
     """Text encoders as defined in `networks`. `Inputs.texts` also applies the defaults in the plan's `text` section."""
 
@@ -121,9 +119,7 @@ def count_work(networks: Networks, buckets: Iterable[str]) -> Work:
         backward={name: blocks for name, (_, blocks) in counted.items()},
         encode=encode,
         caption=caption,
-        latent_hw=shapes,
-        latent_channels=image.channels,
-        has_posterior=image.posterior != "deterministic",
+        image=image,
         texts=texts,
     )
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import pytest
 
 from bench.kit.roots import encoding_record
-from plan.arithmetic.work import Work
+from plan.arithmetic.work import Work, build_image_tower
 from plan.config import Plan
 from plan.report import Report, make_report
 from shards.base.config import load_config
@@ -67,9 +67,7 @@ SD2 = Work(
     },
     encode={"256x256": 272_722_165_760, "512x512": 1_116_658_466_816},
     caption=45_127_233_536,
-    latent_hw={"256x256": (32, 32), "512x512": (64, 64)},
-    latent_channels=4,
-    has_posterior=True,
+    image=build_image_tower(str(REPOSITORY / "configs/vae/sd2.json"))[1],
     texts={ONLY_TEXT: encoding_record(77, 1024).texts[ONLY_TEXT]},
 )
 

@@ -33,8 +33,9 @@ def test_sample_bytes_are_those_of_a_written_part(
     image_storage: ImageStorage, storage: TextStorage, trim: bool, tmp_path: Path
 ) -> None:
     written = part_bytes(tmp_path, storage, trim, image_storage)
-    (tower,) = encoding_record(77, 1024, storage=storage, trim=trim).texts.values()
-    planned = costs.sample_bytes(8, (32, 32), costs.text_bytes(tower, 20), 21, image_storage, channels=4)
+    record = encoding_record(77, 1024, storage=storage, trim=trim)
+    image = record.image.model_copy(update={"storage": image_storage})
+    planned = costs.sample_bytes(image, record.texts, Bucket(256, 256), 20, 21)
     assert 0 <= written - planned < 1000 / 50  # the file's header
 
 
@@ -80,7 +81,7 @@ def test_planned_sizes_of_projected_text_are_those_of_written_parts(family: str,
     overrides = [word for name, _, _, narrow in towers for word in (f"--{names[name]}.width", str(narrow))]
     plan = load_config(Plan, f"configs/{family}/plan.yaml", [*overrides, "--data.string_bytes", "73"], "plan")
     _, tower, encoders = build_towers(plan.networks)
-    work = replace(sd2, latent_channels=tower.channels, texts={name: text for name, (_, text) in encoders.items()})
+    work = replace(sd2, image=tower, texts={name: text for name, (_, text) in encoders.items()})
     (planned,) = (bucket.sample_bytes for bucket in make_report(plan, work).buckets if bucket.bucket == "256x256")
     assert abs(written / planned - 1) < 0.01
     assert written < most
