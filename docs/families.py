@@ -23,8 +23,9 @@ def row(name: str) -> str:
     from plan.config import Plan
     from plan.report import make_report
     from shards.base.config import load_config
+    from shards.base.durable import read_json
     from train.config import TrainConfig
-    from train.model.network import class_name, read_unet_config
+    from train.model.network import class_name
 
     folder = ROOT / "configs" / name
     plan = load_config(Plan, folder / "plan.yaml", ["--gpus", str(GPUS)], "plan")
@@ -34,7 +35,7 @@ def row(name: str) -> str:
     phases = " + ".join(f"{phase.steps / 1000:,.0f}k × {phase.global_batch_size:,}" for phase in plan.phases)
     sizes = ", ".join(f"{bucket.sample_bytes:,.0f} ({bucket.bucket.split('x')[0]})" for bucket in report.buckets)
     towers = ", ".join(config.backbone.text_towers or ["text"])
-    network = class_name(read_unet_config(ROOT / config.network)).removesuffix("Model")
+    network = class_name(read_json(ROOT / config.network)).removesuffix("Model")
     # phase 1 keeps no EMA, so its checkpoints take 12 bytes per parameter
     parameters = report.checkpoint_gb[0] / 12
     return f"| {name} | {network} | {parameters:.3f} B | {towers} | {phases} | {sizes} | ${cost:,.0f} |"

@@ -3,7 +3,6 @@
 Records are derived from the model folders alone, without loading weights.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +15,11 @@ from pydantic import AfterValidator, Field, model_validator
 from precompute.encode.networks import model_class, vision_options
 from precompute.encode.quantised import quantise
 from shards.base.config import Config
+from shards.base.durable import read_json
 from shards.base.errors import RequestError
 from shards.base.store import Place, absolute_place
 from shards.format.buckets import Bucket
-from shards.format.models import hash_weights, model_folder, probe_autoencoder, read_model_config
+from shards.format.models import hash_weights, model_folder, probe_autoencoder
 from shards.format.normalisation import normalisation
 from shards.format.towers import (
     CAUSAL,
@@ -187,7 +187,7 @@ def describe_image(name: str, posterior: Literal["moments", "mean"] | None, **se
             requested posterior.
     """
     folder = model_folder(name)
-    config = read_model_config(folder)
+    config = read_json(folder / "config.json")
     class_name = str(config.get("_class_name"))
     supported = f"{', '.join(NORMALISED_BY_CONFIG[:-1])} or {NORMALISED_BY_CONFIG[-1]}"
     if class_name not in NORMALISED_BY_CONFIG:
@@ -355,7 +355,7 @@ def _pooled_width(name: str, class_name: str, text_config: Any) -> int:
 def _transformers_class(folder: Path, class_name: str | None) -> str:
     """Return `class_name` or, if it is None, the first entry of `architectures` in a model's config. Raises
     RequestError if the class does not exist."""
-    architectures = read_model_config(folder).get("architectures") or ["-"]
+    architectures = read_json(folder / "config.json").get("architectures") or ["-"]
     class_name = class_name or str(architectures[0])
     try:
         model_class(class_name)
@@ -387,7 +387,7 @@ def _load_tokenizer(name: str, folder: Path, length: int | None, num_embeddings:
             f"complete folder that came with the text encoder."
         )
     remedy = "Use the tokenizer that came with the text encoder."
-    tokenizer_length = json.loads(path.read_text()).get("model_max_length", length)
+    tokenizer_length = read_json(path).get("model_max_length", length)
     if length is not None and tokenizer_length != length:
         raise RequestError(
             f"The tokenizer in {folder} truncates captions to {tokenizer_length} tokens, but the text encoder expects "
@@ -433,7 +433,7 @@ def describe_features(name: str, config: FeatureTowerConfig, buckets: Sequence[B
         )
     mean, std = IMAGENET
     if (folder / "preprocessor_config.json").is_file():
-        preprocessor = json.loads((folder / "preprocessor_config.json").read_text())
+        preprocessor = read_json(folder / "preprocessor_config.json")
         mean, std = preprocessor.get("image_mean", mean), preprocessor.get("image_std", std)
     tower = FeatureTower(
         class_name=class_name,

@@ -19,10 +19,10 @@ from evaluation.features import open_clip
 from evaluation.features.open_clip import Preprocessing
 from evaluation.metrics.table import ExtractorName
 from shards.base.config import Config
-from shards.base.durable import canonical_json, sha256_file
+from shards.base.durable import canonical_json, read_json, sha256_file
 from shards.base.errors import RequestError
 from shards.base.store import LocalPath
-from shards.format.models import FILES, OTHER_VOCABULARIES, TOKENIZER_FILES, read_model_config
+from shards.format.models import FILES, OTHER_VOCABULARIES, TOKENIZER_FILES
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 DINOV2_PREPROCESSING = Preprocessing(224, False, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -120,7 +120,7 @@ def _check_files(kind: ExtractorName, weights: Path, open_clip_weights: Path | N
             expected += f", or an open_clip folder with {open_clip.CONFIG_NAME} and its weights"
         raise RequestError(f"{weights} does not contain the weights of {kind}. Set {option} to {expected}.")
     if kind != "inception" and open_clip_weights is None:
-        found = read_model_config(weights).get("model_type")
+        found = read_json(weights / "config.json").get("model_type")
         if found != kind:  # transformers would load none of the weights, and silently initialise the model at random
             raise RequestError(
                 f"{weights} contains a model of type {found!r} instead of {kind!r}. Set {option} to a {kind} model."

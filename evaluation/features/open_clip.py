@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shards.base.durable import read_json
 from shards.base.errors import RequestError
-from shards.format.models import read_model_config
 
 CONFIG_NAME = "open_clip_config.json"
 WEIGHTS_NAMES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
@@ -47,7 +47,7 @@ def weights_file(folder: Path) -> Path | None:
         return None
     # config.json may be timm's config, which is written alongside open_clip's files
     has_both = (folder / "model.safetensors").is_file() and (folder / "config.json").is_file()
-    return None if has_both and read_model_config(folder).get("model_type") == "clip" else found[0]
+    return None if has_both and read_json(folder / "config.json").get("model_type") == "clip" else found[0]
 
 
 def read_preprocessing(folder: Path) -> Preprocessing:

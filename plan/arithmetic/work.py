@@ -5,7 +5,6 @@ torch is imported inside the functions that need it, because it is slow to impor
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from pydantic import Field, model_validator
 
 from plan.config import Networks, TextNetwork
 from shards.base.config import Config, load_config
+from shards.base.durable import read_json
 from shards.base.errors import RequestError
 from shards.format.buckets import Bucket
 from shards.format.towers import ImageTower, TextTower, Weights
@@ -130,11 +130,8 @@ def read_training(networks: Networks) -> Training:
     Raises:
         RequestError: the config is missing or invalid.
     """
-    path = networks.backbone
-    if not Path(path).is_file():
-        raise RequestError(f"networks.backbone: {path} does not exist. Set it to the path of a training config.")
     try:
-        return load_config(Training, path, [], "plan")
+        return load_config(Training, networks.backbone, [], "plan")
     except RequestError as error:
         raise RequestError(f"networks.backbone: {error}") from None
 
@@ -147,7 +144,7 @@ def read_configs(networks: Networks) -> list[dict[str, Any]]:
     """
     training = read_training(networks)
     paths = [networks.vae, *(text.config for text in networks.texts.values()), str(training.network)]
-    return [*map(_read_json, paths), training.backbone.model_dump(mode="json")]
+    return [*map(read_json, paths), training.backbone.model_dump(mode="json")]
 
 
 def network_calls(
@@ -224,7 +221,7 @@ def build_image_tower(path: str) -> tuple[Any, ImageTower]:
     from shards.format.models import probe_autoencoder  # imports the hub's client, which cached plans do not need
     from train.model.network import BUILD_ERRORS
 
-    fields = _read_json(path)
+    fields = read_json(path)
     class_name = str(fields.get("_class_name", "AutoencoderKL"))
     try:
         vae, has_posterior, channels, downsampling = probe_autoencoder(class_name, fields)
@@ -251,7 +248,7 @@ def build_text_tower(name: str, text: TextNetwork) -> tuple[Any, TextTower]:
     """Build a text encoder from its config file, and the record that would describe it in a latents root."""
     import transformers
 
-    fields = _read_json(text.config)
+    fields = read_json(text.config)
     try:
         config: Any = transformers.AutoConfig.for_model(**{"model_type": "clip_text_model", **fields})
         model = getattr(transformers, text.class_name)(config)
@@ -281,20 +278,3 @@ def build_text_tower(name: str, text: TextNetwork) -> tuple[Any, TextTower]:
         storage=text.storage or "float16",
         trim=bool(text.trim) and text.states,
     )
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise RequestError(
-            f"The network config {path} does not exist. Check `networks` and the `backbone.config` of the training "
-            f"config: each must be the config.json of a diffusers or transformers model."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise RequestError(
-            f"The network config {path} cannot be parsed: {error}. Fix the file, or choose another one in `networks`."
-        ) from None
-    if not isinstance(fields, dict):
-        raise RequestError(f"The network config {path} is not a JSON object. Use the config.json of a model.")
-    return fields

@@ -227,6 +227,18 @@ def canonical_json(value: Any) -> bytes:
     return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read a JSON object, such as a model's config.json. Raises RequestError if the file cannot be read or holds
+    anything else."""
+    try:
+        value = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} cannot be read ({error}). Use the config.json of a model.") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"{path} is not a JSON object. Use the config.json of a model.")
+    return value
+
+
 def sealed_json(value: dict[str, Any]) -> bytes:
     """Serialise `value` with an added `sha256` field, the hash of its canonical bytes."""
     seal = hashlib.sha256(canonical_json(value)).hexdigest()

@@ -217,16 +217,6 @@ def _fetch_folder(address: str, patterns: Sequence[str]) -> Path:
     return copy
 
 
-def read_model_config(folder: Path) -> dict[str, Any]:
-    """Read a model's config.json. Raises RequestError if the file is missing or not JSON."""
-    try:
-        return json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise RequestError(
-            f"{folder} is not a model folder: config.json cannot be read ({error}). Check the path."
-        ) from error
-
-
 def hash_weights(name: str, folder: Path) -> Weights:
     """Hash the content of a model or tokenizer folder: weights, vocabulary, and the config entries that affect the
     computation. Raises RequestError if a model has no safetensors weights; pickled weights are never loaded."""

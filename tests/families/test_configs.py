@@ -13,10 +13,11 @@ import yaml
 from plan.config import Plan
 from precompute.config import PrecomputeConfig
 from shards.base.config import load_config
+from shards.base.durable import read_json
 from tests.families.small import CONFIGS, FAMILIES
 from tests.rooms import modules
 from train.config import TrainConfig
-from train.model.network import CLASSES, class_name, class_of, read_unet_config
+from train.model.network import CLASSES, class_name, class_of
 
 PARAMETERS = {
     "sd2": 865_910_724,
@@ -48,7 +49,7 @@ def test_the_files_of_a_family(name: str) -> None:
         assert Path(str(stream.root)).absolute() == stage1.output and stream.bucket in stage1.buckets
     towers = one.backbone.text_towers or ["text"]
     assert set(towers) <= set(stage1.texts) and set(one.backbone.pipeline.towers) <= set(stage1.texts)
-    fields = read_unet_config(CONFIGS.parent / one.network)
+    fields = read_json(CONFIGS.parent / one.network)
     with torch.device("meta"):
         network = class_of(fields, one.network).from_config(fields)
     assert sum(parameter.numel() for parameter in network.parameters()) == PARAMETERS[name]
@@ -59,7 +60,7 @@ def test_the_files_of_a_family(name: str) -> None:
 def test_every_class_is_some_familys() -> None:
     """Every supported class belongs to a tested family."""
     paths = [load_config(TrainConfig, CONFIGS / name / "phase1.yaml", [], "train").network for name in FAMILIES]
-    assert {class_name(read_unet_config(CONFIGS.parent / path)) for path in paths} == CLASSES.keys()
+    assert {class_name(read_json(CONFIGS.parent / path)) for path in paths} == CLASSES.keys()
 
 
 def test_sanas_instruction_is_its_pipelines() -> None:

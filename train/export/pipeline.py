@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, model_validator
 
 from shards.base.config import Config, load_config, load_for_run
-from shards.base.durable import DamagedFile, atomic_folder, fsync_folder, output_errors
+from shards.base.durable import DamagedFile, atomic_folder, fsync_folder, output_errors, read_json
 from shards.base.errors import RequestError, WorkError
 from shards.base.store import LocalPath, Place
 from shards.format.buckets import Bucket
@@ -33,7 +33,6 @@ from shards.format.models import (
     hash_weights,
     model_folder,
     probe_autoencoder,
-    read_model_config,
 )
 from shards.format.normalisation import normalisation
 from shards.format.towers import ImageTower, TextTower, Weights
@@ -70,7 +69,7 @@ from train.export.single_file import (
 )
 from train.model.backbone import PipelineConfig
 from train.model.inputs import Guidance
-from train.model.network import class_name, class_of, read_unet_config
+from train.model.network import class_name, class_of
 from train.run.checkpoints.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -257,7 +256,7 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
     pipeline = config.backbone.pipeline
     # the default pipeline is checked only at export, because a network can be trained without any pipeline
     if pipeline.class_name != PipelineConfig().class_name:
-        check_network(pipeline, class_of(read_unet_config(config.network), config.network).__name__)
+        check_network(pipeline, class_of(read_json(config.network), config.network).__name__)
         recorded_components(pipeline, encoding.image, pipeline_texts(encoding, config))
         _check_texts(config, encoding)
         check_unconditional(config)
@@ -379,7 +378,7 @@ def _check_vae(folder: Path, image: ImageTower) -> None:
     Raises:
         RequestError: the scale or the shift differs.
     """
-    vae = probe_autoencoder(image.class_name, read_model_config(folder)).vae
+    vae = probe_autoencoder(image.class_name, read_json(folder / "config.json")).vae
     found = normalisation(vae.config, image.channels, f"{folder}/config.json")
     if found != {"scale": image.scale, "shift": image.shift}:
         raise RequestError(

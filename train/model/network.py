@@ -2,7 +2,6 @@
 
 import difflib
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import yaml
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from shards.base.durable import read_json
 from shards.base.errors import RequestError
-from shards.format.models import model_folder, read_model_config
+from shards.format.models import model_folder
 from train.model.blocks import find_blocks
 from train.model.tensors import load_tensors
 
@@ -48,7 +48,7 @@ def build_network(path: Path, seed: int | None, text_widths: tuple[int, int] | N
         RequestError: the file cannot be read, the network's class is not supported, diffusers cannot build the network,
             the config enables dropout, or its text width is not the full width.
     """
-    fields = read_unet_config(path)
+    fields = read_json(path)
     model_class = class_of(fields, path)
     check_fields(fields, model_class, path)
     if text_widths is not None:
@@ -149,23 +149,6 @@ def check_fields(fields: Mapping[str, Any], model_class: Any, path: Path) -> Non
             )
 
 
-def read_unet_config(path: Path) -> dict[str, object]:
-    """Read the diffusers config at `path`.
-
-    Raises:
-        RequestError: the file cannot be read or does not contain a JSON object.
-    """
-    try:
-        fields = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RequestError(
-            f"The network config {path} cannot be read: {error}. Use a diffusers config.json."
-        ) from error
-    if not isinstance(fields, dict):
-        raise RequestError(f"The network config {path} is not a JSON object. Use a diffusers config.json.")
-    return fields
-
-
 def width_field(fields: Mapping[str, Any]) -> str:
     """Return the name of the field in a network's config that holds its text width."""
     names: list[str] = CLASSES[class_name(fields)]["widths"]
@@ -206,7 +189,7 @@ def load_pretrained(network: Any, name: str) -> None:
     folder = model_folder(name, ("config.json", *PRETRAINED_FILES, SHARDED_FILES))
     with torch.device("meta"):
         try:
-            fields = read_model_config(folder)
+            fields = read_json(folder / "config.json")
             theirs = class_of(fields, folder).from_config(fields).config
         except RequestError as error:
             raise RequestError(f"init_unet: {error}") from error

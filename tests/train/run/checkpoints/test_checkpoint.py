@@ -13,13 +13,14 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch.distributed import HashStore
 
+from shards.base.durable import read_json
 from shards.base.errors import RequestError, WorkError
 from tests import ranks
 from tests.runs import TRANSFORMER, UNET, acquire, curve, train_fields, write_config
 from train.__main__ import run as command
 from train.model.config import EmaConfig
 from train.model.ema import make_averages
-from train.model.network import build_network, read_unet_config
+from train.model.network import build_network
 from train.run.checkpoints import writer as checkpoint
 from train.run.checkpoints.checkpoint import (
     list_checkpoints,
@@ -256,7 +257,7 @@ def test_weights_of_another_architecture_of_equal_shapes_are_refused(
     writing = writer(tmp_path, unet)
     writing.write(snapshot(unet, 1))
     writing.finish()
-    other = UNet2DConditionModel.from_config({**read_unet_config(UNET), **field})
+    other = UNet2DConditionModel.from_config({**read_json(UNET), **field})
     assert all(a.shape == b.shape for a, b in zip(unet.parameters(), other.parameters(), strict=True))
     (name,) = field
     with pytest.raises(RequestError, match=f"has a different architecture from `backbone.config`: {name}"):
