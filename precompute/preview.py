@@ -32,11 +32,11 @@ from shards.base.store import Store, parse_local
 from shards.base.table import counted
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.models import hash_weights, model_folder
+from shards.format.models import recorded_folder
 from shards.format.receipts import active_receipts
 from shards.format.tables import read_tables
 from shards.open import open_store
-from shards.root.committed import iter_committed_tars, iter_receipts, list_commits, read_receipts
+from shards.root.committed import iter_committed_tars, list_commits, read_receipts
 from shards.root.reading import captions, image_latents, read_parts
 from shards.tools.stats import root_stats
 
@@ -57,28 +57,12 @@ DECODE_TOGETHER = 4
 def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
     """Load the VAE that produced the latents, from `name` if it is given, or else from the model named in
     encoding.json. Raises RequestError if the model is missing, or its weights differ from the recorded ones."""
-    folder = model_folder(name or encoding.image.weights.name)
-    if hash_weights(str(folder), folder).sha256 != encoding.image.weights.sha256:
-        raise RequestError(
-            f"The VAE in {folder} did not produce these latents; according to encoding.json, "
-            f"{encoding.image.weights.name} did. Pass the folder of that VAE with --vae."
-        )
+    recorded = encoding.image.weights
+    folder = recorded_folder(recorded.model_copy(update={"name": name or recorded.name}))
     vae: Any = getattr(diffusers, encoding.image.class_name).from_pretrained(
         folder, use_safetensors=True, torch_dtype=torch.float32
     )
     return vae.eval().to(best_device())
-
-
-def buckets_with_samples(store: Store) -> list[str]:
-    """Return the names of a root's buckets that have samples, smallest first.
-
-    Raises:
-        RequestError: the root has no samples.
-    """
-    found = {receipt.bucket for receipt in iter_receipts(store) if receipt.samples}
-    if not found:
-        raise RequestError(f"{store.where()} has no samples yet. Run `make precompute` first.")
-    return sorted(found, key=lambda name: (Bucket.parse(name).width * Bucket.parse(name).height, name))
 
 
 def pick_samples(store: Store, bucket: str, count: int) -> list[dict[str, Any]]:
@@ -161,16 +145,25 @@ def data_url(picture: Image.Image) -> str:
     return "data:image/webp;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def preview_page(store: Store, buckets: list[str], count: int, encoding: EncodingRecord, vae: Any) -> tuple[str, int]:
+def preview_page(
+    store: Store, bucket: str | None, count: int, encoding: EncodingRecord, vae: Any
+) -> tuple[str, dict[str, int]]:
     """Render the page.
 
     Args:
+        bucket: the bucket to show; None: all buckets with samples.
         count: number of samples to decode in each bucket.
 
     Returns:
-        The page as HTML, and the number of samples that it shows.
+        The page as HTML, and the number of samples that it shows in each bucket.
+
+    Raises:
+        RequestError: the root or the bucket has no samples.
     """
     stats = root_stats(store, MEASURED)
+    buckets = [bucket] if bucket else [name for name, size in stats["buckets"].items() if size["samples"]]
+    if not buckets:
+        raise RequestError(f"{store.where()} has no samples yet. Run `make precompute` first.")
     shown = []
     for name in buckets:
         samples = pick_samples(store, name, count)
@@ -190,7 +183,7 @@ def preview_page(store: Store, buckets: list[str], count: int, encoding: Encodin
         buckets=shown,
         pixelated=all(min(Bucket.parse(name).height, Bucket.parse(name).width) <= SMALL for name in buckets),
     )
-    return page, sum(len(bucket["samples"]) for bucket in shown)
+    return page, {each["name"]: len(each["samples"]) for each in shown}
 
 
 def run(arguments: list[str]) -> None:
@@ -210,10 +203,9 @@ def run(arguments: list[str]) -> None:
         raise RequestError(f"--samples is {options.samples}, but must be at least 1.")
     output, store = parse_local(options.output), open_store(options.root)
     encoding = EncodingRecord.load(store)
-    buckets = [options.bucket] if options.bucket else buckets_with_samples(store)
-    page, count = preview_page(store, buckets, options.samples, encoding, load_decoder(encoding, options.vae))
+    page, shown = preview_page(store, options.bucket, options.samples, encoding, load_decoder(encoding, options.vae))
     write_output(output, page.encode())
-    print(f"{output}: {counted(count, 'sample')} from {', '.join(buckets)}")
+    print(f"{output}: {counted(sum(shown.values()), 'sample')} from {', '.join(shown)}")
 
 
 main = console(run)

@@ -15,16 +15,8 @@ from precompute.pixels.opening import ORIENTATION_TAG, TURNS, open_image, orient
 
 Stored = tuple[bytes | None, int | None, int | None, int | None, int | None, str | None]
 """Return value of a resizer in img2dataset: the file, its width and height, those of the original, and an error."""
-# EXIF orientation → how to turn an upright image into the one that a file with this orientation stores
-AS_STORED = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_90,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_270,
-}
+STEPS = (Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.TRANSPOSE)
+"""What the three values of `TURNS` stand for."""
 
 
 def keep(stream: BinaryIO, boxes: object = None) -> Stored:
@@ -44,14 +36,15 @@ def shrink(stream: BinaryIO, boxes: object = None, *, max_side: int, quality: in
         with rejecting("undecodable"):
             image.load()
             rgb = to_srgb(image)
-            if image.format == "TIFF" and orientation in AS_STORED:
-                rgb = rgb.transpose(AS_STORED[orientation])  # Pillow has made it upright
+            if image.format == "TIFF":  # Pillow has made it upright
+                for step, is_needed in zip(reversed(STEPS), reversed(TURNS[orientation]), strict=True):
+                    rgb = rgb.transpose(step) if is_needed else rgb
             width, height = rgb.size
             rgb.thumbnail((max_side, max_side), Image.Resampling.BICUBIC, reducing_gap=None)
             exif = Image.Exif()
             exif[ORIENTATION_TAG] = orientation
             file = io.BytesIO()
-            rgb.save(file, "JPEG", quality=quality, exif=exif if orientation in AS_STORED else b"")
+            rgb.save(file, "JPEG", quality=quality, exif=exif if orientation > 1 else b"")
     except Reject as reject:  # without the detail, because img2dataset counts failures by their text
         return None, None, None, None, None, f"Image decoding error: {reject.reason}"
     _, _, turned = TURNS[orientation]

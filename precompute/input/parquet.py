@@ -3,7 +3,6 @@
 An image is a struct {bytes, path}, or the bytes themselves. All other columns become a sample's metadata.
 """
 
-import io
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec.spec import AbstractBufferedFile
 
 from precompute.input.listing import Listing
 from precompute.input.numbering import Found, Member, NumberedUnit
@@ -32,33 +32,18 @@ SPLIT_FILE = re.compile(r"(.+)-\d{5}-of-\d{5}\b.*\.parquet")
 """Name of a file of a dataset's split on the Hub, such as data/train-00000-of-00010.parquet."""
 
 
-class StoreFile(io.RawIOBase):
+class StoreFile(AbstractBufferedFile):
     """A file of a store, read in ranges."""
 
     def __init__(self, store: Store, name: str, size: int):
-        self.store, self.name, self.size, self.place = store, name, size, 0
+        super().__init__(None, name, cache_type="none", size=size)
+        self.store = store
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
-        return self.place
-
-    def read(self, size: int = -1) -> bytes:
-        end = self.size if size is None or size < 0 else min(self.place + size, self.size)
-        data = self.store.read_range(self.name, self.place, end) if end > self.place else b""
-        self.place += len(data)
-        return data
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self.store.read_range(self.path, start, end)
 
 
-def open_parquet_file(file: BinaryIO | io.RawIOBase) -> pq.ParquetFile:
+def open_parquet_file(file: BinaryIO) -> pq.ParquetFile:
     """Open a parquet file such that even text that is invalid UTF-8 can be read."""
     parquet = pq.ParquetFile(file, buffer_size=BUFFER_BYTES)
     names = [

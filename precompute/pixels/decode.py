@@ -18,8 +18,8 @@ from precompute.pixels.opening import (
     FORMATS,
     MAX_PIXELS,
     MAX_SIDE,
+    TURNS,
     Format,
-    box_turns_of,
     open_image,
     rejecting,
     turns_of,
@@ -119,8 +119,7 @@ def decode(
     image = open_image(data, limits.formats, limits.max_pixels, limits.max_side)
     if not any(choose_buckets(*size, buckets, aspects) for size in (image.size, image.size[::-1])):
         raise Reject("too_small", f"{image.width}x{image.height}")
-    flip_x, flip_y, turned = turns_of(image)
-    turns = (False, False, False), box_turns_of(image)
+    (flip_x, flip_y, turned), box_turns = turns_of(image)
     width, height = image.size[::-1] if turned else image.size
     chosen = choose_buckets(width, height, buckets, aspects)
     if not chosen:
@@ -134,7 +133,8 @@ def decode(
             raise Reject(
                 "undecodable", f"the header says {size[0]}x{size[1]}, but the image is {image.width}x{image.height}"
             )
-        rgb = blur(to_srgb(image), [box for turn in dict.fromkeys(turns) for box in turned_boxes(boxes, *turn)])
+        both = dict.fromkeys((TURNS[1], box_turns))
+        rgb = blur(to_srgb(image), [box for turns in both for box in turned_boxes(boxes, *turns)])
         pixels = {}
         # crop and resize the image as stored, then rotate only the smaller result
         places = (placement.as_stored(flip_x, flip_y, turned) for placement in placements.values())

@@ -18,6 +18,7 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 MAX_PIXELS, MAX_SIDE = 100_000_000, 30_000
 """Default limits on width × height and on each side."""
 ORIENTATION_TAG = 0x0112
+Turns = tuple[bool, bool, bool]
 # EXIF orientation → whether to flip left-right, flip top-bottom, and then transpose the stored image to make it upright
 TURNS = {
     1: (False, False, False),
@@ -73,26 +74,19 @@ def _drop_xmp(image: ImageFile) -> None:
         image.info.pop(name, None)
 
 
-def turns_of(image: ImageFile) -> tuple[bool, bool, bool]:
-    """Return whether an image has to be flipped left-right, flipped top-bottom and then transposed to be upright.
+def turns_of(image: ImageFile) -> tuple[Turns, Turns]:
+    """Return how the pixels that Pillow decodes have to be flipped left-right, flipped top-bottom and then transposed
+    to be upright, and the arguments for `turned_boxes` that convert boxes between the upright image and the image as
+    stored, into the orientation of these pixels. Call this before the image is decoded.
 
     Raises:
         Reject: `undecodable`.
     """
-    # Pillow rotates TIFFs itself, and the size that it reports is already the rotated one
-    return TURNS[1] if image.format == "TIFF" else TURNS[orientation_of(image)]
-
-
-def box_turns_of(image: ImageFile) -> tuple[bool, bool, bool]:
-    """Return the arguments for `turned_boxes` that convert boxes between the upright image and the image as stored,
-    into the orientation in which Pillow decodes it. Call this before the image is decoded.
-
-    Raises:
-        Reject: `undecodable`.
-    """
-    flip_x, flip_y, turned = TURNS[orientation_of(image)]
+    flip_x, flip_y, turned = turns = TURNS[orientation_of(image)]
+    if image.format != "TIFF":
+        return turns, turns
     # Pillow decodes TIFFs upright; boxes are then flipped before they are transposed, which swaps the flips
-    return (flip_y, flip_x, True) if turned and image.format == "TIFF" else (flip_x, flip_y, turned)
+    return TURNS[1], (flip_y, flip_x, True) if turned else turns
 
 
 def orientation_of(image: ImageFile) -> int:

@@ -1,9 +1,6 @@
 """Classify the hosts of URLs from their text alone, without DNS lookups."""
 
 import re
-import socket
-import unicodedata
-import urllib.parse
 from collections.abc import Callable
 from ipaddress import ip_address
 
@@ -12,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shards.base.opt_outs import PLAIN_HOST
-from shards.base.urls import host_of
+from shards.base.urls import comparable_host, host_of
 
 # Suffixes reserved for private use (RFC 6761, 6762, 8375, and ICANN's .internal).
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
@@ -33,21 +30,11 @@ def is_private_host(host: str) -> bool:
 
     Addresses are parsed as the C library parses them: `127.1`, `0x7f000001`, `2130706433` and `①②⑦.0.0.1` are loopback.
     """
-    host = unicodedata.normalize("NFKC", urllib.parse.unquote(host)).lower().rstrip(".").strip("[]").partition("%")[0]
-    if ":" in host:
-        return not _is_public(host)
+    host = comparable_host(host)
     try:
-        return not _is_public(socket.inet_ntoa(socket.inet_aton(host)))
-    except OSError:
-        pass  # not an address, so it is a name
-    return "." not in host or host.endswith(PRIVATE_SUFFIXES)
-
-
-def _is_public(literal: str) -> bool:
-    try:
-        return is_public_address(literal)
-    except ValueError:
-        return False
+        return not is_public_address(host)
+    except ValueError:  # a name, or with colons an invalid address
+        return ":" in host or "." not in host or host.endswith(PRIVATE_SUFFIXES)
 
 
 def are_http(urls: pa.Array) -> np.ndarray:
