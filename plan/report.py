@@ -252,12 +252,7 @@ def _restarts(inputs: Inputs, phase: Phase, step_seconds: float, gpus: int) -> t
 
 TEXT_SETTINGS: list[tuple[TextStorage, int | None]] = [
     ("float16", None),
-    ("float8", None),
-    ("float8", 512),
-    ("float8", 256),
-    ("float8", 192),
-    ("float8", 128),
-    ("float8", 64),
+    *(("float8", width) for width in (None, 512, 256, 192, 128, 64)),
 ]
 """Combinations of `text.storage` and `text.width` in the table of sizes."""
 

@@ -7,22 +7,25 @@ them, and reads responses of any length. In the calling process, `install` repla
 
 import hashlib
 import io
+import re
 import ssl
 import string
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any
 
 from precompute.download.config import RequestsConfig, RobotsConfig
-from precompute.download.robots import is_disallowed
 from precompute.select.hosts import is_private_host, is_public_address
 
 HEADER_BYTES = 2**16
 """Number of bytes allowed for a response's headers, in addition to `max_bytes` for its body."""
+ADDRESSED = re.compile(r"(?!max-|unavailable_after)([a-z*][^\s:]*)\s*:(.*)", re.DOTALL)
+"""A robot's name and the first of the directives addressed to it. `max-image-preview` and `unavailable_after` are
+directives with a value, and the colons in a date follow a digit or a space."""
 
 
 def too_large(config: RequestsConfig) -> "RefusedResponse":
@@ -68,6 +71,35 @@ class _Opener(urllib.request.OpenerDirector):
             # a redirect's call is nested in that of the row's own address, whose hashes are therefore set last
             response.hashes = self.hashes.get(url, ())
         return response
+
+
+def is_disallowed(headers: Iterable[str], config: RobotsConfig) -> bool:
+    """Return whether the X-Robots-Tag headers of a response contain a disallowed directive for all robots or for this
+    one. `none` means `noindex, nofollow`.
+
+    img2dataset's own check takes everything before the first colon of a header to be the name of a robot, so it misses
+    the opt-out in `noai, max-image-preview:large`.
+
+    Args:
+        headers: the value of each header, such as `noai, max-image-preview:large` or `latentmill: noindex`.
+    """
+    disallowed = {directive.strip().lower() for directive in config.disallowed_directives}
+    if "noindex" in disallowed:
+        disallowed.add("none")
+    robots = {"*", config.user_agent_token.strip().lower()}
+    return any(
+        robot in robots and directive in disallowed for header in headers for robot, directive in _directives(header)
+    )
+
+
+def _directives(header: str) -> Iterator[tuple[str, str]]:
+    """Yield (robot, directive) for each directive in a header. The robot is `*` if the header names none."""
+    robot = "*"
+    for item in header.lower().split(","):
+        directive = item.strip()
+        if match := ADDRESSED.fullmatch(directive):
+            robot, directive = match[1], match[2].strip()
+        yield robot, directive
 
 
 def to_ascii(url: str) -> str:

@@ -6,7 +6,6 @@ pictures/metadata.jsonl                 or .csv or .parquet: {"file_name": "cat.
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
@@ -16,7 +15,6 @@ from precompute.input.rows import load_rows
 from precompute.input.unit import (
     CAPTION_SUFFIXES,
     IMAGE_SUFFIXES,
-    HashedSource,
     Policy,
     RawSample,
     Unit,
@@ -44,10 +42,6 @@ class FolderUnit(Unit):
     """Image → text and JSON files with the same name → size in bytes."""
     tables: dict[str, tuple[str, int]]
     """Image → name and size of the table in its folder, or in the nearest folder above."""
-
-    @contextmanager
-    def open(self, max_bytes: int, policy: Policy = "reject") -> Iterator[HashedSource]:
-        yield HashedSource(self.address, self._samples(max_bytes, policy))
 
     def _samples(self, max_bytes: int, policy: Policy) -> Iterator[RawSample]:
         for first in range(0, len(self.members), READ_AHEAD):

@@ -9,7 +9,6 @@ is a unit with its own name.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from urllib.parse import quote, unquote
 import pyarrow as pa
 
 from precompute.input.listing import Listing
-from precompute.input.unit import HashedSource, Policy, RawSample, Unit, escaped, unreadable
+from precompute.input.unit import Policy, RawSample, Unit, escaped, unreadable
 from shards.base.durable import check_version, parse_sealed_json, sealed_json
 from shards.base.errors import DamagedInput, RequestError
 from shards.base.store import Store
@@ -54,10 +53,6 @@ class NumberedUnit(Unit):
     def read(self, member: Member, max_bytes: int) -> Iterator[RawSample]:
         """Yield the samples of one member. May raise any of READ_ERRORS if it is damaged or missing."""
 
-    @contextmanager
-    def open(self, max_bytes: int, policy: Policy = "reject") -> Iterator[HashedSource]:
-        yield HashedSource(self.address, self._samples(max_bytes, policy))
-
     def _samples(self, max_bytes: int, policy: Policy) -> Iterator[RawSample]:
         seen: set[str] = set()
         for member in self.members:
@@ -89,11 +84,6 @@ class NumberedUnit(Unit):
                 yield from (RawSample(f"{name}/{row}", lost=reason) for row in range(done, member.samples))
 
 
-def no_boundary(member: Member) -> str:
-    """Let units contain any members."""
-    return ""
-
-
 @dataclass(frozen=True)
 class Found:
     """Contents of an input, all of one kind."""
@@ -106,7 +96,7 @@ class Found:
     """Function that makes a unit from its name and members."""
     is_numbered: bool = True
     """Whether units are numbered by the root; otherwise, each member is a unit with the member's name."""
-    boundary: Callable[[Member], str] = no_boundary
+    boundary: Callable[[Member], str] = lambda member: ""
     """All members of a unit have the same value, for example the same file, in which keys are unique."""
     notes: tuple[str, ...] = ()
     """Notes for the user about the input, such as files that are ignored."""

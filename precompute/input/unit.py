@@ -7,9 +7,8 @@ SHA-256 changes if any of them does.
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -80,7 +79,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Unit(ABC):
+class Unit:
     """A unit of work, such as the tar 00042."""
 
     name: str
@@ -88,13 +87,18 @@ class Unit(ABC):
     address: str
     """Path or URL of the input, for messages and receipts."""
 
-    @abstractmethod
-    def open(self, max_bytes: int, policy: Policy = "reject") -> AbstractContextManager[Source]:
+    @contextmanager
+    def open(self, max_bytes: int, policy: Policy = "reject") -> Iterator[Source]:
         """Open the unit. Files of more than `max_bytes` are not read.
 
         Raises DamagedInput if the unit is damaged and cannot be read under this policy, and Outage if the storage
         cannot be read.
         """
+        yield HashedSource(self.address, self._samples(max_bytes, policy))
+
+    def _samples(self, max_bytes: int, policy: Policy) -> Iterator[RawSample]:
+        """Yield the samples of a unit that is not a single file."""
+        raise NotImplementedError
 
     def head(self, max_bytes: int) -> Iterator[RawSample]:
         """Yield the first intact samples, to inspect their fields."""

@@ -3,7 +3,7 @@
 import pytest
 
 from precompute.download.config import RobotsConfig
-from precompute.download.robots import is_disallowed
+from precompute.download.opener import is_disallowed
 
 
 @pytest.mark.parametrize(
