@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from precompute.download.config import DownloadConfig
+from precompute.input.parquet import is_number, plain_type
 from precompute.select.metadata import WORK_NAME, find_columns, read_footer
 from shards.base.durable import DamagedFile, output_errors, read_sealed_json, write_sealed_json
 from shards.base.errors import RequestError, WorkError
@@ -163,26 +164,18 @@ def name_columns(schema: pa.Schema, extra_columns: list[str] | None, place: str)
 
 def _check_types(schema: pa.Schema, names: dict[str, str], place: str) -> None:
     for column, name in names.items():
-        kind = _plain_type(schema.field(column).type)
+        kind = plain_type(schema.field(column).type)
         is_text = pa.types.is_string(kind) or pa.types.is_null(kind)
         is_core = name in ("url", "caption")
         item = kind
         while pa.types.is_list(item) or pa.types.is_large_list(item) or pa.types.is_fixed_size_list(item):
             item = item.value_type
-        is_number = pa.types.is_boolean(item) or pa.types.is_integer(item) or pa.types.is_floating(item)
-        if not is_text and (is_core or not is_number):
+        if not is_text and (is_core or not (pa.types.is_boolean(item) or is_number(item))):
             raise RequestError(
                 f"{place}: the column `{column}` has type {kind}, so it cannot be stored as {name}. The columns "
                 "caption and url must be strings; other columns must be strings, numbers, booleans, or lists of "
                 "numbers. List the columns to store with --extra_columns a,b."
             )
-
-
-def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type in which to store a column: `string` for any string, and the value type for a dictionary
-    column."""
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.string() if pa.types.is_large_string(kind) or pa.types.is_string_view(kind) else kind
 
 
 def read_rows(tar: PlannedTar, extra_columns: list[str] | None) -> pa.Table:
@@ -198,7 +191,7 @@ def read_rows(tar: PlannedTar, extra_columns: list[str] | None) -> pa.Table:
             groups, skipped = _row_groups(file.metadata, tar)
             table = file.read_row_groups(groups, columns=list(names))
         table = table.slice(tar.first_row - skipped, tar.num_rows).select(list(names))
-        table = table.cast(pa.schema([(field.name, _plain_type(field.type)) for field in table.schema]))
+        table = table.cast(pa.schema([(field.name, plain_type(field.type)) for field in table.schema]))
         table.validate(full=True)
     except (pa.ArrowException, OSError) as error:
         rows = f"{tar.first_row} to {tar.first_row + tar.num_rows}"

@@ -49,7 +49,7 @@ def open_parquet_file(file: BinaryIO) -> pq.ParquetFile:
     names = [
         column.name
         for column in parquet.schema_arrow
-        if pa.types.is_dictionary(column.type) and is_text(column.type.value_type)
+        if pa.types.is_dictionary(column.type) and plain_type(column.type) == pa.string()
     ]
     if not names:
         return parquet
@@ -141,9 +141,16 @@ def _is_image(kind: pa.DataType) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
 
 
-def is_text(kind: pa.DataType) -> bool:
-    """Return whether values of this type are text."""
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the value type of a dictionary column, `string` for any text, and any other type as it is."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return pa.string() if is_text else kind
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Return whether values of this type are integers or floating-point numbers."""
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
 def _is_plain(kind: pa.DataType) -> bool:
@@ -151,7 +158,7 @@ def _is_plain(kind: pa.DataType) -> bool:
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_dictionary)
     if any(test(kind) for test in lists):
         return _is_plain(kind.value_type)
-    return is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return plain_type(kind) == pa.string() or is_number(kind)
 
 
 def find_parquet(listing: Listing) -> Found | None:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import xxhash
 from pydantic import Field, model_validator
 
-from precompute.input.parquet import StoreFile, is_text, open_parquet_file
+from precompute.input.parquet import StoreFile, is_number, open_parquet_file, plain_type
 from precompute.input.unit import RawSample
 from shards.base.config import Config
 from shards.base.errors import RequestError, UnfitNode
@@ -232,21 +232,12 @@ def open_parquet(config: TableConfig) -> pq.ParquetFile:
                 f"The table {place} has no column {column}; its columns are {', '.join(schema.names)}. Set `key` and "
                 f"`column` to two of them."
             )
-        kind, is_number = schema.field(column).type, column in config.numbers
-        if not (_is_number(kind) if is_number else is_text(_plain(kind))):
+        kind, is_score = schema.field(column).type, column in config.numbers
+        if not (is_number(kind) or pa.types.is_boolean(kind) if is_score else plain_type(kind) == pa.string()):
             raise RequestError(
-                f"The column {column} of {place} has values of type {kind}, not {'numbers' if is_number else 'text'}."
+                f"The column {column} of {place} has values of type {kind}, not {'numbers' if is_score else 'text'}."
             )
     return parquet
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """Return the value type of a dictionary column, and any other type as it is."""
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
 
 
 def _decoded(value: pa.Scalar) -> str | None:

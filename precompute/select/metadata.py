@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from precompute.input.parquet import is_number, plain_type
 from precompute.select.datasets import COLUMNS, LAION, SCORE_COLUMNS, SPELLINGS, DatasetConfig
 from precompute.select.rules import Rule, is_unreadable
 from shards.base.errors import Outage, RequestError, WorkError
@@ -112,8 +113,8 @@ def inspect(address: str, footer: "Footer", rules: list[Rule], dataset: DatasetC
     for rule in rules:
         if rule.option.startswith("filters.scores."):
             spelling = found[rule.columns[0]]
-            kind = _plain(footer.schema.field(spelling).type)
-            if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
+            kind = plain_type(footer.schema.field(spelling).type)
+            if not (is_number(kind) or pa.types.is_null(kind)):
                 raise RequestError(
                     f"{address}: the column `{spelling}` has type {kind}, so {rule.option} cannot bound it."
                 )
@@ -138,7 +139,9 @@ def make_layout(files: Sequence[MetadataFile], schemas: Sequence[pa.Schema], dat
     present = {name for file in files for name in file.columns} | (COLUMNS.keys() - IF_PRESENT)
     kept = pa.schema([])
     for file, schema in zip(files, schemas, strict=True):
-        own_fields = [pa.field(name, _plain(schema.field(name).type)) for name in file.columns if name not in COLUMNS]
+        own_fields = [
+            pa.field(name, plain_type(schema.field(name).type)) for name in file.columns if name not in COLUMNS
+        ]
         try:
             kept = pa.unify_schemas([kept, pa.schema(own_fields)], promote_options="permissive")
         except pa.ArrowException as error:
@@ -149,12 +152,6 @@ def make_layout(files: Sequence[MetadataFile], schemas: Sequence[pa.Schema], dat
     ordered = [field for field in CANONICAL if field.name in present] + list(kept)
     own = {name: dataset.columns[name] for name in SCORE_COLUMNS if name in dataset.columns}
     return Layout(pa.schema(ordered), [own.get(field.name, field.name) for field in ordered])
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """Return the value type of a dictionary column, `string` for string views, and any other type as it is."""
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.string() if pa.types.is_string_view(kind) else kind
 
 
 @dataclass(frozen=True)
@@ -229,11 +226,10 @@ def check_types(schema: pa.Schema, found: dict[str, str], location: str) -> None
     for name, spelling in found.items():
         if name not in COLUMNS:
             continue
-        wanted, actual = CANONICAL.field(name).type, _plain(schema.field(spelling).type)
-        is_text = pa.types.is_string(actual) or pa.types.is_large_string(actual)
-        is_integer = pa.types.is_integer(actual)
+        wanted, actual = CANONICAL.field(name).type, plain_type(schema.field(spelling).type)
+        is_text, is_integer = pa.types.is_string(actual), pa.types.is_integer(actual)
         fits = {"hash": is_integer, "source_key": is_text or is_integer}.get(
-            name, is_text if pa.types.is_string(wanted) else is_integer or pa.types.is_floating(actual)
+            name, is_text if pa.types.is_string(wanted) else is_number(actual)
         )
         if not fits and not pa.types.is_null(actual):
             raise RequestError(
@@ -313,7 +309,7 @@ def unify(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
         column = batch.column(field.name)
         # some releases store the 64-bit hash as unsigned, so let it wrap around
         column = column.cast(field.type, safe=field.name != "hash")
-        if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
+        if pa.types.is_string(field.type):
             absent = is_unreadable(column)
             if absent.sum() > column.null_count:
                 column = pc.if_else(pa.array(absent), None, column)

@@ -14,18 +14,17 @@ import pyarrow.parquet as pq
 import torch
 
 from shards.base.durable import DamagedFile
-from shards.base.errors import UnfitNode
 from shards.base.scratch import attempt_folder
 from shards.base.store import LocalStore, Store
 from shards.derive.conversion import Conversion
 from shards.format import image, text
 from shards.format.buckets import Bucket
-from shards.format.models import hash_weights, model_folder
+from shards.format.models import folder_on_node
 from shards.format.projection import matrix_of, project
 from shards.format.receipts import ORIGIN, Receipt
 from shards.format.tables import CAPTION_CHANGES, OTHER_BUCKET, REFUSED_NAME, SAMPLES_NAME
 from shards.format.text import TextLatents, unpack_stored
-from shards.format.towers import TextTower
+from shards.format.towers import TextTower, Weights
 from shards.root.commit import Attempt, commit, current_generation, record_file
 from shards.root.committed import TarReceipts, read_receipts
 from shards.root.exclusions import Exclusion, exclusion_ids, load_exclusion
@@ -367,17 +366,10 @@ def counts_tokens(stored: TextTower, wanted: TextTower) -> bool:
 
 @functools.lru_cache
 def load_tokenizer(name: str, sha256: str) -> Any:
-    """Load a text tower's tokenizer. Raises RequestError if this machine does not have it, and UnfitNode if its files
-    differ from those recorded in encoding.json."""
+    """Load a text tower's tokenizer. Raises UnfitNode if this machine does not have the one in encoding.json."""
     import transformers  # imported late: only needed when captions are tokenised again
 
-    folder = model_folder(name)
-    if hash_weights(name, folder).sha256 != sha256:
-        raise UnfitNode(
-            f"The tokenizer in {folder} differs from the tokenizer that encoding.json records for {name}. Install "
-            f"the recorded tokenizer on this machine."
-        )
-    return transformers.AutoTokenizer.from_pretrained(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder_on_node(Weights(name=name, sha256=sha256)))
 
 
 def kept_uncond(empty: Mapping[str, TextLatents], how: Conversion) -> dict[str, TextLatents]:
