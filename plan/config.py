@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from shards.base.config import Config
 from shards.base.errors import RequestError
-from shards.format.buckets import Bucket
+from shards.format.buckets import BucketName
 from shards.format.towers import ONLY_TEXT, ImageStorage, TextStorage
 from train.model.config import optimizer_class
 
@@ -99,7 +99,9 @@ class Data(Config):
 
     pictures: int = Field(790_000_000, gt=0)
     """Number of distinct images. Each has one caption, which is encoded once."""
-    samples: dict[str, int] = Field({"256x256": 790_000_000, "512x512": 300_000_000}, min_length=1)
+    samples: dict[BucketName, Annotated[int, Field(ge=1)]] = Field(
+        {"256x256": 790_000_000, "512x512": 300_000_000}, min_length=1
+    )
     """Number of images large enough for each bucket. Stage 1 encodes every bucket listed here."""
     posterior: Literal["moments", "mean"] = "moments"
     """Part of the posterior to store. `moments` takes twice the bytes of `mean`."""
@@ -107,15 +109,6 @@ class Data(Config):
     """Combined size of a sample's key and caption."""
     picture_bytes: float = fact("B per picture", 100_000, gt=0)
     """Size of a compressed image, which online encoding reads during training."""
-
-    @field_validator("samples")
-    @classmethod
-    def _buckets_parse(cls, samples: dict[str, int]) -> dict[str, int]:
-        for name, count in samples.items():
-            Bucket.parse(name)
-            if count < 1:
-                raise ValueError(f"the bucket {name} has {count} samples, but it must have at least 1")
-        return samples
 
 
 class Image(Config):

@@ -164,7 +164,7 @@ def preview_page(
     buckets = [bucket] if bucket else [name for name, size in stats["buckets"].items() if size["samples"]]
     if not buckets:
         raise RequestError(f"{store.where()} has no samples yet. Run `make precompute` first.")
-    shown = []
+    shown: list[dict[str, Any]] = []
     for name in buckets:
         samples = pick_samples(store, name, count)
         pictures = decode_pictures(samples, encoding, vae)
