@@ -215,9 +215,9 @@ def make_towers(config: PrecomputeConfig, encoding: EncodingRecord | None = None
     """Build the towers of a config on the CPU."""
     encoding, one_by_one = encoding or describe_encoding(config), config.workers.one_by_one
     image, texts, features = load_networks(encoding, "cpu", False, True) if one_by_one else _kept(encoding.sealed())
-    batch_sizes = make_recipe(config, encoding).batch_sizes
+    sizes = config.workers.batch_size, make_recipe(config, encoding).batch_sizes
     # tests may replace entries of these dictionaries, but not those of the kept ones
-    return Towers(image, dict(texts), dict(features), config.workers.batch_size, batch_sizes, one_by_one)
+    return Towers(dict(texts), *sizes, one_by_one, image=image, features=dict(features))
 
 
 def encode_all(

@@ -56,7 +56,7 @@ class SleepingTowers(Towers):
     """Towers that return noise for every image, and the latents of the empty caption for every caption."""
 
     def __init__(self, towers: Towers, device: Device):
-        super().__init__(towers.image, towers.texts, towers.features, towers.batch_size)
+        super().__init__(towers.texts, towers.batch_size, image=towers.image, features=towers.features)
         self.sleeper = device
         self.empty = towers.empty_caption()
 

@@ -63,7 +63,7 @@ def encode(shards: Iterable[Unit], config: PrecomputeConfig, seconds_per_picture
     image, texts = free_encoders(recipe.encoding)
     if seconds_per_picture:
         image = SleepingImageEncoder(recipe.encoding.image, seconds_per_picture)
-    towers = Towers(image, texts, {}, config.workers.batch_size)  # type: ignore[arg-type]
+    towers = Towers(texts, config.workers.batch_size, image=image, features={})  # type: ignore[arg-type]
     for shard in shards:
         encode_tar(shard, recipe, store, towers)
 

@@ -174,7 +174,7 @@ def free_of(record: EncodingRecord, buckets: list[Bucket]) -> Encoders:
 def free_towers(record: EncodingRecord, config: PrecomputeConfig) -> Towers:
     """Make free encoders for the worker."""
     image, texts = free_encoders(record)
-    return Towers(image, texts, {}, config.workers.batch_size)  # type: ignore[arg-type]
+    return Towers(texts, config.workers.batch_size, image=image, features={})  # type: ignore[arg-type]
 
 
 _runner: Runner

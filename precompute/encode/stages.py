@@ -130,7 +130,7 @@ def start_batches(
             captions += take_captions(batch.samples)
             while len(captions) >= size and not towers.one_by_one:
                 group, captions = captions[:size], captions[size:]
-                set_started(group, towers.start_captions(texts_of(group), clock))
+                set_started(group, towers.start_captions([task.caption.text for task in group], clock))
             latents = towers.start_pictures(batch.bucket, batch.pixels, clock)
             if held and towers.one_by_one:  # now that this batch has been started, release the previous one's pixels
                 held[-1].finish_pictures()
@@ -139,7 +139,8 @@ def start_batches(
         if held and towers.one_by_one:
             held[-1].finish_pictures()
         groups = [captions[first : first + size] for first in range(0, len(captions), size)]
-        for group, wait in zip(groups, towers.start_groups([texts_of(group) for group in groups], clock), strict=True):
+        texts = [[task.caption.text for task in group] for group in groups]
+        for group, wait in zip(groups, towers.start_groups(texts, clock), strict=True):
             # their captions are in earlier groups, and the device already works on the next group
             yield from ready(held)
             set_started(group, wait)
@@ -160,8 +161,3 @@ def take_captions(samples: Iterable[CroppedSample]) -> Iterator[CaptionTask]:
             if task is not None and not task.is_queued:
                 task.is_queued = True
                 yield task
-
-
-def texts_of(tasks: list[CaptionTask]) -> list[str]:
-    """Return the captions' texts."""
-    return [task.caption.text for task in tasks]

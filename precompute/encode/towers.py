@@ -165,21 +165,12 @@ def _merged(
         yield {name: caption.latents for name, caption in by_tower}, any(caption.truncated for _, caption in by_tower)
 
 
+@dataclass(eq=False, kw_only=True)
 class Towers(TextTowers):
     """One image tower, with text towers and feature towers."""
 
-    def __init__(
-        self,
-        image: ImageEncoder,
-        texts: dict[str, TextEncoder],
-        features: dict[str, FeatureEncoder],
-        batch_size: int,
-        batch_sizes: dict[str, int] | None = None,
-        one_by_one: bool = False,
-    ):
-        """Combine an image tower and feature towers with text towers. `TextTowers` describes the other arguments."""
-        super().__init__(texts, batch_size, batch_sizes or {}, one_by_one)
-        self.image, self.features = image, features
+    image: ImageEncoder
+    features: dict[str, FeatureEncoder]
 
     @property
     def device(self) -> torch.device:

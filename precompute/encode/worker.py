@@ -123,8 +123,9 @@ def load_towers(recipe: Recipe, device: str) -> Towers:
     if this node lacks a model that encoding.json records, or cannot multiply in float8 although a tower needs it."""
     worker = recipe.worker
     compiled = worker.compiles(torch.device(device))
-    networks = _kept_networks(recipe.encoding.sealed(), device, compiled, worker.one_by_one)
-    towers = Towers(*networks, worker.batch_size, recipe.batch_sizes, worker.one_by_one)
+    image, texts, features = _kept_networks(recipe.encoding.sealed(), device, compiled, worker.one_by_one)
+    sizes = worker.batch_size, recipe.batch_sizes
+    towers = Towers(texts, *sizes, worker.one_by_one, image=image, features=features)
     if compiled:
         compile_now(towers, recipe.buckets.all)
     return towers

@@ -337,7 +337,7 @@ def test_a_network_is_compiled_for_every_shape(graphs: Graphs) -> None:
 
 def test_towers_are_warmed_up_once_for_every_bucket_and_for_captions(models: Path) -> None:
     image, text = image_encoder("float32", models / "vae"), text_encoder("float32", models)
-    towers, started = Towers(image, {"text": text}, {}, batch_size=2), []
+    towers, started = Towers({"text": text}, 2, image=image, features={}), []
     for network in (image, text):
         start = network.start
         network.start = lambda inputs, count, start=start: started.append(inputs[0].shape) or start(inputs, count)  # type: ignore

@@ -83,7 +83,7 @@ def batch(bucket: Bucket, *samples: CroppedSample) -> PixelBatch:
 
 
 def make_towers(text: FakeText, batch_size: int, one_by_one: bool = False) -> Towers:
-    return Towers(FakeImages(), {ONLY_TEXT: text}, {}, batch_size, one_by_one=one_by_one)  # type: ignore
+    return Towers({ONLY_TEXT: text}, batch_size, {}, one_by_one, image=FakeImages(), features={})  # type: ignore
 
 
 def texts_of(started: StartedBatch) -> list[list[str | None]]:
