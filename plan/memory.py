@@ -16,6 +16,7 @@ from train.config import TrainConfig
 from train.data.spec import DataSpec
 from train.memory import largest_shape, step_settings
 from train.model.backbone import BackboneConfig
+from train.model.config import Checkpointing
 from train.model.fit import check_fit
 from train.model.memory import GIB, StepSettings, is_sharded, largest_microbatch, step_memory
 from train.model.network import build_network
@@ -111,8 +112,13 @@ def variants(settings: StepSettings) -> list[StepSettings]:
 
 def describe(settings: StepSettings) -> str:
     """Describe what affects the memory."""
-    share = settings.gradient_checkpointing
-    parts = ["compiled"] if settings.compile else []
-    parts += [f"sharding {settings.sharding} over {settings.num_processes}"] if is_sharded(settings) else []
-    parts += [f"checkpointing {100 * share:g}%" if share is not True else "checkpointing"] if share else []
-    return ", ".join(parts)
+    compiled = ["compiled"] if settings.compile else []
+    sharded = [f"sharding {settings.sharding} over {settings.num_processes}"] if is_sharded(settings) else []
+    return ", ".join([*compiled, *sharded, *checkpointing(settings.gradient_checkpointing)])
+
+
+def checkpointing(setting: Checkpointing) -> list[str]:
+    """Describe gradient checkpointing; an empty list means none."""
+    if not setting:
+        return []
+    return ["checkpointing" if setting is True else f"checkpointing {100 * setting:g}%"]
