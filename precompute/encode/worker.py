@@ -34,8 +34,8 @@ from shards.base.store import Store
 from shards.derive.part import Captions, Derivation, NewCaption, Settings, SourceTar, derive_tar, kept_uncond
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.models import folder_on_node
-from shards.format.towers import TextTower
+from shards.format.models import recorded_folder
+from shards.format.towers import TextTower, Weights
 from shards.open import open_store
 from shards.root.committed import TarReceipts
 from shards.root.provenance import Stopwatch, made_by, source_sha256
@@ -160,10 +160,9 @@ def load_networks(encoding: EncodingRecord, device: str, compiled: bool, one_by_
     settings = device_settings(encoding, torch.device(device), compiled, one_by_one)
     texts = load_texts(encoding.texts, settings)
     features = {
-        name: FeatureEncoder(folder_on_node(tower.weights), tower, settings)
-        for name, tower in encoding.features.items()
+        name: FeatureEncoder(_recorded(tower.weights), tower, settings) for name, tower in encoding.features.items()
     }
-    return ImageEncoder(folder_on_node(encoding.image.weights), encoding.image, settings), texts, features
+    return ImageEncoder(_recorded(encoding.image.weights), encoding.image, settings), texts, features
 
 
 def device_settings(encoding: EncodingRecord, device: torch.device, compiled: bool, one_by_one: bool) -> DeviceSettings:
@@ -174,7 +173,7 @@ def device_settings(encoding: EncodingRecord, device: torch.device, compiled: bo
 def load_texts(towers: dict[str, TextTower], settings: DeviceSettings) -> dict[str, TextEncoder]:
     """Load the networks of text towers."""
     return {
-        name: TextEncoder(folder_on_node(tower.weights), folder_on_node(tower.tokenizer), tower, settings)
+        name: TextEncoder(_recorded(tower.weights), _recorded(tower.tokenizer), tower, settings)
         for name, tower in towers.items()
     }
 
@@ -257,6 +256,14 @@ def _kept_texts(
     texts = load_texts(towers, device_settings(encoding, torch.device(device), compiled, one_by_one))
     prepare_process()
     return texts
+
+
+def _recorded(weights: Weights) -> Path:
+    """Return the folder on this node of a model that encoding.json records."""
+    try:
+        return recorded_folder(weights)
+    except RequestError as error:
+        raise UnfitNode(f"On node {os.uname().nodename}: {error}") from error
 
 
 def prepare_process() -> None:

@@ -19,7 +19,7 @@ from shards.base.store import LocalStore, Store
 from shards.derive.conversion import Conversion
 from shards.format import image, text
 from shards.format.buckets import Bucket
-from shards.format.models import folder_on_node
+from shards.format.models import recorded_folder
 from shards.format.projection import matrix_of, project
 from shards.format.receipts import ORIGIN, Receipt
 from shards.format.tables import CAPTION_CHANGES, OTHER_BUCKET, REFUSED_NAME, SAMPLES_NAME
@@ -366,10 +366,10 @@ def counts_tokens(stored: TextTower, wanted: TextTower) -> bool:
 
 @functools.lru_cache
 def load_tokenizer(name: str, sha256: str) -> Any:
-    """Load a text tower's tokenizer. Raises UnfitNode if this machine does not have the one in encoding.json."""
+    """Load a text tower's tokenizer. Raises RequestError if this machine does not have the one in encoding.json."""
     import transformers  # imported late: only needed when captions are tokenised again
 
-    return transformers.AutoTokenizer.from_pretrained(folder_on_node(Weights(name=name, sha256=sha256)))
+    return transformers.AutoTokenizer.from_pretrained(recorded_folder(Weights(name=name, sha256=sha256)))
 
 
 def kept_uncond(empty: Mapping[str, TextLatents], how: Conversion) -> dict[str, TextLatents]:

@@ -14,7 +14,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from shards.base.durable import atomic_folder, canonical_json, locked, sha256_file
-from shards.base.errors import RequestError, UnfitNode, is_storage_error
+from shards.base.errors import RequestError, is_storage_error
 from shards.format.towers import Weights
 
 WEIGHT_FILES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
@@ -105,14 +105,6 @@ def recorded_folder(weights: Weights) -> Path:
             f"recorded model under this name."
         )
     return folder
-
-
-def folder_on_node(weights: Weights) -> Path:
-    """Return `recorded_folder`, or raise UnfitNode if this node does not have the model."""
-    try:
-        return recorded_folder(weights)
-    except RequestError as error:
-        raise UnfitNode(f"On node {os.uname().nodename}: {error}") from error
 
 
 def _cache() -> Path:
