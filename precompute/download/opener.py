@@ -105,7 +105,7 @@ def _directives(header: str) -> Iterator[tuple[str, str]]:
 def to_ascii(url: str) -> str:
     """Encode a URL's host with IDNA, and percent-encode non-ASCII characters and spaces elsewhere, as browsers do.
     Escapes that are already in the URL stay as they are."""
-    host = urllib.parse.urlsplit(url).netloc.rpartition("@")[2]
+    host = urllib.parse.urlsplit(url).netloc.rpartition("@")[2].partition(":")[0]
     if not host.isascii():
         url = url.replace(host, host.encode("idna").decode(), 1)
     return urllib.parse.quote(url, safe=string.punctuation)

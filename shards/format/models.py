@@ -1,7 +1,6 @@
 """Find, download and hash model folders, and probe autoencoders, without loading weights into memory."""
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from shards.base.durable import atomic_folder, canonical_json, locked, sha256_file
+from shards.base.durable import atomic_folder, canonical_json, locked, read_json, sha256_file
 from shards.base.errors import RequestError, is_storage_error
 from shards.format.towers import Weights
 
@@ -239,7 +238,7 @@ def _weight_shards(index: Path) -> set[str]:
     """Return the files that an index of sharded weights refers to. Raises RequestError if one of them is missing."""
     if not index.is_file():
         return set()
-    shards = set(json.loads(index.read_text())["weight_map"].values())
+    shards = set(read_json(index)["weight_map"].values())
     if missing := sorted(shard for shard in shards if not (index.parent / shard).is_file()):
         raise RequestError(f"{index} refers to missing files: {', '.join(missing)}. Download the model again.")
     return shards
@@ -248,7 +247,7 @@ def _weight_shards(index: Path) -> set[str]:
 def _content_hash(path: Path) -> str:
     if path.name not in ("config.json", "tokenizer_config.json"):
         return sha256_file(path)
-    fields = json.loads(path.read_text())
+    fields = read_json(path)
     ignored = {key for key in fields if key in NOT_CONTENT or key.startswith("_")}
     ignored |= {key for key in NORMALISATION if fields.get(key) is not None}
     content = {key: value for key, value in fields.items() if key not in ignored}

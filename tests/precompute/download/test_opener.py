@@ -98,6 +98,7 @@ def test_only_http_is_opened(url: str) -> None:
             "http://user@bücher.example:80/a b/ü?q=й&r=%20+[1]#é",
             "http://user@xn--bcher-kva.example:80/a%20b/%C3%BC?q=%D0%B9&r=%20+[1]#%C3%A9",
         ),
+        ("http://例え.テスト:8080/a.jpg", "http://xn--r8jz45g.xn--zckzah:8080/a.jpg"),
         ("https://example.com/a%2Fb?#", "https://example.com/a%2Fb?#"),
         ("http://[::1]/", "http://[::1]/"),
     ],
