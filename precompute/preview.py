@@ -32,7 +32,7 @@ from shards.base.store import Store, parse_local
 from shards.base.table import counted
 from shards.format.buckets import Bucket
 from shards.format.encoding import EncodingRecord
-from shards.format.models import recorded_folder
+from shards.format.models import hash_weights, model_folder
 from shards.format.receipts import active_receipts
 from shards.format.tables import read_tables
 from shards.open import open_store
@@ -57,8 +57,12 @@ DECODE_TOGETHER = 4
 def load_decoder(encoding: EncodingRecord, name: str | None) -> Any:
     """Load the VAE that produced the latents, from `name` if it is given, or else from the model named in
     encoding.json. Raises RequestError if the model is missing, or its weights differ from the recorded ones."""
-    recorded = encoding.image.weights
-    folder = recorded_folder(recorded.model_copy(update={"name": name or recorded.name}))
+    folder = model_folder(name or encoding.image.weights.name)
+    if hash_weights(str(folder), folder).sha256 != encoding.image.weights.sha256:
+        raise RequestError(
+            f"The VAE in {folder} did not produce these latents; according to encoding.json, "
+            f"{encoding.image.weights.name} did. Pass the folder of that VAE with --vae."
+        )
     vae: Any = getattr(diffusers, encoding.image.class_name).from_pretrained(
         folder, use_safetensors=True, torch_dtype=torch.float32
     )
