@@ -194,9 +194,15 @@ class Gpu(Config):
     def _fill_from_kind(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        defaults = GPU_KINDS.get(str(values.get("kind", cls.model_fields["kind"].default)), {})
+        kind = str(values.get("kind", cls.model_fields["kind"].default))
         given = {name: value for name, value in values.items() if value is not None}
-        return {name: value for name, (value, _) in defaults.items()} | given
+        missing = [name for name, field in cls.model_fields.items() if field.is_required() and name not in given]
+        if kind not in GPU_KINDS and missing:
+            known = ", ".join(GPU_KINDS)
+            raise ValueError(
+                f"only the GPU kinds {known} have default values; for {kind}, you must also set {', '.join(missing)}"
+            )
+        return {name: value for name, (value, _) in GPU_KINDS.get(kind, {}).items()} | given
 
 
 class Links(Config):

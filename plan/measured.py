@@ -3,11 +3,12 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from shards.base.config import Config, load_config
+from shards.base.config import Config
 from shards.base.errors import RequestError
 from shards.format.buckets import BucketName
 
@@ -97,10 +98,7 @@ def read_rates(paths: Iterable[str], gpu_kind: str) -> Rates:
     by_stage: dict[tuple[str, str | None], list[Rate]] = {}
     skipped_files = []
     for path in paths:
-        try:
-            bench = load_config(BenchFile, path or ".", [], "plan")
-        except RequestError as error:
-            raise RequestError(f"measured: {error} docs/how-to/plan.md has an example of a benchmark file.") from None
+        bench = _read(path)
         if not matches_gpu_kind(bench.device, gpu_kind):
             skipped_files.append(f"{path} (measured on {bench.device})")
             continue
@@ -129,3 +127,25 @@ def matches_gpu_kind(device: str, kind: str) -> bool:
     name, wanted = (re.findall(r"[a-z0-9.]+", text.lower()) for text in (device, kind))
     starts = [i for i in range(len(name) - len(wanted) + 1) if wanted and name[i : i + len(wanted)] == wanted]
     return any(all(map(IGNORED_WORDS.fullmatch, name[:i] + name[i + len(wanted) :])) for i in starts)
+
+
+def _read(path: str) -> BenchFile:
+    try:
+        return BenchFile.model_validate_json(Path(path).read_bytes())
+    except FileNotFoundError:
+        message = f"The benchmark file {path} does not exist. Correct the path, or leave it out."
+        raise RequestError(message) from None
+    except OSError as error:
+        raise RequestError(
+            f"The benchmark file {path or '``'} cannot be read: {error.strerror}. Correct the path, or leave "
+            f"it out (`--measured []` plans without benchmark files)."
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "file"
+        reason = f"`{place}`: {first['msg'].removeprefix('Value error, ')}"
+        if first["type"] == "extra_forbidden":
+            reason = f"unknown key `{place}`"
+        raise RequestError(
+            f"{path} is not a valid benchmark file: {reason}. docs/how-to/plan.md has an example."
+        ) from None

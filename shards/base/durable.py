@@ -233,9 +233,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
     try:
         value = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise RequestError(f"{path} cannot be read ({error}). Use an intact config file of a model.") from error
+        raise RequestError(f"The model config {path} cannot be read: {error}. Use an intact file.") from error
     if not isinstance(value, dict):
-        raise RequestError(f"{path} is not a JSON object. Use an intact config file of a model.")
+        raise RequestError(f"The model config {path} is not a JSON object. Use the config file of a model.")
     return value
 
 

@@ -26,7 +26,7 @@ print("torch" in sys.modules, codes)
 """
 REFUSED = {
     "unknown option --gpu.prise_per_hour": ["--gpu.prise_per_hour", "2"],
-    "networks.backbone: nowhere.yaml does not exist": ["--networks.backbone", "nowhere.yaml"],
+    "networks.backbone: The config file nowhere.yaml does not exist": ["--networks.backbone", "nowhere.yaml"],
     "The config file nowhere.yaml does not exist": ["--config", "nowhere.yaml"],
     "nowhere.json": ["--measured", "nowhere.json"],
 }
@@ -91,7 +91,7 @@ def test_a_count_is_kept_for_exactly_what_it_depends_on(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # cannot be written
     assert counted.cached_work(networks, ["256x256"]) == sd2
     unet.unlink()
-    with pytest.raises(RequestError, match=r"The network config .* does not exist"):
+    with pytest.raises(RequestError, match=r"The model config .* cannot be read"):
         counted.cached_work(networks, ["256x256"])
 
 

@@ -24,9 +24,17 @@ def test_buckets_need_not_be_square() -> None:
 @pytest.mark.parametrize(
     "networks, bucket, message",
     [
-        (Networks(backbone="nowhere.yaml"), "256x256", "networks.backbone: nowhere.yaml does not exist."),
-        (Networks(vae="nowhere.json"), "256x256", "The network config nowhere.json does not exist."),
-        (Networks(vae="configs/plan.yaml"), "256x256", "configs/plan.yaml cannot be parsed"),
+        (
+            Networks(backbone="nowhere.yaml"),
+            "256x256",
+            "networks.backbone: The config file nowhere.yaml does not exist.",
+        ),
+        (Networks(vae="nowhere.json"), "256x256", "The model config nowhere.json cannot be read: .* No such file"),
+        (
+            Networks(vae="configs/plan.yaml"),
+            "256x256",
+            "config configs/plan.yaml cannot be read: Expecting value",
+        ),
         (Networks(vae="configs/unet/sd2-base.json"), "256x256", "networks.vae: diffusers cannot build an autoencoder"),
         (
             Networks(texts={"t5": TextNetwork(config="configs/text_encoder/t5-xxl.json", class_name="T5EncoderModel")}),
