@@ -1,4 +1,8 @@
-"""Runs at an S3 URL: they equal runs in a folder bit for bit, on any machine and after a kill at any request."""
+"""Runs at a URL: they equal runs in a folder bit for bit, on any machine and after a kill at any request.
+
+Tests of what a launch does with the files that it finds use objects in memory. Tests that kill or suspend a launch, or
+start several processes, use an S3 server.
+"""
 
 import errno
 import hashlib
@@ -11,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -69,6 +74,14 @@ def empty_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", tempfile.mkdtemp(dir=tmp_path))
 
 
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """Address of an empty folder in this process's memory, with the same store class as S3 but without a server."""
+    yield f"memory://{tmp_path.name}"
+    with suppress(FileNotFoundError):
+        fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
+
+
 @pytest.fixture(scope="module")
 def whole(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run in a folder."""
@@ -83,10 +96,10 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def four_steps(s3: str, template: Path, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def four_steps(url: str, template: Path, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Address of a run of four steps, which this machine trained."""
     empty_machine(tmp_path, monkeypatch)
-    address, objects = f"{s3}/run", template / "objects"
+    address, objects = f"{url}/run", template / "objects"
     store = open_store(address)
     if not objects.exists():
         train(latents, tmp_path, address, max_steps=4)
@@ -117,15 +130,15 @@ def test_a_run_folder_that_was_moved_to_a_url_keeps_its_logs(
 
 
 def test_a_launch_takes_the_snapshot_that_the_run_lacks(
-    s3: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty_machine(tmp_path, monkeypatch)
-    folder, store = "posthoc/checkpoints/step-00000002", open_store(f"{s3}/averaged")
-    train(latents, tmp_path, f"{s3}/averaged", max_steps=2, ema={"snapshot_every": 2})
+    folder, store = "posthoc/checkpoints/step-00000002", open_store(f"{url}/averaged")
+    train(latents, tmp_path, f"{url}/averaged", max_steps=2, ema={"snapshot_every": 2})
     lost = json.loads(store.read(f"{folder}.0001/state.json"))
     for launch in (2, 3):
         store.remove([f"{folder}.0001/{name}" for name in store.files(f"{folder}.0001")])
-        train(latents, tmp_path, f"{s3}/averaged", max_steps=2 + launch, ema={"snapshot_every": 2})
+        train(latents, tmp_path, f"{url}/averaged", max_steps=2 + launch, ema={"snapshot_every": 2})
     states = [name for name in store.files("posthoc/checkpoints") if name.endswith("state.json")]
     assert states == ["step-00000002.0002/state.json", "step-00000004.0002/state.json"]  # and none by the third launch
     taken = json.loads(store.read(f"{folder}.0002/state.json"))
@@ -133,15 +146,15 @@ def test_a_launch_takes_the_snapshot_that_the_run_lacks(
 
 
 def test_snapshots_after_the_resumed_checkpoint_are_removed(
-    s3: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, latents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example, training diverged after them, and continues from an earlier checkpoint."""
     empty_machine(tmp_path, monkeypatch)
-    store, changes = open_store(f"{s3}/again"), {"ema": {"snapshot_every": 1}, "checkpoint": {"every": 2}}
-    train(latents, tmp_path, f"{s3}/again", max_steps=4, **changes)
+    store, changes = open_store(f"{url}/again"), {"ema": {"snapshot_every": 1}, "checkpoint": {"every": 2}}
+    train(latents, tmp_path, f"{url}/again", max_steps=4, **changes)
     store.remove([f"checkpoints/{name}" for name in store.files("checkpoints") if name.startswith("step-00000004")])
     empty_machine(tmp_path, monkeypatch)
-    train(latents, tmp_path, f"{s3}/again", max_steps=3, **changes)
+    train(latents, tmp_path, f"{url}/again", max_steps=3, **changes)
     states = [name for name in store.files("posthoc/checkpoints") if name.endswith("state.json")]
     assert states == [
         "step-00000001.0001/state.json",
@@ -156,7 +169,7 @@ def test_a_launch_after_the_last_step_uploads_its_checkpoint(
     store = open_store(four_steps)
     remove_last_state(store)
     train(latents, tmp_path, four_steps, max_steps=4)
-    assert "step-00000004 is complete on this machine but was not uploaded to s3" in capsys.readouterr().out
+    assert "step-00000004 is complete on this machine but was not uploaded to memory" in capsys.readouterr().out
     assert "step-00000004" in find_checkpoints(store)
     train(latents, tmp_path, four_steps, max_steps=4)
     assert "there is nothing to do" in capsys.readouterr().out
@@ -298,7 +311,7 @@ def test_a_run_resumes_bit_exactly_on_any_machine(
     assert found == sorted([*files, min(files)] if machine == "damaged" else files)
     said = capsys.readouterr().out
     assert f"resuming {address} after step 4 (run, step-00000004)" in said
-    assert ("step-00000004 is complete on this machine but was not uploaded to s3" in said) == (machine == "ahead")
+    assert ("step-00000004 is complete on this machine but was not uploaded to memory" in said) == (machine == "ahead")
     work, last = local_run(address), list_checkpoints(whole)[-1]
     assert curve(work) == curve(whole)
     assert sorted(find_checkpoints(store)) == ["step-00000004", "step-00000006"]
