@@ -20,6 +20,8 @@ from train.model.network import build_network
 from train.model.sharding import shard_weights
 
 HW = (8, 8)
+ENCODING = encoding_record(8, 64)
+BACKBONE = BackboneConfig().resolved(ENCODING.texts)
 
 
 class LiveStorages(TorchDispatchMode):
@@ -62,18 +64,16 @@ def record(arguments: list[str]) -> None:
     config = Path(f"{path}.{dist.get_rank()}.json")
     config.write_text(json.dumps(fields))
     kinds: tuple[Sharding, ...] = ("full", "grad_op")
-    found = {sharding: peak_and_estimate(config, sharding) for sharding in kinds}
+    network = build_network(config, 0)
+    peaks = {sharding: peak(network, sharding) for sharding in kinds}
     if dist.get_rank() == 0:
+        found = {sharding: (peaks[sharding], estimate(network, sharding)) for sharding in kinds}
         Path(path).write_text(json.dumps(found))
 
 
-def peak_and_estimate(config: Path, sharding: Sharding) -> tuple[int, int]:
-    """Run two steps, and return the peak in bytes and its estimate."""
-    encoding = encoding_record(8, 64)
-    backbone, network = BackboneConfig().resolved(encoding.texts), build_network(config, 0)
-    settings = StepSettings("float32", 1, 1, 8, 0, sharding=sharding, num_processes=2)
-    estimate = step_memory(network, backbone, encoding, HW, settings)
-    real, call = dry_call(network, backbone, encoding, HW, 1, "cpu")
+def peak(network: Any, sharding: Sharding) -> int:
+    """Run two steps, and return the peak in bytes."""
+    real, call = dry_call(network, BACKBONE, ENCODING, HW, 1, "cpu")
     real.to_empty(device="cpu")
     real.load_state_dict(network.state_dict())
     shard_weights(real, sharding, "float32")
@@ -81,4 +81,11 @@ def peak_and_estimate(config: Path, sharding: Sharding) -> tuple[int, int]:
     with LiveStorages() as live:
         run_passes(call, "float32")
         run_passes(call, "float32")
-    return live.peak, estimate.weights + estimate.gradients + estimate.activations
+    return live.peak
+
+
+def estimate(network: Any, sharding: Sharding) -> int:
+    """Return the bytes of which `peak` records the maximum."""
+    settings = StepSettings("float32", 1, 1, 8, 0, sharding=sharding, num_processes=2)
+    found = step_memory(network, BACKBONE, ENCODING, HW, settings)
+    return found.weights + found.gradients + found.activations

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -53,8 +54,7 @@ def unet() -> Any:
     return build_network(UNET, 0)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def transformer(folder: Path, num_layers: int) -> Any:
     """A network that reads the same latents and text as the U-Net, and is traced faster."""
     fields = {
         "_class_name": "PixArtTransformer2DModel",
@@ -62,16 +62,41 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "attention_head_dim": 16,
         "cross_attention_dim": 32,
         "caption_channels": json.loads(UNET.read_text())["cross_attention_dim"],
-        "num_layers": 3,
+        "num_layers": num_layers,
         "sample_size": HW[0],
         "in_channels": 4,
         "out_channels": 4,
         "use_additional_conditions": False,
         "patch_size": 2,
     }
-    path = tmp_path_factory.mktemp("transformer") / "config.json"
+    path = folder / f"{num_layers}.json"
     path.write_text(json.dumps(fields))
     return build_network(path, 0)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return transformer(tmp_path_factory.mktemp("transformer"), 3)
+
+
+@pytest.fixture(scope="module")
+def frozen(small: Any) -> Any:
+    """A copy of `small` that trains only its cross-attention."""
+    part = copy.deepcopy(small)
+    freeze_except(part, ["*attn2*"])
+    return part
+
+
+@pytest.fixture(scope="module")
+def block(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One block, because each takes seconds to compile."""
+    return transformer(tmp_path_factory.mktemp("transformer"), 1)
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace nothing, for the parts of an estimate that do not depend on the trace."""
+    monkeypatch.setattr("train.model.memory.trace_passes", lambda *_: Recorder())
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +113,14 @@ def memory(unet: Any, backbone: BackboneConfig, encoding: EncodingRecord, **chan
     return step_memory(unet, backbone, encoding, HW, replace(SETTINGS, **changes))
 
 
+@pytest.fixture(scope="module")
+def estimate(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> Callable[..., StepMemory]:
+    """Estimate `small`'s step with changed settings, each only once."""
+    made = cache(partial(step_memory, small, backbone, encoding, HW))
+    return lambda **changes: made(replace(SETTINGS, **changes))
+
+
+@pytest.mark.usefixtures("untraced")
 def test_a_batch_takes_five_float32_tensors_of_latents_and_the_stored_text(
     unet: Any, backbone: BackboneConfig, encoding: EncodingRecord
 ) -> None:
@@ -120,11 +153,11 @@ def test_the_recorder_counts_live_bytes() -> None:
 @pytest.mark.parametrize(
     ("name", "size", "checkpointing", "precision", "compiled"),
     [
-        ("unet", 2, False, "float32", False),
-        ("unet", 8, 0.5, "float32", False),
+        pytest.param("unet", 2, False, "float32", False, marks=pytest.mark.slow),
+        ("unet", 2, 0.5, "float32", False),
         ("unet", 2, False, "bfloat16", False),
-        ("unet", 2, True, "bfloat16", False),
-        ("small", 8, 0.5, "float32", True),
+        pytest.param("unet", 2, True, "bfloat16", False, marks=pytest.mark.slow),
+        ("block", 2, 0.5, "float32", True),
         pytest.param("unet", 8, 0.5, "float32", True, marks=pytest.mark.slow),
     ],
 )
@@ -181,6 +214,7 @@ def test_a_real_step_allocates_as_much(
         assert torch._dynamo.config.get_config_copy() == compiler
 
 
+@pytest.mark.usefixtures("untraced")
 def test_state(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
     count = sum(weight.numel() for weight in small.parameters())
     found = memory(small, backbone, encoding, num_averages=2)
@@ -197,63 +231,64 @@ def test_state(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -
     assert alone.weights == 4 * count
 
 
-def test_flops_are_those_that_torch_counts(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
+def test_flops_are_those_that_torch_counts(
+    small: Any, backbone: BackboneConfig, encoding: EncodingRecord, estimate: Callable[..., StepMemory]
+) -> None:
     real: Any
     real, call = dry_call(small, backbone, encoding, HW, 2, "cpu")
     real.to_empty(device="cpu")
     with FlopCounterMode(display=False) as counter:
         run_passes(call, "float32")
-    found = memory(small, backbone, encoding, microbatch_size=2).flops
+    found = estimate(microbatch_size=2).flops
     assert 2 * found == counter.get_total_flops()
-    again = memory(small, backbone, encoding, microbatch_size=2, gradient_checkpointing=True).flops
+    again = estimate(microbatch_size=2, gradient_checkpointing=True).flops
     assert 1.2 * found < again < 4 / 3 * found
 
 
-def test_frozen_weights_need_no_gradients(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
-    whole, part = small, copy.deepcopy(small)
-    freeze_except(part, ["*attn2*"])
-    trained = sum(weight.numel() for weight in part.parameters() if weight.requires_grad)
-    all_memory, part_memory = (memory(network, backbone, encoding) for network in (whole, part))
+@pytest.mark.usefixtures("untraced")
+def test_frozen_weights_need_no_gradients(
+    small: Any, frozen: Any, backbone: BackboneConfig, encoding: EncodingRecord
+) -> None:
+    trained = sum(weight.numel() for weight in frozen.parameters() if weight.requires_grad)
+    all_memory, part_memory = (memory(network, backbone, encoding) for network in (small, frozen))
     assert (part_memory.gradients, part_memory.optimizer) == (4 * trained, 8 * trained)
     assert part_memory.weights == all_memory.weights
-    assert part_memory.activations < all_memory.activations
-    sharded = memory(part, backbone, encoding, sharding="full", num_processes=2)
+    sharded = memory(frozen, backbone, encoding, sharding="full", num_processes=2)
     assert sharded.gradients == 2 * trained
 
 
-def test_settings_that_save_memory(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
-    plain = memory(small, backbone, encoding, precision="bfloat16").activations
-    assert plain < memory(small, backbone, encoding).activations
-    assert memory(small, backbone, encoding, precision="bfloat16", low_precision_norms=True).activations < plain
-    half, least = (
-        memory(small, backbone, encoding, precision="bfloat16", gradient_checkpointing=share).activations
-        for share in (0.5, True)
-    )
+def test_frozen_weights_need_fewer_activations(
+    frozen: Any, backbone: BackboneConfig, encoding: EncodingRecord, estimate: Callable[..., StepMemory]
+) -> None:
+    assert memory(frozen, backbone, encoding).activations < estimate().activations
+
+
+def test_settings_that_save_memory(estimate: Callable[..., StepMemory]) -> None:
+    plain = estimate(precision="bfloat16").activations
+    assert plain < estimate().activations
+    assert estimate(precision="bfloat16", low_precision_norms=True).activations < plain
+    half, least = (estimate(precision="bfloat16", gradient_checkpointing=share).activations for share in (0.5, True))
     assert least < plain / 2 and least < half < 0.8 * plain
-    assert memory(small, backbone, encoding, precision="bfloat16", microbatch_size=2).activations < plain
+    assert estimate(precision="bfloat16", microbatch_size=2).activations < plain
 
 
-def test_largest_microbatch(small: Any, backbone: BackboneConfig, encoding: EncodingRecord) -> None:
+def test_largest_microbatch(estimate: Callable[..., StepMemory]) -> None:
     """A step with the size that fits does fit, and one image more does not."""
-
-    @cache
-    def total(size: int) -> int:
-        return memory(small, backbone, encoding, microbatch_size=size).total
-
-    estimates = {size: memory(small, backbone, encoding, microbatch_size=size) for size in (1, 8)}
-    for expected in (3, 20):
-        capacity = int((total(expected) + total(expected + 1)) / 2 / (1 - RESERVED))
+    total = {size: estimate(microbatch_size=size).total for size in range(1, 6)}
+    estimates = {size: estimate(microbatch_size=size) for size in (1, 3)}
+    for expected in (2, 4):  # interpolated, extrapolated
+        capacity = int((total[expected] + total[expected + 1]) / 2 / (1 - RESERVED))
         assert largest_microbatch(estimates, capacity) == expected
-        assert total(expected) <= usable(capacity) < total(expected + 1)
+        assert total[expected] <= usable(capacity) < total[expected + 1]
     assert largest_microbatch(estimates, 1024) == 0
 
 
-def test_a_step_that_cannot_fit_is_refused(
-    small: Any, backbone: BackboneConfig, encoding: EncodingRecord, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    def estimate(settings: StepSettings) -> StepMemory:
+        return StepMemory(GIB, 0, 0, 0, 0, activations=settings.microbatch_size * GIB, flops=0)
+
     settings = replace(SETTINGS, sharding="grad_op", num_processes=2)
-    estimate = cache(partial(step_memory, small, backbone, encoding, HW))
-    needed = estimate(settings).total
+    needed = 5 * GIB
     check_memory(estimate, settings, int(1.1 * needed))
     assert capsys.readouterr().out == ""
     for capacity in (1.02, 0.97):
