@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -117,41 +119,46 @@ def test_a_run_on_three_processes_resumes_bit_exactly(latents: Path, tmp_path: P
 
 
 def test_training_needs_nothing_of_stage_1_but_its_latents(
-    reference: Path, latents: Path, models: Path, tars: Path, tmp_path: Path
+    reference: Path, latents: Path, models: Path, tars: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A fresh interpreter trains a second phase. It raises an error if it decodes an image, builds a VAE, a text
-    encoder or a tokenizer, or opens a tar or a model, and it imports neither streaming nor a module of stage 1.
-
-    Before that, it imports the module that logs evaluations, which must not import PIL.
-    """
+    """A process without stage 1 and streaming trains a second phase. It raises an error if it decodes an image, builds
+    a VAE, a text encoder or a tokenizer, or opens a tar or a model."""
     root = shutil.copytree(latents, tmp_path / "root")
     fields = train_fields(root, tmp_path / "phase2", max_steps=1, init_from=str(reference), init_weights="raw")
-    program = f"""
-import sys
-import train.run.reporting.evaluations
-assert "PIL" not in sys.modules
+    config = str(write_config(tmp_path, fields))
 
-import PIL.Image, PIL.ImageFile, diffusers, transformers
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("only stage 1 may do this")
 
-def refuse(*args, **kwargs):
-    raise AssertionError("only stage 1 may do this")
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith((str(models), str(tars))):
+            raise AssertionError(f"training must not read {arguments[0]}")
 
-def watch(event, arguments):
-    if event == "open" and str(arguments[0]).startswith(({str(models)!r}, {str(tars)!r})):
-        raise AssertionError(f"training must not read {{arguments[0]}}")
+    def train_alone() -> None:
+        import_again("precompute", "ray", "img2dataset", "streaming")
+        for place, names in (
+            ("PIL.Image", ["open"]),
+            ("PIL.ImageFile", ["ImageFile.load"]),
+            ("diffusers", ["AutoencoderKL.__init__", "AutoencoderKL.from_pretrained"]),
+            ("transformers", ["CLIPTextModel.__init__", "CLIPTextModel.from_pretrained"]),
+            ("transformers", ["CLIPTokenizer.__init__", "CLIPTokenizer.from_pretrained"]),
+        ):
+            for name in names:
+                patch(f"{place}.{name}", refuse).start()
+        sys.addaudithook(watch)
+        import_module("train.__main__").run(["--config", config])
 
-PIL.Image.open = PIL.ImageFile.ImageFile.load = refuse
-for kind in (diffusers.AutoencoderKL, transformers.CLIPTextModel, transformers.CLIPTokenizer):
-    kind.__init__ = kind.from_pretrained = refuse
-sys.addaudithook(watch)
-from train.__main__ import run
-run(["--config", {str(write_config(tmp_path, fields))!r}])
-assert not {{"precompute", "ray", "img2dataset", "streaming"}} & set(sys.modules)
-"""
-    result = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, env=environment(), timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert f"from run after step {STEPS} ({reference}/checkpoints/step-{STEPS:08d}/unet)" in result.stdout
+    assert wait_for(fork(train_alone)) == OK
+    assert f"from run after step {STEPS} ({reference}/checkpoints/step-{STEPS:08d}/unet)" in capfd.readouterr().out
     assert verify_checkpoint(step_folder(tmp_path / "phase2", 1)).state.step == 1
+
+
+def test_evaluations_are_logged_without_pil() -> None:
+    def import_alone() -> None:
+        import_again("PIL")
+        import_module("train.run.reporting.evaluations")
+
+    assert wait_for(fork(import_alone)) == OK
 
 
 def test_light_commands_do_not_import_heavy_modules() -> None:
