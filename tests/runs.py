@@ -22,13 +22,8 @@ from train.run.reporting.json_lines import read_json_lines
 UNET = Path(__file__).with_name("tiny_unet.json")
 TRANSFORMER = Path(__file__).with_name("tiny_transformer.json")
 """A network whose runs take about half as long as those of `UNET`."""
-ONE_LEVEL = {
-    "block_out_channels": [16],
-    "down_block_types": ["CrossAttnDownBlock2D"],
-    "mid_block_type": None,
-    "up_block_types": ["UpBlock2D"],
-}
-"""Fields that leave `UNET` only one level and one transformer, because compiling takes a second per block."""
+ONE_LEVEL_UNET = Path(__file__).with_name("one_level_unet.json")
+"""`UNET` with only one level and one transformer, because compiling takes a second per block."""
 PYTHON = (sys.executable,)
 
 
@@ -94,8 +89,12 @@ def launcher(num_processes: int) -> tuple[str, ...]:
 
 def curve(run_dir: Path) -> tuple[list[float], list[list[str]]]:
     """Return losses and sample keys per step."""
-    losses = [row["loss"] for row in read_json_lines(run_dir / "metrics.jsonl")]
-    return losses, [row["keys"] for row in read_json_lines(run_dir / "samples.jsonl")]
+    return column(run_dir, "loss"), [row["keys"] for row in read_json_lines(run_dir / "samples.jsonl")]
+
+
+def column(run_dir: Path, field: str) -> list[Any]:
+    """Return one field of every line of metrics.jsonl."""
+    return [row[field] for row in read_json_lines(run_dir / "metrics.jsonl")]
 
 
 def compare(run: Path, undisturbed: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from tests.runs import UNET, compare, environment, last_step, launcher, rank_processes, train_fields, write_config
+from tests.runs import compare, environment, last_step, launcher, rank_processes, train_fields, write_config
 from train.__main__ import run as command
 from train.run.checkpoints import writer as checkpoint
 from train.run.lease import folder as lease_folder
@@ -108,7 +108,7 @@ def reference(latents: Path, folder: Path, max_steps: int, num_processes: int = 
 def run_fields(latents: Path, run_dir: Path, max_steps: int, **changes: Any) -> dict[str, Any]:
     """Return the config of a run with a checkpoint after every second step, which takes about half of the time."""
     changes = {"checkpoint": {"every": 2, "keep": 2}, "collective_timeout": 120.0} | changes
-    return train_fields(latents, run_dir, UNET, max_steps=max_steps, **changes)
+    return train_fields(latents, run_dir, max_steps=max_steps, **changes)
 
 
 def kill_at_random(latents: Path, folder: Path, name: str, undisturbed: Path, rng: random.Random) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 Meta tensors have no values, so any operation that reads a value on the host raises an error.
 """
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shards.format.text import quantise
 from tests.graphs import Graphs
-from tests.runs import ONE_LEVEL, TRANSFORMER, UNET, curve, train_fields, write_config
+from tests.runs import ONE_LEVEL_UNET, TRANSFORMER, UNET, curve, train_fields, write_config
 from tests.train.specs import CHANNELS, make_batch, spec
 from train.__main__ import run as train
 from train.data.batch import Batch
@@ -52,12 +51,10 @@ MOST_LAUNCHES = 40
 """Bound on kernel launches per microbatch, for a step of four microbatches (64 images on each of 8 GPUs)."""
 NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "alias")
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "epsilon": {},
-    "velocity": {"prediction": "v_prediction", "zero_terminal_snr": True},
     "sample, weighted, offset noise": {"prediction": "sample", "min_snr_gamma": 5.0, "offset_noise": 0.1},
-    "flow": {"prediction": "flow_matching", "shift": {"factor": 3.0}},
     "flow, logit-normal": {
         "prediction": "flow_matching",
+        "shift": {"factor": 3.0},
         "timestep_sampling": "logit_normal",
         "weighting": "sigma_sqrt",
     },
@@ -203,11 +200,11 @@ def test_a_step_outside_a_run_trains_as_a_run_does(latents: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("objective", "trim"),
-    [*((name, False) for name in OBJECTIVES), ("epsilon", True)],
+    [*((fields, False) for fields in OBJECTIVES.values()), ({}, True)],
     ids=[*OBJECTIVES, "epsilon, trimmed captions"],
 )
 def test_few_kernel_launches_and_no_wait_for_the_device(
-    objective: str, trim: bool, monkeypatch: pytest.MonkeyPatch
+    objective: dict[str, Any], trim: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step draws, adds noise, decodes captions, and sums losses. Fused draws are replaced by the two kernels that
     they take on a device (tests/train/data)."""
@@ -218,7 +215,7 @@ def test_few_kernel_launches_and_no_wait_for_the_device(
         return list(words.zero_().unbind())
 
     monkeypatch.setattr("train.data.draws.fused_philox", lambda: two_kernels)
-    loss, network = loss_of(OBJECTIVES[objective], trim, 12, 16), FakeNetwork(watch)
+    loss, network = loss_of(objective, trim, 12, 16), FakeNetwork(watch)
     train_step, batch = make_step(network, loss, compiled=True), make_share(12, 16)
     train_step(batch, STEP)  # fills the caches that all steps share
     with watch:
@@ -318,11 +315,10 @@ def test_a_placed_network_uses_attention_kernels_that_are_safe_for_training() ->
     assert not torch.backends.cuda.flash_sdp_enabled()
 
 
-def test_each_latent_shape_compiles_one_graph(graphs: Graphs, accelerator: Accelerator, tmp_path: Path) -> None:
+def test_each_latent_shape_compiles_one_graph(graphs: Graphs, accelerator: Accelerator) -> None:
     """All microbatches of a step share a graph, including the smaller last one, and validation with other batch sizes
     uses it, too. A second latent shape compiles a second graph. Captions are trimmed."""
-    (tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | ONE_LEVEL))
-    unet = build_network(tmp_path / "unet.json", 0)
+    unet = build_network(ONE_LEVEL_UNET, 0)
     compile_network(unet, num_shapes=2)
     model = accelerator.prepare_model(unet, device_placement=False)
     width, tokens, cpu = unet.config.cross_attention_dim, 5, torch.device("cpu")

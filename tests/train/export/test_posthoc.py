@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from shards.base.durable import DamagedFile, read_sealed_json, sha256_file
 from shards.base.errors import RequestError, WorkError
-from tests.runs import UNET, curve, train_fields, write_config
+from tests.runs import ONE_LEVEL_UNET, curve, train_fields, write_config
 from train.__main__ import run as command
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.export.posthoc import RECORD, RebuildConfig, combine, select_snapshots, write_average
@@ -25,11 +26,12 @@ def runs(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     """The same run uninterrupted, and killed and resumed, with a snapshot that the killed process left behind."""
     folder = tmp_path_factory.mktemp("posthoc")
     validation = {"root": str(latents), "bucket": "64x64", "samples": 8, "batch_size": 8, "every": 2}
-    changes = {"ema": {"snapshot_every": 2}, "checkpoint": {"every": 2}, "optimizer": {"lr": 1e-2}}
+    changes: dict[str, Any] = {"ema": {"snapshot_every": 2}, "checkpoint": {"every": 2}, "optimizer": {"lr": 1e-2}}
     for name, parts in (("whole", [6]), ("parts", [4, 6])):
         for max_steps in parts:
             averaged = validation | {"weights": "ema" if name == "whole" else "raw"}
-            fields = train_fields(latents, folder / name, UNET, max_steps=max_steps, validation=averaged, **changes)
+            steps = changes | {"max_steps": max_steps, "validation": averaged}
+            fields = train_fields(latents, folder / name, ONE_LEVEL_UNET, **steps)
             command(["--config", str(write_config(folder, fields))])
             if max_steps == 4:  # as if killed after step 4, with a torn checkpoint, and without the snapshot of step 2
                 shutil.rmtree(step_folder(folder / name / "posthoc", 2))

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collec
 
 from shards.base.errors import RequestError
 from tests import ranks
-from tests.runs import TRANSFORMER, UNET, curve, train_fields, write_config
+from tests.runs import TRANSFORMER, UNET, column, curve, train_fields, write_config
 from train.__main__ import run as command
 from train.data.batch import Batch
 from train.data.draws import Draws
@@ -30,7 +30,6 @@ from train.objective.loss import DiffusionLoss, NoisyBatch
 from train.run.checkpoints.checkpoint import step_folder, verify_checkpoint
 from train.run.health.heartbeat import HeartbeatReporter
 from train.run.processes import set_collective_timeout
-from train.run.reporting.json_lines import read_json_lines
 
 pytestmark = pytest.mark.heavy
 
@@ -82,17 +81,14 @@ def same_weights(one: Path, other: Path, step: int) -> None:
     assert configs[0] == configs[1]
 
 
-def rows(run: Path, field: str) -> list[float]:
-    """Return one field of every line of metrics.jsonl."""
-    return [row[field] for row in read_json_lines(run / "metrics.jsonl")]
-
-
 def test_full_sharding_gives_the_curve_the_norms_and_the_checkpoints_of_ddp(
     network: Path, whole: Path, full: Path
 ) -> None:
     assert curve(full)[1] == curve(whole)[1]
     assert curve(full)[0] == pytest.approx(curve(whole)[0], rel=1e-5)
-    assert rows(full, "grad_norm") == pytest.approx(rows(whole, "grad_norm"), rel=1e-4)  # the norm is over all shards
+    assert column(full, "grad_norm") == pytest.approx(
+        column(whole, "grad_norm"), rel=1e-4
+    )  # the norm is over all shards
     same_weights(whole, full, STEPS)
     # each process wrote one file, in a layout that diffusers can load
     files = set(verify_checkpoint(step_folder(full, STEPS)).content["files"])
@@ -124,15 +120,15 @@ def test_groups_of_processes_give_the_curve_and_the_checkpoints_of_ddp(
     validation = {"root": str(latents), "bucket": "64x64", "samples": 4, "batch_size": 4, "every": 1, "weights": "ema"}
     layout = {"sharding": "full", "sharding_group": 2, "microbatch_size": 1}
     groups = train(tmp_path, latents, network, "groups", 4, **layout, validation=validation, max_steps=3)
-    assert rows(groups, "loss") == pytest.approx(rows(whole, "loss")[2:3], rel=1e-5)
-    assert rows(groups, "grad_norm") == pytest.approx(rows(whole, "grad_norm")[2:3], rel=1e-4)
+    assert column(groups, "loss") == pytest.approx(column(whole, "loss")[2:3], rel=1e-5)
+    assert column(groups, "grad_norm") == pytest.approx(column(whole, "grad_norm")[2:3], rel=1e-4)
     averaged = [json.loads(path.read_text())["2"] for path in tmp_path.glob("calls.*")]
     assert len(averaged) == 4
     count = sum(tensor.numel() for tensor in load_tensors(step_folder(groups, 3) / FILES[0]).values())
     # a process averages its half of the weights, which is padded to the size of the other half
     assert all(count / 2 <= each < 0.6 * count for each in averaged)
     resumed = train(tmp_path, latents, network, "groups", 1)
-    assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss")[2:], rel=1e-5)
+    assert column(resumed, "loss") == pytest.approx(column(whole, "loss")[2:], rel=1e-5)
     same_weights(whole, resumed, STEPS)
 
 
@@ -236,8 +232,8 @@ def test_a_run_goes_on_with_another_sharding(
     groups of processes, and from them on one."""
     copy_of_step_2(request.getfixturevalue(source), tmp_path / "run")
     resumed = train(tmp_path, latents, network, "run", num_processes, sharding=sharding)
-    assert rows(resumed, "step") == [3, 4]
-    assert rows(resumed, "loss") == pytest.approx(rows(whole, "loss")[2:], rel=1e-5)
+    assert column(resumed, "step") == [3, 4]
+    assert column(resumed, "loss") == pytest.approx(column(whole, "loss")[2:], rel=1e-5)
     same_weights(whole, resumed, STEPS)
 
 
@@ -264,8 +260,8 @@ def test_a_step_that_is_not_finite_on_one_process_is_skipped_by_both(latents: Pa
     for part in ("optimizer-00001-of-00002.safetensors", f"{FILES[0][:-12]}-00002-of-00002.safetensors"):
         hashes = [verify_checkpoint(step_folder(tmp_path / "run", step)).content["files"][part] for step in (2, 3, 4)]
         assert hashes[0] == hashes[1] != hashes[2]
-    assert rows(tmp_path / "run", "skipped_steps") == [0, 0, 1, 1]
-    assert rows(tmp_path / "run", "loss")[3] is not None
+    assert column(tmp_path / "run", "skipped_steps") == [0, 0, 1, 1]
+    assert column(tmp_path / "run", "loss")[3] is not None
 
 
 class Timesteps(nn.Module):

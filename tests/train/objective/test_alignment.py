@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
 from safetensors.torch import load_file
 from torch import nn
 
@@ -20,7 +20,7 @@ from shards.base.errors import RequestError, exit_code_of
 from shards.format.buckets import Bucket
 from shards.format.text import quantise
 from tests import ranks
-from tests.runs import ONE_LEVEL, UNET, curve, train_fields, write_config
+from tests.runs import ONE_LEVEL_UNET, TRANSFORMER, UNET, column, curve, train_fields, write_config
 from tests.train.specs import CHANNELS, TOKENS, WIDTH, Answer, make_batch, spec
 from train.__main__ import run as command
 from train.config import TrainConfig
@@ -48,7 +48,8 @@ FEATURES = 10
 TOWER = feature_tower(FEATURES)
 """A tower that resizes 64x64 pictures to 56x56, which gives 4x4 tokens."""
 OF = StoredFeatures("dino", TOWER, 8)
-LAYER = "down_blocks.1"
+LAYER = "transformer_blocks.0"
+UNET_LAYER = "down_blocks.1"
 INNER_LAYER = "down_blocks.0.attentions.0.transformer_blocks.0"
 """A layer inside a block, which gradient checkpointing computes again."""
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -145,10 +146,10 @@ def test_features_are_resized_as_pictures_are() -> None:
     planes = features.reshape(8, 8)
     found = resize_tokens(features, (8, 8), (4, 4)).reshape(4, 4)
     weights = torch.tensor([1.0, 3.0, 3.0, 1.0], dtype=torch.float64) / 8
-    for row in (1, 2):
-        for column in (1, 2):
-            patch = planes[2 * row - 1 : 2 * row + 3, 2 * column - 1 : 2 * column + 3]
-            assert float(found[row, column]) == pytest.approx(float(weights @ patch @ weights))
+    for y in (1, 2):
+        for x in (1, 2):
+            patch = planes[2 * y - 1 : 2 * y + 3, 2 * x - 1 : 2 * x + 3]
+            assert float(found[y, x]) == pytest.approx(float(weights @ patch @ weights))
     assert resize_tokens(features, (8, 8), (8, 8)) is features
 
 
@@ -235,14 +236,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fields_of(root: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return the config of a run over two buckets that aligns the U-Net's inner block."""
+    """Return the config of a run over two buckets that aligns the network's only block."""
     streams = [{"root": str(root), "bucket": bucket} for bucket in ("64x64", "128x64")]
     repa = {"layer": LAYER, "hidden": 24, "until": 3, "schedule": "linear"}
     # Validates the average without gradients, so without the head. One of two ranks repeats the last of three batches.
     validation = {"root": str(root), "bucket": "64x64", "samples": 10, "batch_size": 4, "every": 4, "weights": "ema"}
     fields: dict[str, Any] = {"data": {"streams": streams}, "repa": repa, "max_steps": 4, "optimizer": {"lr": 1e-3}}
     fields |= {"ema": {"snapshot_every": 4}, "validation": validation, "collective_timeout": 120.0}
-    return train_fields(root, folder, UNET, **fields | changes)
+    return train_fields(root, folder, **fields | changes)
 
 
 def train(folder: Path, root: Path, name: str, **changes: Any) -> Path:
@@ -256,28 +257,24 @@ def whole(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("whole"), root, "run")
 
 
-def rows(run: Path, field: str) -> list[float]:
-    return [row[field] for row in read_json_lines(run / "metrics.jsonl")]
-
-
 def test_a_run_aligns_and_says_so(whole: Path) -> None:
-    assert rows(whole, "repa_weight") == pytest.approx([0.5 * (1 - k / 3) for k in range(3)] + [0.0])
-    losses = rows(whole, "repa_loss")
+    assert column(whole, "repa_weight") == pytest.approx([0.5 * (1 - k / 3) for k in range(3)] + [0.0])
+    losses = column(whole, "repa_loss")
     assert len(losses) == len(set(losses)) == 4 and all(-1 < loss < 1 for loss in losses)
     newest = newest_checkpoint(whole)
     assert newest is not None
     head = load_file(newest.folder / HEAD_NAME)
     assert {name: tuple(value.shape) for name, value in head.items() if "weight" in name} == {
-        "0.weight": (24, 32), "2.weight": (24, 24), "4.weight": (FEATURES, 24),
+        "0.weight": (24, 16), "2.weight": (24, 24), "4.weight": (FEATURES, 24),
     }  # fmt: skip
     assert newest.fingerprint["repa"]["tower"] == "dino" and newest.fingerprint["repa"]["layer"] == LAYER
     optimizer = load_file(newest.folder / "optimizer.safetensors")
-    assert optimizer["exp_avg/repa.0.weight"].shape == (24, 32)
-    # weights to export contain only the U-Net, under its own names
-    unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
+    assert optimizer["exp_avg/repa.0.weight"].shape == (24, 16)
+    # weights to export contain only the network, under its own names
+    network = build_network(TRANSFORMER, None)
     for folder in ("unet", "ema"):
         saved = load_file(newest.folder / folder / WEIGHTS)
-        assert saved.keys() == unet.state_dict().keys()
+        assert saved.keys() == network.state_dict().keys()
 
 
 def test_killed_and_resumed_it_is_bit_equal(whole: Path, root: Path, tmp_path: Path) -> None:
@@ -286,7 +283,7 @@ def test_killed_and_resumed_it_is_bit_equal(whole: Path, root: Path, tmp_path: P
         if max_steps == 3:  # as after a kill between step 3's log line and its checkpoint
             shutil.rmtree(step_folder(tmp_path / "run", 3))
     assert curve(tmp_path / "run") == curve(whole)
-    assert rows(tmp_path / "run", "repa_loss") == rows(whole, "repa_loss")
+    assert column(tmp_path / "run", "repa_loss") == column(whole, "repa_loss")
     a, b = newest_checkpoint(tmp_path / "run"), newest_checkpoint(whole)
     assert a is not None and b is not None and a.content["files"] == b.content["files"]
     with pytest.raises(RequestError, match=r"trained with different settings: repa.until: 3 ≠ 7 \("):
@@ -301,7 +298,7 @@ def test_two_ranks_and_other_microbatches_give_the_curve(
     ranks.run(tmp_path / "log", ["--config", str(write_config(tmp_path, fields))], 2)
     assert curve(tmp_path / "run")[1] == curve(whole)[1]
     for field in ("loss", "repa_loss"):
-        assert rows(tmp_path / "run", field) == pytest.approx(rows(whole, field), rel=1e-5)
+        assert column(tmp_path / "run", field) == pytest.approx(column(whole, field), rel=1e-5)
     assert read_json_lines(tmp_path / "run" / "metrics.jsonl")[3]["val_loss"] == pytest.approx(
         read_json_lines(whole / "metrics.jsonl")[3]["val_loss"], rel=1e-5
     )
@@ -323,11 +320,11 @@ def test_the_next_phase_starts_with_the_head(whole: Path, root: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("how", "layer"),
     [
-        ("gradient_checkpointing", LAYER),
+        ("gradient_checkpointing", UNET_LAYER),
         ("gradient_checkpointing", INNER_LAYER),
         ("both", INNER_LAYER),
         pytest.param("compile by block, half recomputed", INNER_LAYER, marks=pytest.mark.slow),
-        pytest.param("compile", LAYER, marks=pytest.mark.slow),
+        pytest.param("compile", UNET_LAYER, marks=pytest.mark.slow),
         pytest.param("compile", INNER_LAYER, marks=pytest.mark.slow),
     ],
 )
@@ -336,14 +333,17 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
 ) -> None:
     """Compare the gradients of network and head from both losses; Dynamo traces the hook."""
     gradients = []
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition"))
-    config = TrainConfig.model_validate(fields_of(root, tmp_path / "run", repa={"layer": layer, "hidden": 24}))
+    # only the partitioner chooses what to recompute, and it takes half of the time
+    backend = "aot_eager_decomp_partition" if "half recomputed" in how else "aot_eager"
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    network = ONE_LEVEL_UNET if how == "both" else UNET
+    repa = {"layer": layer, "hidden": 24}
+    config = TrainConfig.model_validate(fields_of(root, tmp_path, repa=repa, backbone={"config": str(network)}))
     prepared = prepare(config)
     assert prepared.aligned is not None
-    (tmp_path / "unet.json").write_text(json.dumps(json.loads(UNET.read_text()) | (ONE_LEVEL if how == "both" else {})))
     for on in (False, True):
         torch.manual_seed(0)
-        unet = build_network(tmp_path / "unet.json", seed=3)
+        unet = build_network(network, seed=3)
         prepared.aligned.head.zero_grad()
         aligned = Aligned(unet, prepared.aligned.head, config.repa, prepared.aligned.features)
         if on and how != "gradient_checkpointing":
@@ -367,31 +367,15 @@ def test_compiled_or_computed_again_the_gradients_are_the_same(
     ("repa", "towers", "message"),
     [
         (
-            {"layer": "down_block.1"},
+            {"layer": "transformer_block.0"},
             None,
-            # five names at most, the nearest first
-            r"repa\.layer down_block\.1 is not a module .* nearest names are down_blocks\.1(, [a-z_0-9.]+){1,4}\. ",
-        ),
-        ({"layer": "!"}, None, r"repa\.layer ! is not a module .* nearest names are [a-z_0-9.]+(, [a-z_0-9.]+){9,}\. "),
-        ({"layer": "time_embedding"}, None, r"has shape \(1, 64\) for latents of 8x8\. Alignment needs"),
-        ({"layer": LAYER, "output": 1}, None, r"returned Tensor, tuple\. Alignment needs .* output 1 is a tensor"),
-        ({"layer": LAYER, "output": 2}, None, r"returned Tensor, tuple\. Alignment needs .* output 2 is a tensor"),
-        (
-            {"layer": LAYER, "tower": "dion"},
-            None,
-            r"The root has no feature tower dion \(did you mean dino\?\); it has dino",
+            r"repa\.layer transformer_block\.0 is not a module .* nearest names are transformer_blocks\.0, ",
         ),
         (
             {"layer": LAYER, "tower": "dino"},
             ["texts.text"],
             r"data\.towers excludes it\. Add features\.dino to data\.towers",
         ),
-        (
-            {"layer": LAYER},
-            ["texts.text"],
-            r"needs one feature tower, but the run reads none.*feature towers \(dino",
-        ),
-        ({"layer": LAYER, "schedule": "linear"}, None, "the linear schedule needs `until`"),
     ],
 )
 def test_wrong_requests(
@@ -404,15 +388,51 @@ def test_wrong_requests(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("repa", "message"),
+    [
+        # five names at most, the nearest first
+        ({"layer": "down_block.1"}, r"is not a module .* nearest names are down_blocks\.1(, [a-z_0-9.]+){1,4}\. "),
+        ({"layer": "!"}, r"repa\.layer ! is not a module .* nearest names are [a-z_0-9.]+(, [a-z_0-9.]+){9,}\. "),
+        ({"layer": "time_embedding"}, r"has shape \(1, 64\) for latents of 8x8\. Alignment needs"),
+        ({"layer": UNET_LAYER, "output": 1}, r"returned Tensor, tuple\. Alignment needs .* output 1 is a tensor"),
+        ({"layer": UNET_LAYER, "output": 2}, r"returned Tensor, tuple\. Alignment needs .* output 2 is a tensor"),
+    ],
+)
+def test_wrong_layers(repa: dict[str, Any], message: str) -> None:
+    unet: Any = build_network(UNET, 0)
+    inputs = torch.zeros(1, 4, 8, 8), torch.zeros(1), torch.zeros(1, 2, unet.config.cross_attention_dim)
+    with pytest.raises(RequestError, match=message):
+        make_head(RepaConfig(**repa), {(8, 8): layer_shape(unet, RepaConfig(**repa), lambda: unet(*inputs))}, 1, 0)
+
+
+def test_the_linear_schedule_needs_an_end() -> None:
+    with pytest.raises(ValueError, match="the linear schedule needs `until`"):
+        RepaConfig(layer=LAYER, schedule="linear")
+
+
 def test_a_root_without_features(latents: Path, tmp_path: Path) -> None:
-    fields = train_fields(latents, tmp_path / "run", UNET, repa={"layer": LAYER})
+    fields = train_fields(latents, tmp_path / "run", repa={"layer": LAYER})
     with pytest.raises(RequestError, match=r"the run reads none\. Set repa\.tower to one of .*\(none\)"):
         command(["check", "--config", str(write_config(tmp_path, fields))])
+
+
+@pytest.mark.parametrize(
+    ("tower", "read", "message"),
+    [
+        ("dion", ["dino"], r"The root has no feature tower dion \(did you mean dino\?\); it has dino, siglip\. "),
+        (None, [], r"needs one feature tower, but the run reads none.*feature towers \(dino, siglip"),
+        (None, ["dino", "siglip"], r"the run reads dino and siglip\. Set repa\.tower"),
+    ],
+)
+def test_wrong_towers(tower: str | None, read: list[str], message: str) -> None:
+    data = spec()
+    data.features.update(dict.fromkeys(read, TOWER))
+    with pytest.raises(RequestError, match=message):
+        find_features(RepaConfig(layer=LAYER, tower=tower), data, ["dino", "siglip"])
 
 
 def test_one_of_several() -> None:
     data = spec()
     data.features.update(dino=TOWER, siglip=TOWER)
-    with pytest.raises(RequestError, match=r"the run reads dino and siglip\. Set repa\.tower"):
-        find_features(RepaConfig(layer=LAYER), data, ["dino", "siglip"])
     assert find_features(RepaConfig(layer=LAYER, tower="siglip"), data, ["dino", "siglip"]).name == "siglip"
