@@ -34,34 +34,37 @@ def kl(**changes: Any) -> AutoencoderKL:
     )
 
 
+def make_tokenizer(folder: Path) -> CLIPTokenizer:
+    """Save a tokenizer of CLIP with a token per byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    characters = [*map(chr, printable), *(chr(256 + i) for i in range(256 - len(printable)))]  # one token per byte
+    vocabulary = [*characters, *(character + "</w>" for character in characters), "<|startoftext|>", "<|endoftext|>"]
+    folder.mkdir(parents=True)
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    files = str(folder / "vocab.json"), str(folder / "merges.txt")
+    tokenizer = CLIPTokenizer(*files, model_max_length=TEXT_LENGTH)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
 def make_models(folder: Path, seed: int = 0) -> Path:
     """Save a VAE (8 × downsampling, 4 channels), a CLIP text encoder (16 tokens of 16) and its tokenizer below
     `folder`."""
     torch.manual_seed(seed)
     vae = kl()
     vae.save_pretrained(folder / "vae")
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    characters = [*map(chr, printable), *(chr(256 + i) for i in range(256 - len(printable)))]  # one token per byte
-    vocabulary = [*characters, *(character + "</w>" for character in characters), "<|startoftext|>", "<|endoftext|>"]
-    (folder / "tokenizer").mkdir(parents=True)
-    (folder / "tokenizer" / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
-    (folder / "tokenizer" / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = CLIPTokenizer(
-        str(folder / "tokenizer" / "vocab.json"),
-        str(folder / "tokenizer" / "merges.txt"),
-        model_max_length=TEXT_LENGTH,
-    )
-    tokenizer.save_pretrained(folder / "tokenizer")
+    num_tokens = len(make_tokenizer(folder / "tokenizer"))
     config = CLIPTextConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=num_tokens,
         hidden_size=TEXT_WIDTH,
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=TEXT_LENGTH,
-        bos_token_id=len(vocabulary) - 2,
-        eos_token_id=len(vocabulary) - 1,
-        pad_token_id=len(vocabulary) - 1,
+        bos_token_id=num_tokens - 2,
+        eos_token_id=num_tokens - 1,
+        pad_token_id=num_tokens - 1,
         projection_dim=16,
     )
     CLIPTextModel(config).save_pretrained(folder / "text_encoder")

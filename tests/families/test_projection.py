@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from evaluation.sampling.pipeline import has_guidance_input
 from shards.__main__ import run as shards
 from shards.base.errors import RequestError
 from shards.base.store import LocalStore
 from shards.format.encoding import EncodingRecord
-from tests.families.small import ALL_BUT_SD15, Small
-from tests.families.starting import small_run, started
+from tests.families.small import ALL_BUT_SD, TOKENS, Small
+from tests.families.starting import GUIDANCE, begun, small_run, started
 from tests.families.steps import check_steps, exported_case
 from tests.runs import write_config
 from train.__main__ import run as train
@@ -66,16 +67,7 @@ def derive_projected(made: Small, width: int = WIDTH) -> Small:
     return derived
 
 
-def begun(made: Small, run_dir: str) -> tuple[TrainConfig, Trainer]:
-    """Make a run with one checkpoint of its initial weights."""
-    fields = small_run(made, run_dir, data={"shuffle": False, "num_canonical_nodes": 1})
-    config = TrainConfig.model_validate(fields)
-    trainer = started(config)
-    trainer.save(is_last=True)
-    return config, trainer
-
-
-@pytest.mark.parametrize("name", ALL_BUT_SD15)
+@pytest.mark.parametrize("name", ALL_BUT_SD)
 def test_the_exported_network_equals_the_trained_one(name: str, small: Callable[[str], Small]) -> None:
     """In the stock pipeline up to rounding, and with folded layers that are exact."""
     made = derive_projected(small(name))
@@ -86,6 +78,19 @@ def test_the_exported_network_equals_the_trained_one(name: str, small: Callable[
     case = exported_case(made, config, trainer, folder, trained)
     assert case.unet is trained
     check_steps(case)
+    check_card(name, folder)
+
+
+def check_card(name: str, folder: Path) -> None:
+    """Check the arguments with which the card's example calls the pipeline."""
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    compile(code, "README.md", "exec")
+    assert "height=64, width=64" in code
+    assert (f"guidance_scale={GUIDANCE:g}," in code) == has_guidance_input(folder)
+    assert ("true_cfg_scale=" in code) == has_guidance_input(folder)
+    assert (f"max_sequence_length={TOKENS}," in code) == (name in ("flux1", "sd3", "pixart-sigma", "sana"))
+    assert ("use_resolution_binning=False," in code) == (name in ("pixart-sigma", "sana", "prx"))
+    assert ("clean_caption=False," in code) == (name in ("pixart-sigma", "sana"))
 
 
 def check_folded_layers(name: str, made: Small, config: TrainConfig, trainer: Trainer, folder: Path) -> None:

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plan.arithmetic.costs import checkpoint_bytes
-from plan.arithmetic.work import build_image_tower, build_text_tower, network_calls
 from plan.config import Plan
-from shards.base.config import load_config
 from shards.base.errors import RequestError
 from tests.families.small import FAMILIES
 from tests.runs import TRANSFORMER, curve, train_fields, write_config
@@ -75,24 +73,6 @@ def test_the_planner_knows_custom_optimizers() -> None:
     assert Plan(optimizer="sgd").optimizer == "sgd"
     with pytest.raises(ValueError, match=r"there is no optimizer of kind sdg \(did you mean sgd\?\); choose one of"):
         Plan(optimizer="sdg")
-
-
-# SDXL's network has all classes of Stable Diffusion 1.5's and 2's
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("sd15", "sd2")])
-def test_hooks_run_once_per_block_in_every_family(name: str) -> None:
-    """Hooks change neither the parameters nor their names. The networks have the family's full size, on meta."""
-    networks = load_config(Plan, f"configs/{name}/plan.yaml", [], "plan").networks
-    with torch.device("meta"), torch.no_grad():
-        _, image = build_image_tower(networks.vae)
-        texts = {each: build_text_tower(each, text)[1] for each, text in networks.texts.items()}
-        ((network, call),) = network_calls(networks, {"latents": (32, 32)}, image, texts).values()
-        names, calls = list(network.state_dict()), list[nn.Module]()
-        blocks = find_blocks(network)
-        for block in blocks.values():
-            block.register_forward_hook(lambda block, inputs, output: calls.append(block))
-        call()
-    assert len(blocks) >= 10 and sorted(map(id, calls)) == sorted(map(id, blocks.values()))
-    assert list(network.state_dict()) == names
 
 
 def route(first: nn.Module, last: nn.Module) -> list[Any]:
