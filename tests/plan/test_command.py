@@ -70,6 +70,13 @@ def test_a_gpu_section_of_the_wrong_type_exits_with_2(
     assert "`gpu" in capsys.readouterr().err
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw an empty file, because rendering takes most of the command's time."""
+    monkeypatch.setattr("plan.figure.draw", lambda reports: b"")
+
+
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("folder", ["file", "file/plan"])
 def test_a_folder_that_cannot_be_created_exits_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
@@ -81,6 +88,7 @@ def test_a_folder_that_cannot_be_created_exits_with_2(
     assert "plan.txt cannot be written (" in " ".join(printed.err.split())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_plan_files_with_free_gpus(tmp_path: Path) -> None:
     run(["--gpu.price_per_hour", "0", "--out", str(tmp_path)])
     written = json.loads((tmp_path / "plan.json").read_text())["plans"][0]

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -363,13 +362,7 @@ def test_plans_without_a_common_gpu_count_say_so(report: MakeReport) -> None:
 def test_the_figure_shows_all_points_of_all_plans(report: MakeReport, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans differ in cost and in GPU counts, and share their axes."""
     figures: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(figure: Figure, *arguments: Any, **options: Any) -> None:
-        figures.append(figure)
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     reports = [report("--gpu_counts", "[1, 2]", "--gpu.price_per_hour", "0.1"), report()]
     draw(reports)
     throughput, costs = figures[0].axes[:2], figures[0].axes[2:]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plan.arithmetic.work import Work, count_work
+from plan.arithmetic.work import Work, build_towers, count_work, network_calls
 from plan.config import Networks, TextNetwork
 from shards.base.errors import RequestError
 
@@ -75,6 +75,8 @@ def test_wrong_training_configs_are_refused(
 def test_text_encoder_must_fit_the_unet(tmp_path: Path) -> None:
     small = json.loads(Path("configs/text_encoder/sd2.json").read_text()) | {"hidden_size": 512}
     (tmp_path / "text.json").write_text(json.dumps(small))
+    text = TextNetwork(config=str(tmp_path / "text.json"), class_name="CLIPTextModel")
+    networks = Networks(texts={"text": text})
+    _, image, encoders = build_towers(networks)
     with pytest.raises(RequestError, match=r"it attends to states of width 1024, but the text latents have width 512"):
-        text = TextNetwork(config=str(tmp_path / "text.json"), class_name="CLIPTextModel")
-        count_work(Networks(texts={"text": text}), ["256x256"])
+        network_calls(networks, {"256x256": (32, 32)}, image, {name: tower for name, (_, tower) in encoders.items()})
