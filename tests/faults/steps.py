@@ -277,7 +277,7 @@ def main(folder: Path, models: Path, every: int, kind: str) -> None:
     outcome = disk_full(encoding, folder, every, tally)
     figures["full file system"] = outcome | (tally.check() if tally.files else {})
     tally = Tally()
-    figures["two at once"] = race(encoding, folder, max(8, 200 // every), tally) | tally.check()
+    figures["two at once"] = race(encoding, folder, max(4, 200 // every), tally) | tally.check()
     print(json.dumps(figures))
 
 

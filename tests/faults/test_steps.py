@@ -21,7 +21,7 @@ def test_every_step(models: Path, tmp_path: Path, report: dict[str, object]) -> 
 
 
 def test_some_steps(models: Path, tmp_path: Path, report: dict[str, object]) -> None:
-    report["steps"] = steps(tmp_path, models, 59, "tar")
+    report["steps"] = steps(tmp_path, models, 97, "tar")
 
 
 @pytest.mark.slow
