@@ -98,19 +98,8 @@ def test_each_error_that_ends_a_job_or_a_run_is_quoted() -> None:
     patterns = [
         ".*".join(re.escape(piece.strip()) for piece in quote.split("…")) for quote in QUOTES if num_words(quote) > 2
     ]
-    assert not [message for message in messages() if not any(re.search(pattern, message) for pattern in patterns)]
-
-
-def test_errors_are_found() -> None:
-    """Messages in constants, variables and subclasses are found."""
     assert len(messages()) >= 25
-    for begin in (
-        "No node in the cluster can",
-        "Stopped by a signal. Committed work",
-        "The loader failed after",
-        "The launcher on",
-    ):
-        assert any(message.startswith(begin) for message in messages()), begin
+    assert not [message for message in messages() if not any(re.search(pattern, message) for pattern in patterns)]
 
 
 def test_links_lead_to_headings() -> None:

@@ -3,6 +3,7 @@
 import shutil
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from shards.root.exclusions import add_exclusion, make_exclusion
 from shards.root.index import write_indexes
 from shards.root.publish import Publisher
 from tests import ranks
-from tests.growing import put_back, set_aside
 from tests.runs import curve, run_module, train_fields, write_config
 from train.run.checkpoints.checkpoint import list_checkpoints, newest_checkpoint
 from train.run.fingerprint import check_resume
@@ -25,6 +25,25 @@ from train.run.reporting.json_lines import read_json_lines
 PARTS = [13, 29, 17, 23, 19, 11]
 LATER = ("00000", "00003", "00005")
 STEPS = 10
+
+
+def set_aside(root: Path, tars: Iterable[str]) -> None:
+    """Remove the receipts of some tars from a root, and everything published."""
+    for tar in tars:
+        for receipt in list(root.glob(f"commits/*/{tar}.json")):
+            aside = root.with_name("aside") / receipt.parent.name
+            aside.mkdir(parents=True, exist_ok=True)
+            receipt.rename(aside / receipt.name)
+    shutil.rmtree(root / "index")
+    for index in root.glob("*/index.json"):
+        index.unlink()
+
+
+def put_back(root: Path, tars: Iterable[str]) -> None:
+    """Restore the receipts."""
+    for tar in tars:
+        for receipt in list(root.with_name("aside").glob(f"*/{tar}.json")):
+            receipt.rename(root / "commits" / receipt.parent.name / receipt.name)
 
 
 @pytest.fixture

@@ -249,18 +249,20 @@ def test_several_files_are_downloaded_at_once(root: Path, tmp_path: Path) -> Non
     assert len(set(asked)) == len(asked) >= 2
 
 
+DAMAGES = [
+    (flip_a_bit, r"64x64/00001\.\w+/shard\.00000\.mds is damaged: its xxh3_64 does not match its index"),
+    (cut_short, r"64x64/00001\.\w+/shard\.00000\.mds is \d+ bytes long, but its index lists \d+ bytes"),
+    (empty, r"64x64/00001\.\w+/shard\.00000\.mds is 0 bytes long, but its index lists \d+ bytes"),
+    (Path.unlink, r"64x64/00001\.\w+/shard\.00000\.mds is missing, but its index lists \d+ bytes"),
+]
+
+
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "message", "num_workers", "cached"),
     [
-        (flip_a_bit, r"64x64/00001\.\w+/shard\.00000\.mds is damaged: its xxh3_64 does not match its index"),
-        (cut_short, r"64x64/00001\.\w+/shard\.00000\.mds is \d+ bytes long, but its index lists \d+ bytes"),
-        (empty, r"64x64/00001\.\w+/shard\.00000\.mds is 0 bytes long, but its index lists \d+ bytes"),
-        (Path.unlink, r"64x64/00001\.\w+/shard\.00000\.mds is missing, but its index lists \d+ bytes"),
+        *((*damage, 0, cached) for damage in DAMAGES for cached in (False, True)),
+        (*DAMAGES[0], 2, False),  # workers pass on every error alike
     ],
-    ids=["flipped-bit", "cut-short", "empty", "missing"],
-)
-@pytest.mark.parametrize(
-    ("num_workers", "cached"), [(0, False), (2, False), (0, True)], ids=["in-place", "in-place-workers", "cached"]
 )
 def test_a_file_that_differs_from_its_index_stops_the_run(
     root: Path, tmp_path: Path, damage: Callable[[Path], None], message: str, num_workers: int, cached: bool

@@ -185,18 +185,17 @@ def to_a_file(path: Path) -> None:
     path.parent.touch()
 
 
-@pytest.mark.parametrize("tar", ["00000", "00002", "00005"])
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("tar", "damage", "message"),
     [
-        (Path.unlink, "is missing, but its index lists"),
-        (lambda path: os.truncate(path, 0), "is 0 bytes long, but its index lists"),
-        (to_a_file, "cannot be read: "),
+        ("00000", Path.unlink, "is missing, but its index lists"),
+        ("00002", lambda path: os.truncate(path, 0), "is 0 bytes long, but its index lists"),
+        ("00005", to_a_file, "cannot be read: "),
     ],
     ids=["missing", "empty", "unreadable"],
 )
 def test_a_file_of_the_wrong_size_stops_a_run_before_it_is_read(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], message: str, tar: str
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tar: str, damage: Callable[[Path], None], message: str
 ) -> None:
     """The first, a middle and the last file of three blocks. The first step reads only one file."""
     monkeypatch.setattr("train.data.node.FILES_AT_ONCE", 2)

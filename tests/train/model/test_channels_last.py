@@ -96,13 +96,6 @@ def test_a_unet_keeps_its_names_and_its_answer() -> None:
     torch.testing.assert_close(kept(latents, **given)[0], plain(latents, **given)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_stride_of_diffusers_own_is_seen() -> None:
-    """diffusers' own modules do leave channels last; otherwise the subclasses would be pointless."""
-    transformer = MODULES["transformer, linear"]().to(memory_format=torch.channels_last)
-    answer = transformer(channels_last(2, CHANNELS, SIDE, SIDE)).sample
-    assert not answer.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_the_configs_unet_is_one_whose_copies_are_known() -> None:
     unet = build_network(Path("configs/unet/sd2-base.json"), None)
     keep_channels_last(unet)

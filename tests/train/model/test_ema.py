@@ -99,12 +99,9 @@ def test_a_width_that_is_there_is_itself() -> None:
     np.testing.assert_allclose(found, [0, 0, 0, 1], atol=1e-9)
 
 
-@pytest.mark.parametrize(("std", "tolerance"), [(0.05, 1e-5), (0.07, 2e-3), (0.12, 1e-2), (0.2, 5e-2)])
-def test_a_rebuilt_average_is_the_one_of_all_iterates(std: float, tolerance: float) -> None:
-    """Rebuild averages of a run of 2000 steps from a snapshot every 100 steps.
-
-    Errors are relative to the distance between raw weights and average.
-    """
+@pytest.fixture(scope="module")
+def simulated() -> tuple[np.ndarray, list[tuple[int, float, np.ndarray]]]:
+    """The weights of a run after each of its 2000 steps, and its snapshots: (step, width, average)."""
     rng = np.random.default_rng(0)
     # decaying to a point, with the noise of the steps
     iterates = 3 * np.exp(-np.arange(1, 2001) / 700)[:, None] + np.cumsum(0.01 * rng.standard_normal((2000, 50)), 0)
@@ -116,6 +113,18 @@ def test_a_rebuilt_average_is_the_one_of_all_iterates(std: float, tolerance: flo
             if step % 100 == 0 and name != "ema":
                 assert ema.average is not None
                 snapshots.append((step, float(name[4:]), ema.average["w"].double().numpy().copy()))
+    return iterates, snapshots
+
+
+@pytest.mark.parametrize(("std", "tolerance"), [(0.05, 1e-5), (0.07, 2e-3), (0.12, 1e-2), (0.2, 5e-2)])
+def test_a_rebuilt_average_is_the_one_of_all_iterates(
+    simulated: tuple[np.ndarray, list[tuple[int, float, np.ndarray]]], std: float, tolerance: float
+) -> None:
+    """Rebuild averages of the run from a snapshot every 100 steps.
+
+    Errors are relative to the distance between raw weights and average.
+    """
+    iterates, snapshots = simulated
     steps, stds, values = zip(*snapshots, strict=True)
     found = posthoc_coefficients(steps, stds, 2000, std) @ np.stack(values)
     gamma = power_exponent(std)

@@ -93,7 +93,9 @@ def test_a_share_of_the_blocks_is_computed_twice(make: Callable[[], Case], share
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("make", "by_block"), [(small_unet, False), (partial(flux, 1, 1), True)])
+@pytest.mark.parametrize(
+    ("make", "by_block"), [(small_unet, False), pytest.param(partial(flux, 1, 1), True, marks=pytest.mark.slow)]
+)
 def test_torch_recomputes_what_takes_the_least_work(make: Callable[[], Case], by_block: bool) -> None:
     """Recomputing half of the activations leaves less in memory between the two passes, takes fewer operations than
     recomputing all blocks, and does not change a bit of the gradients."""

@@ -237,7 +237,7 @@ class SimulatedRun:
         self.written: dict[int, float] = {}
         """Step → second at which its checkpoint is complete."""
         self.printed = ""
-        self.state, self.max_steps, self.collective_timeout = SimpleNamespace(step=0), 1000, 1.0
+        self.state, self.max_steps, self.collective_timeout = SimpleNamespace(step=0), 61, 1.0
         self.heartbeat = HeartbeatReporter()
         self.lease = SimpleNamespace(superseded=False, pace=None, note=self.note)
         self.accelerator = SimpleNamespace(
@@ -329,7 +329,7 @@ def test_a_run_saves_and_continues_on_sigusr2(simulated: Callable[..., Simulated
     run = simulated(1.0, True, 30.0, signal.SIGUSR2)
     assert run.state.step == run.max_steps
     # besides every third step: the step after the signal, and the last one
-    assert [step for step in run.written if step % 3] == [5, 1000]
+    assert [step for step in run.written if step % 3] == [5, 61]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -29,7 +29,7 @@ def _simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.heavy
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(
-    "seeds", [range(50), pytest.param(range(50, 3000), marks=pytest.mark.slow)], ids=["few", "many"]
+    "seeds", [range(20), pytest.param(range(20, 3000), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_a_run_has_one_lineage(machine: type[LeaseMachine], seeds: range) -> None:
     for seed in seeds:
