@@ -126,6 +126,13 @@ def read_tar(path: Path) -> dict[str, dict[str, bytes]]:
     return members
 
 
+def flip_a_bit(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def table_of(path: Path, rows: Mapping[str, str | None], **options: Any) -> Path:
     """Write a Parquet table of keys and captions (`vlm`)."""
     pq.write_table(pa.table({"key": list(rows), "vlm": pa.array(rows.values(), pa.string())}), path, **options)

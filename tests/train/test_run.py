@@ -23,6 +23,7 @@ from tests import ranks
 from tests.forks import OK, fork, import_again, wait_for
 from tests.roots import part_of
 from tests.runs import PYTHON, compare, curve, environment, run_module, train_fields, write_config
+from tests.tiny import flip_a_bit
 from train.__main__ import run as command
 from train.data.batch import Batch
 from train.data.draws import Draws
@@ -87,10 +88,7 @@ def test_a_killed_run_resumes_from_the_checkpoint_before_a_damaged_one(
     process.kill()
     process.join()
     newest = list_checkpoints(tmp_path / "run")[-1]
-    weights = newest / "unet" / "diffusion_pytorch_model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[len(data) // 2] ^= 4
-    weights.write_bytes(data)
+    flip_a_bit(newest / "unet" / "diffusion_pytorch_model.safetensors")
 
     command(["--config", str(config)])
     printed = capsys.readouterr().out
@@ -300,9 +298,7 @@ def test_a_file_with_a_flipped_bit_is_named_and_stops_the_run(latents: Path, tmp
     """tests/train/data/test_files.py has the other kinds of damage, which the loader finds."""
     root = shutil.copytree(latents, tmp_path / "root")
     path = part_of(root, "64x64", "00001") / "shard.00000.mds"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip_a_bit(path)
     result = run(tmp_path, train_fields(root, tmp_path / "run", max_steps=20, data={"num_workers": 2, "timeout": 10}))
     assert result.returncode == 1
     assert f"{path} is damaged: its xxh3_64 does not match its index" in result.stderr.replace("\n", " ")
@@ -394,9 +390,7 @@ def test_a_flipped_bit_in_the_empty_caption_is_detected(
     latents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = shutil.copytree(latents, tmp_path / "root")
-    data = bytearray((root / "uncond.safetensors").read_bytes())
-    data[-1] ^= 1
-    (root / "uncond.safetensors").write_bytes(data)
+    flip_a_bit(root / "uncond.safetensors")
     config = write_config(tmp_path, train_fields(root, tmp_path / "run"))
     assert exit_code_of(lambda: command(["check", "--config", str(config)])) == 1
     assert "uncond.safetensors is damaged" in capsys.readouterr().err.replace("\n", " ")

@@ -20,6 +20,7 @@ from shards.base.errors import RequestError, WorkError
 from tests import ranks
 from tests.forks import fork, wait_for
 from tests.roots import part_of
+from tests.tiny import flip_a_bit
 from tests.train.global_batches import keys_per_step
 from train.config import DataConfig
 from train.data import loader
@@ -64,12 +65,6 @@ def steps(config: DataConfig, count: int = 30) -> list[list[str]]:
 def hashes(folder: Path) -> dict[str, str]:
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def cut_short(path: Path) -> None:

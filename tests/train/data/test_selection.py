@@ -14,6 +14,7 @@ from bench.kit.roots import make_root
 from shards.base.durable import DamagedFile
 from shards.base.errors import RequestError
 from tests.roots import part_of
+from tests.tiny import flip_a_bit
 from tests.train.global_batches import keys_per_step
 from train.config import DataConfig
 from train.data.selection import FilterConfig, Range, column_rules, count_by_file
@@ -156,9 +157,7 @@ def test_a_flipped_bit_in_a_table_is_found(root: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # a machine that has not read the table yet
     copy = shutil.copytree(root, tmp_path / "root")
     path = part_of(copy, "64x64", "00002") / "samples.parquet"
-    data = bytearray(path.read_bytes())
-    data[200] ^= 1
-    path.write_bytes(data)
+    flip_a_bit(path)
     with pytest.raises(DamagedFile, match=r"00002\.\w+/samples\.parquet is missing or damaged: its SHA-256"):
         open_data(data_config(copy, filter=FILTERS[0]), 8)
     path.unlink()

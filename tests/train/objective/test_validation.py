@@ -14,6 +14,7 @@ from shards.base.errors import RequestError
 from shards.format.encoding import EncodingRecord
 from shards.open import open_store
 from shards.root.exclusions import add_exclusion, make_exclusion
+from tests.tiny import flip_a_bit
 from tests.train.specs import CHANNELS, TOKENS, WIDTH, make_batch
 from train.data.batch import Batch
 from train.data.draws import Draws
@@ -138,8 +139,6 @@ def test_no_whole_file_of_a_remote_root_is_downloaded(tmp_path: Path, monkeypatc
 def test_a_damaged_local_file_is_named(tmp_path: Path) -> None:
     root = make_root(tmp_path / "root", {"64x64": [5]})
     (path,) = root.glob("64x64/*/*.mds")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_a_bit(path)
     with pytest.raises(DamagedFile, match=f"{path} is damaged"):
         keys_of(root, 2)
