@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 import ray
 
+from cluster.start import forget_ranks
 from shards.base.device import choose_device, is_device_error
 from shards.base.errors import Stuck
 
@@ -54,6 +55,7 @@ class WorkerActor(Generic[Work, Result]):
         Args:
             function: only loaded here, so that a process without the necessary modules counts as one that cannot start.
         """
+        forget_ranks()
         self.board = board
         self.stopping = threading.Event()
 

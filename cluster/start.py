@@ -24,6 +24,8 @@ from shards.base.stop import exit_on_stop_signal
 WORKER_START_SECONDS = 300.0
 """Seconds allowed for starting a worker's process on a node, importing torch and trying a precision."""
 STOPPED = "Stopped by a signal. Committed work is kept. Run the same command again to continue."
+# With a launcher's variables in the environment, libraries treat this process as one of several ranks.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def start_ray(config: ResourcesConfig) -> None:
@@ -36,6 +38,7 @@ def start_ray(config: ResourcesConfig) -> None:
             use its GPU.
         WorkError: Ray does not start on this machine.
     """
+    forget_ranks()
     if ray.is_initialized():
         return
     if address := os.environ.get("RAY_ADDRESS"):
@@ -113,6 +116,7 @@ def precision_on_worker(requested: PrecisionOption, config: ResourcesConfig) -> 
 
 
 def _resolve(requested: PrecisionOption, device: str) -> tuple[Precision, list[str]]:
+    forget_ranks()
     if is_accelerator(device):  # if torch could not use the GPU, `auto` would be float32
         try:
             choose_device()
@@ -135,6 +139,12 @@ def _init(**options: Any) -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     exit_on_stop_signal(STOPPED)
+
+
+def forget_ranks() -> None:
+    """Remove from this process's environment the rank variables that a launcher such as torchrun sets."""
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
 
 
 def first_line(error: Exception) -> str:

@@ -257,6 +257,7 @@ class Follower:
             checkpoint.outage_began = checkpoint.outage_began or time.monotonic()
             has_lasted = time.monotonic() - checkpoint.outage_began >= MAX_OUTAGE_SECONDS
             if self.config.once or not error.is_transient or has_lasted:
+                self.outage_began = None  # it may have been an outage of this checkpoint only
                 return self._is_evaluated_despite(error, checkpoint)
             checkpoint.attempts -= 1
             raise

@@ -23,6 +23,7 @@ from zipfile import ZipFile
 import numpy as np
 from PIL import Image
 
+from cluster.start import forget_ranks
 from evaluation.report.pictures import first_pictures, grid, side_by_side, spread
 from evaluation.report.runs import LINES, Evaluation
 from shards.base.errors import RequestError
@@ -136,6 +137,7 @@ def log_remaining_results(run: Store, name: str) -> None:
 
     if not list_unlogged(run):
         return
+    forget_ranks()  # with a launcher's variables, accelerate would wait for other processes
     try:
         print(log_remaining([name]), flush=True)
     except RequestError as error:  # for example, training continues
@@ -146,8 +148,9 @@ def log_remaining_results(run: Store, name: str) -> None:
             flush=True,
         )
     except Exception as error:  # each tracker's client raises its own exceptions
+        reason = f"{type(error).__name__}: {error}"
         print(
-            f"warning: not all evaluations are in the run's tracker, because logging them failed ({error!r}). Their "
+            f"warning: not all evaluations are in the run's tracker, because logging them failed ({reason}). Their "
             f"results files are kept. Fix the error and run `python -m train tell {name}`.",
             file=sys.stderr,
             flush=True,

@@ -1,5 +1,6 @@
 """The download job: fetch the missing tars in worker processes, and retry those that fail."""
 
+import errno
 import functools
 import json
 import shutil
@@ -14,7 +15,7 @@ from precompute.download.fetch import ATTEMPTS_NAME, RECEIPT, fetch_tar
 from precompute.download.report import stats_path
 from precompute.download.rows import PlannedTar
 from precompute.download.verify import check_tar
-from shards.base.errors import WorkError, is_storage_error
+from shards.base.errors import WorkError
 from shards.base.pool import run_each
 
 TARS_PER_WORKER = 20
@@ -27,7 +28,7 @@ Fetch = Callable[[DownloadConfig, PlannedTar], dict[str, Any]]
 def fetch_missing(
     config: DownloadConfig, tars: list[PlannedTar], fetch: Fetch = fetch_tar
 ) -> tuple[int, dict[str, str]]:
-    """Download the tars that are not published yet. Raises OSError if the disk is full.
+    """Download the tars that are not published yet, or raise WorkError if the disk is full.
 
     Returns:
         The number of tars published by this call, and a dict from the name of each tar that failed `shard_attempts`
@@ -54,7 +55,7 @@ def fetch_missing(
                 if (error := future.exception()) is None:
                     print(f"{tar.name}: {_describe(future.result())}", flush=True)
                     continue
-                reason = _explain(error)
+                reason = _explain(error, config)
                 if reason != WORKER_DIED:
                     own_reasons[tar.name] = reason
                 if attempts[tar.name] < config.shard_attempts:
@@ -87,12 +88,17 @@ def is_published(config: DownloadConfig, tar: PlannedTar) -> bool:
     return intact
 
 
-def _explain(error: BaseException) -> str:
-    """Return the reason why a tar failed. An error of a full disk is re-raised, which ends the whole run. So are
-    unexpected exceptions, because they are bugs."""
+def _explain(error: BaseException, config: DownloadConfig) -> str:
+    """Return the reason why a tar failed. Raises WorkError, which ends the whole run, if the disk is full. Unexpected
+    exceptions are re-raised, because they are bugs."""
     if isinstance(error, BrokenProcessPool):
         return WORKER_DIED
-    if isinstance(error, WorkError | OSError) and not is_storage_error(error):
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        raise WorkError(
+            f"No space is left in {config.output}. Published tars are kept. Free some space, and run the same command "
+            "again to download the others."
+        )
+    if isinstance(error, WorkError | OSError):
         return str(error)
     raise error
 

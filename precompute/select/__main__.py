@@ -9,13 +9,14 @@ import shards.base.interrupt  # noqa: F401
 
 # isort: split
 
+import errno
 import time
 
 from precompute.select.config import SelectConfig
 from precompute.select.funnel import describe
 from precompute.select.job import FUNNEL_NAME, select
 from shards.base.config import load_from_args
-from shards.base.errors import console
+from shards.base.errors import WorkError, console
 from shards.base.table import counted
 
 
@@ -23,7 +24,16 @@ def run(arguments: list[str]) -> None:
     """Run `python -m precompute.select` with these arguments."""
     config = load_from_args(SelectConfig, arguments, "precompute.select", __doc__)
     start = time.monotonic()
-    funnel = select(config)
+    try:
+        funnel = select(config)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        no_space = error.errno == errno.ENOSPC
+        raise WorkError(
+            f"{f'No space is left in {config.output}' if no_space else 'The selection stopped'}: {error}. Finished "
+            f"work is kept. {'Free some space, then run' if no_space else 'Run'} the same command again to continue."
+        ) from error
     print(describe(funnel))
     files = len(funnel["outputs"])
     written = f"{counted(files, 'file')} in {config.output}"

@@ -229,13 +229,17 @@ def canonical_json(value: Any) -> bytes:
 
 def read_json(path: str | Path) -> dict[str, Any]:
     """Read a JSON object, such as a model's config.json. Raises RequestError if the file cannot be read or holds
-    anything else."""
+    anything else, and OSError if the storage fails."""
     try:
         value = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise RequestError(f"The model config {path} cannot be read: {error}. Use an intact file.") from error
+        if is_storage_error(error):
+            raise
+        raise RequestError(
+            f"{path} cannot be read as JSON: {error}. Check the path, or use an intact copy of the model."
+        ) from error
     if not isinstance(value, dict):
-        raise RequestError(f"The model config {path} is not a JSON object. Use the config file of a model.")
+        raise RequestError(f"{path} is not a JSON object. Use the config.json of a model.")
     return value
 
 

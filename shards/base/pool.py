@@ -95,8 +95,9 @@ def in_background(items: Iterable[Item], ahead: int) -> Generator[Item, None, No
         finally:
             for call in calls:
                 call.cancel()
+            thread.shutdown()
             if isinstance(items, Generator):  # stops the stages before this one
-                thread.submit(items.close).result()
+                items.close()
 
 
 def _initialize(initializer: Callable[[], None] | None) -> None:

@@ -1,6 +1,7 @@
 """Derive one tar's parts: read them from the source root, convert them, and commit them as stage 1 does."""
 
 import functools
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import torch
 
 from shards.base.durable import DamagedFile
+from shards.base.errors import RequestError, UnfitNode
 from shards.base.scratch import attempt_folder
 from shards.base.store import LocalStore, Store
 from shards.derive.conversion import Conversion
@@ -353,9 +355,11 @@ def num_tokens(
     """
     if not counts_tokens(stored, wanted):
         return [int(row.get(f"num_tokens.{name}", 1)) for row in rows]
-    tokens = load_tokenizer(stored.tokenizer.name, stored.tokenizer.sha256)(
-        [stored.prompt(caption) for caption in texts], verbose=False
-    ).input_ids
+    try:
+        tokenizer = load_tokenizer(stored.tokenizer.name, stored.tokenizer.sha256)
+    except RequestError as error:
+        raise UnfitNode(f"On node {os.uname().nodename}: {error}") from error
+    tokens = tokenizer([stored.prompt(caption) for caption in texts], verbose=False).input_ids
     return [max(1, sum(position < len(row) for position in stored.kept)) for row in tokens]
 
 

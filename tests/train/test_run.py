@@ -232,7 +232,7 @@ def test_a_large_microbatch_the_seed_of_the_run_it_starts_from_and_endless_warm_
             "of which 0 remain. Samples that fail, by rule: width ≥ 9999 (30). The stream has nothing to train on. "
             "Encode more shards, loosen the filter, or remove the stream.",
         ),
-        ("64x64", {"backbone": {"config": "/absent.json"}}, "The model config /absent.json cannot be read"),
+        ("64x64", {"backbone": {"config": "/absent.json"}}, "/absent.json cannot be read as JSON"),
         ("256x256", {}, "has no bucket 256x256 (it has: 128x128, 64x64)"),
         ("64x64 64x64", {}, "64x64 twice. List it once"),
         ("64x64", {"validation": {"samples": 31}}, "has 30 samples, but validation.samples is 31. Lower"),

@@ -91,7 +91,7 @@ def test_a_count_is_kept_for_exactly_what_it_depends_on(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # cannot be written
     assert counted.cached_work(networks, ["256x256"]) == sd2
     unet.unlink()
-    with pytest.raises(RequestError, match=r"The model config .* cannot be read"):
+    with pytest.raises(RequestError, match=r"unet\.json cannot be read as JSON"):
         counted.cached_work(networks, ["256x256"])
 
 

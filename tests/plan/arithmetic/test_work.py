@@ -29,11 +29,11 @@ def test_buckets_need_not_be_square() -> None:
             "256x256",
             "networks.backbone: The config file nowhere.yaml does not exist.",
         ),
-        (Networks(vae="nowhere.json"), "256x256", "The model config nowhere.json cannot be read: .* No such file"),
+        (Networks(vae="nowhere.json"), "256x256", "nowhere.json cannot be read as JSON: .* No such file"),
         (
             Networks(vae="configs/plan.yaml"),
             "256x256",
-            "config configs/plan.yaml cannot be read: Expecting value",
+            "configs/plan.yaml cannot be read as JSON: Expecting value",
         ),
         (Networks(vae="configs/unet/sd2-base.json"), "256x256", "networks.vae: diffusers cannot build an autoencoder"),
         (

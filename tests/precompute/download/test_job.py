@@ -68,7 +68,7 @@ def test_a_worker_that_dies_between_two_tars_fails_none(tmp_path: Path, monkeypa
 
 def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
     shards = [PlannedTar(99, tmp_path / "in.parquet", 0, 1)]
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(WorkError, match=r"No space is left in .* Published tars are kept. Free some space"):
         fetch_missing(config(tmp_path, processes=1), shards, pretend)
 
 

@@ -418,7 +418,7 @@ def test_a_tokenizer_that_does_not_fit_the_text_encoder_is_refused(tmp_path: Pat
     with pytest.raises(RequestError, match=rf"texts\.t5\.tokenizer: transformers cannot load .*{tmp_path}: "):
         describe_t5(towers, tokenizer=str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text('{"model_max')
-    with pytest.raises(RequestError, match=r"tokenizer_config\.json cannot be read: .* Use an intact file"):
+    with pytest.raises(RequestError, match=r"tokenizer_config\.json cannot be read as JSON: .* use an intact copy"):
         describe_t5(towers, tokenizer=str(tmp_path))
 
 

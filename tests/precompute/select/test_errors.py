@@ -138,5 +138,5 @@ def test_no_space(
         patch.setattr("precompute.select.passes.hash_urls", full)
         assert exit_code_of(lambda: command.run(arguments)) == 1
     error = " ".join(capsys.readouterr().err.split())
-    assert "No space left on device" in error and "Fix the storage and run the same command again" in error
+    assert "No space is left in" in error and "Free some space, then run the same command again" in error
     assert exit_code_of(lambda: command.run(arguments)) == 0
