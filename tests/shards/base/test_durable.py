@@ -25,6 +25,7 @@ from shards.base.durable import (
     sha256_file,
     write_atomically,
     write_file,
+    write_output,
     write_sealed_json,
 )
 from shards.base.store import LocalStore
@@ -142,3 +143,14 @@ def test_errors_of_an_open_file_name_it(tmp_path: Path, monkeypatch: pytest.Monk
         write_file(tmp_path / "new", b"1")
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}'"):
         fsync_folder(tmp_path)
+
+
+def test_an_output_that_is_a_pipe_or_device_is_not_replaced(tmp_path: Path) -> None:
+    """As root, `--output /dev/null` would otherwise replace the device by a file."""
+    pipe, received = tmp_path / "pipe", list[bytes]()
+    os.mkfifo(pipe)
+    reader = Thread(target=lambda: received.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    write_output(pipe, b"page")
+    reader.join(10)
+    assert pipe.is_fifo() and received == [b"page"]
