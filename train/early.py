@@ -23,7 +23,7 @@ from train.run.checkpoints.checkpoint import (
     step_of,
     verify_checkpoint,
 )
-from train.run.checkpoints.local_copy import parse_folder, stored_checkpoints
+from train.run.checkpoints.local_copy import launch_folder, parse_folder, stored_checkpoints
 from train.run.preflight import check_run_dir
 
 LAUNCHER_FIELDS = ("num_processes", "sharding", "sharding_group")
@@ -113,8 +113,8 @@ def describe_finished(config: TrainConfig, step: int, launch: int | None, config
     if isinstance(config.run_dir, Path):
         checkpoint = str(step_folder(config.run_dir, step))
     else:
-        checkpoint = f"{config.run_dir}/checkpoints/{step_folder(Path(), step).name}"
-        checkpoint += f".{launch:04d}" if launch else ""
+        name = f"{config.run_dir}/checkpoints/{step_folder(Path(), step).name}"
+        checkpoint = launch_folder(name, launch) if launch else name
     commands = "\n".join(f"  {command}" for command in next_commands(config, config_file))
     return f"Finished at step {step}. Checkpoint: {checkpoint}\nNext:\n{commands}"
 

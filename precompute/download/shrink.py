@@ -16,7 +16,7 @@ from precompute.pixels.opening import ORIENTATION_TAG, TURNS, open_image, orient
 Stored = tuple[bytes | None, int | None, int | None, int | None, int | None, str | None]
 """Return value of a resizer in img2dataset: the file, its width and height, those of the original, and an error."""
 STEPS = (Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.TRANSPOSE)
-"""What the three values of `TURNS` stand for."""
+"""Pillow's operation for each of the three values in `TURNS`."""
 
 
 def keep(stream: BinaryIO, boxes: object = None) -> Stored:

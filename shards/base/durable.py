@@ -162,7 +162,7 @@ def write_output(path: Path, data: bytes) -> None:
     """Write a file that the user named, atomically. Raises RequestError if `path` is a folder, or is in a folder that
     cannot be created or written to."""
     with output_errors(f"{path} cannot be written", "Choose the path of a file in a folder that you can write to."):
-        if path.is_char_device() or path.is_fifo():  # root could replace /dev/null by a file
+        if path.is_char_device() or path.is_fifo():  # otherwise, root would replace /dev/null with a file
             path.write_bytes(data)
         else:
             write_atomically(path, data)

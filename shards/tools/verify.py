@@ -149,7 +149,7 @@ def verify_published(store: Store, receipts: Container[str]) -> Generator[str, N
 
 @dataclass(frozen=True)
 class SegmentParts:
-    """Those contents of a segment that are needed to check the indexes that list it."""
+    """The part of a segment's contents with which the indexes that list it are checked."""
 
     rows: pa.Table
     """Columns PART_COLUMNS."""

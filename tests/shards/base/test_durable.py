@@ -146,7 +146,7 @@ def test_errors_of_an_open_file_name_it(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_output_that_is_a_pipe_or_device_is_not_replaced(tmp_path: Path) -> None:
-    """As root, `--output /dev/null` would otherwise replace the device by a file."""
+    """Otherwise, `--output /dev/null` would replace the device with a file when root runs the command."""
     pipe, received = tmp_path / "pipe", list[bytes]()
     os.mkfifo(pipe)
     reader = Thread(target=lambda: received.append(pipe.read_bytes()), daemon=True)

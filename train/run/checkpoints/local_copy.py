@@ -69,6 +69,11 @@ class Stored(NamedTuple):
     """SHA-256 of its state.json."""
 
 
+def launch_folder(name: str, launch: int) -> str:
+    """Return the remote folder that only `launch` uses for a checkpoint such as `checkpoints/step-00001000`."""
+    return f"{name}.{launch:04d}"
+
+
 def parse_folder(folder: str) -> tuple[str, int] | None:
     """Parse `step-00001000.0004` into the checkpoint's name and the launch's number.
 

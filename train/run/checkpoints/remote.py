@@ -23,7 +23,7 @@ from pathlib import Path
 from shards.base.errors import Outage, RequestError, WorkError, say
 from shards.base.store import STAGING_FOLDER, Store
 from train.run.checkpoints.checkpoint import SNAPSHOTS, STATE_NAME, step_of
-from train.run.checkpoints.local_copy import parse_folder, stored_checkpoints
+from train.run.checkpoints.local_copy import launch_folder, parse_folder, stored_checkpoints
 from train.run.lease.lease import Lease
 
 NOT_LOGS = {"checkpoints", "launches", "posthoc", STAGING_FOLDER}
@@ -152,7 +152,7 @@ class RemoteRun:
     def _retry(self, name: str, upload: Callable[[str], None]) -> None:
         """Call `upload` with the launch's own folder for `name`, retrying during an outage of up to `patience`
         seconds."""
-        target = f"{name}.{self.lease.number:04d}"
+        target = launch_folder(name, self.lease.number)
         pause, deadline = FIRST_PAUSE, time.monotonic() + self.patience
         while True:
             try:
