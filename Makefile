@@ -9,7 +9,7 @@ ARGS ?=
 comma := ,
 open := (
 # Expand a leading ~/ here, because shells other than bash pass OUT=~/x unchanged.
-$(foreach name,METADATA IN OUT RUN PROMPTS A B C D,$(eval override $(name) := $$(patsubst ~/%,$$(HOME)/%,$$($(name)))))
+$(foreach name,CONFIG METADATA IN OUT RUN PROMPTS A B C D,$(eval override $(name) := $$(patsubst ~/%,$$(HOME)/%,$$($(name)))))
 # FAMILY=sana selects configs/sana/. Without FAMILY, the configs in configs/ itself are used: Stable Diffusion 2.
 FAMILIES := $(notdir $(patsubst %/,%,$(dir $(wildcard configs/*/precompute.yaml))))
 CONFIGS := configs$(FAMILY:%=/%)
@@ -56,15 +56,15 @@ demo: setup
 
 ## make select METADATA=metadata/ [OUT=runs/data/selected] | select rows of a dataset of URLs to download
 select: setup
-	$(BIN)/python -m precompute.select --config $(or $(CONFIG),configs/select.yaml) --metadata "$(METADATA)" $(if $(OUT),--output "$(OUT)") $(ARGS)
+	$(BIN)/python -m precompute.select --config "$(or $(CONFIG),configs/select.yaml)" --metadata "$(METADATA)" $(if $(OUT),--output "$(OUT)") $(ARGS)
 
 ## make download [IN=runs/data/selected] [OUT=runs/data/tars] | download the selected rows into verified tars
 download: setup
-	$(BIN)/python -m precompute.download --config $(or $(CONFIG),configs/download.yaml) $(if $(IN),--input "$(IN)") $(if $(OUT),--output "$(OUT)") $(ARGS)
+	$(BIN)/python -m precompute.download --config "$(or $(CONFIG),configs/download.yaml)" $(if $(IN),--input "$(IN)") $(if $(OUT),--output "$(OUT)") $(ARGS)
 
 ## make precompute SHARD=00000-00099 | encode tars into latents with a Ray job; SHARD=all encodes every tar
 precompute: setup
-	$(BIN)/python -m precompute --config $(or $(CONFIG),$(CONFIGS)/precompute.yaml) --shards $(SHARD) $(ARGS)
+	$(BIN)/python -m precompute --config "$(or $(CONFIG),$(CONFIGS)/precompute.yaml)" --shards $(SHARD) $(ARGS)
 
 # The request is checked first, in one process, because a launcher would bury an error in its own traceback. A single
 # process needs no launcher and receives signals directly. Without --multi_gpu, Accelerate silently starts only one
@@ -87,14 +87,14 @@ LAUNCHER = $(if $(BY_SRUN),-m train.launch --slurm,$(if $(STARTER),-m train.laun
 BY_SRUN = $(if $(HOSTS),,$(filter-out 1,$(NODES)))
 # a variable, so that `make -n train PHASE=1 | tail -1` prints the whole command on one line
 TRAIN_COMMAND = PET_SHUTDOWN_TIMEOUT=$(LEAVE) exec $(if $(BY_SRUN),$(SRUN)) $(BIN)/python $(LAUNCHER) \
-  -m train --config $(PHASE_CONFIG) --num_processes $$(($(NODES) * $(NPROC))) $(ARGS)
+  -m train --config "$(PHASE_CONFIG)" --num_processes $$(($(NODES) * $(NPROC))) $(ARGS)
 
 ## make train PHASE=1 [CONFIG=path.yaml] [NPROC=8] [NODES=2] [HOSTS=hosts.txt] | train a backbone; run it again to resume
 train: setup
-	$(BIN)/python -m train check --config $(PHASE_CONFIG) $(ARGS)
+	$(BIN)/python -m train check --config "$(PHASE_CONFIG)" $(ARGS)
 	$(TRAIN_COMMAND)
 
-EVALUATE = --config $(or $(CONFIG),configs/evaluate.yaml) --model "$(RUN)" $(if $(PROMPTS),--prompts.file "$(PROMPTS)") $(if $(OUT),--output "$(OUT)")
+EVALUATE = --config "$(or $(CONFIG),configs/evaluate.yaml)" --model "$(RUN)" $(if $(PROMPTS),--prompts.file "$(PROMPTS)") $(if $(OUT),--output "$(OUT)")
 ## make sample RUN=runs/phase2 PROMPTS=prompts.txt | sample images from a run, an export or a hub pipeline with a Ray job
 sample: setup
 	$(BIN)/python -m evaluation sample $(EVALUATE) $(ARGS)
@@ -103,7 +103,7 @@ sample: setup
 evaluate: setup
 	$(BIN)/python -m evaluation score $(EVALUATE) $(ARGS)
 
-STUDY = --config $(or $(CONFIG),configs/study.yaml) $(if $(OUT),--output "$(OUT)") $(ARGS)
+STUDY = --config "$(or $(CONFIG),configs/study.yaml)" $(if $(OUT),--output "$(OUT)") $(ARGS)
 ## make study A=runs/a/evaluations/… B=runs/b/evaluations/… [C=…] [D=…] [OUT=runs/study] | serve a blind comparison to raters
 study: setup
 	$(BIN)/python -m evaluation.study prepare --sets "$(A),$(B)$(if $(C),$(comma)$(C))$(if $(D),$(comma)$(D))" $(STUDY)
@@ -111,7 +111,7 @@ study: setup
 
 ## make watch RUN=runs/phase2 PROMPTS=prompts.txt | evaluate every new checkpoint during training
 watch: setup
-	$(BIN)/python -m evaluation watch "$(RUN)" --config $(or $(CONFIG),configs/evaluate.yaml) --prompts.file "$(PROMPTS)" $(if $(OUT),--output "$(OUT)") $(ARGS)
+	$(BIN)/python -m evaluation watch "$(RUN)" --config "$(or $(CONFIG),configs/evaluate.yaml)" --prompts.file "$(PROMPTS)" $(if $(OUT),--output "$(OUT)") $(ARGS)
 
 ## make report RUN="runs/phase1 runs/phase2" [OUT=runs/report.html] | show losses, metrics and samples of runs on one page
 report: setup
@@ -119,7 +119,7 @@ report: setup
 
 ## make plan [GPUS=128]           | estimate days, cost and storage of a training run
 plan: setup
-	$(BIN)/python -m plan --config $(or $(CONFIG),$(CONFIGS)/plan.yaml) $(if $(GPUS),--gpus $(GPUS)) $(ARGS)
+	$(BIN)/python -m plan --config "$(or $(CONFIG),$(CONFIGS)/plan.yaml)" $(if $(GPUS),--gpus $(GPUS)) $(ARGS)
 
 ## make clean                     | delete runs/ and all caches
 clean:
@@ -153,7 +153,7 @@ test: setup
 # docs/evidence/reliability.md publishes the figures
 ## make test-faults               | run the long suites: kills, full disks, flipped bits, hostile images
 test-faults: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -n 3 $(BY_FILE) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(BY_FILE) \
 	  -m "(slow or faults) and not (browser or container or float8 or prometheus or slurm)" $(ARGS)
 
 ## make test-alerts               | test the alert rules, and a live job under Prometheus (needs prometheus)

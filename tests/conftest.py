@@ -1,7 +1,8 @@
-"""How the tests run: the longest files first, and each failure is printed at once. tests/fixtures.py has the fixtures
-that all tests share."""
+"""How the tests run: the longest files first; failures and figures are printed at once. tests/fixtures.py has the
+fixtures that all tests share."""
 
 import gc
+import json
 import os
 import sys
 
@@ -42,8 +43,9 @@ LONGEST_FIRST = (
 because each process runs whole files."""
 
 
-class NamesFailuresAtOnce:
-    """Reporter that prints each failure at once, because a run that is killed at a time limit prints no summary."""
+class PrintsAtOnce:
+    """Reporter that prints each failure, and the figures that slow tests record, at once, because a run that is killed
+    at a time limit prints no summary."""
 
     def __init__(self, terminal: "pytest.TerminalReporter") -> None:  # older versions of pytest do not export it
         self.terminal = terminal
@@ -53,6 +55,10 @@ class NamesFailuresAtOnce:
             self.terminal.ensure_newline()
             self.terminal.write_line(f"FAILED {report.nodeid} ({report.when})", red=True)
             self.terminal.write_line("\n".join(report.longreprtext.splitlines()[-25:]))
+        elif report.when == "call" and "slow" in report.keywords:
+            for name, value in report.user_properties:
+                self.terminal.ensure_newline()
+                self.terminal.write_line(f"{report.nodeid}: {name}: {json.dumps(value, ensure_ascii=False)}")
 
 
 @pytest.hookimpl(trylast=True)
@@ -64,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         gc.disable()  # until all tests are collected: garbage collection would take a fifth of that time
         config.pluginmanager.import_plugin(FIXTURES)
     if not is_worker:
-        config.pluginmanager.register(NamesFailuresAtOnce(config.pluginmanager.getplugin("terminalreporter")))
+        config.pluginmanager.register(PrintsAtOnce(config.pluginmanager.getplugin("terminalreporter")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -52,6 +52,9 @@ from train.run.reporting.plot import plot_run
 hypothesis.settings.register_profile("any speed", deadline=None)
 hypothesis.settings.load_profile("any speed")
 
+Record = Callable[[str, object], None]
+"""Type of pytest's `record_property`. `make test-faults` prints what slow tests record."""
+
 # let S3 clients share the files that botocore reads; otherwise, each client would parse megabytes of JSON
 read_json = cache(JSONFileLoader().load_file)
 JSONFileLoader.load_file = lambda loader, path: read_json(path)

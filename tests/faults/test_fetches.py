@@ -14,6 +14,7 @@ from shards.format.towers import Weights
 from tests.fake_hub import fake_hub
 from tests.faults.proxy import throttle
 from tests.faults.steps_s3 import BUCKET, served
+from tests.fixtures import Record
 from tests.runs import environment
 
 DELAY = 0.03
@@ -71,7 +72,7 @@ def test_each_machine_fetches_once(
     workers: int,
     models: Path,
     tmp_path: Path,
-    report: dict[str, object],
+    record_property: Record,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     vae = models / "vae"
@@ -86,7 +87,9 @@ def test_each_machine_fetches_once(
         seconds = start_all(nodes, workers, hash_weights(f"{BUCKET}/vae", vae), tmp_path)
         fetched = throttle(server) / size
     assert nodes <= fetched < nodes + 0.5, fetched
-    report[f"{nodes * workers} workers, {nodes} nodes"] = {"fetches": round(fetched, 2), "seconds": round(seconds, 1)}
+    record_property(
+        f"{nodes * workers} workers, {nodes} nodes", {"fetches": round(fetched, 2), "seconds": round(seconds, 1)}
+    )
     files: list[str] = []
     with fake_hub(models, fetched=files) as hub:
         weights = hash_weights("org/repo/vae", vae)

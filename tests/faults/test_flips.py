@@ -14,16 +14,16 @@ from shards.root.commit import recall
 from shards.root.committed import load_receipts
 from shards.tools.verify import verify_root
 from tests.faults.world import make_world
-from tests.fixtures import encode_all
+from tests.fixtures import Record, encode_all
 
 
 @pytest.mark.slow
-def test_twelve_hundred_flips(models: Path, tmp_path: Path, report: dict[str, object], seed: int) -> None:
-    report["flips"] = flip(root_of(models, tmp_path), 1200, seed)
+def test_twelve_hundred_flips(models: Path, tmp_path: Path, record_property: Record, seed: int) -> None:
+    record_property("flips", flip(root_of(models, tmp_path), 1200, seed))
 
 
-def test_some_flips(models: Path, tmp_path: Path, report: dict[str, object], seed: int) -> None:
-    report["flips"] = flip(root_of(models, tmp_path), 60, seed)
+def test_some_flips(models: Path, tmp_path: Path, seed: int) -> None:
+    flip(root_of(models, tmp_path), 60, seed)
 
 
 def root_of(models: Path, folder: Path) -> Path:

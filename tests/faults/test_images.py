@@ -10,7 +10,7 @@ from precompute.pixels.isolation import Isolated
 from shards.open import open_store
 from tests.faults.decoders import ACCEPTED, outcome_and_memory
 from tests.faults.images import hostile
-from tests.fixtures import encode_all, precompute_config
+from tests.fixtures import Record, encode_all, precompute_config
 from tests.roots import load_tars
 from tests.tiny import make_tar
 
@@ -25,21 +25,22 @@ def corpus() -> dict[str, tuple[bytes, str]]:
     return hostile()
 
 
-def test_each_ends_as_expected_in_bounded_memory(
-    corpus: dict[str, tuple[bytes, str]], report: dict[str, object]
-) -> None:
+def test_each_ends_as_expected_in_bounded_memory(corpus: dict[str, tuple[bytes, str]], record_property: Record) -> None:
     with Isolated(outcome_and_memory, LIMITS) as isolated:
         found = {name: isolated(data, LIMITS) for name, (data, _) in corpus.items()}
         assert len(isolated.children) == 1  # none died
     assert {name: outcome for name, (outcome, _) in found.items()} == {name: out for name, (_, out) in corpus.items()}
     peak = max(memory for _, memory in found.values())
     assert len(corpus) >= 40 and peak < MOST_MEMORY
-    report["hostile images"] = {
-        "images": len(corpus),
-        "as expected": len(found),
-        "outcomes": dict(Counter(outcome for outcome, _ in found.values())),
-        "peak_memory_mib": peak >> 20,
-    }
+    record_property(
+        "hostile images",
+        {
+            "images": len(corpus),
+            "as expected": len(found),
+            "outcomes": dict(Counter(outcome for outcome, _ in found.values())),
+            "peak_memory_mib": peak >> 20,
+        },
+    )
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from shards.base.scratch import SWEEPER, sweep_scratch
 from tests.faults.cluster import TwoNodes, wait_for_a_moment
 from tests.faults.steps_s3 import BUCKET, compare, served
 from tests.faults.world import Tally, World, make_world, stored_keys
+from tests.fixtures import Record
 from tests.roots import tree
 
 TOLD_TO_LEAVE = (-signal.SIGKILL, -signal.SIGTERM, Preempted.exit_code)
@@ -81,20 +82,24 @@ class OnS3(OnDisk):
 
 
 @pytest.mark.slow
-def test_fifty_kills(models: Path, tmp_path: Path, report: dict[str, object], seed: int) -> None:
+def test_fifty_kills(models: Path, tmp_path: Path, record_property: Record, seed: int) -> None:
     world = make_world(tmp_path, models, num_shards=10, num_samples=24)
-    report["kills"] = storm(world, OnDisk(tmp_path), {"worker": 25, "driver": 13, "raylet": 12, "SIGTERM": 3}, seed)
+    record_property(
+        "kills", storm(world, OnDisk(tmp_path), {"worker": 25, "driver": 13, "raylet": 12, "SIGTERM": 3}, seed)
+    )
 
 
 @pytest.mark.slow
 def test_kills_of_jobs_on_s3(
-    models: Path, tmp_path: Path, report: dict[str, object], seed: int, monkeypatch: pytest.MonkeyPatch
+    models: Path, tmp_path: Path, record_property: Record, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, "")  # and restored afterwards
     world, roots = make_world(tmp_path, models, num_shards=10, num_samples=24), OnS3(tmp_path)
     with served():
-        report["kills on S3"] = storm(world, roots, {"worker": 12, "driver": 6, "raylet": 5, "SIGTERM": 2}, seed)
+        record_property(
+            "kills on S3", storm(world, roots, {"worker": 12, "driver": 6, "raylet": 5, "SIGTERM": 2}, seed)
+        )
     sweep_scratch(roots.scratch)  # of workers without a successor
     assert [path.name for path in roots.scratch.glob("*/*")] == [SWEEPER]
 

@@ -1,12 +1,10 @@
 """Training killed at random moments, at every stage of writing a checkpoint, and rank by rank under the launcher.
 
 After any disturbance, the losses, the log of samples and the last checkpoint are bit-identical to those of the
-undisturbed run. `make test-faults` runs the long form, and writes its figures to runs/faults/train.json.
+undisturbed run. `make test-faults` runs the long form and prints its figures.
 """
 
-import json
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -19,12 +17,12 @@ from typing import Any
 import pytest
 
 from tests import ranks
+from tests.fixtures import Record
 from tests.runs import compare, environment, last_step, launcher, rank_processes, train_fields, write_config
 from train.__main__ import run as command
 from train.run.checkpoints import writer as checkpoint
 from train.run.lease import folder as lease_folder
 
-FIGURES = Path(__file__).parents[2] / "runs" / "faults" / "train.json"
 STAGES = [
     # function, which of its calls, and whether the kill comes before, halfway through or after the call
     ("write_tensors", 1, "before"),  # the folder is there, and nothing in it but the network's config
@@ -165,15 +163,6 @@ def kill_at_stages(
     return compare(folder / name, undisturbed) | {"kills": len(stages), "resumes": resumes, "damaged": damaged}
 
 
-def report(section: str, figures: dict[str, Any]) -> None:
-    """Print the figures, and add them to runs/faults/train.json."""
-    figures = figures | {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "date": time.strftime("%Y-%m-%d")}
-    FIGURES.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-    FIGURES.write_text(json.dumps(known | {section: figures}, indent=2) + "\n")
-    print(f"{section}: {json.dumps(figures)}")
-
-
 def total(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Add up the counts, and take the largest difference."""
     counts = {key: sum(part[key] for part in parts) for key in parts[0] if key != "largest_difference"}
@@ -181,7 +170,9 @@ def total(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_killed_fifty_times_at_random_moments(latents: Path, tmp_path: Path, seed: int) -> None:
+def test_killed_fifty_times_at_random_moments(
+    latents: Path, tmp_path: Path, seed: int, record_property: Record
+) -> None:
     rng = random.Random(seed)
     parts: list[dict[str, Any]] = []
     undisturbed = reference(latents, tmp_path, max_steps=40)
@@ -189,7 +180,7 @@ def test_killed_fifty_times_at_random_moments(latents: Path, tmp_path: Path, see
         parts.append(kill_at_random(latents, tmp_path, f"run-{len(parts)}", undisturbed, rng))
     figures = total(parts)
     assert figures["kills"] >= 50
-    report("random_moments", figures)
+    record_property("killed at random moments", figures)
 
 
 def test_killed_at_some_stages_of_writing_a_checkpoint(latents: Path, tmp_path: Path) -> None:
@@ -200,16 +191,20 @@ def test_killed_at_some_stages_of_writing_a_checkpoint(latents: Path, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-def test_killed_at_every_stage_of_writing_a_checkpoint(asynchronous: bool, latents: Path, tmp_path: Path) -> None:
+def test_killed_at_every_stage_of_writing_a_checkpoint(
+    asynchronous: bool, latents: Path, tmp_path: Path, record_property: Record
+) -> None:
     stages = [f"{name}-{call}-{moment}" for name, call, moment in STAGES]
     undisturbed = reference(latents, tmp_path, max_steps=6 + 4 * len(stages))
     figures = kill_at_stages(latents, tmp_path, stages, asynchronous, undisturbed)
     assert figures["resumes"] == len(stages)
-    report("stages_of_writing_" + ("asynchronously" if asynchronous else "synchronously"), figures)
+    record_property("killed at stages of writing a checkpoint", figures)
 
 
 @pytest.mark.slow
-def test_the_launcher_brings_back_a_job_whose_ranks_are_killed(latents: Path, tmp_path: Path, seed: int) -> None:
+def test_the_launcher_brings_back_a_job_whose_ranks_are_killed(
+    latents: Path, tmp_path: Path, seed: int, record_property: Record
+) -> None:
     """Kill a random one of two ranks at a random step, twelve times, under one launcher with `--max_restarts`."""
     rng, kills, ranks_killed = random.Random(seed), 0, Counter[str]()
     undisturbed = reference(latents, tmp_path, max_steps=100, num_processes=2)
@@ -233,11 +228,13 @@ def test_the_launcher_brings_back_a_job_whose_ranks_are_killed(latents: Path, tm
     assert process.wait(300) == 0, (tmp_path / "log").read_text()[-5000:]
     figures = compare(tmp_path / "run", undisturbed) | {"kills": kills, "killed_by_rank": dict(ranks_killed)}
     assert kills >= 10
-    report("launcher", figures | {"resumes": (tmp_path / "log").read_text().count("resuming ")})
+    record_property(
+        "ranks killed under a launcher", figures | {"resumes": (tmp_path / "log").read_text().count("resuming ")}
+    )
 
 
 @pytest.mark.slow
-def test_two_launchers_bring_back_a_job_of_two_machines(latents: Path, tmp_path: Path) -> None:
+def test_two_launchers_bring_back_a_job_of_two_machines(latents: Path, tmp_path: Path, record_property: Record) -> None:
     """Kill a rank of the first machine, then a rank of the second; both machines restart and rejoin."""
     if not ranks.nodes_can_be_simulated():
         pytest.skip("this process may not make a /dev/shm of its own for each machine")
@@ -262,4 +259,4 @@ def test_two_launchers_bring_back_a_job_of_two_machines(latents: Path, tmp_path:
     logs = [tmp_path / f"log-{machine}" for machine in range(2)]
     codes = [process.wait(600) for process in machines]
     assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
-    report("two_machines", compare(tmp_path / "run", undisturbed) | {"kills": 2})
+    record_property("ranks killed on two machines", compare(tmp_path / "run", undisturbed) | {"kills": 2})

@@ -8,6 +8,7 @@ import pytest
 
 from bench.kit.roots import make_root
 from tests import ranks
+from tests.fixtures import Record
 from tests.runs import TRANSFORMER, UNET, curve, train_fields, write_config
 from train.run.reporting.json_lines import read_json_lines
 
@@ -80,11 +81,13 @@ def largest_difference(found: list[float], expected: list[float]) -> float:
     [(16, SHORT, TRANSFORMER), pytest.param(200, range(len(LAYOUTS)), UNET, marks=pytest.mark.slow)],
     ids=["16-steps", "200-steps"],
 )
-def test_one_curve(steps: int, layouts: list[int], network: Path, root: Path, tmp_path: Path) -> None:
+def test_one_curve(
+    steps: int, layouts: list[int], network: Path, root: Path, tmp_path: Path, record_property: Record
+) -> None:
     expected, expected_quarters = None, None
     for layout in (LAYOUTS[i] for i in layouts):
         if layout[1] > 1 and not ranks.nodes_can_be_simulated():
-            print("several nodes: left out, as this process may not make a /dev/shm of its own for each")
+            record_property("left out", "several nodes, because this process may not mount a /dev/shm for each")
             continue
         run_dir = train(tmp_path, root, network, layout, steps)
         found, quarters = curve(run_dir), losses_by_quarter(run_dir)[:20]
@@ -95,9 +98,9 @@ def test_one_curve(steps: int, layouts: list[int], network: Path, root: Path, tm
         if layout[0] == 1 and layout[3] == 32:
             assert found[0] == expected[0]  # only the number of workers differs, so the curve must be bit-exact
         first, all_of_them = (largest_difference(found[0][:n], expected[0][:n]) for n in (20, steps))
-        print(
-            f"{layout[0]} processes on {layout[1]} nodes, {layout[2]} workers, microbatch {layout[3]}: "
-            f"largest relative difference {first:.1e} over 20 steps, {all_of_them:.1e} over {steps}"
+        record_property(
+            f"{layout[0]} processes on {layout[1]} nodes, {layout[2]} workers, microbatch {layout[3]}",
+            f"largest relative difference {first:.1e} over 20 steps, {all_of_them:.1e} over {steps}",
         )
         assert first <= 1e-5 and all_of_them <= 1e-3
 
@@ -106,7 +109,7 @@ def test_one_curve(steps: int, layouts: list[int], network: Path, root: Path, tm
     ("launches", "network"), [(2, TRANSFORMER), pytest.param(24, UNET, marks=pytest.mark.slow)], ids=["2", "24"]
 )
 def test_a_run_requeued_with_random_numbers_of_ranks_has_one_curve(
-    launches: int, network: Path, root: Path, tmp_path: Path
+    launches: int, network: Path, root: Path, tmp_path: Path, record_property: Record
 ) -> None:
     """Every launch has a different number of processes and machines. 3 machines do not divide 4 canonical nodes, and a
     resume on 2 machines is reported once."""
@@ -131,8 +134,9 @@ def test_a_run_requeued_with_random_numbers_of_ranks_has_one_curve(
     assert done == steps  # a launch that stops on request loses no step
     assert len(curves[0][0]) == steps and curves[0][1] == curves[1][1]
     difference = largest_difference(curves[1][0], curves[0][0])
-    print(
-        f"{launches} launches of {sizes}: goodput (steps kept ÷ steps done) {steps / done:.1%}, "
-        f"largest relative difference {difference:.1e} over {steps} steps"
+    record_property(
+        f"{launches} launches of {sizes}",
+        f"goodput (steps kept ÷ steps done) {steps / done:.1%}, largest relative difference {difference:.1e} over "
+        f"{steps} steps",
     )
     assert difference <= 1e-5

@@ -29,6 +29,7 @@ from shards.base.store import Store
 from shards.open import open_store
 from tests import ranks
 from tests.faults.proxy import FAULTS, resume, set_fault, suspend
+from tests.fixtures import Record
 from tests.runs import curve, fetch, train_fields, write_config
 from train.__main__ import run as command
 from train.run.checkpoints.checkpoint import LINES, list_checkpoints, step_folder, verify_checkpoint
@@ -383,7 +384,7 @@ def on_an_empty_machine(folder: Path, config: Path, server: str = "", at: int = 
 
 @pytest.mark.parametrize("every", [45, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_resumes_bit_exactly_after_a_kill_at_any_request(
-    failing_s3: str, latents: Path, tmp_path: Path, every: int
+    failing_s3: str, latents: Path, tmp_path: Path, every: int, record_property: Record
 ) -> None:
     """One run is started again and again, and killed at a different request each time."""
     kept, store = {"every": 1, "keep": 2}, open_store("s3://mill/run")
@@ -407,7 +408,8 @@ def test_a_run_resumes_bit_exactly_after_a_kill_at_any_request(
             fetch(store, Path(tempfile.mkdtemp(dir=tmp_path)), name)
     steps = last() + 1
     assert on_an_empty_machine(tmp_path, config("s3://mill/run", steps)) == 0
-    print(f"{sum(fault.startswith('kill') for _, fault in faults)} kills, {len(faults)} faults in all, {steps} steps")
+    kills = sum(fault.startswith("kill") for _, fault in faults)
+    record_property("faults of S3 requests", {"kills": kills, "other faults": len(faults) - kills, "steps": steps})
     undisturbed = train(latents, tmp_path, tmp_path / "undisturbed", max_steps=steps, checkpoint=kept)
     work = Path(tempfile.mkdtemp(dir=tmp_path))
     download_run(store, work)
