@@ -139,25 +139,30 @@ def first_batch(root: Path) -> str:
     return "**Time to the first batch**, including hashing its files:\n\n" + table(header, rows)
 
 
-def beside_a_run(root: Path, run_dir: Path, cores: int) -> str:
-    """Measure the share of time that a real run of a small U-Net waits for data, and compare its rate with that of the
-    loader alone on the same cores."""
+def run_fields(root: Path, run_dir: Path) -> dict[str, Any]:
+    """Return the config of a short run that trains the demo's U-Net on the latents in `root`."""
     config = yaml.safe_load(Path("examples/shapes/configs/phase1.yaml").read_text())
-    config["data"] = {
-        "streams": [{"root": str(root), "bucket": DEMO_BUCKET}],
-        "num_workers": 1,
-        "num_canonical_nodes": 8,
-    }
-    config |= {
+    return config | {
         "run_dir": str(run_dir),
         "backbone": {"config": str(UNET)},
         "max_steps": 100,
         "global_batch_size": BATCH,
         "microbatch_size": 32,
+        "data": {
+            "streams": [{"root": str(root), "bucket": DEMO_BUCKET}],
+            "num_workers": 1,
+            "num_canonical_nodes": 8,
+        },
+        "ema": {"start_step": None},
         "log": {"every": 10, "tracker": "none"},
     }
+
+
+def beside_a_run(root: Path, run_dir: Path, cores: int) -> str:
+    """Measure the share of time that a real run of a small U-Net waits for data, and compare its rate with that of the
+    loader alone on the same cores."""
     path = run_dir.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(run_fields(root, run_dir)))
     subprocess.run([sys.executable, "-m", "train", "--config", str(path)], check=True, stdout=sys.stderr)
     lines = read_json_lines(run_dir / "metrics.jsonl")[1:]  # the first line waits for the loader to start
     shutil.rmtree(run_dir)

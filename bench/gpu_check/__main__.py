@@ -123,7 +123,8 @@ def kept(output: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 def write(run: CheckRun, parts: dict[str, dict[str, Any]], others: list[str]) -> str:
     """Write the findings so far to gpu-check.json and gpu-check.md, and return the report."""
-    bench = planner_file({name: parts[name] for name in PARTS if name in parts})
+    device = device_name(torch.device(run.device))
+    bench = planner_file(device, {name: parts[name] for name in PARTS if name in parts})
     write_bench_file(run.output / "gpu-check.json", bench)
     text = page(bench, others, time.monotonic() - run.begun)
     write_atomically(run.output / "gpu-check.md", text.encode())
@@ -240,10 +241,9 @@ def right(part: dict[str, Any]) -> bool:
     return all(line["right"] for line in part["checks"])
 
 
-def planner_file(parts: dict[str, dict[str, Any]]) -> BenchFile:
+def planner_file(device: str, parts: dict[str, dict[str, Any]]) -> BenchFile:
     """Make the planner's benchmark file: the best rate of each stage and bucket (for stage 1, of one mode), and all
     findings as details."""
-    device = parts.get("machine", {}).get("figures", {}).get("device", "unknown")
     return bench_file("bench.gpu_check", device, best_rates(measurements(parts)), details=parts)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from bench.gpu_check.findings import RATE, Parts, Row
 from bench.kit.common import table
 from plan.config import GPU_KINDS
-from plan.measured import BenchFile, Measurement, Rate, read_rates
+from plan.measured import BenchFile, Measurement, Rate, matches_gpu_kind, read_rates
 
 
 def page(bench: BenchFile, others: list[str], seconds: float) -> str:
@@ -60,7 +60,7 @@ def checked(parts: Parts) -> Iterator[tuple[Any, ...]]:
 
 def gpu_kind(device: str) -> str:
     """Return the planner's kind of a GPU with this name, or the name itself."""
-    return next((kind for kind in GPU_KINDS if kind.lower() in device.lower()), device)
+    return next((kind for kind in GPU_KINDS if matches_gpu_kind(device, kind)), device)
 
 
 def rates(bench: BenchFile, others: list[str]) -> str:

@@ -23,11 +23,11 @@ from bench.gpu_check.correctness import apart
 from bench.gpu_check.families import FamilyPhase
 from bench.gpu_check.findings import Findings, Parts
 from bench.gpu_check.kernels import kind_of
-from bench.gpu_check.page import page
+from bench.gpu_check.page import gpu_kind, page
 from bench.gpu_check.parts import HALVES, PARTS, PartRun
 from bench.gpu_check.setup import Setup, use_no_compiler
 from bench.train_step import Result, StepSetting
-from plan.measured import read_rates
+from plan.measured import matches_gpu_kind, read_rates
 from shards.base.errors import RequestError, WorkError
 from tests.ranks import SERVER
 
@@ -87,7 +87,7 @@ def test_float8_layers_are_emulated_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_the_planner_reads_the_file_and_the_report_breaks_down_the_time(rehearsed: Parts, tmp_path: Path) -> None:
-    file = gpu_check.planner_file(rehearsed)
+    file = gpu_check.planner_file("CPU", rehearsed)
     (tmp_path / "gpu-check.json").write_text(file.model_dump_json(exclude_none=True))
     read = read_rates([str(tmp_path / "gpu-check.json")], "CPU")
     assert read.of("encode", "128x128")[0].images_per_second_per_gpu > 0 and read.of("text", None)
@@ -105,6 +105,21 @@ def test_the_planner_reads_the_file_and_the_report_breaks_down_the_time(rehearse
         assert row["launches"] or not has_arithmetic
 
 
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
+    ],
+)
+def test_rates_are_compared_with_those_of_the_same_kind_of_gpu(device: str, kind: str | None) -> None:
+    """Kinds that the planner does not know are compared by name."""
+    assert gpu_kind(device) == (kind or device) and matches_gpu_kind(device, gpu_kind(device))
+
+
 def test_the_planner_gets_encoder_rates_of_one_mode() -> None:
     """One field compiles all encoders or none, so the best rate of each would be one that no worker reaches."""
     rates = {True: {"256x256": 1329.0, "mixed": 700.0, "text": 1530.0}, False: {"256x256": 464.0, "text": 2021.0}}
@@ -112,7 +127,7 @@ def test_the_planner_gets_encoder_rates_of_one_mode() -> None:
     table = [{"what": w, "compiled": c, "per_second": r} for c, mode in rates.items() for w, r in mode.items()]
 
     def chosen(rows: list[dict[str, Any]]) -> list[tuple[str, float]]:
-        file = gpu_check.planner_file({"encoders": {"tables": {"encoders": rows}, "figures": {}}})
+        file = gpu_check.planner_file("CPU", {"encoders": {"tables": {"encoders": rows}, "figures": {}}})
         return [(each.stage, each.images_per_second_per_gpu) for each in file.measurements]
 
     assert chosen(table) == [("encode", 1329.0), ("text", 1530.0)]
@@ -126,7 +141,7 @@ def test_failed_checks_come_first_and_fail_the_command(tmp_path: Path) -> None:
     found.check("another", 0.05, 0.1)
     part = {**json.loads((tmp_path / "part.json").read_text()), "outcome": "done", "seconds": 1.0}
     assert not gpu_check.right(part)
-    text = page(gpu_check.planner_file({"curves": part}), [], 1.0)
+    text = page(gpu_check.planner_file("CPU", {"curves": part}), [], 1.0)
     assert "**1 of 2 checks hold" in text and "## Failed checks\n\n" in text and "| curves | a curve | nan |" in text
 
 
@@ -309,7 +324,8 @@ def test_a_failed_compilation_is_recorded_and_the_rest_runs(tmp_path: Path, monk
     eager, compiled = found.tables["steps"]
     assert eager["per_second"] == 10.0 and "per_second" not in compiled
     assert compiled["note"] == "failed: RuntimeError: no working C compiler was found" == f"failed: {found.failed[0]}"
-    assert page(gpu_check.planner_file({"training-large": as_part(found)}), [], 1.0).count("no working C compiler") == 1
+    text = page(gpu_check.planner_file("CPU", {"training-large": as_part(found)}), [], 1.0)
+    assert text.count("no working C compiler") == 1
 
     steps = []
 
