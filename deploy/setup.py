@@ -10,6 +10,7 @@ from pathlib import Path
 
 VENV = Path(".venv")
 PYTHON = VENV / "bin" / "python"
+UV = VENV / "bin" / "uv"
 LOG = VENV / "setup.txt"
 VERSIONS = [(3, 11), (3, 12), (3, 13)]
 GIGABYTES = 8
@@ -34,22 +35,29 @@ def main() -> None:
             f"make PYTHON=python3.13 {' '.join(sys.argv[1:])}".strip()
         )
     free = shutil.disk_usage(".").free / 1e9
-    if not PYTHON.exists():
+    if not can_install():
         if free < GIGABYTES:
             fail(f"The packages need {GIGABYTES} GB of disk space, but only {free:.1f} GB are free in {Path.cwd()}.")
         print("Installing the packages into .venv. This takes about a minute, or as long as the download.", flush=True)
-        if subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True).returncode:
+        if subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True).returncode:
             shutil.rmtree(VENV, ignore_errors=True)
             fail(
                 f"{sys.executable} cannot create virtual environments. On Debian and Ubuntu, install the package "
                 f"python{version[0]}.{version[1]}-venv."
             )
     LOG.write_text("")
-    uv = VENV / "bin" / "uv"
-    if not uv.exists():
+    if not UV.exists():
         run(str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1", "uv")
-    run(str(uv), "pip", "sync", "--compile-bytecode", "--python", str(PYTHON), "requirements.lock")
-    run(str(uv), "pip", "install", "--python", str(PYTHON), "--no-deps", "--editable", ".")
+    run(str(UV), "pip", "sync", "--compile-bytecode", "--python", str(PYTHON), "requirements.lock")
+    run(str(UV), "pip", "install", "--python", str(PYTHON), "--no-deps", "--editable", ".")
+
+
+def can_install() -> bool:
+    """Return whether .venv exists and can install packages. It cannot if its Python was removed, or if an earlier
+    set-up was interrupted while the environment was being created."""
+    if not PYTHON.exists():
+        return False
+    return UV.exists() or not subprocess.run([str(PYTHON), "-m", "pip", "--version"], capture_output=True).returncode
 
 
 def run(*command: str) -> None:
@@ -70,4 +78,7 @@ def fail(sentence: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        fail("The set-up was interrupted. Run the same command again to continue.")

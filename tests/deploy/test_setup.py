@@ -1,6 +1,7 @@
 """`make setup` (deploy/setup.py): what stops it is named in one sentence."""
 
 import importlib.util
+import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
@@ -43,6 +44,23 @@ def test_a_full_disk(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("shutil.disk_usage", lambda place: Usage(9e9, 7e9, 2e9))
     expected = f"error: The packages need 8 GB of disk space, but only 2.0 GB are free in {tmp_path}."
     assert error(setup) == expected and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("was", ["interrupted", "made with a Python that was removed"])
+def test_an_environment_that_cannot_install_is_made_again(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, was: str
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda place: Usage(99e9, 9e9, 90e9))
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(setup, "run", lambda *command: commands.append(command))
+    create, made = [sys.executable, "-m", "venv"], tmp_path / ".venv"
+    subprocess.run([*create, "--without-pip", str(made)], check=True)  # an interrupted one has Python, but no pip
+    if was != "interrupted":
+        (made / "bin" / "python").unlink()
+        (made / "bin" / "python").symlink_to("/usr/bin/python-that-was-removed")
+    setup.main()
+    assert [command[0].rpartition("/")[2] for command in commands] == ["python", "uv", "uv"]
+    subprocess.run([made / "bin" / "python", "-m", "pip", "--version"], check=True)
 
 
 @pytest.mark.heavy
