@@ -95,8 +95,9 @@ def draw(config: EvaluateConfig, step: int | None, output: Path | str) -> list[P
     trusted = config.trust_remote_code
     model = prepare_model(config.model, step, config.weights, open_store(output), trusted)
     places = draw_sets(model, prompts, config.sampling, output, config.workers, trusted)
+    source = model.name if model.step is None else f"{model.name} at step {model.step}"
     for place in places:
-        print(f"{place}: {len(prompts) * config.sampling.images_per_prompt} images", flush=True)
+        print(f"{place}: {len(prompts) * config.sampling.images_per_prompt} images of {source}", flush=True)
     return places
 
 

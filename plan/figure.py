@@ -68,7 +68,8 @@ def _throughput(axes: Axes, report: Report) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(True, which="major", alpha=0.25)
-    axes.set_title(f"{report.plan.title} on {report.plan.gpu.kind}", fontsize=10.5)
+    title = f"{report.plan.title} on {report.plan.gpu.kind}"
+    axes.set_title(title.replace("$", r"\$"), fontsize=10.5)  # matplotlib would parse text between dollar signs as math
     if report.plan.gpus:
         axes.axvline(report.plan.gpus, color=GREY, linewidth=0.8, alpha=0.6)
 

@@ -108,7 +108,7 @@ def _time_and_cost(report: Report, stars: dict[str, str]) -> str:
         (f"precompute{stars['encode']}", lambda row: rounded(row.precompute_days, 2)),
         (f"GPU-hours{stars['speed']}", lambda row: rounded(row.gpu_hours, 0)),
         (f"cost{stars['cost']}", lambda row: f"${rounded(row.cost, 0)}"),
-        (f"with failures{stars['failing']}", lambda row: rounded(row.expected_days, 2)),
+        (f"with failures{stars['failing'] or stars['speed']}", lambda row: rounded(row.expected_days, 2)),
         (f"cost{stars['failing'] or stars['cost']}", lambda row: f"${rounded(row.expected_cost, 0)}"),
     ]
     title = "Days and GPU cost, uninterrupted and with expected failures\n"
@@ -140,7 +140,7 @@ def _machines(report: Report, stars: dict[str, str]) -> str:
         ),
         (f"time lost{failing}", lambda row: f"{row.lost:.2%}"),
         (
-            f"checkpoints TB{failing}",
+            f"checkpoints TB{failing or stars['speed']}",
             lambda row: rounded(sum(p.num_checkpoints * gb / 1000 for p, gb in zip(row.phases, sizes, strict=True)), 1),
         ),
         (f"per doubling{scaling}", lambda row: f"{row.speedup:.2f}x" if row.speedup else ""),

@@ -45,11 +45,11 @@ def test_help_names_every_target() -> None:
 
 def test_a_family_is_a_folder_of_configs() -> None:
     result = make("--dry-run", "precompute", "FAMILY=pixart-sigma", "SHARD=all")
-    assert "-m precompute --config configs/pixart-sigma/precompute.yaml --shards all" in result.stdout
+    assert '-m precompute --config "configs/pixart-sigma/precompute.yaml" --shards all' in result.stdout
     result = make("--dry-run", "train", "FAMILY=sana", "PHASE=2")
-    assert "-m train check --config configs/sana/phase2.yaml" in result.stdout
+    assert '-m train check --config "configs/sana/phase2.yaml"' in result.stdout
     result = make("--dry-run", "plan", "FAMILY=sd3", "GPUS=64")
-    assert "-m plan --config configs/sd3/plan.yaml --gpus 64" in result.stdout
+    assert '-m plan --config "configs/sd3/plan.yaml" --gpus 64' in result.stdout
 
 
 def test_what_a_target_runs() -> None:
@@ -57,12 +57,12 @@ def test_what_a_target_runs() -> None:
     result = make("--dry-run", "train", "PHASE=1", "NPROC=2", "ARGS=--max_steps 5")
     check, launch = (line for line in result.stdout.replace("\\\n", "").splitlines() if "-m train" in line)
     assert launch.startswith("PET_SHUTDOWN_TIMEOUT=120 exec ") and "--max_restarts 3" in launch
-    assert check.endswith("-m train check --config configs/phase1.yaml --max_steps 5")
+    assert check.endswith('-m train check --config "configs/phase1.yaml" --max_steps 5')
     assert "-m train.launch --num_machines 1 --num_processes 2 --multi_gpu" in launch
     study = make("--dry-run", "study", "A=a", "B=b", "C=c", "OUT=o", "ARGS=--protocol.seed 1").stdout
-    assert '-m evaluation.study prepare --sets "a,b,c" --config configs/study.yaml --output "o" --proto' in study
-    assert '-m evaluation.study serve --config configs/study.yaml --output "o" --protocol.seed 1' in study
-    assert launch.endswith("-m train --config configs/phase1.yaml --num_processes $((1 * 2)) --max_steps 5")
+    assert '-m evaluation.study prepare --sets "a,b,c" --config "configs/study.yaml" --output "o" --proto' in study
+    assert '-m evaluation.study serve --config "configs/study.yaml" --output "o" --protocol.seed 1' in study
+    assert launch.endswith('-m train --config "configs/phase1.yaml" --num_processes $((1 * 2)) --max_steps 5')
     assert result.stdout.splitlines()[-1] == launch  # resume.md tells readers to take the last line
 
 
@@ -94,7 +94,7 @@ def test_several_machines_are_one_number_under_slurm() -> None:
     check, launch = (line for line in result.stdout.replace("\\\n", "").splitlines() if "-m train" in line)
     assert "srun" not in check
     assert "exec srun --nodes 2 --ntasks-per-node 8 --wait 120 .venv/bin/python -m train.launch --slurm" in launch
-    assert launch.rstrip().endswith("-m train --config configs/phase1.yaml --num_processes $((2 * 8))")
+    assert launch.rstrip().endswith('-m train --config "configs/phase1.yaml" --num_processes $((2 * 8))')
     for tasks, flag in (("8(x2)", " --cpus-per-task 6"), ("8", " --cpus-per-task 6"), ("1(x2)", "")):
         allocation = ("SLURM_JOB_ID=7", "SLURM_CPUS_PER_TASK=6", f"SLURM_TASKS_PER_NODE={tasks}")
         result = make("--dry-run", "train", "PHASE=1", "NODES=2", "NPROC=8", *allocation)
@@ -108,7 +108,7 @@ def test_several_machines_are_one_number_with_a_file_of_hosts(tmp_path: Path) ->
         result = make("--dry-run", "train", "PHASE=1", "NPROC=8", hosts, *words)
         launch = result.stdout.replace("\\\n", "").splitlines()[-1]
         assert "srun" not in launch and f"-m train.launch --hosts {tmp_path / 'hosts'} {machines} 8 --max_re" in launch
-        assert launch.rstrip().endswith(f"-m train --config configs/phase1.yaml --num_processes $(({machines} * 8))")
+        assert launch.rstrip().endswith(f'-m train --config "configs/phase1.yaml" --num_processes $(({machines} * 8))')
     refused = make("train", "PHASE=1", "HOSTS=absent")
     assert (
         refused.returncode == 2

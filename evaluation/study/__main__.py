@@ -31,6 +31,8 @@ from shards.base.config import load_config, parse_subcommand
 from shards.base.errors import RequestError, console
 
 PROG = "evaluation.study"
+WILDCARDS = ("0.0.0.0", "::")
+"""Hosts with which the server listens at all addresses of the machine, so they are not an address to visit."""
 
 
 def run(arguments: list[str]) -> None:
@@ -89,6 +91,12 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
     """
     if options.again is not None and options.count is not None:
         raise RequestError("Pass either a number of raters to invite, or --again to replace a link, but not both.")
+    serving = config.serve
+    if serving.origin is None and serving.host in WILDCARDS:
+        raise RequestError(
+            f"The links must contain the address at which raters reach this machine, which --serve.host {serving.host} "
+            f"does not say. Set --serve.origin, such as http://study.example:{serving.port}."
+        )
     study = read_study(config.output)
     num_raters = study.protocol.config.raters
     with open_votes(study) as votes:
@@ -109,7 +117,6 @@ def invite(config: StudyConfig, options: argparse.Namespace) -> None:
                     f"The protocol has {num_raters} raters, and the number invited so far is {num_invited}. {advice}"
                     f"To replace a lost link, use --again with the rater's number."
                 )
-        serving = config.serve
         origin = serving.origin or f"http://{serving.host}:{serving.port}"
         for rater, token in tokens.items():
             print(f"{rater + 1}\t{origin}/#{token}")

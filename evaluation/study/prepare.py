@@ -50,7 +50,12 @@ def prepare(sets: Sequence[Place], config: ProtocolConfig, folder: Path) -> Prot
         config=config,
         secret_sha256=hashlib.sha256(secret).hexdigest(),
         models=[
-            {"place": str(each.place), **asdict(each.model), "drawing_id": each.drawing_id, **each.drawing["setting"]}
+            {
+                "place": resolved_place(each.place),
+                **asdict(each.model),
+                "drawing_id": each.drawing_id,
+                **each.drawing["setting"],
+            }
             for each in sample_sets
         ],
         items=items,

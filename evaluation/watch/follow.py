@@ -232,6 +232,9 @@ class Follower:
             Outage: storage failed and the watcher should retry later. This does not count as an attempt.
             Preempted, RequestError: see `follow`.
         """
+        if self._has_receipt(checkpoint):  # another watcher has finished it since this poll began
+            write_lines(self.output)
+            return True
         if not checkpoint.is_exported() and not is_complete(self.run, checkpoint.step):
             if not checkpoint.is_reported_incomplete:
                 checkpoint.is_reported_incomplete = True

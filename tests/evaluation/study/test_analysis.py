@@ -263,6 +263,8 @@ def test_from_sample_sets_to_a_result(tmp_path: Path, capsys: pytest.CaptureFixt
     assert said("invite", "--again", "2").startswith("2\t")
     assert "Rater 4 has not been invited yet" in said("invite", "--again", "4", code=2)
     assert "or --again to replace a link, but not both" in said("invite", "1", "--again", "2", code=2)
+    wildcard = said("invite", "--again", "2", "--serve.host", "0.0.0.0", code=2)
+    assert "Set --serve.origin, such as http://study.example:8770." in wildcard
     assert re.fullmatch(r"rater 1: 0 of \d\nrater 2: 0 of \d\nrater 3: 0 of \d\n", said("status"))
     assert "has 0 of" in said("analyse", code=2)
 

@@ -432,6 +432,25 @@ def test_checkpoints_that_stay_unreadable_do_not_delay_the_others(
     assert [row["step"] for row in written(run_dir)] == [6, 6]
 
 
+def test_a_step_that_another_watcher_evaluates_during_a_poll_is_not_repeated(
+    run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other watcher evaluates all checkpoints while this one is busy with the first."""
+    drawn: list[int | None] = []
+
+    def draw_slowly(config: Any, names: list[str], step: int | None, output: Path | str) -> None:
+        drawn.append(step)
+        if len(drawn) == 1:
+            assert watch(run_dir, words) == 0
+        draw_and_score(config, names, step, output)
+
+    draw_and_score = resolve_name(DRAW_AND_SCORE)
+    monkeypatch.setattr(DRAW_AND_SCORE, draw_slowly)
+    assert watch(run_dir, words) == 0
+    assert drawn == [2, *STEPS]
+    assert not list(run_dir.glob("evaluations/*/model/*"))
+
+
 def test_a_full_disk_during_an_export_is_an_outage(
     run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
