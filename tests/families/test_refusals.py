@@ -44,6 +44,16 @@ def refusal(small: Small, **changes: Any) -> str:
         (FLUX, {"data": {"towers": ["texts.clip"]}}, "they use the text tower t5, but the latents have clip"),
         (
             FLUX,
+            {
+                "inputs": {
+                    "encoder_hidden_states": {"kind": "states"},
+                    "pooled_projections": {"kind": "pooled", "towers": ["clipp"]},
+                }
+            },
+            "they use the text tower clipp, but the latents have clip, t5",
+        ),
+        (
+            FLUX,
             {"inputs": {"pooled_projections": {"kind": "pooled", "towers": ["t5"]}}},
             "pooled_projections uses the pooled output of t5, which was encoded without it",
         ),
@@ -152,6 +162,23 @@ def refusal(small: Small, **changes: Any) -> str:
             {"pipeline": {"scheduler": "FlowMatchEuler"}},
             "The scheduler FlowMatchEuler (backbone.pipeline.scheduler) cannot be built with the settings {}",
         ),
+        (
+            "sd3",
+            {"inputs": {"pooled_projections": {"kind": "pooled", "towers": ["clip_g", "clip_l"]}}},
+            "backbone.inputs.pooled_projections reads clip_g, clip_l in this order, but StableDiffusion3Pipeline would",
+        ),
+        (
+            "sd3",
+            {"inputs": {"encoder_hidden_states": {"kind": "states", "towers": [["t5"], ["clip_l", "clip_g"]]}}},
+            "would feed the network clip_l, clip_g, t5, the order of backbone.pipeline.towers",
+        ),
+        (
+            "sd3",
+            {"pipeline": {"class_name": SD3, "towers": ["clip_g", "clip_l", "t5"]}},
+            "backbone.inputs.encoder_hidden_states reads clip_l, clip_g, t5 in this order",
+        ),
+        (FLUX, {"time_divisor": 1}, "time_divisor is 1, but FluxPipeline divides timesteps by 1000"),
+        ("sd3", {"time_divisor": 1000}, "StableDiffusion3Pipeline divides timesteps by 1, so"),
         ("sdxl", {"dropped": "empty"}, "StableDiffusionXLPipeline uses zeros as its unconditional input"),
         (FLUX, {"dropped": "zeros"}, "FluxPipeline uses the empty caption as its unconditional input"),
     ],

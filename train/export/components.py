@@ -19,6 +19,7 @@ from shards.format.towers import ImageTower, TextTower, Weights
 from train.config import TrainConfig
 from train.data.spec import keep_towers
 from train.model.backbone import PipelineConfig
+from train.model.inputs import Pooled, States
 from train.model.network import UNET
 
 CLIP_TOKENS = 77
@@ -185,11 +186,11 @@ def check_unconditional(config: TrainConfig) -> None:
 def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
     """Check that the network is trained on exactly the text towers with which the pipeline encodes prompts.
 
-    With an extra or missing tower, the pipeline would feed the network inputs that it has never seen; some pipelines
-    replace a missing encoder's output with zeros.
+    With an extra or missing tower, or in a different order, the pipeline would feed the network inputs that it has
+    never seen; some pipelines replace a missing encoder's output with zeros.
 
     Raises:
-        RequestError: backbone.inputs and backbone.pipeline.towers name different towers.
+        RequestError: backbone.inputs and backbone.pipeline.towers name different towers, or in different orders.
     """
     pipeline = config.backbone.pipeline
     backbone = config.backbone.resolved(keep_towers(encoding, config.data.towers).texts)
@@ -207,6 +208,33 @@ def check_same_encoders(encoding: EncodingRecord, config: TrainConfig) -> None:
             f"{pipeline.class_name} could not feed the network all inputs that it was trained on. Add "
             f"{' and '.join(missing)} to backbone.pipeline.towers, or remove "
             f"{'it' if len(missing) == 1 else 'them'} from backbone.inputs."
+        )
+    for argument, item in backbone.inputs.items():
+        names = item.names if isinstance(item, States | Pooled) else []
+        ordered = sorted(names, key=pipeline.towers.index)
+        if names != ordered:
+            raise RequestError(
+                f"backbone.inputs.{argument} reads {', '.join(names)} in this order, but {pipeline.class_name} would "
+                f"feed the network {', '.join(ordered)}, the order of backbone.pipeline.towers. Name the towers in the "
+                f"same order in both."
+            )
+
+
+def check_times(config: TrainConfig) -> None:
+    """Check that the pipeline divides timesteps by the same number as training before the network receives them.
+
+    Raises:
+        RequestError: it divides them by a different number.
+    """
+    pipeline, trained = config.backbone.pipeline, config.backbone.time_divisor
+    # `timesteps / …` are the noise levels of all steps, which the network does not receive
+    found = re.search(r"(?<!timesteps) / (1000|self\.scheduler\.config\.num_train_timesteps)\b", call_source(pipeline))
+    divisor = 1 if found is None else 1000 if found[1] == "1000" else config.objective.num_train_timesteps
+    if trained != divisor:
+        raise RequestError(
+            f"backbone.time_divisor is {trained:g}, but {pipeline.class_name} divides timesteps by {divisor}, so "
+            f"images would be drawn at times that the network was not trained for. Set backbone.time_divisor to "
+            f"{divisor}."
         )
 
 

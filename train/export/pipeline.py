@@ -45,6 +45,7 @@ from train.export.components import (
     check_network,
     check_normalisation,
     check_same_encoders,
+    check_times,
     check_unconditional,
     default_size,
     network_name,
@@ -200,6 +201,7 @@ def _write_pipeline(
     if not is_stock:
         _check_texts(config, encoding)
     check_unconditional(config)
+    check_times(config)
     check_normalisation(pipeline, encoding.image)
     given = {"vae": options.vae, "text_encoder": options.text_encoder, "tokenizer": options.tokenizer} | options.models
     if unknown := sorted(set(options.models) - set(recorded)):
@@ -250,8 +252,8 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
 
     Raises:
         RequestError: the class does not exist, it takes other networks, its text encoders differ from the towers that
-            the network reads, it encodes prompts or normalises latents differently from training, its scheduler cannot
-            be built, or it cannot sample with this scheduler.
+            the network reads, it encodes prompts, scales timesteps or normalises latents differently from training, its
+            scheduler cannot be built, or it cannot sample with this scheduler.
     """
     pipeline = config.backbone.pipeline
     # the default pipeline is checked only at export, because a network can be trained without any pipeline
@@ -260,6 +262,7 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
         recorded_components(pipeline, encoding.image, pipeline_texts(encoding, config))
         _check_texts(config, encoding)
         check_unconditional(config)
+        check_times(config)
         check_normalisation(pipeline, encoding.image)
     check_steps(pipeline, scheduler_of(pipeline, config.objective))
 

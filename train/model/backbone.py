@@ -111,7 +111,9 @@ class BackboneConfig(Config):
                 f"it selects {' and '.join(found) or 'none'}. Name one such tower in data.towers, as in "
                 f"[texts.{(found or ['NAME'])[0]}], or encode a root that has one."
             )
-        return self._with_states({"towers": [found]})
+        named = self._with_states({"towers": [found]})
+        _check_towers(named, texts)
+        return named
 
     def _with_states(self, changes: dict[str, Any]) -> BackboneConfig:
         inputs = {

@@ -145,9 +145,11 @@ class EvaluationQueue:
     def log_next(self, trackers: list[Any], step: int) -> None:
         """Log the oldest pending results, if there are any. Results that fail are tried again after the others.
 
-        Call it at most once per step, because wandb merges everything that is logged at a step into one row.
+        Call it at most once per step, because wandb merges everything that is logged at a step into one row. While a
+        resumed run repeats steps that a killed launch had logged, results wait, because wandb ignores these steps.
         """
-        if self.pending:
+        is_ignored = any(each.name == "wandb" and step < each.tracker.starting_step for each in trackers)
+        if self.pending and not is_ignored:
             results = self.pending.popleft()
             try:
                 log_results(trackers, results, step)

@@ -5,6 +5,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zipfile import ZipFile
 
@@ -25,7 +26,7 @@ from tests.train.run.reporting.offline import (
 from tests.train.run.reporting.preemption import preempt_in_step
 from train.__main__ import run as command
 from train.run.reporting import evaluations
-from train.run.reporting.evaluations import EvaluationQueue, list_unlogged
+from train.run.reporting.evaluations import EvaluationQueue, EvaluationResults, list_unlogged
 from train.run.reporting.log import Log
 from train.run.reporting.tracker import source_version
 
@@ -255,7 +256,8 @@ class RecordingTracker:
 
     name = "wandb"
 
-    def __init__(self) -> None:
+    def __init__(self, starting_step: int = 0) -> None:
+        self.tracker = SimpleNamespace(starting_step=starting_step)
         self.numbers: list[dict[str, float]] = []
         self.pictures: list[bytes] = []
 
@@ -271,6 +273,16 @@ class RecordingTracker:
 
 
 NOT_A_PNG = b"not a png"
+
+
+def test_results_wait_while_a_resumed_run_repeats_steps(tmp_path: Path) -> None:
+    """wandb ignores everything that is logged at a step before the first one of this launch."""
+    tracker, queue = RecordingTracker(starting_step=8), EvaluationQueue(tmp_path)
+    queue.pending.append(EvaluationResults("0000000004.x", 4, {NAME: 1.0}, {}))
+    queue.log_next([tracker], 5)
+    assert not tracker.numbers and not queue.logged
+    queue.log_next([tracker], 8)
+    assert [row[NAME] for row in tracker.numbers] == [1.0] and list(queue.logged) == ["0000000004.x"]
 
 
 def test_results_that_a_tracker_does_not_accept_are_logged_after_the_others(tmp_path: Path) -> None:
