@@ -121,7 +121,7 @@ report: setup
 plan: setup
 	$(BIN)/python -m plan --config "$(or $(CONFIG),$(CONFIGS)/plan.yaml)" $(if $(GPUS),--gpus $(GPUS)) $(ARGS)
 
-## make clean                     | delete runs/ and all caches
+## make clean                     | delete runs/, builds, and the caches of pytest, mypy, ruff and hypothesis
 clean:
 	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
