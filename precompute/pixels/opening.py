@@ -90,15 +90,20 @@ def turns_of(image: ImageFile) -> tuple[Turns, Turns]:
 
 
 def orientation_of(image: ImageFile) -> int:
-    """Return the EXIF orientation that is recorded in the file, from 1 to 8, or 1 if there is none. Call this before
-    the image is decoded.
+    """Return the EXIF orientation that is recorded in the file, from 1 to 8, or 1 if there is none or the EXIF cannot
+    be parsed. Call this before the image is decoded.
 
     Raises:
         Reject: `undecodable`.
     """
-    with rejecting("undecodable"):
-        if image.format == "PNG" and "exif" not in image.info:
+    if image.format == "PNG" and "exif" not in image.info:
+        with rejecting("undecodable"):
             image.load()  # getexif would do so, too, because EXIF and XMP may follow the pixels
-            _drop_xmp(image)
+        _drop_xmp(image)
+    try:
         orientation = image.getexif().get(ORIENTATION_TAG)
         return int(orientation) if orientation in TURNS else 1
+    except MemoryError:  # from the limit on memory, so it is no evidence that the EXIF is malformed
+        raise
+    except Exception:  # the pixels are intact; Pillow raises a dozen types of exceptions, as in `rejecting`
+        return 1

@@ -41,6 +41,7 @@ FILES: dict[str, Callable[[], bytes]] = {
     "transparent": lambda: saved(Image.new("RGBA", (300, 300), (255, 0, 0, 128)), "PNG"),
     "CMYK": lambda: saved(gradient(300, 200).convert("CMYK"), "JPEG", quality=95),
     "palette": lambda: saved(gradient(300, 200).quantize(64), "PNG"),
+    "malformed EXIF": lambda: saved(gradient(300, 200), "JPEG", dpi=(72, 72), exif=b"Exif\0\0garbage", quality=95),
 }
 """Functions, so that only one process makes the images."""
 

@@ -195,6 +195,30 @@ def test_exif_orientation(format: str, orientation: int) -> None:
     assert psnr(result.pixels[bucket], decode_plain(saved(image), bucket)) > (40 if options == {} else 30)
 
 
+@pytest.mark.parametrize("exif", [b"garbage bytes", bytes(16), b"II*", b"II*\0", b"ASCII\0\0\0"])
+@pytest.mark.parametrize(
+    ("format", "options"),
+    # Pillow looks for the resolution of a JPEG in EXIF unless its header states one, and then suppresses the error
+    [("JPEG", {}), ("JPEG", {"dpi": (72, 72)}), ("PNG", {}), ("WEBP", {})],
+)
+def test_malformed_exif_is_ignored(format: str, options: dict[str, Any], exif: bytes) -> None:
+    image = Image.open(io.BytesIO(picture(np.random.default_rng(9), 96, 64, "PNG")))
+    plain, malformed = (saved(image, format, **options, **more) for more in ({}, {"exif": b"Exif\0\0" + exif}))
+    assert exif in malformed
+    expected, found = (decode(data, [SMALL], PixelsConfig(), LIMITS) for data in (plain, malformed))
+    assert np.array_equal(found.pixels[SMALL], expected.pixels[SMALL])
+    assert (found.width, found.height, found.corners) == (96, 64, expected.corners)
+
+
+def test_memory_errors_in_exif_are_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Image.Image) -> Image.Exif:
+        raise MemoryError
+
+    monkeypatch.setattr(Image.Image, "getexif", fail)
+    with pytest.raises(MemoryError):
+        decode(saved(Image.new("RGB", (64, 64))), [SMALL], PixelsConfig(), LIMITS)
+
+
 def test_a_turned_jpeg_decoded_at_a_scale_that_does_not_divide_it() -> None:
     """At 1/4, the last column is a quarter full. After turning, it comes first."""
     image = Image.open(io.BytesIO(picture(np.random.default_rng(6), 801, 1203, "PNG")))
