@@ -30,6 +30,7 @@ from precompute.input.unit import (
     CAPTION_SUFFIXES,
     IMAGE_SUFFIXES,
     MAX_JSON_BYTES,
+    SAMPLE_SUFFIXES,
     InputRecord,
     Policy,
     RawSample,
@@ -310,6 +311,8 @@ class Tar:
         return record
 
     def _add(self, sample: RawSample, suffix: str, file: int, member: Member) -> None:
+        if suffix not in SAMPLE_SUFFIXES:
+            return
         if member.size > self.max_member_bytes:
             sample.oversized = f"the member {member.name} has {member.size} bytes, more than {self.max_member_bytes}"
             return

@@ -17,6 +17,8 @@ from shards.base.errors import RequestError
 
 IMAGE_SUFFIXES = {"jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "avif"}
 CAPTION_SUFFIXES = {"txt", "caption"}
+SAMPLE_SUFFIXES = IMAGE_SUFFIXES | CAPTION_SUFFIXES | {"json"}
+"""Suffixes of the files of a sample that are read; others in a tar, such as a video or a class label, are not."""
 MAX_JSON_BYTES = 1 << 20
 """Maximum size of a sample's JSON. Parsing takes up to 30 times as much memory. Larger JSON is ignored, as is
 invalid JSON."""

@@ -72,7 +72,7 @@ class LimitsConfig(Config):
     max_side: int = MAX_SIDE
     """Maximum side in pixels."""
     max_bytes: int = 64 << 20
-    """Maximum size of a tar member."""
+    """Maximum size of an image file, and of the caption and JSON files beside it."""
     max_caption_characters: int = Field(4096, ge=1)
     """Longer captions are truncated before tokenization. This limit is recorded in encoding.json, because it changes
     what is stored."""

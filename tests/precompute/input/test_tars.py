@@ -1,8 +1,11 @@
 """Reading tars: grouping of members, and detection of every kind of damage."""
 
+import hashlib
 import io
+import os
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +15,7 @@ import pytest
 from precompute.input import tars
 from precompute.input.find import choose_caption_fields, find_input
 from precompute.input.tars import Tar, counted_samples
-from precompute.input.unit import MAX_JSON_BYTES
+from precompute.input.unit import MAX_JSON_BYTES, RawSample
 from shards.base.errors import DamagedInput, RequestError
 from shards.base.remote import RemoteStore
 from shards.base.store import LocalStore
@@ -43,6 +46,34 @@ def test_an_image_may_be_larger_than_a_json_but_a_json_that_large_is_not_read(tm
     path = make_tar(tmp_path, "00000", [("a", {"jpg": large, "json": b'{"url": "%b"}' % large})])
     (sample,) = Tar(path, 2 * MAX_JSON_BYTES).samples()
     assert sample.image == large and sample.metadata == {}
+
+
+def test_other_members_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A video beside an image may exceed the limit; only the hash of the tar covers it."""
+    members = {
+        "000.cls": b"7",
+        "000.jpg": b"image",
+        "000.mp4": bytes(2000),
+        "000.seg.png": b"mask",
+        "000.txt": b"a cat",
+    }
+    folder = tmp_path / "input"
+    folder.mkdir()
+    path = write_tar(folder / "00000.tar", members)
+    read_sizes: list[int] = []
+
+    def pread(file: int, size: int, offset: int) -> bytes:
+        read_sizes.append(size)
+        return os.pread(file, size, offset)
+
+    monkeypatch.setattr(tars, "os", SimpleNamespace(pread=pread))
+    (unit,) = find_input(str(folder)).units()
+    with unit.open(1000) as source:
+        (sample,) = source.samples()
+        record = source.record()
+    assert sample == RawSample("000", b"image", b"a cat")
+    assert sorted(read_sizes) == [5, 5]
+    assert record["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_captions_are_found_behind_a_large_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
