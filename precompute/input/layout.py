@@ -1,8 +1,8 @@
 """Parse all headers of a tar, to group its members by key and to detect damage.
 
 Python's tarfile finds the headers and skips all other bytes. If a header does not start where the previous member
-ended, data was lost. Nothing is ever extracted: links, folders and devices are skipped, and only the last component of
-a member's path is used.
+ended, data was lost. Nothing is ever extracted: folders and devices are skipped, links are not followed, and only the
+last component of a member's path is used.
 """
 
 import re
@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from precompute.input.unit import CAPTION_SUFFIXES, IMAGE_SUFFIXES, escaped
+from precompute.input.unit import CAPTION_SUFFIXES, IMAGE_SUFFIXES, SAMPLE_SUFFIXES, escaped
 from shards.base.errors import DamagedInput
+from shards.base.table import counted
 
 MAGIC = {
     re.compile(rb"\x1f\x8b"): "gzip",
@@ -25,7 +26,7 @@ MAGIC_BYTES = 10
 """Number of bytes at the start of a file that `MAGIC` needs."""
 DECOMPRESSIBLE = {"gzip", "bz2", "zstd"}
 REPLACE = "Download this tar again or, if you created it yourself, recreate it."
-"""Advice at the end of error messages about a damaged tar."""
+"""Advice at the end of error messages about a damaged tar, unless `remedy_for` knows better."""
 BLOCK = tarfile.BLOCKSIZE
 EXTENDED = (
     tarfile.GNUTYPE_LONGNAME,
@@ -47,6 +48,8 @@ class Member:
     name: str
     offset: int
     size: int
+    is_whole: bool = True
+    """Whether the file's bytes are at `offset`; false for links and sparse files, which are never read."""
 
 
 @dataclass
@@ -68,7 +71,8 @@ def read_layout(path: Path, address: str) -> TarLayout:
     A sample next to damaged bytes is kept only if it has an image, a caption and JSON. If other samples separate the
     members of a sample, it is kept, but this counts as damage. If a key occurs twice with the same kind of member, both
     samples are lost. Images with a caption such as `a.1.jpg` and `a.1.txt` are lost if there is a sample `a`, because
-    they may belong to it.
+    they may belong to it. A sample is also lost if one of its files is a link, as GNU tar writes for further names of a
+    hard-linked file, or a sparse file.
     """
     layout, size = TarLayout(), path.stat().st_size
     end, key, last_added = 0, "", ""
@@ -83,13 +87,15 @@ def read_layout(path: Path, address: str) -> TarLayout:
             if end > size:
                 layout.damage.append(f"is truncated within the member {header.name!r}")
                 keys_near_damage.append(key)
-            elif key and header.type in PLAIN and not header.issparse():
-                _add_member(layout, key, suffix, last_added, Member(header.name, header.offset_data, header.size))
+            elif key and ((is_whole := _is_whole(header)) or _is_incomplete(header, suffix)):
+                member = Member(header.name, header.offset_data, header.size, is_whole)
+                _add_member(layout, key, suffix, last_added, member)
                 last_added = key
         if end <= size and (damage := check_end_marker(file, end)):
             layout.damage.append(damage)
             keys_near_damage.append(key)
     split = split_dotted(layout)
+    _report_incomplete(layout)
     # if the tar has .txt files, they are the captions, so a .caption file cannot replace a lost .txt
     captions = {"txt"} if any("txt" in suffixes for suffixes in layout.members.values()) else CAPTION_SUFFIXES
     for key in [key for first in keys_near_damage for key in split.get(first, [first])]:
@@ -97,6 +103,30 @@ def read_layout(path: Path, address: str) -> TarLayout:
         if key and any(kind.isdisjoint(suffixes) for kind in (IMAGE_SUFFIXES, captions, {"json"})):
             layout.lost.setdefault(key, "one of its members is damaged or missing")
     return layout
+
+
+def _is_whole(header: tarfile.TarInfo) -> bool:
+    return header.type in PLAIN and not header.issparse()
+
+
+def _is_incomplete(header: tarfile.TarInfo, suffix: str) -> bool:
+    """Return whether a member is a link or a sparse file instead of the image, caption or JSON that its name says."""
+    return suffix.rpartition(".")[2] in SAMPLE_SUFFIXES and (header.islnk() or header.issym() or header.issparse())
+
+
+def _report_incomplete(layout: TarLayout) -> None:
+    """Record samples as lost if one of their files is a link or a sparse file."""
+    names: list[str] = []
+    for key, members in layout.members.items():
+        for suffix, member in members.items():
+            if suffix in SAMPLE_SUFFIXES and not member.is_whole:
+                names.append(member.name)
+                layout.lost.setdefault(key, "one of its files is a link or a sparse file")
+    if names:
+        layout.damage.append(
+            f"stores {counted(len(names), 'file')} as links or sparse files, which are not read, starting with "
+            f"{names[0]!r}"
+        )
 
 
 def _add_member(layout: TarLayout, key: str, suffix: str, previous_key: str, member: Member) -> None:
@@ -204,6 +234,19 @@ def split_name(name: str, at_last_dot: bool = False) -> tuple[str, str]:
     name = escaped(name).rpartition("/")[2]
     key, _, suffix = name.rpartition(".") if at_last_dot else name.partition(".")
     return key, suffix.lower()
+
+
+def remedy_for(damage: str) -> str:
+    """Return the advice for one of the descriptions in `TarLayout.damage`."""
+    if "is not in order" in damage:
+        return "Recreate it, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
+    if "occurs twice" in damage:
+        return "Recreate it with a unique key for each sample."
+    if "is ambiguous" in damage:
+        return "Recreate it with keys without dots, or set tars.policy to salvage to leave these files out."
+    if "as links or sparse files" in damage:
+        return "Recreate it with tar --dereference --hard-dereference, and without --sparse."
+    return REPLACE
 
 
 def compression_of(path: Path, address: str) -> str | None:

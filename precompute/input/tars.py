@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.input.layout import REPLACE, Member, compression_of, read_layout
+from precompute.input.layout import REPLACE, Member, compression_of, read_layout, remedy_for
 from precompute.input.listing import Listing
 from precompute.input.numbering import Found
 from precompute.input.numbering import Member as FoundMember
@@ -228,15 +228,7 @@ class Tar:
         self.bytes = path.stat().st_size
         layout = read_layout(path, self.address)
         if layout.damage and policy == "reject":
-            if "is not in order" in layout.damage[0]:
-                remedy = "Recreate it, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
-            elif "occurs twice" in layout.damage[0]:
-                remedy = "Recreate it with a unique key for each sample."
-            elif "is ambiguous" in layout.damage[0]:
-                remedy = "Recreate it with keys without dots, or set tars.policy to salvage to leave these files out."
-            else:
-                remedy = REPLACE
-            raise DamagedInput(f"{self.address} {layout.damage[0]}. {remedy}")
+            raise DamagedInput(f"{self.address} {layout.damage[0]}. {remedy_for(layout.damage[0])}")
         self.policy = policy
         self.damage = layout.damage
         self.members = {key: members for key, members in layout.members.items() if key not in layout.lost}
@@ -289,7 +281,8 @@ class Tar:
         num_known = len(self.members) + len(self.lost)
         self.num_unnamed = max([num_known, *expected.counts.values()]) - num_known
         if self.damage and not self.members:
-            raise DamagedInput(f"{self.address} {self.damage[0]}, and no intact sample is left. {REPLACE}")
+            damage = self.damage[0]
+            raise DamagedInput(f"{self.address} {damage}, and no intact sample is left. {remedy_for(damage)}")
 
     def samples(self) -> Iterator[RawSample]:
         """Yield the intact samples in the order of their first members, and then the lost samples, sorted by key."""

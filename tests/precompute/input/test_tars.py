@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import re
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,3 +345,63 @@ def test_invalid_or_huge_json_costs_only_the_metadata(data: bytes, tmp_path: Pat
     path = write_tar(tmp_path / "00000.tar", {"000.jpg": b"x", "000.txt": b"y", "000.json": data})
     (sample,) = Tar(path, 64 << 20).samples()
     assert sample.metadata == {} and not sample.oversized and sample.caption == b"y"
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "hard link": {"type": tarfile.LNKTYPE, "linkname": "b.jpg"},
+    "symbolic link": {"type": tarfile.SYMTYPE, "linkname": "b.jpg"},
+    "sparse": {"type": tarfile.GNUTYPE_SPARSE},
+    "sparse in pax": {"pax_headers": {"GNU.sparse.map": "0,0", "GNU.sparse.size": "0"}},
+}
+"""Members that GNU tar writes for linked files, and with `--sparse`."""
+
+
+def with_links(path: Path, names: list[str], kind: str, plain: tuple[str, ...] = ("b.jpg", "b.txt")) -> Path:
+    """Make a tar of the files `names`, which it stores as members of this kind, followed by plain files."""
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name in names:
+            header = tarfile.TarInfo(name)
+            for field, value in KINDS[kind].items():
+                setattr(header, field, value)
+            tar.addfile(header)
+        for name in plain:
+            header = tarfile.TarInfo(name)
+            header.size = len(name)
+            tar.addfile(header, io.BytesIO(name.encode()))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.txt", "a.caption", "a.json", "v1.0.jpg"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_links_and_sparse_files_are_not_read_but_counted(kind: str, name: str, tmp_path: Path) -> None:
+    key = name.rpartition(".")[0]
+    rest = (f"{key}.{'txt' if name.endswith('jpg') else 'jpg'}", "b.jpg", "b.txt")
+    path = with_links(tmp_path / "00000.tar", [name], kind, rest)
+    message = (
+        rf"00000\.tar stores 1 file as links or sparse files, which are not read, starting with '{re.escape(name)}'\. "
+        r"Recreate it with tar --dereference --hard-dereference, and without --sparse"
+    )
+    with pytest.raises(DamagedInput, match=message):
+        Tar(path, LIMIT)
+    tar = Tar(path, LIMIT, "salvage")
+    tar.check(LocalStore(tmp_path), "00000")
+    assert list(tar.samples()) == [
+        RawSample("b", b"b.jpg", b"b.txt"),
+        RawSample(key, metadata={"url": ""}, lost="one of its files is a link or a sparse file"),
+    ]
+    assert (tar.record()["lost"], tar.record()["lost_unnamed"]) == (1, 0)
+
+
+def test_a_tar_of_nothing_but_links_says_how_to_recreate_it(tmp_path: Path) -> None:
+    path = with_links(tmp_path / "input" / "00000.tar", ["a.jpg", "a.txt"], "symbolic link", ())
+    with pytest.raises(RequestError, match=r"stores 2 files as links .* Recreate it with tar --dereference"):
+        choose_caption_fields(find_input(str(path.parent)), LIMIT)
+    with pytest.raises(DamagedInput, match=r"no intact sample is left.*Recreate it with tar --dereference"):
+        Tar(path, LIMIT, "salvage").check(LocalStore(path.parent), "00000")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_links_and_sparse_files_that_no_sample_uses_are_ignored(kind: str, tmp_path: Path) -> None:
+    path = with_links(tmp_path / "00000.tar", ["README", "a.mp4", "._b.jpg", "b.seg.png"], kind)
+    assert list(Tar(path, LIMIT).samples()) == [RawSample("b", b"b.jpg", b"b.txt")]
