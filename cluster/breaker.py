@@ -82,7 +82,7 @@ class Breaker:
         self, key: str, node: str | None, able: Collection[str], began: float, outage: Outage
     ) -> str | None:
         """Record an attempt that failed because of an outage, and return a message for the user, or None. `able` holds
-        the nodes that are large enough for a worker.
+        the nodes that are large enough for a worker, or nothing if no worker can start on them.
 
         The job pauses once more than half of these nodes fail in this way. If fewer nodes fail, the cause is assumed to
         be local. Raises WorkError if the last probe has failed.

@@ -220,7 +220,8 @@ class Fleet(Generic[Work, Result]):
     def _settle_outage(
         self, unit: Unit[Work], began: float, worker: Worker | None, failure: Failure, outage: Outage
     ) -> Iterator[Event[Result]]:
-        """Requeue a unit after an outage, normally without counting the attempt, and pause if most nodes fail."""
+        """Requeue a unit after an outage, normally without counting the attempt. Pause if most nodes fail, or if no
+        worker can start."""
         node = worker.node if worker else None
         number, which, again = unit.attempt, NOT_COUNTED, True
         others_affected = bool(self.breaker.affected - {unit.key})
@@ -229,8 +230,11 @@ class Fleet(Generic[Work, Result]):
             which = unit.describe_failure(True, self.config)
         if again:
             self.queue.put_back(unit)
+        # a failed start does not tell its node; if no worker runs anywhere, all nodes may be failing
+        has_workers = any(started.node is not None for started in self.pool.workers)
+        able = self.watch.able if has_workers else ()
         try:
-            news = self.breaker.record_outage(unit.key, node, self.watch.able, began, outage)
+            news = self.breaker.record_outage(unit.key, node, able, began, outage)
         except WorkError:
             yield self._failed(unit.key, worker, which, failure, again, number, in_pause=True)
             yield from self._drain()

@@ -6,6 +6,7 @@ import resource
 import signal
 import traceback
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import ray
 
 from cluster.failure_log import FailureLog, summarize
 from cluster.fleet import Done, Failed, Fleet, News
-from cluster.pool import Failure, describe_failure
+from cluster.nodes import Resources
+from cluster.pool import Failure, RunningAttempt, StartFailure, describe_failure
 from precompute.encode.worker import _recorded
 from shards.base.errors import Outage, UnfitNode, WorkError
 from shards.base.remote import RemoteStore, store_errors
@@ -45,6 +47,7 @@ def stored(error: Exception) -> Failure:
 SLOW_DOWN = stored(OSError(5, "Please reduce your request rate. (503 SlowDown)"))
 EXPIRED = stored(PermissionError("The provided token has expired."))
 DISK = raised(OSError(28, "No space left on device"))
+CANNOT_START = Failure(True, False, "ActorDiedError: ModuleNotFoundError: No module named 'cluster'", "a traceback")
 
 
 def missing_model() -> Failure:
@@ -52,6 +55,25 @@ def missing_model() -> Failure:
     with pytest.raises(UnfitNode, match="neither an existing folder nor a hub name") as caught:
         _recorded(Weights(name="absent", sha256="0" * 64))
     return raised(caught.value)
+
+
+class PartlyBrokenPool(TimedPool):
+    """Workers on `nodes`, and on further nodes of the cluster, where each start of a worker fails."""
+
+    def __init__(self, clock: Clock, nodes: dict[str, int], num_broken: int, seconds: float):
+        super().__init__(clock, nodes, lambda *_: (seconds, "ok"))
+        self.broken: dict[str, Resources] = {f"broken{number}": {"CPU": 1.0} for number in range(num_broken)}
+
+    def alive(self) -> dict[str, Resources]:
+        return super().alive() | self.broken
+
+    def wait(self, seconds: float) -> list[RunningAttempt[str] | StartFailure]:
+        events = super().wait(seconds)
+        starting = [worker for worker in self.workers if worker.node is None]
+        if events or not starting:
+            return events
+        self.dismiss(starting[0])
+        return [StartFailure(starting[0].requested_at, replace(CANNOT_START))]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +135,16 @@ def test_an_outage_without_an_end_stops_the_job(clock: Clock, monkeypatch: pytes
     with pytest.raises(WorkError, match=r"16 consecutive attempts .* token has expired"):
         without_state(make_fleet(monkeypatch, pool, KEYS, backoff=5))
     print(f"an outage without an end: stopped after {clock.now - 1000:.0f} s")
+    assert 45 * 60 < clock.now - 1000 < 70 * 60
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
+def test_a_job_stops_if_no_worker_can_start(clock: Clock, monkeypatch: pytest.MonkeyPatch, num_nodes: int) -> None:
+    """Such as on nodes without the package."""
+    pool = PartlyBrokenPool(clock, {}, num_nodes, 20)
+    with pytest.raises(WorkError, match=r"16 consecutive attempts .* a worker could not start: .* No module named"):
+        for _ in make_fleet(monkeypatch, pool, KEYS, backoff=5):
+            assert clock.now - 1000 < 2 * 3600
     assert 45 * 60 < clock.now - 1000 < 70 * 60
 
 
