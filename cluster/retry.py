@@ -97,15 +97,19 @@ class Unit(Generic[Work]):
         Args:
             last_success: start time of the most recently started attempt, at any unit, that succeeded.
             others_affected: whether other units have hit the outage too.
+            node: node of the attempt, or None if its worker could not start. The unit did not run then, and cannot be
+                the cause.
 
         Returns:
             False if this unit had an outage before and appears to be the only one affected. In that case, the unit
             itself may be the cause (for example, an object that cannot be read), and the attempt must be counted.
         """
-        previous, self.outage_at = self.outage_at, time.monotonic()
-        if previous is not None and (last_success > previous or not others_affected):
-            return False
-        self.failed_on, self.offered_at, self.not_before = node, None, self.outage_at + config.backoff
+        now = time.monotonic()
+        if node is not None:
+            previous, self.outage_at = self.outage_at, now
+            if previous is not None and (last_success > previous or not others_affected):
+                return False
+        self.failed_on, self.offered_at, self.not_before = node, None, now + config.backoff
         return True
 
 

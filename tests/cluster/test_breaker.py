@@ -148,6 +148,15 @@ def test_a_job_stops_if_no_worker_can_start(clock: Clock, monkeypatch: pytest.Mo
     assert 45 * 60 < clock.now - 1000 < 70 * 60
 
 
+def test_a_node_where_no_worker_can_start_costs_no_attempts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PartlyBrokenPool(clock, {"a": 1}, 1, 20)
+    events = without_state(make_fleet(monkeypatch, pool, KEYS, backoff=5, lost_attempts=1))
+    assert sorted(event.key for event in events if isinstance(event, Done)) == KEYS
+    failed = [event for event in events if isinstance(event, Failed)]
+    assert failed and all(event.again and event.number == 1 for event in failed)
+    assert not any(isinstance(event, News) for event in events), "the job does not pause"
+
+
 @pytest.mark.parametrize("by", ["attempt", "node"])
 def test_alternating_causes_stop_the_job_like_a_single_cause(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, by: str
