@@ -133,8 +133,8 @@ def record_tar(store: Store, tar: str, source: dict[str, str | int | None], samp
     if theirs["tar"]["sha256"] != source["sha256"]:
         raise WorkError(
             f"{source['address']} is not the tar that shard {tar} was first encoded from: its SHA-256 differs from "
-            f"that of {theirs['tar']['address']}, which {store.where(name)} records. Restore the original tar, or "
-            f"encode into a new root."
+            f"that of {theirs['tar']['address']}, which {store.where(name)} records. Restore the original tar "
+            f"(and limits.max_bytes, if it has changed), or encode into a new root."
         )
     if theirs["samples_in"] != samples_in:
         raise WorkError(
