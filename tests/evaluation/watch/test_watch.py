@@ -435,14 +435,14 @@ def test_checkpoints_that_stay_unreadable_do_not_delay_the_others(
 def test_a_step_that_another_watcher_evaluates_during_a_poll_is_not_repeated(
     run_dir: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other watcher evaluates all checkpoints while this one is busy with the first."""
+    """The other watcher evaluates all checkpoints before this one has recorded the first."""
     drawn: list[int | None] = []
 
     def draw_slowly(config: Any, names: list[str], step: int | None, output: Path | str) -> None:
         drawn.append(step)
+        draw_and_score(config, names, step, output)
         if len(drawn) == 1:
             assert watch(run_dir, words) == 0
-        draw_and_score(config, names, step, output)
 
     draw_and_score = resolve_name(DRAW_AND_SCORE)
     monkeypatch.setattr(DRAW_AND_SCORE, draw_slowly)

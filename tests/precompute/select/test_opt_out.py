@@ -215,7 +215,10 @@ def test_a_selection_honours_every_entry(name: str, tmp_path: Path) -> None:
     assert funnel["rows_out"] == len(kept)
 
 
-LABELS = st.text(st.characters(codec="utf-8", categories=["Ll", "Lu", "Lo", "Nd"]), min_size=1, max_size=8)
+CORRECTED = "\U0002f868\U0002f874\U0002f91f\U0002f95f\U0002f9bf"
+"""The five characters whose normal form Unicode has corrected, so each version of IDNA reads them as another host."""
+LETTERS = st.characters(codec="utf-8", categories=["Ll", "Lu", "Lo", "Nd"], exclude_characters=CORRECTED)
+LABELS = st.text(LETTERS, min_size=1, max_size=8)
 
 
 @given(st.lists(LABELS, min_size=2, max_size=3).map(".".join))
