@@ -1,4 +1,6 @@
-"""Processes forked from the test's own. An error must end them; otherwise they would continue as a second pytest."""
+"""Processes forked from the test's own. An error must end them; otherwise they would continue as a second pytest.
+
+They must not train: torch refuses that if the test's process has started autograd's threads. tests/ranks.py can."""
 
 import os
 import sys
