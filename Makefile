@@ -50,7 +50,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) deploy/setup.py $(MAKECMDGOALS)
 	@touch $@
 
-## make demo                      | run everything on a generated dataset, without a GPU (15 minutes on 2 slow cores)
+## make demo                      | run everything on a generated dataset, without a GPU (9 to 15 minutes on 2 cores)
 demo: setup
 	$(BIN)/python -m examples.shapes.demo $(ARGS)
 
