@@ -44,7 +44,7 @@ because each process runs whole files."""
 
 
 class PrintsAtOnce:
-    """Reporter that prints each failure, and the figures that slow tests record, at once, because a run that is killed
+    """Reporter that prints each failure, and the figures that tests record, at once, because a run that is killed
     at a time limit prints no summary."""
 
     def __init__(self, terminal: "pytest.TerminalReporter") -> None:  # older versions of pytest do not export it
@@ -55,7 +55,7 @@ class PrintsAtOnce:
             self.terminal.ensure_newline()
             self.terminal.write_line(f"FAILED {report.nodeid} ({report.when})", red=True)
             self.terminal.write_line("\n".join(report.longreprtext.splitlines()[-25:]))
-        elif report.when == "call" and "slow" in report.keywords:
+        elif report.when == "call":
             for name, value in report.user_properties:
                 self.terminal.ensure_newline()
                 self.terminal.write_line(f"{report.nodeid}: {name}: {json.dumps(value, ensure_ascii=False)}")

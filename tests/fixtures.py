@@ -53,7 +53,7 @@ hypothesis.settings.register_profile("any speed", deadline=None)
 hypothesis.settings.load_profile("any speed")
 
 Record = Callable[[str, object], None]
-"""Type of pytest's `record_property`. `make test-faults` prints what slow tests record."""
+"""Type of pytest's `record_property`. What a test records is printed when it ends."""
 
 # let S3 clients share the files that botocore reads; otherwise, each client would parse megabytes of JSON
 read_json = cache(JSONFileLoader().load_file)

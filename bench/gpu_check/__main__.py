@@ -242,8 +242,8 @@ def right(part: dict[str, Any]) -> bool:
 
 
 def planner_file(device: str, parts: dict[str, dict[str, Any]]) -> BenchFile:
-    """Make the planner's benchmark file: the best rate of each stage and bucket (for stage 1, of one mode), and all
-    findings as details."""
+    """Make a device's benchmark file for the planner: the best rate of each stage and bucket (for stage 1, of one
+    mode), and all findings as details."""
     return bench_file("bench.gpu_check", device, best_rates(measurements(parts)), details=parts)
 
 

@@ -26,7 +26,11 @@ MAGIC_BYTES = 10
 """Number of bytes at the start of a file that `MAGIC` needs."""
 DECOMPRESSIBLE = {"gzip", "bz2", "zstd"}
 REPLACE = "Download this tar again or, if you created it yourself, recreate it."
-"""Advice at the end of error messages about a damaged tar, unless `remedy_for` knows better."""
+"""Advice at the end of error messages about a damaged tar."""
+SORT = "Recreate it, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
+RENAME = "Recreate it with a unique key for each sample."
+REMOVE_DOTS = "Recreate it with keys without dots, or set tars.policy to salvage to leave these files out."
+STORE_WHOLE = "Recreate it with tar --dereference --hard-dereference, and without --sparse."
 BLOCK = tarfile.BLOCKSIZE
 EXTENDED = (
     tarfile.GNUTYPE_LONGNAME,
@@ -60,8 +64,9 @@ class TarLayout:
     """Key → suffix → member; keys in the order of their first members."""
     lost: dict[str, str] = field(default_factory=dict)
     """Key → reason why its sample is unusable."""
-    damage: list[str] = field(default_factory=list)
-    """Descriptions of the damage, each phrased to follow the tar's name in a sentence; empty for an intact tar."""
+    damage: dict[str, str] = field(default_factory=dict)
+    """Descriptions of the damage, each phrased to follow the tar's name in a sentence → advice, as a further sentence.
+    Empty for an intact tar."""
 
 
 def read_layout(path: Path, address: str) -> TarLayout:
@@ -81,18 +86,18 @@ def read_layout(path: Path, address: str) -> TarLayout:
         for header, next_header in read_headers(address, file, size):
             before, (key, suffix) = key, split_name(header.name)
             if header.offset != end and header.offset != after_global_header(file, end):
-                layout.damage.append(f"is damaged: bytes {end} to {header.offset} do not belong to any tar member")
+                layout.damage[f"is damaged: bytes {end} to {header.offset} do not belong to any tar member"] = REPLACE
                 keys_near_damage += [before, key]
             end = next_header
             if end > size:
-                layout.damage.append(f"is truncated within the member {header.name!r}")
+                layout.damage[f"is truncated within the member {header.name!r}"] = REPLACE
                 keys_near_damage.append(key)
             elif key and ((is_whole := _is_whole(header)) or _is_incomplete(header, suffix)):
                 member = Member(header.name, header.offset_data, header.size, is_whole)
                 _add_member(layout, key, suffix, last_added, member)
                 last_added = key
         if end <= size and (damage := check_end_marker(file, end)):
-            layout.damage.append(damage)
+            layout.damage[damage] = REPLACE
             keys_near_damage.append(key)
     split = split_dotted(layout)
     _report_incomplete(layout)
@@ -123,19 +128,19 @@ def _report_incomplete(layout: TarLayout) -> None:
                 names.append(member.name)
                 layout.lost.setdefault(key, "one of its files is a link or a sparse file")
     if names:
-        layout.damage.append(
-            f"stores {counted(len(names), 'file')} as links or sparse files, which are not read, starting with "
-            f"{names[0]!r}"
-        )
+        stored = f"stores {counted(len(names), 'file')} as links or sparse files, which are not read"
+        layout.damage[f"{stored}, starting with {names[0]!r}"] = STORE_WHOLE
 
 
 def _add_member(layout: TarLayout, key: str, suffix: str, previous_key: str, member: Member) -> None:
     members = layout.members.setdefault(key, {})
     if suffix in members or (suffix in IMAGE_SUFFIXES and not IMAGE_SUFFIXES.isdisjoint(members)):
-        layout.damage.append(f"is ambiguous: the key {key} occurs twice, so its members cannot be assigned to samples")
+        layout.damage[f"is ambiguous: the key {key} occurs twice, so its members cannot be assigned to samples"] = (
+            RENAME
+        )
         layout.lost[key] = "its key occurs twice"
     elif members and key != previous_key:
-        layout.damage.append(f"is not in order: the members of the key {key} are separated by other samples")
+        layout.damage[f"is not in order: the members of the key {key} are separated by other samples"] = SORT
     members.setdefault(suffix, member)
 
 
@@ -177,9 +182,8 @@ def _report_nested(layout: TarLayout, key: str, members: dict[str, Member]) -> N
     for name, suffixes in nested.items():
         if not (IMAGE_SUFFIXES.isdisjoint(suffixes) or captions.isdisjoint(suffixes)):
             files = ", ".join(f"{name}.{suffix}" for suffix in suffixes)
-            layout.damage.append(
-                f"is ambiguous: {files} may be the sample {name}, or further files of the sample {key}"
-            )
+            damage = f"is ambiguous: {files} may be the sample {name}, or further files of the sample {key}"
+            layout.damage[damage] = REMOVE_DOTS
             layout.lost[name] = f"its files may belong to the sample {key}"
 
 
@@ -234,19 +238,6 @@ def split_name(name: str, at_last_dot: bool = False) -> tuple[str, str]:
     name = escaped(name).rpartition("/")[2]
     key, _, suffix = name.rpartition(".") if at_last_dot else name.partition(".")
     return key, suffix.lower()
-
-
-def remedy_for(damage: str) -> str:
-    """Return the advice for one of the descriptions in `TarLayout.damage`."""
-    if "is not in order" in damage:
-        return "Recreate it, sorted by name: tar --sort=name -cf NAME.tar -C FOLDER ."
-    if "occurs twice" in damage:
-        return "Recreate it with a unique key for each sample."
-    if "is ambiguous" in damage:
-        return "Recreate it with keys without dots, or set tars.policy to salvage to leave these files out."
-    if "as links or sparse files" in damage:
-        return "Recreate it with tar --dereference --hard-dereference, and without --sparse."
-    return REPLACE
 
 
 def compression_of(path: Path, address: str) -> str | None:

@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from precompute.input.layout import REPLACE, Member, compression_of, read_layout, remedy_for
+from precompute.input.layout import REPLACE, Member, compression_of, read_layout
 from precompute.input.listing import Listing
 from precompute.input.numbering import Found
 from precompute.input.numbering import Member as FoundMember
@@ -228,7 +228,8 @@ class Tar:
         self.bytes = path.stat().st_size
         layout = read_layout(path, self.address)
         if layout.damage and policy == "reject":
-            raise DamagedInput(f"{self.address} {layout.damage[0]}. {remedy_for(layout.damage[0])}")
+            damage, remedy = next(iter(layout.damage.items()))
+            raise DamagedInput(f"{self.address} {damage}. {remedy}")
         self.policy = policy
         self.damage = layout.damage
         self.members = {key: members for key, members in layout.members.items() if key not in layout.lost}
@@ -274,15 +275,15 @@ class Tar:
                 f"{self.address} {wrong[0]}. One of these files has been replaced or damaged since img2dataset wrote "
                 f"them. Download the tar again."
             )
-        self.damage += wrong
+        self.damage |= dict.fromkeys(wrong, REPLACE)
         self.members = {key: members for key, members in self.members.items() if key in listed}
         reasons = {key: self.lost[key].lost if key in self.lost else "it is not in the tar" for key in sorted(missing)}
         self.lost = {key: RawSample(key, metadata={"url": listed[key]}, lost=why) for key, why in reasons.items()}
         num_known = len(self.members) + len(self.lost)
         self.num_unnamed = max([num_known, *expected.counts.values()]) - num_known
         if self.damage and not self.members:
-            damage = self.damage[0]
-            raise DamagedInput(f"{self.address} {damage}, and no intact sample is left. {remedy_for(damage)}")
+            damage, remedy = next(iter(self.damage.items()))
+            raise DamagedInput(f"{self.address} {damage}, and no intact sample is left. {remedy}")
 
     def samples(self) -> Iterator[RawSample]:
         """Yield the intact samples in the order of their first members, and then the lost samples, sorted by key."""
@@ -299,7 +300,7 @@ class Tar:
         `lost_in_tar`, and `lost_unnamed` counts additional lost samples, whose keys are unknown."""
         record: InputRecord = {"address": self.address, "bytes": self.bytes, "sha256": self.sha256}
         if self.damage:
-            damage = "; ".join(self.damage[:MAX_LISTED]) + ("; …" if len(self.damage) > MAX_LISTED else "")
+            damage = "; ".join(list(self.damage)[:MAX_LISTED]) + ("; …" if len(self.damage) > MAX_LISTED else "")
             record |= {"damage": damage, "lost": len(self.lost), "lost_unnamed": self.num_unnamed}
         return record
 

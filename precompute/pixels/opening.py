@@ -103,7 +103,7 @@ def orientation_of(image: ImageFile) -> int:
     try:
         orientation = image.getexif().get(ORIENTATION_TAG)
         return int(orientation) if orientation in TURNS else 1
-    except MemoryError:  # from the limit on memory, so it is no evidence that the EXIF is malformed
+    except MemoryError:  # it exceeded the memory limit, which says nothing about the EXIF
         raise
     except Exception:  # the pixels are intact; Pillow raises a dozen types of exceptions, as in `rejecting`
         return 1

@@ -200,9 +200,7 @@ def _write_pipeline(
     is_stock = pipeline.class_name == PipelineConfig().class_name
     if not is_stock:
         _check_texts(config, encoding)
-    check_unconditional(config)
-    check_times(config)
-    check_normalisation(pipeline, encoding.image)
+    _check_conventions(config, encoding)
     given = {"vae": options.vae, "text_encoder": options.text_encoder, "tokenizer": options.tokenizer} | options.models
     if unknown := sorted(set(options.models) - set(recorded)):
         raise RequestError(
@@ -261,9 +259,7 @@ def check_pipeline(config: TrainConfig, encoding: EncodingRecord) -> None:
         check_network(pipeline, class_of(read_json(config.network), config.network).__name__)
         recorded_components(pipeline, encoding.image, pipeline_texts(encoding, config))
         _check_texts(config, encoding)
-        check_unconditional(config)
-        check_times(config)
-        check_normalisation(pipeline, encoding.image)
+        _check_conventions(config, encoding)
     check_steps(pipeline, scheduler_of(pipeline, config.objective))
 
 
@@ -272,6 +268,13 @@ def _check_texts(config: TrainConfig, encoding: EncodingRecord) -> None:
     check_same_encoders(encoding, config)
     texts = keep_towers(encoding, config.data.towers).texts
     check_prompts(config.backbone.resolved(texts), texts, config.objective.caption_dropout)
+
+
+def _check_conventions(config: TrainConfig, encoding: EncodingRecord) -> None:
+    """Check that the pipeline has the unconditional input, the scale of timesteps and the latents of training."""
+    check_unconditional(config)
+    check_times(config)
+    check_normalisation(config.backbone.pipeline, encoding.image)
 
 
 def _check_target(target: Path, options: ExportConfig) -> None:
