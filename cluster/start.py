@@ -1,5 +1,6 @@
 """Join or start a Ray cluster, and resolve a precision for its workers' device."""
 
+import atexit
 import logging
 import os
 import signal
@@ -19,7 +20,7 @@ from shards.base.device import (
     worker_device,
 )
 from shards.base.errors import Preempted, RequestError, WorkError, say
-from shards.base.stop import exit_on_stop_signal
+from shards.base.stop import STOP_SIGNALS, exit_on_stop_signal
 
 WORKER_START_SECONDS = 300.0
 """Seconds allowed for starting a worker's process on a node, importing torch and trying a precision."""
@@ -31,7 +32,8 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 def start_ray(config: ResourcesConfig) -> None:
     """Join the cluster at RAY_ADDRESS, or start one on this machine that accepts no outside connections.
 
-    From then on, stop signals end this process with exit code 75, except while a fleet handles them.
+    From then on, stop signals end this process with exit code 75, except while a fleet handles them. They are ignored
+    once the interpreter exits.
 
     Raises:
         RequestError: the cluster cannot be joined, this machine lacks the resources for one worker, or torch cannot
@@ -139,6 +141,15 @@ def _init(**options: Any) -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     exit_on_stop_signal(STOPPED)
+    atexit.unregister(_ignore_stop_signals)  # if Ray has been started before
+    atexit.register(_ignore_stop_signals)
+
+
+def _ignore_stop_signals() -> None:
+    """Let Ray's exit handler, which runs after this one, complete. If a signal's handler raised SystemExit in it, Ray's
+    threads would crash the process at its very end, although its work is done."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def forget_ranks() -> None:
