@@ -127,7 +127,8 @@ def _make_prompts(rows: list[_Row], config: PromptsConfig) -> list[Prompt]:
         places[id].append(row.place)
         if earlier and row.id is None and config.duplicates == "keep":
             id = f"{id}-{earlier + 1}"
-        prompts.append(Prompt(id, text, row.category and str(row.category)))
+        category = None if row.category in (None, "") else str(row.category)
+        prompts.append(Prompt(id, text, category))
     duplicates = [" = ".join(found) for found in places.values() if len(found) > 1]
     if duplicates and len({prompt.id for prompt in prompts}) < len(prompts):
         raise RequestError(

@@ -158,7 +158,7 @@ def _read_yaml(model: type[BaseModel], path: str | Path, derived: tuple[Path, ..
 
 def _parse_overrides(model: type[BaseModel], overrides: list[str], prog: str, about: str | None) -> dict[str, Any]:
     # The model is not validated here, because required fields may still come from the file.
-    overrides, entries = _split_entries(model, overrides)
+    overrides, entries = _split_entries(model, overrides, prog)
     # The fields inherit their descriptions. Without this setting, pydantic would search all modules for their source.
     inherits = {"use_attribute_docstrings": False}
     settings: Any = create_model(
@@ -185,11 +185,12 @@ def _parse_overrides(model: type[BaseModel], overrides: list[str], prog: str, ab
         raise RequestError(f"{prog}: {reason}. `python -m {prog} --help` lists every option.") from None
 
 
-def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:
+def _split_entries(model: type[BaseModel], overrides: list[str], prog: str) -> tuple[list[str], dict[str, Any]]:
     """Extract options such as `--texts.t5.max_tokens 77`, which set values in sections whose names the model does not
     declare; pydantic-settings offers no such options.
 
-    Return the remaining words, and the entries as nested dicts. Values stay text unless they are `null` or JSON.
+    Return the remaining words, and the entries as nested dicts. Values stay text unless they are `null` or JSON. Raises
+    RequestError if an option has no value, or contradicts another one.
     """
     rest: list[str] = []
     entries: dict[str, Any] = {}
@@ -200,7 +201,9 @@ def _split_entries(model: type[BaseModel], overrides: list[str]) -> tuple[list[s
         if not (word.startswith("--") and _is_undeclared(model, [*path, last])):
             rest.append(word)
             continue
-        text = value if has_value else next(words, "")
+        text = value if has_value else next(words, "--")
+        if not has_value and text.startswith("--"):
+            raise RequestError(f"{prog}: {word} has no value. Put one after it.")
         section = entries
         for key in path:
             section = section.setdefault(key, {})

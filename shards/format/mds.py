@@ -76,7 +76,7 @@ def part_type(folder: int, name: int) -> np.dtype[np.void]:
     """Return the dtype of a part's record, whose strings have at most `folder` and `name` bytes.
 
     Fields: the part's folder relative to the bucket's folder, its name (`00042.g0`), its number of samples, and the
-    SHA-256 of its samples.parquet, which is empty if only the receipt records it.
+    SHA-256 of its samples.parquet.
     """
     return np.dtype([("folder", f"S{folder}"), ("name", f"S{name}"), ("samples", np.int64), ("table", "S64")])
 

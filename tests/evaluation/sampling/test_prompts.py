@@ -52,9 +52,12 @@ def test_formats(
 
 
 def test_parquet_with_a_named_column(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"n": [1, 2], "Frage": ["ein Fuchs", "ein Haus"]}), tmp_path / "a.parquet")
-    prompts = read_prompts(PromptsConfig(file=tmp_path / "a.parquet", column="Frage", limit=1))
-    assert [prompt.text for prompt in prompts] == ["ein Fuchs"]
+    table = {"n": [1, 2], "Frage": ["ein Fuchs", "ein Haus"], "category": [0, None]}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    prompts = read_prompts(PromptsConfig(file=tmp_path / "a.parquet", column="Frage"))
+    assert [(prompt.text, prompt.category) for prompt in prompts] == [("ein Fuchs", "0"), ("ein Haus", None)]
+    first = read_prompts(PromptsConfig(file=tmp_path / "a.parquet", column="Frage", limit=1))
+    assert first == prompts[:1]
 
 
 def test_ids_do_not_depend_on_the_position(tmp_path: Path) -> None:

@@ -111,6 +111,9 @@ def test_entries_of_a_dict_of_sections_are_options(tmp_path: Path) -> None:
         load_config(Named, path, ["--sections.b.rat", "3"], "program")
     with pytest.raises(RequestError, match=r"`sections\.b\.rate` = 'fast'"):
         load_config(Named, path, ["--sections.b.rate", "fast"], "program")
+    for words in (["--sections.b.rate"], ["--sections.b.rate", "--sections.c.rate=4"]):
+        with pytest.raises(RequestError, match=r"program: --sections\.b\.rate has no value"):
+            load_config(Named, path, words, "program")
 
 
 def test_missing_file(tmp_path: Path) -> None:
