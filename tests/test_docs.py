@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 TOPS = {path.name for path in ROOT.iterdir()} - {"runs"}
 FAMILIES = ("sd2", "sd15", "sdxl", "pixart-sigma", "sd3", "flux1", "sana", "prx")
-COSTS_IN_MAKE_TEST = ("pixart-sigma", "prx")
+COSTS_IN_MAKE_TEST = ("pixart-sigma",)
 """Families whose costs `make test` checks; `make test-families` checks all costs."""
 
 

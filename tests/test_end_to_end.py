@@ -1,6 +1,7 @@
 """The complete pipeline on tiny data, with the users' commands: tars → latents → both phases → export → a picture."""
 
 import contextlib
+import json
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -24,16 +25,26 @@ from train.run.reporting.json_lines import read_json_lines
 
 
 def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
+    """A damaged tar is reported after one attempt, and costs nothing but its own samples."""
     shutil.copytree(models, tmp_path / "models")
     shutil.copytree(tars, tmp_path / "tars")
+    (tmp_path / "tars" / "00002.tar").write_bytes((tars / "00001.tar").read_bytes()[:-20_000])
     root = tmp_path / "latents"
 
-    one_worker = ("--workers.num_cpus", str(available_cores()))  # because each takes seconds to start
-    result = run_module("precompute", *precompute_arguments(tmp_path / "models", tmp_path / "tars", root, *one_worker))
-    assert result.returncode == 0, result.stderr
+    options = ("--workers.attempts", "2", "--workers.backoff", "0")
+    options += ("--workers.num_cpus", str(available_cores()))  # one worker, because each takes seconds to start
+    result = run_module("precompute", *precompute_arguments(tmp_path / "models", tmp_path / "tars", root, *options))
+    assert result.returncode == 1
+    assert "tar 00002: attempt 1 of 2 failed, giving up on the tar: DamagedInput" in result.stderr
+    assert "attempt 2 of 2" not in result.stderr
+    assert "1 of 3 tars failed (00002: DamagedInput" in result.stderr
     assert "Tars: 2 encoded (46 samples in, 30 accepted, 16 rejected)" in result.stdout
     assert "20 samples in 128x128, 30 samples in 64x64" in result.stdout
-    assert len(load_tars(open_store(root))) == 2
+    assert {tar.tar: sorted(tar.parts) for tar in load_tars(open_store(root))} == {
+        tar: ["128x128", "64x64"] for tar in ("00000", "00001")
+    }
+    index = json.loads((root / "64x64" / "index.json").read_text())
+    assert [entry["raw_data"]["basename"].partition(".")[0] for entry in index["shards"]] == ["00000", "00001"]
 
     # the trainer must work without these
     shutil.move(tmp_path / "models", tmp_path / "hidden")
@@ -47,11 +58,8 @@ def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
         assert [row["step"] for row in read_json_lines(Path(fields["run_dir"]) / "metrics.jsonl")] == [1, 2, 3]
         assert (Path(fields["run_dir"]) / "loss.png").is_file()
 
-    result = run_module("train", "export", str(tmp_path / "phase2"))
-    assert result.returncode == 2
-    assert f"The model {tmp_path}/models/vae is neither an existing folder nor a hub name" in result.stderr.replace(
-        "\n", " "
-    )
+    with pytest.raises(RequestError, match=f"{tmp_path}/models/vae is neither an existing folder nor a hub name"):
+        train(["export", str(tmp_path / "phase2")])
 
     shutil.move(tmp_path / "hidden", tmp_path / "models")
     result = run_module("train", "export", str(tmp_path / "phase2"))
@@ -88,9 +96,8 @@ def test_a_trimmed_root_trains_and_samples_with_its_mask(models: Path, tars: Pat
     )
     encode_all(config)
     fields = train_fields(folder_of(config), tmp_path / "run", UNET, max_steps=2)
-    result = run_module("train", "--config", str(write_config(tmp_path, fields)))
-    assert result.returncode == 0, result.stderr
-    assert run_module("train", "export", str(tmp_path / "run")).returncode == 0
+    train(["--config", str(write_config(tmp_path, fields))])
+    train(["export", str(tmp_path / "run")])
     export = str(tmp_path / "run" / "export")
     run_card(tmp_path / "run" / "export", tmp_path)
     for stock in (StableDiffusionPipeline, DiffusionPipeline):  # would draw a different picture

@@ -1,8 +1,6 @@
 """Everything of the gate that needs Ray, in one session: workers, failed starts, stop signals, and a job."""
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,11 +19,8 @@ from cluster.fleet import Done, Failed, Fleet, FleetConfig, UnderWay
 from cluster.nodes import ResourcesConfig
 from cluster.pool import WorkerPool
 from cluster.start import precision_on_worker, start_ray
-from precompute.__main__ import run as precompute
 from shards.base import device
 from shards.base.errors import WorkError
-from shards.open import open_store
-from tests.roots import load_tars, precompute_arguments
 from tests.runs import environment, wait_until
 
 pytestmark = pytest.mark.heavy
@@ -207,26 +202,6 @@ def test_two_workers_are_on_one_gpu_at_once(session: str, tmp_path: Path) -> Non
     assert sorted(event.key for event in done) == ["a", "b", "c", "d"]
     assert len({event.result[0] for event in done}) == 2, "a third worker was on the GPU, or there was one"
     assert {(tuple(event.result[1]), event.result[2]) for event in done} == {((0,), 2)}
-
-
-def test_a_job_with_a_damaged_tar(
-    session: str, models: Path, tars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The intact tar is committed, and the damaged one is reported after one attempt."""
-    shutil.copytree(tars, tmp_path / "tars")
-    damaged = tmp_path / "tars" / "00001.tar"
-    damaged.write_bytes(damaged.read_bytes()[:-20_000])
-    options = ("--workers.attempts", "2", "--workers.backoff", "0", "--workers.resources", json.dumps(SLOT))
-    with pytest.raises(WorkError, match=r"1 of 2 tars failed \(00001: DamagedInput"):
-        precompute(precompute_arguments(models, tmp_path / "tars", tmp_path / "root", *options))
-    said = capsys.readouterr().err
-    assert "tar 00001: attempt 1 of 2 failed, giving up on the tar: DamagedInput" in said
-    assert "attempt 2 of 2" not in said
-    assert {tar.tar: set(tar.parts) for tar in load_tars(open_store(tmp_path / "root"))} == {
-        "00000": {"64x64", "128x128"}
-    }
-    index = json.loads((tmp_path / "root" / "64x64" / "index.json").read_text())
-    assert [entry["raw_data"]["basename"].partition(".")[0] for entry in index["shards"]] == ["00000"]
 
 
 def test_on_a_cluster_a_worker_decides_the_precision(

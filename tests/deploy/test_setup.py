@@ -1,6 +1,7 @@
 """`make setup` (deploy/setup.py): what stops it is named in one sentence."""
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from collections import namedtuple
@@ -9,19 +10,26 @@ from types import ModuleType
 
 import pytest
 
+SCRIPT = Path("deploy/setup.py").absolute()
 Usage = namedtuple("Usage", "total used free")
+
+
+def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Load the script, and change to `folder`, whose disk has enough space."""
+    spec = importlib.util.spec_from_file_location("setup_script", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", ["deploy/setup.py", "demo"])
+    monkeypatch.setattr("shutil.disk_usage", lambda place: Usage(99e9, 9e9, 90e9))
+    return module
 
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, in a folder without .venv."""
-    spec = importlib.util.spec_from_file_location("setup_script", Path("deploy/setup.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["deploy/setup.py", "demo"])
-    return module
+    return load(tmp_path, monkeypatch)
 
 
 def error(setup: ModuleType) -> str:
@@ -46,26 +54,37 @@ def test_a_full_disk(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert error(setup) == expected and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("was", ["interrupted", "made with a Python that was removed"])
-def test_an_environment_that_cannot_install_is_made_again(
-    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, was: str
-) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda place: Usage(99e9, 9e9, 90e9))
-    commands: list[tuple[str, ...]] = []
-    monkeypatch.setattr(setup, "run", lambda *command: commands.append(command))
-    create, made = [sys.executable, "-m", "venv"], tmp_path / ".venv"
-    subprocess.run([*create, "--without-pip", str(made)], check=True)  # an interrupted one has Python, but no pip
-    if was != "interrupted":
-        (made / "bin" / "python").unlink()
-        (made / "bin" / "python").symlink_to("/usr/bin/python-that-was-removed")
-    setup.main()
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an environment that the script made in place of one whose creation was interrupted."""
+    folder = tmp_path_factory.mktemp("made")
+    environment = folder / ".venv"  # an interrupted one has Python, but no pip
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        script = load(folder, patch)
+        commands: list[tuple[str, ...]] = []
+        patch.setattr(script, "run", lambda *command: commands.append(command))
+        script.main()
     assert [command[0].rpartition("/")[2] for command in commands] == ["python", "uv", "uv"]
-    subprocess.run([made / "bin" / "python", "-m", "pip", "--version"], check=True)
+    return folder
 
 
 @pytest.mark.heavy
-def test_an_unreachable_registry(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda place: Usage(99e9, 9e9, 90e9))
+def test_an_environment_that_cannot_install_is_made_again(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, made: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(made / ".venv", tmp_path / ".venv", symlinks=True)
+    assert setup.can_install()
+    (tmp_path / ".venv" / "bin" / "python").unlink()
+    (tmp_path / ".venv" / "bin" / "python").symlink_to("/usr/bin/python-that-was-removed")
+    assert not setup.can_install()
+
+
+@pytest.mark.heavy
+def test_an_unreachable_registry(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, made: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(made / ".venv", tmp_path / ".venv", symlinks=True)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
