@@ -31,8 +31,8 @@ def test_end_to_end(models: Path, tars: Path, tmp_path: Path) -> None:
     (tmp_path / "tars" / "00002.tar").write_bytes((tars / "00001.tar").read_bytes()[:-20_000])
     root = tmp_path / "latents"
 
-    options = ("--workers.attempts", "2", "--workers.backoff", "0")
-    options += ("--workers.num_cpus", str(available_cores()))  # one worker, because each takes seconds to start
+    options = ["--workers.attempts", "2", "--workers.backoff", "0"]
+    options += ["--workers.num_cpus", str(available_cores())]  # one worker, because each takes seconds to start
     result = run_module("precompute", *precompute_arguments(tmp_path / "models", tmp_path / "tars", root, *options))
     assert result.returncode == 1
     assert "tar 00002: attempt 1 of 2 failed, giving up on the tar: DamagedInput" in result.stderr

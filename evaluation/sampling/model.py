@@ -19,7 +19,7 @@ from shards.base.durable import canonical_json, sealed_json, sha256_file
 from shards.base.errors import Outage, RequestError, WorkError, is_storage_error
 from shards.base.scratch import private_folder
 from shards.base.stop import exiting_on_stop_signal
-from shards.base.store import Store, absolute_place, parse_place
+from shards.base.store import Store, absolute_place, parse_place, resolved_place
 from shards.format.models import model_folder
 from shards.open import open_store
 
@@ -109,7 +109,7 @@ def prepare_model(
     if not is_run(name):
         check_code(folder := pipeline_folder(name), trust_remote_code)
         model = Model(name, None, weights, hash_pipeline(folder))
-    elif found is not None and is_exported(output) and (_is_same(found.name, name) or _has_moved(found, name)):
+    elif found is not None and is_exported(output) and _is_same_run(found, name):
         # the checkpoint may have been pruned after its export, so only the export is read
         model = replace(found, name=name, step=found.step if step is None else step, weights=weights)
     else:
@@ -130,15 +130,11 @@ def prepare_model(
     return model
 
 
-def _is_same(one: str, other: str) -> bool:
-    """Return whether two names are those of the same folder or URL."""
-    a, b = parse_place(one), parse_place(other)
-    return a == b or (isinstance(a, Path) and isinstance(b, Path) and a.resolve() == b.resolve())
-
-
-def _has_moved(found: Model, name: str) -> bool:
-    """Return whether `name` may be the run of `found` after a move: the old location no longer contains a run, and the
-    checkpoint has been pruned, so it cannot be compared."""
+def _is_same_run(found: Model, name: str) -> bool:
+    """Return whether `name` is the run of `found`, or may be it after a move: the old location no longer contains a
+    run, and the checkpoint has been pruned, so it cannot be compared."""
+    if resolved_place(found.name) == resolved_place(name):
+        return True
     here = checkpoints_in(open_store(name).files("checkpoints"))
     return found.step is not None and found.step not in here and open_store(found.name).size("config.yaml") is None
 
