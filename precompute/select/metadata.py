@@ -86,9 +86,7 @@ def _network_errors(address: str, *expected: type[Exception]) -> Iterator[None]:
 def _network_error(error: OSError) -> OSError | None:
     """Return the network error behind an OSError that was raised while reading a remote file, or None."""
     if isinstance(error, FileNotFoundError | PermissionError):
-        # fsspec reports a web server that it cannot reach as a missing file
-        cause = error.__cause__
-        return cause if isinstance(cause, OSError) and cause.errno is not None else None
+        return None
     is_from_pyarrow = type(error) is OSError and error.errno is None  # the file is damaged
     return None if is_from_pyarrow else error
 

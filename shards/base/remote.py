@@ -29,6 +29,8 @@ S3 = {"s3", "s3a"}
 EXISTS, CONFLICTS = "PreconditionFailed", ("ConditionalRequestConflict", "OperationAborted")
 """S3 error codes for an object that already exists, and for concurrent create requests that collided and must be
 retried."""
+BUSY = {408, 429}
+"""HTTP status codes below 500 that say nothing about the file: request timeout and too many requests."""
 MODIFIED_KEYS = ("LastModified", "mtime", "updated", "last_modified", "created")
 MAX_ATTEMPTS, RETRY_SECONDS = 8, 0.2
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
@@ -88,11 +90,11 @@ class RemoteStore(Store):
             self.fs.get_file(self._path(name), str(target))
 
     def size(self, name: str) -> int | None:
-        with self._store_errors(name):
-            try:
+        try:
+            with self._store_errors(name, FileNotFoundError):
                 info = self.fs.info(self._path(name))
-            except FileNotFoundError:
-                return None
+        except FileNotFoundError:
+            return None
         return int(info["size"]) if info["type"] == "file" else None
 
     def sha256(self, name: str) -> str:
@@ -203,10 +205,13 @@ class RemoteStore(Store):
 
 @contextmanager
 def store_errors(address: str, *expected: type[Exception]) -> Iterator[None]:
-    """Convert any exception raised in the block, except the `expected` types, to an `Outage` that names `address`."""
+    """Convert any exception raised in the block, except the `expected` types, to an `Outage` that names `address`.
+    A web server that cannot be reached does not count as a missing file."""
     try:
         yield
-    except expected:
+    except expected as error:
+        if isinstance(error, FileNotFoundError) and (cause := failed_request(error)):
+            raise outage(address, cause) from error
         raise
     except Exception as error:  # every client library has its own exception types
         raise outage(address, error) from error
@@ -234,6 +239,18 @@ def outage(address: str, error: Exception) -> Outage:
         f"{address} cannot be read or written: {type(error).__name__}: {reason.rstrip('.')}. Check the URL, the "
         f"credentials and the network."
     )
+
+
+def failed_request(error: FileNotFoundError) -> BaseException | None:
+    """Return why a web server did not answer whether a file exists, or None if it did. fsspec raises FileNotFoundError
+    in either case."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+        return cause
+    if not type(cause).__module__.startswith("aiohttp"):
+        return None
+    status = getattr(cause, "status", None)  # absent if there was no answer
+    return cause if status is None or status >= 500 or status in BUSY else None
 
 
 def protocols(file_system: Any) -> tuple[str, ...]:

@@ -3,8 +3,10 @@
 import errno
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +248,41 @@ def test_a_root_reads_the_same_from_an_address(latents: Path, capsys: pytest.Cap
     remote.write(name, b"x" + remote.read(name)[1:])
     assert [line.split(" is damaged")[0] for line in verify_root(open_store(address))] == [f"{address}/{name}"]
     remote.fs.store.clear()
+
+
+@pytest.fixture
+def web() -> Iterator[str]:
+    """Address of a server whose paths begin with the status that it answers; it does not answer for 0."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            if status := int(self.path.split("/")[1]):
+                self.send_response(status)
+                self.send_header("Content-Length", "5")
+                self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_web_server_that_does_not_answer_does_not_lack_a_file(web: str) -> None:
+    """fsspec raises FileNotFoundError in all of these cases."""
+    assert RemoteStore(f"{web}/200").size("tar") == 5
+    assert [RemoteStore(f"{web}/{status}").size("tar") for status in (403, 404, 410)] == [None] * 3
+    for address in (f"{web}/0", f"{web}/429", f"{web}/503", "http://127.0.0.1:9"):  # the last is a closed port
+        store = RemoteStore(address)
+        for ask in (store.size, store.sha256):
+            with pytest.raises(Outage, match=f"{address}/tar cannot be read or written"):
+                ask("tar")
 
 
 def test_places() -> None:
