@@ -105,9 +105,11 @@ def _directives(header: str) -> Iterator[tuple[str, str]]:
 def to_ascii(url: str) -> str:
     """Encode a URL's host with IDNA, and percent-encode non-ASCII characters and spaces elsewhere, as browsers do.
     Escapes that are already in the URL stay as they are."""
-    host = urllib.parse.urlsplit(url).netloc.rpartition("@")[2].partition(":")[0]
+    netloc = urllib.parse.urlsplit(url).netloc
+    user, at, address = netloc.rpartition("@")
+    host, colon, port = address.partition(":")
     if not host.isascii():
-        url = url.replace(host, host.encode("idna").decode(), 1)
+        url = url.replace(netloc, f"{user}{at}{host.encode('idna').decode()}{colon}{port}", 1)
     return urllib.parse.quote(url, safe=string.punctuation)
 
 

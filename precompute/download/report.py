@@ -12,6 +12,8 @@ from precompute.input.tars import SUCCESS
 from shards.base.durable import canonical_json, write_atomically
 
 REPORT_NAME = "download_report.json"
+UNUSABLE = ("not_an_image", "too_many_pixels", "too_small", "bad_profile", "undecodable")
+"""Reasons why a downloaded file cannot be re-encoded, as in stage 1."""
 # Kind of failure → pattern of its messages, which come from urllib, http.client, ssl, our opener and img2dataset. The
 # first match wins.
 KINDS = {
@@ -35,8 +37,7 @@ KINDS = {
     "refused": r"Connection refused",
     "cut": r"IncompleteRead|closed connection without|Connection reset|bytes read",
     "unreachable": r"unreachable|No route",
-    "too_many_pixels": r"Image decoding error: too_many_pixels",
-    "not_an_image": r"Image decoding error",
+    **{reason: f"Image decoding error: {reason}" for reason in UNUSABLE},
 }
 
 

@@ -23,7 +23,7 @@ FORMATS = {
     "png": rb"\x89PNG\r\n\x1a\n",
     "gif": rb"GIF8",
     "bmp": rb"BM",
-    "tiff": rb"II\*\x00",
+    "tiff": rb"II\*\x00|MM\x00\*",
     "empty": rb"\Z",
     "html": rb"\s*<",
 }

@@ -72,7 +72,7 @@ def decode_sample(raw: RawSample, recipe: Recipe, decode: Decode) -> DecodedSamp
         if raw.image is None:
             raise Reject("no_image", f"the input has no image for the key {raw.key}")
         sha256 = hashlib.sha256(raw.image).hexdigest()
-        if recipe.tars.check_sha256 and (raw.metadata.get("sha256") or sha256) != sha256:
+        if recipe.tars.check_sha256 and str(raw.metadata.get("sha256") or sha256).lower() != sha256:
             if recipe.tars.policy == "salvage":
                 raise Reject(LOST, "the image does not match the sha256 in its JSON")
             raise DamagedInput(

@@ -150,9 +150,10 @@ def find_mds(listing: Listing) -> Found | None:
                 continue  # another program's index
             for entry in index["shards"]:
                 raw = entry["raw_data"]
-                place = posixpath.normpath(folder + raw["basename"])
-                if place.startswith(("/", "../")):
-                    raise ValueError(f"{raw['basename']} is outside of the input")
+                for file in filter(None, (entry["zip_data"], raw)):
+                    place = posixpath.normpath(folder + file["basename"])
+                    if place.startswith(("/", "../")):
+                        raise ValueError(f"{file['basename']} is outside of the input")
                 if entry["format"] == "mds" and entry["samples"] and image_column(entry):
                     members[place], entries[place] = Member(place, raw["bytes"], entry["samples"]), (folder, entry)
         except (ValueError, LookupError, TypeError) as error:

@@ -241,13 +241,13 @@ def outage(address: str, error: Exception) -> Outage:
     )
 
 
-def failed_request(error: FileNotFoundError) -> BaseException | None:
+def failed_request(error: FileNotFoundError) -> Exception | None:
     """Return why a web server did not answer whether a file exists, or None if it did. fsspec raises FileNotFoundError
     in either case."""
     cause = error.__cause__
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
         return cause
-    if not type(cause).__module__.startswith("aiohttp"):
+    if not (isinstance(cause, Exception) and type(cause).__module__.startswith("aiohttp")):
         return None
     status = getattr(cause, "status", None)  # absent if there was no answer
     return cause if status is None or status >= 500 or status in BUSY else None

@@ -171,6 +171,8 @@ def test_what_is_published_is_recognised(config: DownloadConfig) -> None:
         (b"RIFF\x10\0\0\0WAVEfmt ", "other"),
         (b"\0\0\0\x20ftypavif", "avif"),
         (b"GIF89a", "gif"),
+        (b"II*\0", "tiff"),
+        (b"MM\0*", "tiff"),
         (b"  <html>", "html"),
         (b"", "empty"),
         (b"{}", "other"),

@@ -6,6 +6,7 @@ import io
 import json
 import lzma
 import random
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -280,8 +281,15 @@ def test_a_salvaged_shard_accounts_for_every_sample(models: Path, tmp_path: Path
 
 
 def test_a_bit_of_a_picture(models: Path, tmp_path: Path) -> None:
-    """The tar itself does not reveal it, but the SHA-256 that img2dataset recorded at the download does."""
-    changed(lambda data: flip(data, b"000000003.jpg", 512 + 300))(tmp_path)
+    """The tar itself does not reveal it, but the SHA-256 that img2dataset recorded at the download does, whatever the
+    case of its letters."""
+
+    def change(data: bytearray) -> bytearray:
+        upper = bytearray(re.sub(rb'(?<="sha256": ")[0-9a-f]{64}', lambda found: found[0].upper(), data))
+        assert upper != data
+        return flip(upper, b"000000003.jpg", 512 + 300)
+
+    changed(change)(tmp_path)
     config = config_with(models, tmp_path, tmp_path / "rejected", check_sha256=True)
     with pytest.raises(
         DamagedInput, match=r"The image of sample 000000003 does not match the sha256 that its JSON records"

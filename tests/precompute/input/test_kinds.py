@@ -467,8 +467,13 @@ def test_units_never_share_a_name_with_tars(tmp_path: Path) -> None:
         find_input(str(folder)).units(store)
 
 
-def test_stray_files_do_not_hide_the_images(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path / "input", {"0.jpg": "x", "empty.parquet": "", "index.json": '{"shards": 3}'})
+OUTSIDE = {"raw_data": {"basename": "a.mds"}, "zip_data": {"basename": "../a.mds.zstd"}}
+
+
+@pytest.mark.parametrize("shards", [3, [OUTSIDE], [{"raw_data": {"basename": "../a.mds"}, "zip_data": None}]])
+def test_stray_files_do_not_hide_the_images(shards: object, tmp_path: Path) -> None:
+    index = json.dumps({"shards": shards})
+    folder = folder_with(tmp_path / "input", {"0.jpg": "x", "empty.parquet": "", "index.json": index})
     found = find_input(str(folder))
     assert found.kind == "a folder of images" and "index.json is not a valid index" in found.notes[-1]
 
