@@ -44,6 +44,7 @@ from shards.open import open_store
 from shards.root.index import write_indexes
 from shards.root.shared import create_root, record_rules
 from tests.graphs import Graphs, capture_graphs
+from tests.once import made_once, shared_folder
 from tests.tiny import make_models, make_samples, make_tar
 from train.run.reporting import log
 from train.run.reporting.plot import plot_run
@@ -85,11 +86,8 @@ log.plot_run = plot_empty  # also in the processes that tests.ranks forks
 @pytest.fixture(scope="session")
 def shared_counts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the planner's counts of FLOPs in a folder that all processes of this run of pytest share."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setenv("XDG_CACHE_HOME", str(shared_folder(tmp_path_factory) / "cache"))
         yield
 
 
@@ -152,8 +150,8 @@ def _no_traces_of_streaming(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a small VAE, text encoder and tokenizer."""
-    return make_models(tmp_path_factory.mktemp("models"))
+    """Folder of a small VAE, text encoder and tokenizer. Tests must not modify it."""
+    return made_once(tmp_path_factory, "models", make_models)
 
 
 @pytest.fixture(scope="session")
@@ -164,17 +162,20 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_towers(tmp_path_factory.mktemp("towers"))
 
 
-@pytest.fixture(scope="session")
-def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of two tars, each with 20 intact samples and 3 bad ones."""
-    folder = tmp_path_factory.mktemp("tars")
+def make_tars(folder: Path) -> None:
+    """Write two tars, each with 20 intact samples and 3 bad ones."""
     for shard in range(2):
         samples = make_samples(shard, 20, SIZES)
         samples.append((f"{shard:05d}9000", {"txt": b"no picture"}))
         samples.append((f"{shard:05d}9001", {"jpg": b"<html>", "txt": b"not a picture"}))
         samples.append((f"{shard:05d}9002", {"jpg": samples[0][1]["jpg"]}))
         make_tar(folder, f"{shard:05d}", samples)
-    return folder
+
+
+@pytest.fixture(scope="session")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the tars of `make_tars`. Tests must not modify it."""
+    return made_once(tmp_path_factory, "tars", make_tars)
 
 
 def clip_tower(models: Path) -> dict[str, str]:
@@ -282,9 +283,11 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def latents(tmp_path_factory: pytest.TempPathFactory, models: Path, tars: Path) -> Path:
     """A latents root of both tars: 30 samples in 64x64, 20 in 128x128. Tests must not modify it."""
-    config = precompute_config(models, tars, tmp_path_factory.mktemp("roots") / "latents")
-    encode_all(config)
-    return folder_of(config)
+
+    def make(folder: Path) -> None:
+        encode_all(precompute_config(models, tars, folder / "latents"))
+
+    return made_once(tmp_path_factory, "roots", make) / "latents"
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
 
 from tests.fixtures import as_in_a_fresh_process
+from tests.once import made_once
 from tests.runs import UNET, train_fields, write_config
 from tests.tiny import make_samples, make_tar, stable_diffusion
 from train.__main__ import run as train
@@ -17,23 +18,27 @@ from train.__main__ import run as train
 @pytest.fixture(scope="session")
 def pipeline(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a StableDiffusionPipeline for 64 px. Tests must not modify it."""
-    torch.manual_seed(1)
-    unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
-    folder = tmp_path_factory.mktemp("pipeline")
-    scheduler = DDIMScheduler(clip_sample=False, set_alpha_to_one=False, steps_offset=1)
-    stable_diffusion(models, unet, scheduler).save_pretrained(folder)
-    return folder
+
+    def make(folder: Path) -> None:
+        torch.manual_seed(1)
+        unet = UNet2DConditionModel.from_config(json.loads(UNET.read_text()))
+        scheduler = DDIMScheduler(clip_sample=False, set_alpha_to_one=False, steps_offset=1)
+        stable_diffusion(models, unet, scheduler).save_pretrained(folder)
+
+    return made_once(tmp_path_factory, "pipeline", make)
 
 
 @pytest.fixture(scope="session")
 def trained(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with checkpoints of steps 2, 4 and 6, which logs to TensorBoard. Tests must not modify it."""
-    folder = tmp_path_factory.mktemp("trained")
-    changes = {"checkpoint": {"keep": 3}, "log": {"tracker": "tensorboard"}, "optimizer": {"lr": 0.01}}
-    fields = train_fields(latents, folder / "run", UNET, **changes)
-    train(["--config", str(write_config(folder, fields))])
-    as_in_a_fresh_process()
-    return folder / "run"
+
+    def make(folder: Path) -> None:
+        changes = {"checkpoint": {"keep": 3}, "log": {"tracker": "tensorboard"}, "optimizer": {"lr": 0.01}}
+        fields = train_fields(latents, folder / "run", UNET, **changes)
+        train(["--config", str(write_config(folder, fields))])
+        as_in_a_fresh_process()
+
+    return made_once(tmp_path_factory, "trained", make) / "run"
 
 
 @pytest.fixture
