@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,25 +20,31 @@ FIXTURES = "tests.fixtures"
 pytest.register_assert_rewrite(FIXTURES)
 
 LONGEST_FIRST = (
-    "test_steps.py",
-    "test_gpu_check.py",
-    "test_remote_run.py",
-    "test_compiling.py",
-    "test_memory.py",
-    "test_training.py",
-    "test_ray.py",
-    "test_alignment.py",
-    "test_run.py",
-    "test_watch.py",
-    "test_processes.py",
-    "test_single_file.py",
-    "test_sharding.py",
-    "test_evaluations.py",
-    "test_projection.py",
+    "faults/test_steps.py",
+    "bench/gpu_check/test_gpu_check.py",
+    "train/run/test_remote_run.py",
+    "families/test_compiling.py",
+    "train/model/test_memory.py",
+    "families/test_training.py",
+    "cluster/test_ray.py",
+    "train/objective/test_alignment.py",
+    "train/test_run.py",
+    "evaluation/watch/test_watch.py",
+    "train/run/test_processes.py",
+    "train/export/test_single_file.py",
+    "train/model/test_sharding.py",
+    "train/run/reporting/test_evaluations.py",
+    "families/test_projection.py",
     "test_end_to_end.py",
-    "test_curves.py",
-    "test_train_faults.py",
-    "test_files.py",
+    "train/test_curves.py",
+    "faults/test_train_faults.py",
+    "train/data/test_files.py",
+    "precompute/pixels/test_isolation.py",
+    "test_docs.py",
+    "plan/arithmetic/test_work.py",
+    "test_s3.py",
+    "train/model/test_recompute.py",
+    "deploy/test_setup.py",
 )
 """Test files that take half a minute or more, or over an hour in `make test-faults` (test_steps.py). They start first,
 because each process runs whole files."""
@@ -75,8 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move the long files to the front, and keep the order of the others."""
-    place = {name: i for i, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    place = {Path(__file__).parent / name: i for i, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def pytest_collection_finish() -> None:
