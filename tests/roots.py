@@ -1,5 +1,6 @@
 """Helpers for latents roots: the command line that creates a root, and its content."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from shards.root.committed import TarReceipts, iter_tars, load_receipts
 
 ONE_BUCKET, BOTH_BUCKETS = '["64x64"]', '["64x64", "128x128"]'
 """Values of `--buckets`. Where buckets do not matter, one suffices, and takes much less time."""
+TIMED = ("started", "seconds", "attempts", "sha256", "token")
+"""Fields in which two receipts of one tar may differ, and the seal over them."""
 
 
 def precompute_arguments(models: Path, tars: Path, root: Path, *more: str, buckets: str = BOTH_BUCKETS) -> list[str]:
@@ -34,17 +37,21 @@ def precompute_arguments(models: Path, tars: Path, root: Path, *more: str, bucke
     return [word for name, value in fields.items() for word in (f"--{name}", str(value))] + list(more)
 
 
-def tree(root: Path) -> dict[str, bytes]:
-    """Return name → bytes of a root's files, without hidden files and index/, which depends on when receipts were
-    created."""
-    files = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in files.items() if not name.startswith((".", "index/"))}
-
-
-def contents(root: Path | str) -> dict[str, bytes]:
-    """Return the same as `tree` for a root that may be at a URL."""
+def tree(root: Path | str) -> dict[str, bytes]:
+    """Return name → bytes of the files of a root, which may be at a URL, without hidden files and index/, which depends
+    on when receipts were created."""
     store = open_store(root)
     return {name: store.read(name) for name in store.files() if not name.startswith((".", "index/"))}
+
+
+def comparable(root: Path | str, *ignored: str) -> dict[str, object]:
+    """Return the same as `tree`, but for a receipt only the fields that must agree between two runs, without those
+    named `ignored`."""
+    files: dict[str, object] = dict(tree(root))
+    for name in [name for name in files if name.startswith(("commits/", "tars/"))]:
+        receipt = json.loads(files[name])  # type: ignore[arg-type]
+        files[name] = {key: value for key, value in receipt.items() if key not in (*TIMED, *ignored)}
+    return files
 
 
 def part_of(root: Path, bucket: str, tar: str) -> Path:

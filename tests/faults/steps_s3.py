@@ -16,16 +16,15 @@ from pathlib import Path
 
 from precompute.config import PrecomputeConfig
 from shards.base.scratch import SWEEPER, sweep_scratch, use_scratch
-from shards.format.receipts import active_receipts
 from shards.open import open_store
-from shards.root.committed import list_commits, load_receipts
+from shards.root.committed import load_receipts
 from shards.root.reading import read_parts
 from shards.tools.verify import verify_root
 from tests.faults.proxy import FAULTS, set_fault
 from tests.faults.steps import Encoding
-from tests.faults.world import TIMED, make_world
+from tests.faults.world import look, make_world
 from tests.forks import OK, fork, wait_for
-from tests.roots import tree
+from tests.roots import comparable
 
 BUCKET = "s3://mill"
 LATER = 0.05
@@ -69,28 +68,12 @@ def config_of(encoding: Encoding, root: str) -> PrecomputeConfig:
     return encoding.world.config(Path("unused")).model_copy(update={"output": root})
 
 
-def look(root: str) -> None:
-    """Check that everything the receipts list is complete; the index may be an older one, and nothing else may be
-    wrong."""
-    store = open_store(root)
-    if active_receipts(list_commits(store)):
-        wrong = [line for line in verify_root(store) if "rebuild it with" not in line]
-        assert not wrong, wrong
-
-
 def compare(root: str, reference: Path) -> None:
     """Check that a root is complete and byte-identical to the undisturbed one, except for the receipts' times."""
-    store, theirs = open_store(root), tree(reference)
+    store, found, expected = open_store(root), comparable(root), comparable(reference)
     assert list(verify_root(store)) == []
-    names = {name for name in store.files() if not name.startswith((".", "index/"))}  # as `tree` has them
-    assert names == theirs.keys(), names ^ theirs.keys()
-    for name in names:
-        ours = store.read(name)
-        if name.startswith("commits/"):
-            one, two = ({k: v for k, v in json.loads(data).items() if k not in TIMED} for data in (ours, theirs[name]))
-            assert one == two, name
-        else:
-            assert ours == theirs[name], name
+    different = [name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)]
+    assert not different, different
     for receipt in load_receipts(store):
         keys = [sample["key"] for sample in read_parts(store, receipt.bucket, [receipt.part])]
         assert len(set(keys)) == len(keys) == receipt.samples

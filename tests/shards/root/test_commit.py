@@ -24,7 +24,7 @@ from shards.root.writing import PartWriter
 from shards.tools.verify import verify_root
 from tests.fixtures import encode_all, precompute_config
 from tests.forks import fork, wait_for
-from tests.roots import contents, load_tars, tree
+from tests.roots import load_tars, tree
 from tests.tiny import make_samples, make_tar
 
 pytestmark = pytest.mark.heavy
@@ -99,7 +99,7 @@ def test_a_kill_between_two_steps_leaves_nothing_that_anybody_reads(
     assert len(active_receipts(list_commits(open_store(root)))) == max(0, number - 2) // 2
     encode_all(config)
     assert list(verify_root(open_store(config.output))) == []
-    one, two = contents(whole), contents(root)
+    one, two = tree(whole), tree(root)
     assert one.keys() == two.keys()
     different = {name.partition("/")[0] for name in one if one[name] != two[name] and not name.endswith("index.json")}
     assert different <= {"commits", "tars"}  # these record times and the tar's location
@@ -109,14 +109,14 @@ def test_a_kill_while_a_bucket_is_added_leaves_the_committed_one_alone(
     whole: Path, models: Path, one_tar: Path, root: Path | str
 ) -> None:
     encode_all(precompute_config(models, one_tar, root, buckets=["128x128"]))
-    before = {name: data for name, data in contents(root).items() if name.startswith(("128x128/0", "commits"))}
+    before = {name: data for name, data in tree(root).items() if name.startswith(("128x128/0", "commits"))}
     both = precompute_config(models, one_tar, root)
     for number in (2, 3):  # the tar's record and the part; the second time, the part exists
         with pytest.MonkeyPatch.context() as patch:
             die_before(patch, number - 1)
             with pytest.raises(Killed):
                 encode_all(both)
-        now = contents(root)
+        now = tree(root)
         assert {name: data for name, data in now.items() if name.startswith(("128x128/0", "commits"))} == before
     encode_all(both)
     assert list(verify_root(open_store(root))) == []
