@@ -126,10 +126,10 @@ def read_tar(path: Path) -> dict[str, dict[str, bytes]]:
     return members
 
 
-def flip_a_bit(path: Path) -> None:
-    """Flip a bit in the middle of a file."""
+def flip_a_bit(path: Path, offset: int | None = None) -> None:
+    """Flip a bit of the byte at `offset`, by default in the middle of the file."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[len(data) // 2 if offset is None else offset] ^= 1
     path.write_bytes(data)
 
 

@@ -15,7 +15,7 @@ from precompute.download.job import is_published
 from precompute.download.rows import PlannedTar
 from precompute.download.verify import check_tar, format_of
 from shards.base.errors import WorkError
-from tests.tiny import make_tar
+from tests.tiny import flip_a_bit, make_tar
 
 PICTURES = {
     "0000000": b"\xff\xd8\xff" + bytes(2000),
@@ -63,12 +63,6 @@ def change_stats(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def flip(folder: Path, offset: int) -> None:
-    data = bytearray((folder / "00000.tar").read_bytes())
-    data[offset] ^= 1
-    (folder / "00000.tar").write_bytes(data)
-
-
 def cut(folder: Path, size: int) -> None:
     (folder / "00000.tar").write_bytes((folder / "00000.tar").read_bytes()[:size])
 
@@ -92,10 +86,10 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
         "the JSON of sample 0000001 has the key 0000003 instead",
     ),
     (lambda folder: write_tar(folder, jpg=b"other"), "sample 0000001 does not match the SHA-256"),
-    (lambda folder: flip(folder, 600), "sample 0000000 does not match the SHA-256"),
-    (lambda folder: flip(folder, 5), "uncompressed|damaged"),
+    (lambda folder: flip_a_bit(folder / "00000.tar", 600), "sample 0000000 does not match the SHA-256"),
+    (lambda folder: flip_a_bit(folder / "00000.tar", 5), "uncompressed|damaged"),
     # in a later header, where Python's tarfile ends the listing without an error
-    (lambda folder: flip(folder, 512 + 2048 + 5), "damaged"),
+    (lambda folder: flip_a_bit(folder / "00000.tar", 512 + 2048 + 5), "damaged"),
     (lambda folder: cut(folder, 512 + 2048), "truncated"),
     (lambda folder: cut(folder, 1000), "truncated within"),
     (lambda folder: change_stats(folder, count=5), "requested 4, stats 5, sum of stats 4, parquet 4"),
@@ -151,7 +145,7 @@ def test_what_is_published_is_recognised(config: DownloadConfig) -> None:
     assert not is_published(config, SHARD), "there is no receipt"
     change_stats(config.output, latentmill=check(config))
     assert is_published(config, SHARD)
-    flip(config.output, 600)
+    flip_a_bit(config.output / "00000.tar", 600)
     assert is_published(config, SHARD), "sizes alone do not show it"
     assert not is_published(config.model_copy(update={"recheck": True}), SHARD)
     cut(config.output, 1000)

@@ -35,7 +35,7 @@ from shards.root.commit import recall
 from tests.faults.decoders import reject_in_child
 from tests.fixtures import SIZES, encode_all, folder_of, precompute_config
 from tests.roots import load_tars, part_of, receipts_of_tar, rejects, rows, tree
-from tests.tiny import make_samples, make_tar
+from tests.tiny import flip_a_bit, make_samples, make_tar
 
 
 @pytest.fixture(scope="module")
@@ -197,10 +197,7 @@ def test_the_encoding_id_depends_on_content_and_not_on_names(
     moved = describe_encoding(precompute_config(tmp_path / "copy", tars, latents, buckets=["64x64"]))
     assert moved.id == record.id and not moved.differences(record)
     assert describe_encoding(precompute_config(models, tars, latents, precision="float16")).id != record.id
-    weights = tmp_path / "copy" / "vae" / "diffusion_pytorch_model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    flip_a_bit(tmp_path / "copy" / "vae" / "diffusion_pytorch_model.safetensors", -1)
     assert describe_encoding(precompute_config(tmp_path / "copy", tars, latents)).id != record.id
 
 

@@ -22,7 +22,7 @@ from precompute.input.unit import RawSample, Unit
 from shards.base.errors import DamagedInput, RequestError
 from shards.base.store import LocalStore
 from tests.kinds import KINDS, as_files, as_mds, as_parquet, as_tar
-from tests.tiny import make_samples, make_tar
+from tests.tiny import flip_a_bit, make_samples, make_tar
 
 LIMIT = 1 << 20
 SAMPLES = make_samples(0, 10, [(80, 64)])
@@ -135,10 +135,7 @@ def without_a_file(folder: Path) -> None:
 
 
 def a_bit_of_a_file(folder: Path) -> None:
-    path = sorted(folder.glob("*.mds"))[1]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip_a_bit(sorted(folder.glob("*.mds"))[1])
 
 
 @pytest.mark.parametrize(

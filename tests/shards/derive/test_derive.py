@@ -33,6 +33,7 @@ from shards.tools.verify import verify_root
 from tests.fixtures import encode_all, folder_of, precompute_config
 from tests.ranks import SERVER
 from tests.roots import parts
+from tests.tiny import flip_a_bit
 from tests.tiny_towers import config_of, texts
 
 pytestmark = pytest.mark.heavy
@@ -149,10 +150,7 @@ def test_the_same_command_again_makes_what_is_left_or_was_recalled(
 def test_a_damaged_part_gets_no_new_receipt(latents: Path, root: Path, tmp_path: Path, damaged: str) -> None:
     """The tar's other part is derived, whichever of the two comes first."""
     (folder,) = (root / name for name in parts(root) if name.startswith(f"{damaged}."))
-    path = folder / "shard.00000.mds"
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
+    flip_a_bit(folder / "shard.00000.mds", -5)
     with pytest.raises(
         WorkError, match=r"1 of 2 tars could not be derived: 00001: .*shard.00000.mds is missing or damaged"
     ):

@@ -19,6 +19,7 @@ from shards.format.models import hash_weights, model_folder, recorded_folder
 from shards.format.towers import Weights
 from tests.fake_hub import COMMIT, connect, fake_hub, keep_downloads_in
 from tests.fixtures import precompute_config
+from tests.tiny import flip_a_bit
 
 pytestmark = pytest.mark.heavy
 
@@ -207,11 +208,9 @@ def test_one_of_a_machines_processes_fetches(s3: str, models: Path, tmp_path: Pa
     assert sorted(gets) == sorted(path.name for path in folder.iterdir()) and len(gets) == 2
     half = folder.parent / ".fetching-of-one-who-was-killed"
     half.mkdir()
-    changed = bytearray((models / "vae" / "diffusion_pytorch_model.safetensors").read_bytes())
-    changed[-1] ^= 1
-    RemoteStore(f"{s3}/vae").write("diffusion_pytorch_model.safetensors", bytes(changed))
-    shutil.copytree(models / "vae", tmp_path / "vae")
-    (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(changed)
+    changed = shutil.copytree(models / "vae", tmp_path / "vae") / "diffusion_pytorch_model.safetensors"
+    flip_a_bit(changed, -1)
+    RemoteStore(f"{s3}/vae").write(changed.name, changed.read_bytes())
     assert recorded_folder(weights) == folder and len(gets) == 2  # still cached here
     newer = recorded_folder(hash_weights(f"{s3}/vae", tmp_path / "vae"))
     assert model_folder(f"{s3}/vae/") == newer

@@ -19,6 +19,7 @@ from shards.format.receipts import tombstone_name
 from shards.root.manifest import BucketIndex, Manifest, current_ids, load_rows, newest_manifest, read_index
 from shards.root.publish import PeriodicPublisher, Publisher, PublishStopped
 from shards.root.segments import SCHEMA, content_id, files_of, make_rows, receipts_of, save_segment
+from tests.tiny import flip_a_bit
 
 BUCKET = "256x256"
 
@@ -194,9 +195,7 @@ def test_a_damaged_index_is_named(tmp_path: Path, damaged: str) -> None:
     commit(store, "00000", "00001")
     manifest = Publisher(store).publish()
     (path,) = (tmp_path / "index" / damaged).iterdir()
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip_a_bit(path)
     with pytest.raises(
         DamagedFile, match=path.name.replace(".", r"\.") + ".* delete (it and run|the file and rebuild)"
     ):
