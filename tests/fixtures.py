@@ -300,12 +300,17 @@ def s3_server() -> Iterator[str]:
     server.stop()
 
 
+def s3_variables(server: str) -> dict[str, str]:
+    """Return the environment variables with which clients use an S3 server of the tests."""
+    keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+    return {"AWS_ENDPOINT_URL": server, **dict.fromkeys(keys, "us-east-1")}
+
+
 @pytest.fixture
 def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Address of an empty bucket on an S3 server. Child processes can reach it, too."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
-        monkeypatch.setenv(name, "us-east-1")
+    for name, value in s3_variables(s3_server).items():
+        monkeypatch.setenv(name, value)
     clients = fsspec.get_filesystem_class("s3")
     clients.clear_instance_cache()  # from servers of other tests
     bucket = f"bucket-{uuid.uuid4().hex[:12]}"  # tests share the server

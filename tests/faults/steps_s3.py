@@ -23,6 +23,7 @@ from shards.tools.verify import verify_root
 from tests.faults.proxy import FAULTS, set_fault
 from tests.faults.steps import Encoding
 from tests.faults.world import look, make_world
+from tests.fixtures import s3_variables
 from tests.forks import OK, fork, wait_for
 from tests.roots import comparable
 
@@ -40,8 +41,7 @@ def served() -> Iterator[str]:
         try:
             assert server.stdout is not None
             address = next(line.strip() for line in server.stdout if line.startswith("http"))
-            keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
-            os.environ.update({"AWS_ENDPOINT_URL": address, **dict.fromkeys(keys, "us-east-1")})
+            os.environ.update(s3_variables(address))
             assert wait_for(fork(make_bucket, "bucket")) == OK
             yield address
         finally:

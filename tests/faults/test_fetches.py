@@ -14,7 +14,7 @@ from shards.format.towers import Weights
 from tests.fake_hub import fake_hub
 from tests.faults.proxy import throttle
 from tests.faults.steps_s3 import BUCKET, served
-from tests.fixtures import Record
+from tests.fixtures import Record, s3_variables
 from tests.runs import environment
 
 DELAY = 0.03
@@ -77,7 +77,7 @@ def test_each_machine_fetches_once(
 ) -> None:
     vae = models / "vae"
     size = sum(path.stat().st_size for path in vae.iterdir())
-    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+    for name in s3_variables(""):
         monkeypatch.setenv(name, "")  # and restored afterwards
     with served() as server:
         put = "import sys; from pathlib import Path; from shards.base.remote import RemoteStore; "

@@ -22,7 +22,7 @@ from shards.base.scratch import SWEEPER, sweep_scratch
 from tests.faults.cluster import TwoNodes, wait_for_a_moment
 from tests.faults.steps_s3 import BUCKET, compare, served
 from tests.faults.world import Tally, World, make_world, stored_keys
-from tests.fixtures import Record
+from tests.fixtures import Record, s3_variables
 from tests.roots import tree
 
 TOLD_TO_LEAVE = (-signal.SIGKILL, -signal.SIGTERM, Preempted.exit_code)
@@ -93,7 +93,7 @@ def test_fifty_kills(models: Path, tmp_path: Path, record_property: Record, seed
 def test_kills_of_jobs_on_s3(
     models: Path, tmp_path: Path, record_property: Record, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+    for name in s3_variables(""):
         monkeypatch.setenv(name, "")  # and restored afterwards
     world, roots = make_world(tmp_path, models, num_shards=10, num_samples=24), OnS3(tmp_path)
     with served():

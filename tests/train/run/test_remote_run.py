@@ -29,7 +29,7 @@ from shards.base.store import Store
 from shards.open import open_store
 from tests import ranks
 from tests.faults.proxy import FAULTS, resume, set_fault, suspend
-from tests.fixtures import Record
+from tests.fixtures import Record, s3_variables
 from tests.runs import curve, fetch, train_fields, write_config
 from train.__main__ import run as command
 from train.run.checkpoints.checkpoint import LINES, list_checkpoints, step_folder, verify_checkpoint
@@ -343,8 +343,7 @@ def proxy() -> Iterator[str]:
 @pytest.fixture
 def failing_s3(proxy: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Use that server, with a bucket `mill`, and return the proxy's address."""
-    keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
-    for name, value in {"AWS_ENDPOINT_URL": proxy, **dict.fromkeys(keys, "us-east-1")}.items():
+    for name, value in s3_variables(proxy).items():
         monkeypatch.setenv(name, value)
     clients = fsspec.get_filesystem_class("s3")
     clients.clear_instance_cache()
