@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,17 @@ def rank_processes(pid: int) -> list[psutil.Process]:
         return []
 
 
-def wait_until(true: Callable[[], object], seconds: float = 240) -> None:
-    """Poll until the condition holds."""
+def wait_until(
+    true: Callable[[], object],
+    seconds: float = 240,
+    process: BaseProcess | subprocess.Popen[Any] | None = None,
+    log: Path | None = None,
+) -> None:
+    """Poll until the condition holds. Fail with the end of `log` after `seconds`, or when `process` ends."""
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "it did not happen in time"
+        code = process.poll() if isinstance(process, subprocess.Popen) else process and process.exitcode
+        assert code is None and time.monotonic() < end, log.read_text()[-3000:] if log else "it did not happen in time"
         time.sleep(0.02)
 
 

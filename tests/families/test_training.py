@@ -3,7 +3,6 @@ weights."""
 
 import copy
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from tests.families.calls import picture
 from tests.families.online import Online
 from tests.families.small import ALL_BUT_SD, FAMILIES, Small, in_make_test
 from tests.families.starting import small_run, started
-from tests.runs import compare, curve, last_step, run_module, write_config
+from tests.runs import compare, curve, last_step, run_module, wait_until, write_config
 from train.config import TrainConfig
 from train.export.pipeline import ExportConfig, write_pipeline
 from train.run.checkpoints.checkpoint import list_checkpoints
@@ -140,9 +139,7 @@ def test_a_run_that_is_killed_goes_on_bit_by_bit(name: str, small: Callable[[str
     configs = {run: str(write_config(made.folder, fields[run])) for run in fields}
     killed = made.folder / "killed"
     (process,) = ranks.start(made.folder / "log", ["--config", configs["killed"]])
-    while last_step(killed) < 5 or not list_checkpoints(killed):
-        assert process.exitcode is None
-        time.sleep(0.005)
+    wait_until(lambda: last_step(killed) >= 5 and list_checkpoints(killed), process=process)
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL and last_step(killed) < 30

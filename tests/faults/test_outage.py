@@ -3,8 +3,6 @@
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -16,18 +14,11 @@ from shards.root.committed import list_commits
 from shards.tools.verify import verify_root
 from tests.fixtures import SIZES
 from tests.roots import precompute_arguments
-from tests.runs import environment
+from tests.runs import environment, wait_until
 from tests.tiny import make_samples, make_tar
 
 NUM_TARS = 5
 ONCE = ("--workers.attempts", "1", "--workers.lost_attempts", "1", "--workers.max_in_flight", "2")
-
-
-def wait_for(true: Callable[[], bool], job: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + 240
-    while not true():
-        assert job.poll() is None and time.monotonic() < end, log.read_text()
-        time.sleep(0.02)
 
 
 def start_job(models: Path, s3: str, root: Path | str, folder: Path) -> tuple[subprocess.Popen[bytes], Path, Server]:
@@ -49,9 +40,9 @@ def start_job(models: Path, s3: str, root: Path | str, folder: Path) -> tuple[su
 
 def lose_store(job: subprocess.Popen[bytes], log: Path, server: Server, root: Path | str) -> None:
     """Once the job has committed a tar, close its server, and wait until the job pauses."""
-    wait_for(lambda: len(list_commits(open_store(root))) > 0, job, log)
+    wait_until(lambda: list_commits(open_store(root)), process=job, log=log)
     server.stop()
-    wait_for(lambda: " s and will retry in 10 s" in log.read_text(), job, log)
+    wait_until(lambda: " s and will retry in 10 s" in log.read_text(), process=job, log=log)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from shards.base.errors import Preempted, RequestError, WorkError, exit_code_of
 from tests import ranks
-from tests.runs import PYTHON, compare, environment, last_step, launcher, train_fields, write_config
+from tests.runs import PYTHON, compare, environment, last_step, launcher, train_fields, wait_until, write_config
 from train import launch, slurm
 from train import ssh as ssh_launcher
 from train.__main__ import run
@@ -167,14 +167,6 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def wait_for(*paths: Path) -> None:
-    """Wait until all files exist and are not empty."""
-    end = time.monotonic() + 60
-    while not all(path.exists() and path.read_text() for path in paths):
-        assert time.monotonic() < end, paths
-        time.sleep(0.01)
-
-
 def test_each_host_gets_its_own_launcher(machines: Path) -> None:
     assert launch.launch_on_hosts([str(machines / "hosts"), "2", "8", "--quiet", "-m", "mine", "--run_dir", "a b"]) == 0
     for rank in range(2):
@@ -199,9 +191,9 @@ def test_signals_are_forwarded_and_a_failed_launcher_stops_the_others(machines: 
     before = [signal.getsignal(number) for number in ssh_launcher.FORWARDED]
 
     def send_signals() -> None:
-        wait_for(machines / "arguments-0", machines / "arguments-1")
+        wait_until(lambda: len([path for path in machines.glob("arguments-*") if path.read_text()]) == 2)
         os.kill(os.getpid(), signal.SIGUSR2)
-        wait_for(machines / "signals-0", machines / "signals-1")
+        wait_until(lambda: len([path for path in machines.glob("signals-*") if path.read_text()]) == 2)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     sender = threading.Thread(target=send_signals)
@@ -285,10 +277,7 @@ def ssh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         ["/usr/sbin/sshd", "-D", "-q", "-f", "/dev/null", *(word for flag in flags for word in ("-o", flag))]
     )
     try:
-        end = time.monotonic() + 60
-        while subprocess.run([program, "localhost", "true"], check=False).returncode:
-            assert server.poll() is None and time.monotonic() < end
-            time.sleep(0.1)
+        wait_until(lambda: subprocess.run([program, "localhost", "true"]).returncode == 0, process=server)
         yield tmp_path
     finally:
         server.terminate()
@@ -308,9 +297,7 @@ def test_two_hosts_train_stop_and_resume(ssh: Path, latents: Path, tmp_path: Pat
             variables = environment(PATH=path, MASTER_PORT=str(ranks.free_port()))
             process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
         if number is not None:
-            while last_step(tmp_path / "run") < step:
-                assert process.poll() is None, (tmp_path / "log").read_text()
-                time.sleep(0.1)
+            wait_until(lambda: last_step(tmp_path / "run") >= step, process=process, log=tmp_path / "log")  # noqa: B023
             process.send_signal(number)
         assert process.wait(300) == code, (tmp_path / "log").read_text()
     output = (tmp_path / "log").read_text()
@@ -354,12 +341,9 @@ def start_launcher(folder: Path, num_processes: int, *arguments: str, **variable
     return process
 
 
-def wait_until(folder: Path, pattern: str, count: int, pid: int | None) -> None:
+def wait_for(folder: Path, pattern: str, count: int, process: ForkServerProcess | subprocess.Popen[bytes]) -> None:
     """Wait until `count` files match the pattern, while the process runs."""
-    end = time.monotonic() + 120
-    while len(list(folder.glob(pattern))) < count:
-        assert psutil.pid_exists(pid or 0) and time.monotonic() < end, (folder / "errors").read_text()
-        time.sleep(0.02)
+    wait_until(lambda: len(list(folder.glob(pattern))) >= count, process=process, log=folder / "errors")
 
 
 Send = Callable[[int, int], None]
@@ -384,9 +368,7 @@ def test_the_run_saves_before_its_processes_and_the_launcher_exit(
     changes = {"max_steps": 100_000, "checkpoint": {"every": 100_000}, "data": {"num_workers": 1}}
     config = write_config(tmp_path, train_fields(latents, tmp_path / "run", **changes))
     process = start_launcher(tmp_path, num_processes, "-m", "train", "--config", str(config))
-    while last_step(tmp_path / "run") < 2:
-        assert process.is_alive(), (tmp_path / "errors").read_text()
-        time.sleep(0.02)
+    wait_until(lambda: last_step(tmp_path / "run") >= 2, process=process, log=tmp_path / "errors")
     send(pid_of(process), number)
     assert ranks.wait([process], 120) == [75]
     errors = " ".join((tmp_path / "errors").read_text().split())
@@ -424,9 +406,9 @@ def test_a_second_ctrl_c_kills_the_processes(tmp_path: Path, num_processes: int,
     """The processes ignore SIGTERM, which they receive after the first Ctrl-C."""
     (tmp_path / "slow.py").write_text(SAVES_SLOWLY)
     process = start_launcher(tmp_path, num_processes, str(tmp_path / "slow.py"), str(tmp_path))
-    wait_until(tmp_path, "ready-*", num_processes, process.pid)
+    wait_for(tmp_path, "ready-*", num_processes, process)
     send(pid_of(process), signal.SIGINT)
-    wait_until(tmp_path, "sigterm-*", num_processes, process.pid)
+    wait_for(tmp_path, "sigterm-*", num_processes, process)
     trainers = psutil.Process(process.pid).children()
     assert len(trainers) == num_processes
     send(pid_of(process), signal.SIGINT)
@@ -444,7 +426,7 @@ def test_processes_that_do_not_exit_in_time_are_killed(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SAVES_SLOWLY)
     arguments = (str(tmp_path / "slow.py"), str(tmp_path))
     process = start_launcher(tmp_path, num_processes, *arguments, PET_SHUTDOWN_TIMEOUT="1")
-    wait_until(tmp_path, "ready-*", num_processes, process.pid)
+    wait_for(tmp_path, "ready-*", num_processes, process)
     os.kill(pid_of(process), signal.SIGTERM)
     assert ranks.wait([process], 120) == [75]
     errors = " ".join((tmp_path / "errors").read_text().split())
@@ -458,7 +440,7 @@ def test_a_signal_before_the_first_step_saves_nothing(
 ) -> None:
     (tmp_path / "early.py").write_text(DEFAULT_HANDLERS)
     process = start_launcher(tmp_path, num_processes, str(tmp_path / "early.py"), str(tmp_path))
-    wait_until(tmp_path, "ready-*", num_processes, process.pid)
+    wait_for(tmp_path, "ready-*", num_processes, process)
     os.killpg(pid_of(process), number)
     assert ranks.wait([process], 120) == [code]
     errors = " ".join((tmp_path / "errors").read_text().split())
@@ -483,7 +465,7 @@ def test_ctrl_c_reaches_one_process_on_one_host(tmp_path: Path) -> None:
             start_new_session=True,
         )
     for pattern in ("ready-*", "sigterm-*"):
-        wait_until(tmp_path, pattern, 1, process.pid)
+        wait_for(tmp_path, pattern, 1, process)
         os.killpg(process.pid, signal.SIGINT)
     assert process.wait(120) == 130
     printed = " ".join((tmp_path / "errors").read_text().split())

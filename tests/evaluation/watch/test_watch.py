@@ -30,6 +30,7 @@ from shards.base.stop import STOP_SIGNALS, StopSignal
 from shards.base.store import Store
 from shards.open import open_store
 from tests.evaluation.watch.watching import numbers, stay_here, watch, watcher, written
+from tests.runs import wait_until
 from tests.train.run.reporting.offline import logged_rows, use_offline_wandb
 from train.export.pipeline import ExportConfig, export, write_pipeline
 
@@ -120,9 +121,7 @@ def test_two_watchers_of_which_one_is_killed(run_dir: Path, words: list[str], al
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         folder.rename(run_dir / "checkpoints" / folder.name)
         first = run_dir / "evaluations" / "step-00000002-auto" / "g8-s1-own" / "receipts" / "pictures" / "00000.json"
-        while not first.exists():
-            assert all(each.is_alive() for each in watchers)
-            time.sleep(0.02)
+        wait_until(first.exists, process=watchers[1])
         if watchers[0].is_alive() and watchers[0].pid is not None:
             os.kill(watchers[0].pid, signal.SIGKILL)
     for each in watchers:
@@ -326,10 +325,9 @@ def test_folders_that_are_not_runs_and_runs_without_checkpoints(
     shutil.rmtree(run_dir / "checkpoints")
     process = watcher(run_dir, words)
     assert process.pid is not None
-    while not handles(signal.SIGTERM, process.pid):
-        assert process.is_alive()
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGTERM)
+    pid = process.pid
+    wait_until(lambda: handles(signal.SIGTERM, pid), process=process)
+    os.kill(pid, signal.SIGTERM)
     process.join(20)
     assert process.exitcode == 75
     assert "has no checkpoint yet; waiting for the first one" in output_of(0, run_dir, words, "--once", "true")

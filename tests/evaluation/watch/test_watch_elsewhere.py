@@ -1,8 +1,7 @@
 """Following a run from other machines: nodes join and leave, and the trainer's files are only read."""
 
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from evaluation.sampling.sets import read_set
 from shards.open import open_store
 from tests.evaluation.watch.watching import numbers, stay_here, watch, written
 from tests.faults.cluster import TwoNodes, workers_of
+from tests.runs import wait_until
 
 OWN = {"evaluations", "evaluations.jsonl", ".unfinished"}
 """Entries that a watcher adds to a run folder, besides the tracker's files."""
@@ -40,24 +40,20 @@ def test_nodes_join_and_leave_while_watching(
     with tempfile.TemporaryDirectory(prefix="we-") as short, TwoNodes(Path(short)) as nodes:
         driver = nodes.start_driver(["evaluation", "watch", str(run_dir), *words], log)
 
-        def wait_until(happens: Callable[[], object]) -> None:
-            end = time.monotonic() + 240
-            while not happens():
-                assert driver.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
-                time.sleep(0.02)
+        wait = partial(wait_until, process=driver, log=log)
 
         def at_work(node: Node) -> bool:
             return bool(workers_of(node, "ray::WorkerActor.attempt"))
 
         first = nodes.node
-        wait_until(lambda: at_work(first))
+        wait(lambda: at_work(first))
         second = nodes.add_node()
-        wait_until(lambda: at_work(first) and at_work(second))
+        wait(lambda: at_work(first) and at_work(second))
         nodes.lose(first)
         committed = len(list(sets.rglob("receipts/*/*.json")))
-        wait_until(lambda: len(list(sets.rglob("receipts/*/*.json"))) > committed and at_work(second))
+        wait(lambda: len(list(sets.rglob("receipts/*/*.json"))) > committed and at_work(second))
         nodes.lose(second)
-        wait_until(lambda: WAITS in log.read_text())
+        wait(lambda: WAITS in log.read_text())
         nodes.add_node()
         assert driver.wait(400) == 0, log.read_text()[-3000:]
     output = log.read_text()

@@ -10,6 +10,7 @@ import pytest
 from precompute.encode.overlap import map_in_order, threads
 from shards.base.errors import Stuck
 from shards.base.pool import in_background
+from tests.runs import wait_until
 
 
 def test_order_is_kept_and_the_number_ahead_is_bounded() -> None:
@@ -46,8 +47,7 @@ def test_background_runs_ahead_by_its_depth_and_no_further() -> None:
 
     background = in_background(items(), ahead=3)
     assert next(background) == 0
-    while len(made) < 5:  # one is consumed, three wait, and the next one is ready
-        time.sleep(0.01)
+    wait_until(lambda: len(made) >= 5)  # one is consumed, three wait, and the next one is ready
     time.sleep(0.3)
     assert len(made) == 5
     assert list(background) == list(range(1, 100))

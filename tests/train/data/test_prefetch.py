@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench.kit.roots import feature_tower, make_root
+from tests.runs import wait_until
 from train.data.batch import Batch, Collate
 from train.data.loader import MAX_PREFETCH, Loader, plan_prefetch
 from train.data.spec import DataConfig
@@ -74,10 +75,7 @@ def test_workers_prefetch_no_more_than_planned(
     for _ in range(5):
         next(batches)
     ahead = room - 2 - workers
-    until = time.monotonic() + 60
-    while (lines := made.read_text().splitlines()) and len(lines) < 5 + workers * (ahead // workers):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: len(made.read_text().splitlines()) >= 5 + workers * (ahead // workers))
     time.sleep(0.3)  # time for one batch too many
     sizes = list(map(int, made.read_text().splitlines()))
     batches.close()

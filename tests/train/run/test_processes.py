@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
 from io import StringIO
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 
 from shards.base.errors import Preempted, RequestError, WorkError
 from tests import ranks
-from tests.runs import curve, launcher, train_fields, write_config
+from tests.runs import curve, launcher, train_fields, wait_until, write_config
 from train.__main__ import run as command
 from train.run.checkpoints.checkpoint import list_checkpoints
 from train.run.checkpoints.retention import CheckpointConfig
@@ -46,13 +45,6 @@ def num_lines(run_dir: Path) -> int:
     return len(read_json_lines(run_dir / "metrics.jsonl"))
 
 
-def wait_for_lines(run_dir: Path, count: int, process: ForkServerProcess) -> None:
-    """Wait until metrics.jsonl has `count` lines. Fail if the process ends first."""
-    while num_lines(run_dir) < count:
-        assert process.is_alive()
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("rank", "number"),
     [(1, signal.SIGSTOP), (1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow)],
@@ -69,9 +61,7 @@ def test_a_lost_process_ends_the_run_with_an_error_that_names_it(
     )
     config = write_config(tmp_path, fields)
     processes = ranks.start(tmp_path / "log", ["--config", str(config)], 2)
-    while not list_checkpoints(tmp_path / "run"):
-        assert processes[0].is_alive()
-        time.sleep(0.01)
+    wait_until(lambda: list_checkpoints(tmp_path / "run"), process=processes[0], log=tmp_path / "log")
     lost = processes.pop(rank)
     assert lost.pid is not None
     os.kill(lost.pid, number)
@@ -114,11 +104,10 @@ def test_a_killed_rank_is_restarted_and_ranks_die_with_the_launcher(latents: Pat
     ddp = ("--config_file", "configs/accelerate/ddp.yaml", "--num_processes", "2", "--main_process_port", "0")
     words = [*ddp, "--max_restarts", "3", "-m", "train", "--config", str(config)]
     (process,) = ranks.start(tmp_path / "log", words, program=f"{__name__}:{launch_slowly.__name__}")
-    wait_for_lines(tmp_path / "run", 5, process)
+    wait_until(lambda: num_lines(tmp_path / "run") >= 5, process=process)
     psutil.Process(process.pid).children()[1].kill()
-    while "resuming" not in (tmp_path / "log").read_text():
-        assert process.is_alive(), (tmp_path / "log").read_text()
-        time.sleep(0.01)
+    log = tmp_path / "log"
+    wait_until(lambda: "resuming" in log.read_text(), process=process, log=log)
     orphans = psutil.Process(process.pid).children()
     assert len(orphans) == 2
     process.kill()
@@ -139,19 +128,19 @@ def test_signals_to_the_launcher_alone_reach_its_processes(latents: Path, tmp_pa
     fields = train_fields(latents, tmp_path / "run", max_steps=100_000, checkpoint={"every": 100_000})
     words = [*launcher(2)[3:], "-m", "train", "--config", str(write_config(tmp_path, fields))]
     (process,) = ranks.start(tmp_path / "log", words, program="tests.ranks:launch")
-    wait_for_lines(tmp_path / "run", 2, process)
+    wait_until(lambda: num_lines(tmp_path / "run") >= 2, process=process)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGUSR2)
-    while not (saved := list((tmp_path / "run" / "checkpoints").glob("step-*"))):
-        assert process.is_alive(), (tmp_path / "log").read_text()
-        time.sleep(0.01)
-    wait_for_lines(tmp_path / "run", int(saved[0].name[5:]) + 10, process)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    wait_until(lambda: list(checkpoints.glob("step-*")), process=process, log=tmp_path / "log")
+    (saved,) = checkpoints.glob("step-*")
+    wait_until(lambda: num_lines(tmp_path / "run") >= int(saved.name[5:]) + 10, process=process)
     os.kill(process.pid, signal.SIGUSR1)
     assert ranks.wait([process], 300) == [75]
     printed = " ".join((tmp_path / "log").read_text().split())
     assert "received a stop signal and saved a checkpoint after step" in printed
     assert (tmp_path / "log").read_text().count("SIGUSR2 received: writing a checkpoint") == 1
-    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 2
+    assert len(list(checkpoints.glob("step-*"))) == 2
 
 
 def test_a_process_exits_if_its_launcher_died_during_startup(monkeypatch: pytest.MonkeyPatch) -> None:

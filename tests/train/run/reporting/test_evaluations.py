@@ -299,9 +299,7 @@ def test_results_that_a_tracker_does_not_accept_are_logged_after_the_others(tmp_
         write_results(open_store(tmp_path), step, a=float(step))
     tracker = FailingOnce()
     with EvaluationQueue(tmp_path) as queue:
-        deadline = time.monotonic() + 60
-        while len(queue.pending) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: len(queue.pending) >= 2)
         with pytest.raises(ConnectionError):
             queue.log_next([tracker], 10)
         for step in (11, 12):
